@@ -1,0 +1,81 @@
+"""Prompt lookup: continue as the sequence itself did after the last occurrence of its newest n tokens. Knows one
+sequence at a time; no model, no training, nothing across sequences.
+
+Method: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding); options named as in vLLM.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specserve.errors import ConfigError
+from specserve.types import Draft, Sequence, Verdict
+
+
+class NgramDrafter:
+    """Chains looked up in the sequence's own tokens: the longest n-gram first, of equal ones the most recent.
+
+    n runs from `prompt_lookup_max` down to `prompt_lookup_min`. A match that reaches the end of the sequence repeats
+    (the overlapping copy of LZ77), so a loop of any period fills the budget. A commit costs O(new tokens), a proposal
+    O(1) look-ups. Raises ConfigError unless 1 <= prompt_lookup_min <= prompt_lookup_max.
+    """
+
+    wants_hidden = False
+
+    def __init__(self, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
+        for name, value in (("prompt_lookup_max", prompt_lookup_max), ("prompt_lookup_min", prompt_lookup_min)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+        if prompt_lookup_min > prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min is {prompt_lookup_min}, above prompt_lookup_max, {prompt_lookup_max}."
+            )
+        self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
+        self._indexes: dict[Sequence, _Index] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        self._indexes[seq] = _Index(self._sizes)
+        self._indexes[seq].extend(seq.tokens)
+
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        return [self._continue(seq, limit) for seq, limit in zip(seqs, budget, strict=True)]
+
+    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
+        for seq in seqs:
+            self._indexes[seq].extend(seq.tokens)
+
+    def end(self, seq: Sequence) -> None:
+        del self._indexes[seq]
+
+    def _continue(self, seq: Sequence, limit: int) -> Draft:
+        start = self._indexes[seq].find(seq.tokens)
+        if start is None:
+            return Draft.empty()
+        period = len(seq.tokens) - start
+        return Draft.chain([seq.tokens[start + i % period] for i in range(limit)])
+
+
+class _Index:
+    """Where each n-gram of a growing list last occurred, for every n in `sizes` (longest first)."""
+
+    def __init__(self, sizes: range) -> None:
+        self._sizes = sizes
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
+        self._indexed = 0  # n-grams that end before this index are in
+
+    def extend(self, tokens: list[int]) -> None:
+        """Take in what is new. The n-grams that end with the last token wait: nothing follows them yet."""
+        for end in range(self._indexed + 1, len(tokens)):
+            for size in self._sizes:
+                if size <= end:
+                    self._after[tuple(tokens[end - size : end])] = end
+        self._indexed = max(self._indexed, len(tokens) - 1)
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Index of the token after the last earlier occurrence of the longest n-gram that ends `tokens`."""
+        self.extend(tokens)
+        for size in self._sizes:
+            start = self._after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            if start is not None:
+                return start
+        return None

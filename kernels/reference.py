@@ -1,0 +1,212 @@
+"""Reference kernels in torch, for CPU and CUDA, float32 and bfloat16. Knows every op; optimises none beyond what is
+simple. Faster backends are tested against this file.
+
+Row invariance, the promise of specserve.ops, rests on rules that were measured bit for bit on MKL and oneDNN:
+- a GEMM gives each row the same bits for any number of rows from 4 on, so callers pad rows to a multiple of 8; cuBLAS
+  chooses its kernel by the number of rows, so on CUDA every GEMM has exactly `_CUDA_TILE` rows;
+- attention reduces over the context in chunks of `_CHUNK` tokens, added in order: what is masked adds an exact zero, so
+  a row does not notice how far the padding reaches;
+- torch's silu, sigmoid and gelu round differently in the last elements of a tensor, exp and tanh do not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specserve.ops import AttentionRows
+from specserve.types import Ids
+
+_CHUNK = 128
+_CUDA_TILE = 64
+
+
+@dataclass(slots=True)
+class _Group:
+    """Row runs of one padded length, each with a linear view of the KV it may see."""
+
+    rows: Tensor  # int64 [runs * length], the step's row behind each entry; padding repeats a run's first row
+    slots: Tensor  # int64 [runs * context], KV slot of each logical index, padded to a multiple of _CHUNK
+    last: Tensor  # int64 [runs, length], the last logical index each row sees
+    biases: dict[int | None, Tensor] = field(default_factory=dict)  # by window
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        runs, length = self.last.shape
+        return runs, length, len(self.slots) // runs
+
+    def bias(self, window: int | None) -> Tensor:
+        """0 where a row sees a logical index and -inf elsewhere, float32 [runs, 1, length, 1, context]."""
+        if window not in self.biases:
+            index = torch.arange(self.shape[2], device=self.last.device)
+            hidden = index > self.last[..., None]  # [runs, length, context]
+            if window is not None:
+                hidden |= index <= self.last[..., None] - window
+            bias = torch.zeros(hidden.shape, device=self.last.device).masked_fill_(hidden, float("-inf"))
+            self.biases[window] = bias[:, None, :, None]
+        return self.biases[window]
+
+
+@dataclass(slots=True)
+class _Plan:
+    groups: list[_Group]
+    order: Tensor  # int64 [rows], where each row's result lies among the groups' concatenated entries
+    write_slots: Tensor  # int64 [rows without padding]: the null block, which fills up contexts, stays zero
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive rows of one sequence that share a linear KV view."""
+
+    first_row: int
+    slots: list[int]
+    last: list[int]
+
+
+class Kernels:
+    """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
+
+    name = "reference"
+    row_multiple = 8
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.tile = _CUDA_TILE if device.type == "cuda" else 0
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight.to(self.device, self.dtype).contiguous()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self.tile:
+            return F.linear(x, weight, bias)
+        rows = len(x)
+        x = F.pad(x, (0, 0, 0, -rows % self.tile))
+        return torch.cat([F.linear(part, weight, bias) for part in x.split(self.tile)])[:rows]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(self.dtype)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        left, right = x.float().chunk(2, -1)  # [rows, heads, d / 2]
+        cos, sin = cos[:, None], sin[:, None]
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
+        return (_ACTIVATIONS[activation](gate) * up).to(self.dtype)
+
+    def plan(self, rows: AttentionRows, block_size: int) -> _Plan:
+        runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]
+        write_slots = [0] * rows.query_starts[-1]
+        for run in runs:
+            for i, last in enumerate(run.last):
+                write_slots[run.first_row + i] = run.slots[last]
+        return _Plan(*self._grouped(runs, rows.num_rows), self._ids(write_slots))
+
+    def _grouped(self, runs: list[_Run], num_rows: int) -> tuple[list[_Group], Tensor]:
+        """Runs of like length and context are computed together; padding costs less than a loop over sequences."""
+        alike: dict[tuple[int, int], list[_Run]] = defaultdict(list)
+        for run in runs:
+            length = -(-len(run.last) // self.row_multiple) * self.row_multiple
+            alike[length, (len(run.slots) // _CHUNK).bit_length()].append(run)
+        groups: list[_Group] = []
+        order = [0] * num_rows
+        offset = 0
+        for (length, _), members in alike.items():
+            groups.append(self._group(members, length))
+            for run in members:
+                order[run.first_row : run.first_row + len(run.last)] = range(offset, offset + len(run.last))
+                offset += length
+        return groups, self._ids(order)
+
+    def _group(self, runs: list[_Run], length: int) -> _Group:
+        context = -(-max(len(run.slots) for run in runs) // _CHUNK) * _CHUNK
+        rows: list[int] = []
+        slots: list[int] = []
+        last: list[list[int]] = []
+        for run in runs:
+            padding = length - len(run.last)
+            rows += [*range(run.first_row, run.first_row + len(run.last)), *[run.first_row] * padding]
+            slots += run.slots + [0] * (context - len(run.slots))
+            last.append(run.last + [run.last[0]] * padding)
+        return _Group(self._ids(rows), self._ids(slots), torch.tensor(last, device=self.device))
+
+    def _ids(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def write_kv(self, kv: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> None:
+        rows = len(plan.write_slots)
+        kv[0].index_copy_(0, plan.write_slots, k[:rows].to(kv.dtype))
+        kv[1].index_copy_(0, plan.write_slots, v[:rows].to(kv.dtype))
+
+    def attention(self, q: Tensor, kv: Tensor, plan: _Plan, scale: float, window: int | None) -> Tensor:
+        parts = [_attend(q, kv, group, scale, window) for group in plan.groups]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return flat.index_select(0, plan.order).to(self.dtype)
+
+
+def _runs(rows: AttentionRows, s: int, block_size: int) -> list[_Run]:
+    """A chain is one run. In a tree every node is a run of its own, which sees its ancestors as if they were a chain:
+    the same numbers in the same order, hence the same bits as that path alone."""
+    start, stop = rows.query_starts[s], rows.query_starts[s + 1]
+    cached, parents = rows.cached[s], rows.parents[s]
+    slots = _slots(rows.block_tables[s], cached + stop - start, block_size)
+    if parents is None:
+        return [_Run(start, slots, list(range(cached, cached + stop - start)))]
+    runs = []
+    for r in range(stop - start):
+        path = _ancestors(parents, r)
+        linear = slots[:cached] + [slots[cached + node] for node in path]
+        runs.append(_Run(start + r, linear, [len(linear) - 1]))
+    return runs
+
+
+def _slots(blocks: list[int], num_tokens: int, block_size: int) -> list[int]:
+    slots = [block * block_size + offset for block in blocks for offset in range(block_size)]
+    return slots[:num_tokens]
+
+
+def _ancestors(parents: Ids, node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = int(parents[node])
+    return path[::-1]
+
+
+def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None) -> Tensor:
+    """Attention of one group -> float32 [runs * length, heads * d]. The maximum is exact in any order; sums are not,
+    so they go chunk by chunk."""
+    runs, length, context = group.shape
+    heads, d = q.shape[1:]
+    kv_heads = kv.shape[2]
+    k, v = kv.index_select(1, group.slots).float().view(2, runs, context, kv_heads, d).permute(0, 1, 3, 2, 4)
+    q = (q.index_select(0, group.rows) * scale).view(runs, length, kv_heads, heads // kv_heads, d)
+    q = q.transpose(1, 2).reshape(runs, kv_heads, -1, d)  # [runs, kv_heads, length * group, d]
+    scores = torch.matmul(q, k.transpose(2, 3))  # [runs, kv_heads, length * group, context]
+    scores.view(runs, kv_heads, length, -1, context).add_(group.bias(window))
+    p = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    total = torch.zeros_like(p[..., :1])
+    out = torch.zeros_like(q)
+    for start in range(0, context, _CHUNK):
+        chunk = p[..., start : start + _CHUNK]
+        total = total + chunk.sum(-1, keepdim=True)
+        out = out + torch.matmul(chunk, v[:, :, start : start + _CHUNK])
+    out = (out / total).view(runs, kv_heads, length, -1, d).transpose(1, 2)
+    return out.reshape(runs * length, heads * d)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}

@@ -1,0 +1,218 @@
+"""Runs drafters against plain decoding on the same prompts, taking turns, and keeps what each run said and took. Knows
+the SDK; knows nothing of tables or files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from specserve.errors import ConfigError, EngineError
+from specserve.types import SamplingParams, SequenceStats
+
+if TYPE_CHECKING:
+    from specserve.engine.counters import Counters
+    from specserve.llm import LLM, RequestOutput
+
+PLAIN = "none"
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run. `concurrency` prompts run at once; everything is repeated `repeats` times."""
+
+    drafters: Sequence[str]
+    params: SamplingParams
+    num_speculative_tokens: int | None = None
+    drafter_options: Mapping[str, Any] = field(default_factory=dict)
+    concurrency: int = 1
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if len(set(self.drafters)) < len(self.drafters):
+            raise ConfigError(f"A drafter is named twice: {', '.join(self.drafters)}. Name each once.")
+
+    @property
+    def contenders(self) -> list[str]:
+        """Plain decoding and the drafters, in the order of the report."""
+        return [PLAIN, *(name for name in self.drafters if name != PLAIN)]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt as token ids, and the category it counts for."""
+
+    ids: list[int]
+    category: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What one request said and what happened to it."""
+
+    question: int
+    repeat: int
+    token_ids: list[int]
+    text: str
+    stats: SequenceStats
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything one contender did. `wall` is seconds of generation, prefill included, one entry a repeat; `num_steps`,
+    `seconds` and the KV tokens are the engine's own counts."""
+
+    drafter: str
+    replies: list[Reply] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    num_steps: int = 0
+    live_tokens: int = 0
+    allocated_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, replies: list[Reply], wall: float, before: Counters, after: Counters) -> None:
+        """One group of prompts: its replies, and the engine's counters around it."""
+        repeat = replies[0].repeat
+        self.wall += [0.0] * (repeat + 1 - len(self.wall))
+        self.wall[repeat] += wall
+        self.replies += replies
+        self.num_steps += after.num_steps - before.num_steps
+        self.live_tokens += after.live_tokens - before.live_tokens
+        self.allocated_tokens += after.allocated_tokens - before.allocated_tokens
+        for phase, total in after.seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + total - before.seconds[phase]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One contender runs one group of prompts, given by their indexes."""
+
+    repeat: int
+    drafter: str
+    group: list[int]
+
+
+def turns(plan: Plan, num_prompts: int) -> Iterator[Turn]:
+    """Every contender runs each group of `concurrency` prompts before the next group begins; who goes first rotates, so
+    that drift of the machine and the warmth of its caches fall on all alike."""
+    contenders = plan.contenders
+    shift = 0
+    for repeat in range(plan.repeats):
+        for start in range(0, num_prompts, plan.concurrency):
+            group = list(range(start, min(start + plan.concurrency, num_prompts)))
+            for place in range(len(contenders)):
+                yield Turn(repeat, contenders[(place + shift) % len(contenders)], group)
+            shift += 1
+
+
+def compare(
+    llm: LLM,
+    questions: Sequence[Question],
+    plan: Plan,
+    on_turn: Callable[[Turn], None] = lambda turn: None,
+) -> list[Run]:
+    """Run `plan` and return one Run per contender, plain decoding first. `on_turn` is called before each turn.
+
+    The prefix cache is emptied before each turn, and every contender warms up on the first group, uncounted. Prompt i
+    is sampled with seed params.seed + i by all. Raises ConfigError for an unknown drafter, EngineError for a failed
+    request.
+    """
+    _check_concurrency(llm, plan)
+    runs = {name: Run(name) for name in plan.contenders}
+    for name in plan.contenders:
+        _warm_up(llm, questions, plan, name)
+    for turn in turns(plan, len(questions)):
+        on_turn(turn)
+        _use(llm, plan, turn.drafter)
+        before = llm.counters()
+        begun = perf_counter()
+        outputs = llm.generate([questions[i].ids for i in turn.group], [_params(plan.params, i) for i in turn.group])
+        wall = perf_counter() - begun
+        replies = [_reply(i, turn.repeat, output) for i, output in zip(turn.group, outputs, strict=True)]
+        runs[turn.drafter].add(replies, wall, before, llm.counters())
+    return list(runs.values())
+
+
+def _check_concurrency(llm: LLM, plan: Plan) -> None:
+    if plan.concurrency > llm.config.max_num_seqs:
+        raise ConfigError(
+            f"concurrency is {plan.concurrency}, but only max_num_seqs = {llm.config.max_num_seqs} sequences run at "
+            f"once. Pass --max-num-seqs {plan.concurrency}."
+        )
+
+
+def _use(llm: LLM, plan: Plan, name: str) -> None:
+    llm.use_drafter(name, plan.num_speculative_tokens, **({} if name == PLAIN else plan.drafter_options))
+    llm.reset_prefix_cache()
+
+
+def _warm_up(llm: LLM, questions: Sequence[Question], plan: Plan, name: str) -> None:
+    _use(llm, plan, name)
+    short = replace(plan.params, max_tokens=min(WARM_UP_TOKENS, plan.params.max_tokens or WARM_UP_TOKENS))
+    llm.generate([question.ids for question in questions[: plan.concurrency]], short)
+
+
+def _params(params: SamplingParams, index: int) -> SamplingParams:
+    return replace(params, seed=(params.seed or 0) + index)
+
+
+def _reply(question: int, repeat: int, output: RequestOutput) -> Reply:
+    completion = output.outputs[0]
+    if completion.finish_reason == "error":
+        raise EngineError(f"Prompt {question + 1} failed: {completion.error}")
+    return Reply(question, repeat, completion.token_ids, completion.text, completion.stats)
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A reply that differs from plain decoding's, first at output token `position` (0 is the first). `gap` is the
+    difference of the model's two best log-probabilities there: a gap near 0 is a tie that arithmetic broke."""
+
+    drafter: str
+    question: int
+    repeat: int
+    position: int
+    gap: float
+
+
+def references(runs: Sequence[Run]) -> dict[int, list[int]]:
+    """What each question is compared with: plain decoding's output ids in the first repeat."""
+    plain = next(run for run in runs if run.drafter == PLAIN)
+    return {reply.question: reply.token_ids for reply in plain.replies if reply.repeat == 0}
+
+
+def mismatches(runs: Sequence[Run]) -> Iterator[tuple[Run, Reply]]:
+    """Replies whose ids differ from the reference, plain decoding's own later repeats included."""
+    expected = references(runs)
+    for run in runs:
+        yield from ((run, reply) for reply in run.replies if reply.token_ids != expected[reply.question])
+
+
+def explain(llm: LLM, questions: Sequence[Question], runs: Sequence[Run]) -> list[Mismatch]:
+    """Where each differing reply first differs, and how close the model's choice was there."""
+    expected = references(runs)
+    found: list[Mismatch] = []
+    for run, reply in mismatches(runs):
+        position = first_difference(expected[reply.question], reply.token_ids)
+        prefix = questions[reply.question].ids + expected[reply.question][:position]
+        found.append(Mismatch(run.drafter, reply.question, reply.repeat, position, _gap(llm, prefix)))
+    return found
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    """The first index at which two different lists of ids differ; the shorter's length if it begins the other."""
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def _gap(llm: LLM, ids: list[int]) -> float:
+    llm.use_drafter(PLAIN)
+    output = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1, logprobs=2))[0].outputs[0]
+    assert output.logprobs, "log-probabilities were asked for"
+    first, second = sorted(output.logprobs[0].top.values(), reverse=True)[:2]
+    return first - second

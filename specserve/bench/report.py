@@ -1,0 +1,203 @@
+"""Turns runs into figures: the JSON of a comparison and the tables people read. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from specserve.bench.compare import PLAIN, Mismatch, Question, Reply, Run, mismatches
+
+if TYPE_CHECKING:
+    from specserve.llm import LLM
+
+PHASES = ("draft", "mask", "forward", "sample", "host", "total")
+
+
+def report(llm: LLM, questions: Sequence[Question], concurrency: int, runs: Sequence[Run]) -> dict[str, Any]:
+    """The whole comparison as JSON has it; speed-ups are relative to the run named "none".
+
+    Sums (tokens, drafts, steps) go over all repeats. tokens_per_second is output tokens over wall time, prefill
+    included; it and the speed-up are medians over repeats. Times are milliseconds, medians over requests. A category's
+    tokens_per_second is one stream's: output tokens over the seconds from arrival to end, summed over its requests.
+    """
+    plain = next(run for run in runs if run.drafter == PLAIN)
+    different = [run.drafter for run, _ in mismatches(runs)]
+    return {
+        "model": llm.config.model,
+        "device": llm.device,
+        "dtype": llm.dtype,
+        "quantization": llm.config.quantization,
+        "threads": llm.threads,
+        "concurrency": concurrency,
+        "prompts": len(questions),
+        "runs": [_run(run, plain, questions, different.count(run.drafter)) for run in runs],
+    }
+
+
+def _run(run: Run, plain: Run, questions: Sequence[Question], num_mismatched: int) -> dict[str, Any]:
+    return {
+        "drafter": run.drafter,
+        "output_tokens": _tokens(run.replies),
+        "tokens_per_second": median(_rates(run)),
+        "time_per_output_token_ms": _median_ms(_time_per_output_token(reply) for reply in run.replies),
+        "time_to_first_token_ms": _median_ms(_time_to_first_token(reply) for reply in run.replies),
+        "speedup": median(rate / base for rate, base in zip(_rates(run), _rates(plain), strict=True)),
+        "mean_acceptance_length": _acceptance_length(run.replies),
+        "acceptance_by_position": acceptance_by_position(run.replies),
+        "draft_tokens": sum(reply.stats.num_draft_tokens for reply in run.replies),
+        "accepted_tokens": sum(reply.stats.num_accepted_tokens for reply in run.replies),
+        "mismatched_requests": num_mismatched,
+        "kv_waste": 1 - run.live_tokens / run.allocated_tokens if run.allocated_tokens else 0.0,
+        "step_ms": {phase: run.seconds[phase] / run.num_steps * 1e3 for phase in PHASES},
+        "categories": _categories(run, plain, questions),
+    }
+
+
+def _tokens(replies: Iterable[Reply]) -> int:
+    return sum(len(reply.token_ids) for reply in replies)
+
+
+def _rates(run: Run) -> list[float]:
+    """Output tokens per second of wall time, one figure a repeat."""
+    return [_tokens(r for r in run.replies if r.repeat == repeat) / wall for repeat, wall in enumerate(run.wall)]
+
+
+def _times(reply: Reply) -> tuple[float, float, float]:
+    """Seconds of arrival, first token and end."""
+    stats = reply.stats
+    assert stats.first_token is not None and stats.finished is not None, "a finished request has both times"
+    return stats.arrived, stats.first_token, stats.finished
+
+
+def _time_per_output_token(reply: Reply) -> float | None:
+    """Seconds; None with a single token, which has nothing after the first."""
+    _, first, finished = _times(reply)
+    return (finished - first) / (len(reply.token_ids) - 1) if len(reply.token_ids) > 1 else None
+
+
+def _time_to_first_token(reply: Reply) -> float:
+    arrived, first, _ = _times(reply)
+    return first - arrived
+
+
+def _median_ms(seconds: Iterable[float | None]) -> float | None:
+    known = [value * 1e3 for value in seconds if value is not None]
+    return median(known) if known else None
+
+
+def _acceptance_length(replies: Sequence[Reply]) -> float:
+    """Tokens a verify step emits, the bonus counted: 1 + accepted / steps."""
+    steps = sum(reply.stats.num_steps for reply in replies)
+    return 1 + sum(reply.stats.num_accepted_tokens for reply in replies) / steps if steps else 1.0
+
+
+def acceptance_by_position(replies: Sequence[Reply]) -> list[float]:
+    """Of the drafts that had a token at depth i, the share in which it was accepted."""
+    drafted = _sum_by_position(reply.stats.drafted_by_position for reply in replies)
+    accepted = _sum_by_position(reply.stats.accepted_by_position for reply in replies)
+    accepted += [0] * (len(drafted) - len(accepted))
+    return [yes / all_ for yes, all_ in zip(accepted, drafted, strict=True) if all_]
+
+
+def _sum_by_position(lists: Iterable[list[int]]) -> list[int]:
+    totals: list[int] = []
+    for counts in lists:
+        totals += [0] * (len(counts) - len(totals))
+        for position, count in enumerate(counts):
+            totals[position] += count
+    return totals
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The replies of one run in one category."""
+
+    replies: list[Reply]
+
+    @property
+    def rate(self) -> float:
+        return _tokens(self.replies) / sum(_times(r)[2] - _times(r)[0] for r in self.replies)
+
+
+def _categories(run: Run, plain: Run, questions: Sequence[Question]) -> dict[str, dict[str, float]]:
+    return {
+        name: {
+            "tokens_per_second": _share(run, name, questions).rate,
+            "speedup": _share(run, name, questions).rate / _share(plain, name, questions).rate,
+            "mean_acceptance_length": _acceptance_length(_share(run, name, questions).replies),
+        }
+        for name in dict.fromkeys(question.category for question in questions)
+    }
+
+
+def _share(run: Run, category: str, questions: Sequence[Question]) -> _Share:
+    return _Share([reply for reply in run.replies if questions[reply.question].category == category])
+
+
+def table_of(title: str, first: str, *others: str) -> Table:
+    """An empty table that fits 80 columns: names on the left, figures on the right."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(first, no_wrap=True, min_width=len(first))
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def overview(figures: dict[str, Any]) -> Table:
+    """One row a run."""
+    title = f"{figures['model']}, {figures['dtype']} on {figures['device']}, {figures['threads']} threads, "
+    columns = ("tok/s", "speed-up", "ms/tok", "first ms", "tok/step", "accept", "differ", "waste")
+    table = table_of(title + f"{figures['prompts']} prompts, {figures['concurrency']} at a time", "drafter", *columns)
+    for run in figures["runs"]:
+        table.add_row(
+            run["drafter"],
+            f"{run['tokens_per_second']:.1f}",
+            f"{run['speedup']:.2f}x",
+            _number(run["time_per_output_token_ms"]),
+            _number(run["time_to_first_token_ms"]),
+            f"{run['mean_acceptance_length']:.2f}",
+            _percent(run["accepted_tokens"], run["draft_tokens"]),
+            str(run["mismatched_requests"]),
+            f"{run['kv_waste']:.1%}",
+        )
+    return table
+
+
+def by_category(figures: dict[str, Any]) -> Table:
+    """Speed-up and tokens a step of each drafter, one row a category."""
+    drafted = [run for run in figures["runs"] if run["drafter"] != PLAIN]
+    table = table_of("Speed-up (tokens a step) by category", "category", *(run["drafter"] for run in drafted))
+    for name in figures["runs"][0]["categories"]:
+        cells = [run["categories"][name] for run in drafted]
+        table.add_row(name, *(f"{cell['speedup']:.2f}x ({cell['mean_acceptance_length']:.2f})" for cell in cells))
+    return table
+
+
+def by_phase(figures: dict[str, Any]) -> Table:
+    """Milliseconds of a step, one row a run."""
+    table = table_of("Milliseconds of a step", "drafter", *PHASES)
+    for run in figures["runs"]:
+        table.add_row(run["drafter"], *(f"{run['step_ms'][phase]:.2f}" for phase in PHASES))
+    return table
+
+
+def describe(mismatch: Mismatch) -> str:
+    """One line a person can act on."""
+    return (
+        f"{mismatch.drafter}: prompt {mismatch.question + 1} (repeat {mismatch.repeat + 1}) differs from plain "
+        f"decoding from output token {mismatch.position + 1} on, where the model's two best log-probabilities are "
+        f"{mismatch.gap:.3g} apart."
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"

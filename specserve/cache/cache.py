@@ -1,0 +1,188 @@
+"""The KV cache of all sequences: block tables, prefix sharing, copy on write, and which KV of a verified draft stays.
+Knows tokens only as what prefixes are named after; nothing of models, drafters or scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Many
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from specserve.cache import integrity, prefix
+from specserve.cache.pool import BlockPool
+from specserve.cache.storage import KVStorage
+from specserve.types import BlockTable, Sequence
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counted since the cache was made. Evictions are counted by the pool that makes them."""
+
+    num_prefix_queries: int = 0  # sequences looked up
+    num_prefix_query_tokens: int = 0  # tokens they had
+    num_prefix_hit_tokens: int = 0  # tokens of these that needed no prefill
+    num_copies_on_write: int = 0  # blocks
+    num_forked_blocks: int = 0  # blocks a child shared with its parent instead of filling its own
+
+
+class Usage(NamedTuple):
+    """How full the blocks in use are. Waste is 1 - live_tokens / allocated_tokens."""
+
+    live_tokens: int  # slots with valid KV, a shared slot counted once
+    allocated_tokens: int  # slots of all referenced blocks
+
+
+class KVCache:
+    """Block tables over a `KVStorage`, after PagedAttention (arXiv 2309.06180) with hashed prefix blocks.
+
+    Logical index i of a sequence lies in slot `blocks.ids[i // block_size] * block_size + i % block_size`. Life of a
+    sequence: `match_prefix` (or `fork`), then `reserve` before and `keep` after every step, and `free`, after which it
+    may begin again. Methods assume what they document; a wrong call is a bug of the engine and fails an assertion.
+    """
+
+    def __init__(self, storage: KVStorage, prefix_caching: bool) -> None:
+        self.storage = storage
+        self.prefix_caching = prefix_caching
+        self.block_size = storage.block_size
+        self.pool = BlockPool(storage.num_blocks)
+        self.stats = CacheStats()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out: all but the null block. Equals num_free when nothing runs."""
+        return self.storage.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self.pool.free)
+
+    @property
+    def num_evictions(self) -> int:
+        """Published blocks that were handed out for something else."""
+        return self.pool.num_evictions
+
+    def match_prefix(self, seq: Sequence) -> int:
+        """Give an empty sequence the longest published chain that covers at most len(tokens) - 1 of its tokens (the
+        last one must run to have logits). Sets seq.blocks and seq.cached; returns the tokens found."""
+        assert _is_empty(seq), "only a sequence without blocks can be admitted"
+        if not self.prefix_caching:
+            return 0
+        limit = (len(seq.tokens) - 1) // self.block_size
+        for digest in prefix.chain(seq.salt, seq.tokens, self.block_size, limit):
+            block = self.pool.find(digest)
+            if block is None:
+                break
+            self.pool.take(block)
+            seq.blocks.ids.append(block)
+            seq.blocks.hashes.append(digest)
+        seq.cached = len(seq.blocks.ids) * self.block_size
+        self.stats.num_prefix_queries += 1
+        self.stats.num_prefix_query_tokens += len(seq.tokens)
+        self.stats.num_prefix_hit_tokens += seq.cached
+        return seq.cached
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Make logical indexes [cached, cached + num_tokens) writable: blocks that nobody else sees. All or nothing:
+        False, when free blocks do not suffice, leaves everything as it was."""
+        assert num_tokens >= 0
+        ids = seq.blocks.ids
+        first = seq.cached // self.block_size
+        written = range(first, self._blocks_for(seq.cached + num_tokens) if num_tokens else first)
+        shared = [i for i in written if i < len(ids) and self.pool.references[ids[i]] > 1]
+        num_new = sum(i >= len(ids) for i in written)
+        if len(shared) + num_new > self.num_free:
+            return False
+        for i in shared:
+            self._copy_on_write(seq, i)
+        for i in written[: len(written) - num_new]:
+            self.pool.withdraw(ids[i])  # it will not hold for long what it was published for
+        ids.extend(self.pool.allocate() for _ in range(num_new))
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let an empty child share the KV of the parent's first `num_tokens` tokens; child.cached = num_tokens. Whoever
+        writes a shared block first copies it."""
+        assert _is_empty(child), "only a sequence without blocks can share a parent's"
+        assert child.salt == parent.salt, "different salts share nothing"
+        assert num_tokens <= parent.cached, "the parent's KV must be written"
+        assert child.tokens[:num_tokens] == parent.tokens[:num_tokens], "shared KV is of equal tokens"
+        shared = parent.blocks.ids[: self._blocks_for(num_tokens)]
+        for block in shared:
+            self.pool.take(block)
+        child.blocks = BlockTable(shared, parent.blocks.hashes[: num_tokens // self.block_size])
+        child.cached = num_tokens
+        self.stats.num_forked_blocks += len(shared)
+
+    def keep(self, seq: Sequence, num_own: int, path: Many[int] = (), tokens: Many[int] = ()) -> None:
+        """After a step that wrote `num_own` of the sequence's own tokens from logical index `cached` on, and draft node
+        i at index cached + num_own + i: the own tokens and the nodes of `path` stay, in that order; the rest is stale.
+
+        `tokens` are the accepted ids, one for each node of `path` (a Verdict's, whose last one is ignored); seq.tokens
+        may hold them already or not. A chain is kept where it lies, a tree's path is moved to contiguous slots. Full
+        blocks below the new `cached` are published; nothing unaccepted or unwritten ever is.
+        """
+        assert len(tokens) >= len(path), "every accepted node has a token"
+        start = seq.cached + num_own
+        moves = [(start + node, start + depth) for depth, node in enumerate(path) if node != depth]
+        if moves:
+            self.storage.copy([self._slot(seq, src) for src, _ in moves], [self._slot(seq, dst) for _, dst in moves])
+        seq.cached = start + len(path)
+        assert seq.cached <= len(seq.blocks.ids) * self.block_size, "kept more than was reserved"
+        if self.prefix_caching:
+            self._publish(seq, start, tokens)
+
+    def free(self, seq: Sequence, forget: bool = False) -> None:
+        """Give all blocks back; the last block is evicted before the first. `forget` also withdraws them from the
+        prefix cache: for a sequence whose KV cannot be trusted (NaN)."""
+        for block in reversed(seq.blocks.ids):
+            if forget:
+                self.pool.withdraw(block)
+            self.pool.release(block)
+        seq.blocks = BlockTable()
+        seq.cached = 0
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every published block that no sequence uses. Returns how many stay published: 0 when idle."""
+        self.pool.withdraw_free()
+        return self.pool.num_published
+
+    def usage(self, seqs: Iterable[Sequence]) -> Usage:
+        """How full the blocks of the running sequences are; a shared block counts once."""
+        filled: dict[int, int] = {}
+        for seq in seqs:
+            for i, block in enumerate(seq.blocks.ids):
+                valid = min(max(seq.cached - i * self.block_size, 0), self.block_size)
+                filled[block] = max(filled.get(block, 0), valid)
+        return Usage(sum(filled.values()), len(filled) * self.block_size)
+
+    def check_integrity(self, seqs: Many[Sequence]) -> None:
+        """Raise AssertionError, with a sentence, if any invariant is broken. `seqs` are all that hold blocks."""
+        integrity.check(self.pool, self.block_size, seqs)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _slot(self, seq: Sequence, index: int) -> int:
+        return seq.blocks.ids[index // self.block_size] * self.block_size + index % self.block_size
+
+    def _copy_on_write(self, seq: Sequence, i: int) -> None:
+        """Replace the shared block `i` of the table by a private copy of its valid tokens."""
+        old, new = seq.blocks.ids[i], self.pool.allocate()
+        valid = range(min(seq.cached - i * self.block_size, self.block_size))
+        if valid:
+            self.storage.copy([old * self.block_size + o for o in valid], [new * self.block_size + o for o in valid])
+        self.pool.release(old)
+        seq.blocks.ids[i] = new
+        self.stats.num_copies_on_write += 1
+
+    def _publish(self, seq: Sequence, start: int, accepted: Many[int]) -> None:
+        """Publish the blocks that lie wholly below `cached`: seq.tokens up to index `start`, then `accepted`."""
+        table = seq.blocks
+        for i in range(len(table.hashes), seq.cached // self.block_size):
+            low, high = i * self.block_size, (i + 1) * self.block_size
+            tokens = [*seq.tokens[low : min(high, start)], *accepted[max(low - start, 0) : max(high - start, 0)]]
+            table.hashes.append(prefix.link(table.hashes[-1] if table.hashes else prefix.root(seq.salt), tokens))
+            self.pool.publish(table.ids[i], table.hashes[-1])
+
+
+def _is_empty(seq: Sequence) -> bool:
+    return not seq.blocks.ids and seq.cached == 0

@@ -1,0 +1,61 @@
+"""Every invariant of the block pool and the block tables, checked by walking all of them. Changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Many
+
+from specserve.cache import prefix
+from specserve.cache.pool import BlockPool
+from specserve.types import Sequence
+
+
+def check(pool: BlockPool, block_size: int, seqs: Many[Sequence]) -> None:
+    """Raise AssertionError with a sentence for the first invariant that does not hold; `seqs` hold all references."""
+    _check_free_list(pool)
+    _check_references(pool, seqs)
+    _check_published(pool)
+    for seq in seqs:
+        _check_table(pool, block_size, seq)
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise AssertionError(sentence)  # not an assert statement: `python -O` must not turn the check off
+
+
+def _check_free_list(pool: BlockPool) -> None:
+    """Forwards and backwards the list holds the same blocks, as many as it says, and exactly the unreferenced ones."""
+    forwards = pool.free.walk(forwards=True)
+    _require(forwards == pool.free.walk(forwards=False)[::-1], "The free list differs forwards and backwards.")
+    _require(len(forwards) == len(pool.free), f"The free list says {len(pool.free)} blocks and links {len(forwards)}.")
+    unreferenced = {block for block, count in enumerate(pool.references) if count == 0 and block != 0}
+    _require(set(forwards) == unreferenced, f"Free and unreferenced differ in {sorted(set(forwards) ^ unreferenced)}.")
+
+
+def _check_references(pool: BlockPool, seqs: Many[Sequence]) -> None:
+    held = Counter(block for seq in seqs for block in seq.blocks.ids)
+    _require(held[0] == 0 and pool.references[0] == 0, "The null block was handed out.")
+    for block, count in enumerate(pool.references):
+        _require(held[block] == count, f"Block {block} counts {count} references and {held[block]} tables hold it.")
+
+
+def _check_published(pool: BlockPool) -> None:
+    """Digest to block and block to digest are inverse to each other, and block 0 has none."""
+    named = list(pool.digests())
+    _require(len(named) == pool.num_published, f"{pool.num_published} digests name {len(named)} blocks.")
+    for block, digest in named:
+        _require(block != 0, "The null block is published.")
+        _require(pool.find(digest) == block, f"Block {block} is published, and its digest finds {pool.find(digest)}.")
+
+
+def _check_table(pool: BlockPool, block_size: int, seq: Sequence) -> None:
+    name, ids, hashes = f"{seq.request_id}/{seq.index}", seq.blocks.ids, seq.blocks.hashes
+    _require(len(set(ids)) == len(ids), f"The table of {name} holds a block twice: {ids}.")
+    _require(0 <= seq.cached <= len(ids) * block_size, f"{name} has {seq.cached} tokens cached in {len(ids)} blocks.")
+    _require(len(hashes) <= seq.cached // block_size, f"{name} named {len(hashes)} blocks with {seq.cached} cached.")
+    expected = list(prefix.chain(seq.salt, seq.tokens, block_size, len(hashes)))
+    _require(hashes == expected, f"The digests of {name} are not those of its tokens.")
+    for block, digest in zip(ids, hashes, strict=False):  # blocks after the last digest have none
+        published = pool.digest(block)
+        _require(published in (None, digest), f"Block {block} of {name} is published as other tokens than it holds.")

@@ -1,0 +1,129 @@
+"""How many KV blocks fit: measures free memory, decides, and says why. Allocates nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from specserve.errors import CapacityError
+
+GIB = 2**30
+MAX_SHARE = 0.4  # of free memory, when nobody said how much: weights' pages, activations and the system need the rest
+
+
+def plan_blocks(
+    free_bytes: int,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_cache_gib: float | None,
+) -> tuple[int, str]:
+    """Blocks to allocate, the null block included, and one sentence that says what was chosen.
+
+    On its own it takes what `max_num_seqs` sequences of `max_model_len` tokens could use, but at most 40 % of free
+    memory; `kv_cache_gib` is taken as given. Raises CapacityError if that is not free, or if not one sequence of
+    `max_model_len` would fit.
+    """
+    blocks_per_sequence = math.ceil(max_model_len / block_size)
+    if kv_cache_gib is None:
+        wanted = max_num_seqs * blocks_per_sequence + 1
+        num_blocks = min(wanted, int(free_bytes * MAX_SHARE) // bytes_per_block)
+        reason = "all sequences at full length" if num_blocks == wanted else f"{MAX_SHARE:.0%} of free memory"
+    else:
+        num_blocks = _explicit(free_bytes, bytes_per_block, kv_cache_gib)
+        reason = "kv_cache_gib"
+    needed = blocks_per_sequence + 1
+    if num_blocks < needed:
+        raise CapacityError(
+            f"One sequence of max_model_len {max_model_len} needs {needed * bytes_per_block / GIB:.3f} GiB of KV cache "
+            f"and there are {num_blocks * bytes_per_block / GIB:.3f} GiB ({reason}; {free_bytes / GIB:.3f} GiB free). "
+            + _remedy(num_blocks, needed * bytes_per_block, block_size, free_bytes)
+        )
+    usable = num_blocks - 1
+    return num_blocks, (
+        f"KV cache: {usable * block_size} tokens in {usable} blocks of {block_size}, "
+        f"{num_blocks * bytes_per_block / GIB:.2f} GiB ({reason}; {free_bytes / GIB:.2f} GiB free)."
+    )
+
+
+def _explicit(free_bytes: int, bytes_per_block: int, kv_cache_gib: float) -> int:
+    if kv_cache_gib * GIB > free_bytes:
+        largest = math.floor(free_bytes / GIB * 100) / 100
+        raise CapacityError(
+            f"kv_cache_gib is {kv_cache_gib:g} and {free_bytes / GIB:.2f} GiB are free. "
+            f"The largest value that works now is {largest:.2f}; leave it out to have it chosen."
+        )
+    return int(kv_cache_gib * GIB) // bytes_per_block
+
+
+def _remedy(num_blocks: int, needed_bytes: int, block_size: int, free_bytes: int) -> str:
+    """What to change so that one sequence fits: its length, the cache's size if memory allows, or else the memory."""
+    largest = (num_blocks - 1) * block_size
+    shorter = f"The largest max_model_len that works is {largest}" if largest > 0 else "No max_model_len works"
+    enough = math.ceil(needed_bytes / GIB * 1000) / 1000
+    larger = f"set kv_cache_gib to at least {enough:.3f}" if enough * GIB <= free_bytes else "free some memory"
+    return f"{shorter}; or {larger}."
+
+
+def free_memory(device: torch.device | str, root: Path = Path("/")) -> int:
+    """Bytes that can be allocated now. CUDA: what the driver says. Otherwise the smaller of the system's available
+    memory and what the control groups (v1 or v2) of this process leave; `root` is the root of the file system.
+
+    Raises CapacityError where the system does not tell.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return max(0, min([_available(root), *_control_group_room(root)]))
+
+
+def _available(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError as error:
+        raise CapacityError(f"Free memory cannot be measured here: {error}. Only Linux is supported.") from error
+    values = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return int(values["MemAvailable"].split()[0]) * 1024
+
+
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _control_group_room(root: Path) -> Iterator[int]:
+    """Limit minus usage of every control group that holds this process. Page cache that nobody uses is not usage: the
+    system gives it back when memory is asked for."""
+    for folder, (limit_file, usage_file, reclaimable) in _control_groups(root):
+        if not (folder / limit_file).exists():
+            continue  # a root group has no limit
+        limit = (folder / limit_file).read_text().strip()
+        if limit != "max":
+            yield int(limit) - int((folder / usage_file).read_text()) + _statistic(folder, reclaimable)
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The folders of this process's memory groups up to the root; a container may see its own as the root."""
+    listing = root / "proc/self/cgroup"
+    for line in listing.read_text().splitlines() if listing.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, files = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            mount, files = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        inside = PurePosixPath(path.lstrip("/"))
+        for folder in dict.fromkeys((inside, *inside.parents)):
+            yield mount / folder, files
+
+
+def _statistic(folder: Path, name: str) -> int:
+    for line in (folder / "memory.stat").read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0

@@ -1,0 +1,59 @@
+"""The device memory behind the KV cache: one tensor a layer, addressed by slots. Knows nothing of who owns a slot."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+
+class KVStorage:
+    """Keys and values of every layer: `layers[l]` is [2, num_blocks * block_size, num_kv_heads, head_dim], zeroed.
+
+    Slot `block * block_size + offset` holds one token. Block 0 is the null block: padding rows write there and nobody
+    reads it. On a CPU the pages are committed by the system when first written, so an idle cache costs no memory.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        assert num_blocks >= 2, "one null block and at least one block to hand out"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        shape = (2, num_blocks * block_size, num_kv_heads, head_dim)
+        self.layers = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
+
+    def copy(self, src_slots: list[int], dst_slots: list[int]) -> None:
+        """Copy the tokens at `src_slots` to `dst_slots` in every layer; all are read before any is written."""
+        assert len(src_slots) == len(dst_slots) == len(set(dst_slots)), "each destination is written once"
+        src = torch.tensor(src_slots, dtype=torch.int64, device=self.device)
+        dst = torch.tensor(dst_slots, dtype=torch.int64, device=self.device)
+        for layer in self.layers:
+            layer.index_copy_(1, dst, layer.index_select(1, src))
+
+    @staticmethod
+    def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """What one block costs over all layers, keys and values."""
+        return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register of a CPU
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of `shape`. torch.zeros writes every page on a CPU; numpy's are mapped and left to the system."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

@@ -1,0 +1,58 @@
+"""An answer on the terminal: its text as it comes, how it ended, how fast it was. Knows no command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specserve.errors import EngineError
+from specserve.types import SequenceStats
+
+if TYPE_CHECKING:
+    from specserve.llm import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion that has ended."""
+
+    text: str
+    num_tokens: int
+    stats: SequenceStats
+
+    def speed(self) -> str:
+        """One line: tokens per second after the first token, time to the first, tokens a step, drafts accepted."""
+        stats = self.stats
+        assert stats.first_token is not None and stats.finished is not None, "a finished completion has both times"
+        seconds = stats.finished - stats.first_token
+        parts = [f"{self.num_tokens} tokens"]
+        if self.num_tokens > 1 and seconds > 0:
+            parts.append(f"{(self.num_tokens - 1) / seconds:.1f} tokens/s")
+        parts.append(f"first after {(stats.first_token - stats.arrived) * 1e3:.0f} ms")
+        parts.append(f"{stats.mean_acceptance_length:.2f} tokens a step")
+        if stats.num_draft_tokens:
+            parts.append(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted")
+        return ", ".join(parts)
+
+
+def write(chunks: Iterable[Chunk]) -> Answer:
+    """Write a stream's text to standard output as it comes. Raises EngineError if it ends in an error of its own."""
+    texts: list[str] = []
+    num_tokens = 0
+    stats: SequenceStats | None = None
+    for chunk in chunks:
+        print(chunk.text, end="", flush=True)
+        texts.append(chunk.text)
+        num_tokens += len(chunk.token_ids)
+        check(chunk.finish_reason, chunk.error)
+        stats = chunk.stats or stats
+    print()
+    assert stats is not None, "the last chunk of a stream has its stats"
+    return Answer("".join(texts), num_tokens, stats)
+
+
+def check(finish_reason: str | None, error: str | None) -> None:
+    """Raise EngineError for a completion that failed alone, whose siblings may be well."""
+    if finish_reason == "error":
+        raise EngineError(error or "The request failed in the engine, which gave no reason.")

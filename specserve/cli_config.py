@@ -1,0 +1,46 @@
+"""The TOML file as a source of options. Knows its layout and which keys exist; knows no command's code."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App, ArgumentCollection
+from cyclopts.config import Dict
+
+from specserve.config import EngineConfig
+from specserve.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class TomlFile:
+    """A cyclopts config provider: top-level keys are engine options for every command that has them, a table is the
+    options of the command it is named after ([generate], [bench.replay]). An unknown key is an error."""
+
+    path: Path
+    commands: tuple[str, ...]
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        values = self.read()
+        table = {name: values.pop(name) for name in self.commands if name in values}
+        Dict(data=table, source=str(self.path))(app, commands, arguments)
+        common = {key: value for key, value in values.items() if arguments.get(_option(key), None) is not None}
+        Dict(data=common, source=str(self.path), use_commands_as_keys=False)(app, commands, arguments)
+
+    def read(self) -> dict[str, Any]:
+        """The file's content, with known top-level keys only. Raises ConfigError."""
+        try:
+            values = tomllib.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"Cannot read the configuration file {self.path}: {error}.") from error
+        allowed = {*(entry.name for entry in fields(EngineConfig)), *self.commands}
+        for key in values:
+            if key.replace("-", "_") not in allowed:
+                raise ConfigError(f"{self.path}: {unknown('key', key, allowed)}")
+        return values
+
+
+def _option(key: str) -> str:
+    return "--" + key.replace("_", "-")

@@ -1,0 +1,99 @@
+"""`specserve generate`: prompts in, text out. Knows prompts and printing; the SDK does the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from specserve.cli_answer import Answer, check, write
+from specserve.cli_options import (
+    GENERATION,
+    OUTPUT,
+    EngineOptions,
+    SamplingOptions,
+    engine_options,
+    sampling_params,
+)
+from specserve.errors import InputError
+from specserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specserve.llm import LLM, RequestOutput
+
+_ENGINE = EngineOptions()
+_SAMPLING = SamplingOptions()
+
+
+def generate(
+    *prompts: Annotated[str, Parameter(help="One or more prompts; without any, standard input is the prompt.")],
+    raw: Annotated[
+        bool, Parameter(group=GENERATION, negative=(), help="Continue the text itself: no chat template.")
+    ] = False,
+    system: Annotated[str | None, Parameter(group=GENERATION, help="System message before each prompt.")] = None,
+    json_lines: Annotated[
+        bool, Parameter(name="--json", group=OUTPUT, negative=(), help="One JSON object a prompt instead of text.")
+    ] = False,
+    stats: Annotated[
+        bool, Parameter(group=OUTPUT, negative=(), help="Speed and acceptance of each answer, on standard error.")
+    ] = False,
+    engine: Annotated[EngineOptions, Parameter(name="*")] = _ENGINE,
+    sampling: Annotated[SamplingOptions, Parameter(name="*")] = _SAMPLING,
+) -> None:
+    """Answer prompts. One prompt is streamed as it is generated; several run together and are printed in order."""
+    if raw and system is not None:
+        raise InputError("--raw sends no messages, so --system has no place in it. Leave one of them out.", "system")
+    asked = [text if raw else _messages(text, system) for text in prompts or (_standard_input(),)]
+    from specserve.llm import LLM
+
+    with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
+        if len(asked) == 1 and not json_lines:
+            answers = [_stream(llm, asked[0], sampling_params(sampling))]
+        else:
+            answers = _batch(llm, asked, sampling_params(sampling), json_lines)
+    if stats:
+        print(*(answer.speed() for answer in answers), sep="\n", file=sys.stderr)
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        raise InputError(
+            'No prompt was given. Use specserve generate "PROMPT", or send it to standard input.', "prompt"
+        )
+    return sys.stdin.read().rstrip("\n")
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
+
+
+def _stream(llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams) -> Answer:
+    return write(llm.stream(asked, params) if isinstance(asked, str) else llm.stream_chat(asked, params))
+
+
+def _batch(llm: LLM, asked: list[Any], params: SamplingParams, json_lines: bool) -> list[Answer]:
+    """All prompts together; `asked` holds texts or conversations."""
+    run = llm.generate if isinstance(asked[0], str) else llm.chat
+    outputs = run(asked, params, progress=sys.stderr.isatty())
+    for output in outputs:
+        completion = output.outputs[0]
+        if not json_lines:
+            check(completion.finish_reason, completion.error)
+        print(json.dumps(_record(output)) if json_lines else completion.text)
+    return [Answer(o.outputs[0].text, len(o.outputs[0].token_ids), o.outputs[0].stats) for o in outputs]
+
+
+def _record(output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "prompt": output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "stats": asdict(completion.stats),
+    }

@@ -1,0 +1,67 @@
+"""The one configuration object of an engine: flat, frozen, checked once. Nobody below the engine receives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specserve.errors import ConfigError, strict_fields, unknown
+
+DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("none",)
+VERIFICATIONS = ("coupled", "rejection", "block")
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@strict_fields("option", ConfigError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is told at start. Sizes are tokens, sequences or GiB as their names say.
+
+    `drafter` is a file name in drafters/ or an entry point of the group `specserve.drafters`; "none" is plain decoding.
+    `drafter_options` go to that drafter unread. `kv_cache_gib=None` sizes the cache from free memory.
+    Raises ConfigError naming the field, what it was and what is allowed.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    quantization: str = "none"
+    device: str = "auto"
+    threads: int | None = None
+    drafter: str = "none"
+    num_speculative_tokens: int = 5
+    drafter_options: Mapping[str, Any] = field(default_factory=dict)
+    drafter_timeout_s: float = 2.0
+    verification: str = "coupled"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_cache_gib: float | None = None
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("dtype", DTYPES), ("quantization", QUANTIZATIONS), ("verification", VERIFICATIONS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("threads", "max_model_len"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < float("inf"):
+            raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}; it must be a positive number of GiB.")
+        if not 0 < self.drafter_timeout_s < float("inf"):
+            raise ConfigError(f"drafter_timeout_s is {self.drafter_timeout_s}; it must be a positive number of seconds.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs is {self.max_num_seqs}: "
+                "every running sequence needs at least one token a step. Raise the first or lower the second."
+            )
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}.")

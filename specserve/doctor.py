@@ -1,0 +1,151 @@
+"""What an engine would find on this machine: device, instruction sets, memory, kernels, threads, models, versions.
+Looks only: loads no weights, fetches nothing, changes nothing."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import specserve.kernels
+from specserve.cache.sizing import GIB, free_memory
+from specserve.engine import build
+from specserve.errors import SpecserveError
+from specserve.models import catalog
+from specserve.speculation.base import available
+
+# Instruction sets that decide which kernels are fast, by the names the Linux kernel gives them.
+INSTRUCTION_SETS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_int8",
+    "amx_bf16",
+)
+ARM_INSTRUCTION_SETS = ("asimd", "asimddp", "i8mm", "bf16", "sve")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading and its findings, as (name, value) lines."""
+
+    title: str
+    rows: list[tuple[str, str]]
+
+
+def examine(model: str, root: Path = Path("/")) -> list[Section]:
+    """All findings, for the model whose folder is to be looked up. `root` is the root of the file system."""
+    device = build._device("auto")
+    cpuinfo = root / "proc/cpuinfo"
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return [
+        Section("Versions", _versions()),
+        Section("Device", [*_cpu(text), *_gpus()]),
+        Section("Memory", [("free for an engine", f"{free_memory(device) / GIB:.1f} GiB on {device}")]),
+        Section("Kernels", _kernels(device)),
+        Section("Drafters", [("found", ", ".join(available()) or "none")]),
+        Section("Models", _models(model)),
+    ]
+
+
+def show(sections: Iterable[Section]) -> None:
+    """Print the findings."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for section in sections:
+        table.add_row(f"[bold]{section.title}[/bold]")
+        for name, value in section.rows:
+            table.add_row(f"  {escape(name)}", escape(value))
+    Console().print(table)
+
+
+def _versions() -> list[tuple[str, str]]:
+    own = [("specserve", specserve.__version__), ("python", platform.python_version()), ("system", platform.platform())]
+    return own + [(name, version(name)) for name in PACKAGES]
+
+
+def _cpu(cpuinfo: str) -> list[tuple[str, str]]:
+    """The processor by /proc/cpuinfo, which only Linux has."""
+    wanted = ARM_INSTRUCTION_SETS if platform.machine() in ("aarch64", "arm64") else INSTRUCTION_SETS
+    flags = set((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
+    found = ", ".join(name for name in wanted if name in flags) or "none of " + ", ".join(wanted)
+    return [
+        ("processor", _field(cpuinfo, "model name") or platform.processor() or platform.machine()),
+        ("instruction sets", found if flags else f"not reported by {platform.system()}"),
+        ("cores", f"{_usable_cores()} usable of {os.cpu_count()}"),
+        ("threads", f"{torch.get_num_threads()} (--threads changes it)"),
+    ]
+
+
+def _field(cpuinfo: str, name: str) -> str:
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def _usable_cores() -> int:
+    """Cores this process may run on, which a container or taskset can make fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpus() -> list[tuple[str, str]]:
+    if not torch.cuda.is_available():
+        built = (
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "torch is a CPU build"
+        )
+        return [("gpu", f"none usable ({built})")]
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        (
+            f"cuda:{index}",
+            f"{card.name}, {card.total_memory / GIB:.0f} GiB, compute capability {card.major}.{card.minor}",
+        )
+        for index, card in enumerate(cards)
+    ]
+
+
+def _kernels(device: torch.device) -> list[tuple[str, str]]:
+    dtype = build.auto_dtype(device)
+    backends = ", ".join(sorted(module.name for module in pkgutil.iter_modules(specserve.kernels.__path__)))
+    native = "multiplies bfloat16 natively" if dtype == "bfloat16" else "has no native bfloat16, so float32 is faster"
+    return [
+        (
+            "chosen",
+            f"{build._ops(device, 'auto').name}: the backend an engine on {device} takes; kernels/ holds {backends}",
+        ),
+        ("dtype", f"{dtype}: {device} {native}"),
+    ]
+
+
+def _models(model: str) -> list[tuple[str, str]]:
+    try:
+        folder = str(catalog.resolve(model, offline=True, progress=False))
+    except SpecserveError as error:
+        folder = str(error)
+    here = [(f"  {entry.name}", f"{entry.num_bytes / 2**20:.0f} MiB, {entry.folder}") for entry in catalog.installed()]
+    return [
+        ("cache", str(catalog.cache_folder())),
+        ("model", model),
+        ("folder", folder),
+        ("in the cache", str(len(here))),
+        *here,
+    ]

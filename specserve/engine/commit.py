@@ -1,0 +1,71 @@
+"""Makes a verdict part of its sequence: stops, trims, counts. Knows token ids; stop strings are text and belong to the
+detokenizer."""
+
+from __future__ import annotations
+
+import time
+
+from specserve.types import Draft, Event, Sequence, Verdict
+
+
+def extend(seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
+    """Append the verdict's tokens up to the first that ends the sequence; returns those appended.
+
+    Sets finish_reason and stop_reason. A stop token is part of the output ids; nothing after it is.
+    """
+    tokens: list[int] = []
+    for token in verdict.tokens:
+        seq.tokens.append(token)
+        tokens.append(token)
+        _stop(seq, token)
+        if seq.finished:
+            break
+    if verdict.logprobs is not None:
+        seq.logprobs += verdict.logprobs[: len(tokens)]
+    _count(seq, draft, accepted=min(len(verdict.path), len(tokens)))
+    return tokens
+
+
+def _stop(seq: Sequence, token: int) -> None:
+    if seq.num_output >= seq.params.min_tokens:
+        if token in seq.eos_ids:
+            seq.finish_reason = "stop"
+        elif token in seq.params.stop_token_ids:
+            seq.finish_reason, seq.stop_reason = "stop", token
+    if not seq.finished and seq.num_output >= seq.max_tokens:
+        seq.finish_reason = "length"
+
+
+def _count(seq: Sequence, draft: Draft, accepted: int) -> None:
+    stats = seq.stats
+    now = time.perf_counter()
+    stats.first_token = stats.first_token or now
+    stats.num_steps += 1
+    if len(draft):
+        depth = int(draft.depths.max()) + 1
+        longer = depth - len(stats.drafted_by_position)
+        stats.drafted_by_position += [0] * longer
+        stats.accepted_by_position += [0] * longer
+        stats.num_drafts += 1
+        stats.num_draft_tokens += len(draft)
+        stats.num_accepted_tokens += accepted
+        for i in range(depth):
+            stats.drafted_by_position[i] += 1
+            stats.accepted_by_position[i] += i < accepted
+
+
+def event(seq: Sequence, tokens: list[int], error: str | None = None) -> Event:
+    """What this step said of a sequence, as a snapshot."""
+    first = seq.num_output == len(tokens)
+    wants = seq.params
+    return Event(
+        request_id=seq.request_id,
+        index=seq.index,
+        tokens=tokens,
+        logprobs=None if wants.logprobs is None else seq.logprobs[len(seq.logprobs) - len(tokens) :],
+        prompt_logprobs=list(seq.prompt_logprobs) if first and wants.prompt_logprobs is not None else None,
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        error=error,
+        stats=seq.stats,
+    )

@@ -1,0 +1,42 @@
+"""What the engine counts and times. Knows names and totals, nothing of what they mean to a user."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+PHASES = ("draft", "mask", "forward", "sample")
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine started; use differences. `live_tokens` and `allocated_tokens` (KV slots that hold a
+    committed token, and that belong to a sequence) are summed over steps. `seconds` has PHASES, "total", and "host":
+    what of the total is in no phase."""
+
+    num_steps: int = 0
+    num_rows: int = 0  # without padding
+    num_prefill_chunks: int = 0  # rows runs that did not reach the end of their sequence
+    num_preemptions: int = 0
+    num_aborted: int = 0
+    num_drafts_dropped: int = 0
+    live_tokens: int = 0
+    allocated_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "host", "total"), 0.0))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+    def snapshot(self) -> Counters:
+        return replace(self, seconds=dict(self.seconds))
+
+    def settle(self) -> None:
+        """After a step: the host's share is what the phases leave of the total."""
+        self.seconds["host"] = self.seconds["total"] - sum(self.seconds[phase] for phase in PHASES)

@@ -1,0 +1,155 @@
+"""One step of the engine: pick, propose, pack, run, judge, keep, commit. One synchronous thread, no I/O, no text."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from specserve.cache.cache import KVCache
+from specserve.engine.commit import event, extend
+from specserve.engine.counters import Counters
+from specserve.engine.request import Limits, Request, sequences
+from specserve.engine.scheduler import Scheduler
+from specserve.errors import InputError
+from specserve.runtime.batch import Batch, Rows, Work, pack
+from specserve.runtime.runner import Output, Runner
+from specserve.sampling.sampler import Sampler
+from specserve.sampling.verify import Failure
+from specserve.speculation.base import DraftHost
+from specserve.types import Event, Sequence, Verdict
+
+
+class Engine:
+    """Generates tokens for all sequences together. Not thread-safe: one thread calls everything."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: KVCache,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        drafters: DraftHost,
+        limits: Limits,
+        num_speculative_tokens: int,
+    ) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.scheduler = scheduler
+        self.sampler = sampler
+        self.drafters = drafters
+        self.limits = limits
+        self.num_speculative_tokens = num_speculative_tokens
+        self.counters = Counters()
+        self.requests: dict[str, list[Sequence]] = {}  # waiting or running
+        self._num_arrived = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InputError; then nothing of it remains."""
+        if request.id in self.requests:
+            raise InputError(f"Request id {request.id!r} is in use; every running request needs its own.", "request_id")
+        group = sequences(request, self.limits)
+        self.requests[request.id] = list(group)
+        for seq in group:
+            seq.order = self._num_arrived
+            self._num_arrived += 1
+            self.drafters.begin(seq)
+            self.scheduler.add(seq)
+
+    def abort(self, request_id: str, index: int | None = None) -> list[Event]:
+        """End a request, or one of its completions, at any moment. An unknown id is no error: it just finished."""
+        doomed = [s for s in self.requests.get(request_id, ()) if index is None or s.index == index]
+        for seq in doomed:
+            seq.finish_reason = "abort"
+            self._end(seq)
+        self.counters.num_aborted += len(doomed)
+        return [event(seq, []) for seq in doomed]
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[Event]:
+        """Verify one draft, possibly empty, of every sequence whose prompt is computed; returns what each said."""
+        timed = self.counters.timed
+        with timed("total"):
+            work = self.scheduler.pick(self.num_speculative_tokens if self.drafters.active else 0)
+            with timed("draft"):
+                drafts = self.drafters.propose(work.seqs, work.budgets)
+            batch = pack(work, drafts, self.runner.ops.device, self.runner.ops.row_multiple)
+            with timed("forward"):
+                out = self.runner.run(batch)
+            with timed("sample"):
+                results = self._judge(batch, out.logits)
+            events, verdicts = self._keep(work, batch.rows, results)
+            with timed("draft"):
+                self.drafters.commit(list(verdicts), list(verdicts.values()), self._hidden(batch.rows, verdicts, out))
+            self._close(work, batch)
+        self.counters.settle()
+        return events
+
+    def _judge(self, batch: Batch, logits: Tensor) -> dict[Sequence, Verdict | Failure]:
+        """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
+        said = self.sampler(logits, batch.rows, None) if batch.rows.seqs else []
+        results = dict(zip(batch.rows.seqs, said, strict=True))
+        start = batch.rows.num_rows
+        for seq, targets in batch.scored:
+            scores = self.sampler.score(logits[start : start + len(targets)], targets, seq.params.prompt_logprobs or 0)
+            start += len(targets)
+            if isinstance(scores, Failure):
+                results[seq] = scores
+            else:
+                seq.prompt_logprobs += [None] * (not seq.prompt_logprobs)  # nothing predicts the first token
+                seq.prompt_logprobs += scores
+        return results
+
+    def _keep(
+        self, work: Work, rows: Rows, results: dict[Sequence, Verdict | Failure]
+    ) -> tuple[list[Event], dict[Sequence, Verdict]]:
+        """Commit what the target said, tokens to the sequences and their KV to the cache; a failure ends its own."""
+        drafts = dict(zip(rows.seqs, rows.drafts, strict=True))
+        events: list[Event] = []
+        verdicts: dict[Sequence, Verdict] = {}
+        for seq, count in zip(work.seqs, work.counts, strict=True):
+            result = results.get(seq)
+            if result is None:
+                self.cache.keep(seq, count)
+            elif isinstance(result, Failure):
+                seq.finish_reason = "error"
+                events.append(event(seq, [], error=result.message))
+            else:
+                self.cache.keep(seq, count, result.path, result.tokens)
+                events.append(event(seq, extend(seq, drafts[seq], result)))
+                verdicts[seq] = result
+        return events, verdicts
+
+    def _hidden(self, rows: Rows, verdicts: dict[Sequence, Verdict], out: Output) -> Tensor | None:
+        """The hidden states that judged each emitted token, sequence after sequence, for drafters that want them."""
+        if not self.drafters.wants_hidden:
+            return None
+        judged = [(start, verdicts[seq].path) for seq, start in zip(rows.seqs, rows.starts, strict=True) if seq in verdicts]
+        return out.hidden[[start + row for start, path in judged for row in (0, *(node + 1 for node in path))]]
+
+    def _close(self, work: Work, batch: Batch) -> None:
+        """Count the step, then let go of what finished in it."""
+        counters = self.counters
+        counters.num_steps += 1
+        counters.num_rows += batch.query_starts[-1]
+        counters.num_prefill_chunks += len(work.seqs) - len(batch.rows.seqs)
+        counters.num_preemptions = self.scheduler.num_preemptions
+        counters.num_drafts_dropped = self.drafters.num_dropped
+        usage = self.cache.usage(self.scheduler.running)
+        counters.live_tokens += usage.live_tokens
+        counters.allocated_tokens += usage.allocated_tokens
+        for seq in work.seqs:
+            if seq.finished:
+                self._end(seq)
+
+    def _end(self, seq: Sequence) -> None:
+        seq.stats.finished = time.perf_counter()
+        self.scheduler.remove(seq)
+        self.drafters.end(seq)
+        siblings = self.requests[seq.request_id]
+        siblings.remove(seq)
+        if not siblings:
+            del self.requests[seq.request_id]

@@ -1,0 +1,129 @@
+"""Turns the engine's events into what a caller sees: text, ids, log-probabilities, why it ended. Knows no engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specserve.engine.detokenizer import Detokenizer
+from specserve.models.tokenizer import Tokenizer
+from specserve.types import Event, FinishReason, SamplingParams, SequenceStats, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New text of one completion. `finish_reason` and `stats` come with the last chunk, whose text may be empty."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None  # with finish_reason "error"
+    stats: SequenceStats | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n completions. `logprobs` has an entry per token id if they were asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None  # with finish_reason "error"
+    stats: SequenceStats = field(default_factory=SequenceStats)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the output tokens, natural log; None unless logprobs were asked for."""
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a verify step emitted on average, the bonus counted: 1.0 without speculation."""
+        return self.stats.mean_acceptance_length
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its completions so far; `finished` when all have ended."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+class Collector:
+    """Follows one request from event to event. `abort(request_id, index)` is called when a stop string ends a
+    completion, which the engine, knowing no text, cannot see."""
+
+    def __init__(
+        self,
+        output: RequestOutput,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        abort: Callable[[str, int], object],
+    ) -> None:
+        self.output = output
+        self.chunks: deque[Chunk] = deque()  # not taken yet
+        self._abort = abort
+        self._shows_stop = params.include_stop_str_in_output
+        self._texts = [Detokenizer(tokenizer, params, output.prompt_token_ids) for _ in output.outputs]
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    def push(self, event: Event) -> None:
+        """Add an event to the output and the chunk it makes visible to `chunks`. Nothing follows a completion's end."""
+        completion = self.output.outputs[event.index]
+        if completion.finish_reason is not None:
+            return
+        if event.prompt_logprobs is not None:
+            self.output.prompt_logprobs = event.prompt_logprobs
+        chunk = self._chunk(event)
+        _append(completion, chunk)
+        self.chunks.append(chunk)
+
+    def _chunk(self, event: Event) -> Chunk:
+        text = self._texts[event.index]
+        step = text.push(self._shown(event))
+        tokens, logprobs, visible = event.tokens, event.logprobs, step.text
+        reason, stop = event.finish_reason, event.stop_reason
+        if step.stop is not None:
+            if reason is None:
+                self._abort(event.request_id, event.index)
+            reason, stop, tokens = "stop", step.stop, tokens[: step.num_kept]
+            logprobs = None if logprobs is None else logprobs[: step.num_kept]
+        elif reason is not None:
+            visible += text.finish()
+        stats = event.stats if reason else None
+        return Chunk(event.request_id, event.index, visible, tokens, logprobs, reason, stop, event.error, stats)
+
+    def _shown(self, event: Event) -> list[int]:
+        """The ids that become text: a token that ended the completion is an id and no text, as in vLLM."""
+        hides_end = event.finish_reason == "stop" and not self._shows_stop
+        return event.tokens[:-1] if hides_end else event.tokens
+
+
+def _append(completion: CompletionOutput, chunk: Chunk) -> None:
+    completion.text += chunk.text
+    completion.token_ids += chunk.token_ids
+    if chunk.logprobs is not None:
+        completion.logprobs = (completion.logprobs or []) + chunk.logprobs
+    completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
+    completion.error = chunk.error
+    if chunk.stats is not None:
+        completion.stats = chunk.stats

@@ -1,0 +1,78 @@
+"""Turns a request into sequences: resolves defaults and limits, checks what only the engine can check. Knows no text."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from dataclasses import dataclass
+
+from specserve.errors import InputError, PromptTooLongError
+from specserve.types import SamplingParams, Sequence, SequenceStats
+
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads the completions of one seed over the 64-bit range
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request must respect. `max_model_len` counts prompt and output together."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt as ids with its parameters; `bad_ids` are params.bad_words as token ids. `priority`: lower is first.
+    `salt` separates prefix caches."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    bad_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    salt: bytes = b""
+
+
+def sequences(request: Request, limits: Limits) -> list[Sequence]:
+    """The n sequences of a request. Raises InputError or PromptTooLongError before anything is allocated."""
+    params = request.params
+    params.check_ids(limits.vocab_size)
+    _check_prompt(request.prompt_ids, limits)
+    space = limits.max_model_len - len(request.prompt_ids)
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    first: Sequence | None = None
+    group: list[Sequence] = []
+    for index in range(params.n):
+        seq = Sequence(
+            request_id=request.id,
+            index=index,
+            tokens=list(request.prompt_ids),
+            num_prompt=len(request.prompt_ids),
+            params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
+            seed=(seed + index * _GOLDEN) % 2**64,
+            max_tokens=space if params.max_tokens is None else min(params.max_tokens, space),
+            eos_ids=frozenset() if params.ignore_eos else limits.eos_ids,
+            bad_ids=request.bad_ids,
+            priority=request.priority,
+            salt=request.salt,
+            parent=first,
+            stats=SequenceStats(arrived=time.perf_counter()),
+        )
+        first = first or seq
+        group.append(seq)
+    return group
+
+
+def _check_prompt(ids: list[int], limits: Limits) -> None:
+    if not ids:
+        raise InputError("The prompt is empty: there is no token to continue from.", "prompt")
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < limits.vocab_size:
+            raise InputError(
+                f"The prompt holds token id {token!r}; ids are whole numbers from 0 to {limits.vocab_size - 1}.", "prompt"
+            )
+    if len(ids) >= limits.max_model_len:
+        reason = f"the context is {limits.max_model_len} tokens and needs room for one more"
+        raise PromptTooLongError(len(ids), limits.max_model_len - 1, reason)

@@ -1,0 +1,155 @@
+"""Decides who runs in the next step, how many tokens each, and who must wait. Knows blocks only through the cache;
+knows no model, no sampler and no drafter."""
+
+from __future__ import annotations
+
+import bisect
+import time
+
+from specserve.cache.cache import KVCache
+from specserve.runtime.batch import Work
+from specserve.types import Sequence
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    """First come first served within a priority; lower priorities first, as in vLLM."""
+    return seq.priority, seq.order
+
+
+class Scheduler:
+    """Continuous batching under a token budget.
+
+    Each step: every sequence that is decoding gets its one row, then drafts share what the budget leaves, then prefill
+    chunks, then new sequences. When blocks run out, the sequence that ranks last is preempted: its KV is dropped and
+    computed again later. The one that ranks first therefore always progresses.
+    """
+
+    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.waiting: list[Sequence] = []  # sorted by rank
+        self.running: list[Sequence] = []  # sorted by rank
+        self.num_preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        bisect.insort(self.waiting, seq, key=_rank)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence that ended, and give its blocks back; nobody shall find the KV of one that failed."""
+        (self.running if seq in self.running else self.waiting).remove(seq)
+        self.cache.free(seq, forget=seq.finish_reason == "error")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def pick(self, num_speculative_tokens: int) -> Work:
+        """The next step's work, with KV slots reserved for every token and draft in it."""
+        plan = _Plan(self.max_num_batched_tokens)
+        self._decode(plan)
+        self._drafts(plan, num_speculative_tokens)
+        preempted = self._prefill(plan)
+        if not preempted:
+            self._admit(plan)
+        return plan.work(self.running)
+
+    def _decode(self, plan: _Plan) -> None:
+        for seq in list(self.running):
+            if seq in self.running and len(seq.tokens) - seq.cached == 1:
+                self._reserve(plan, seq, 1)
+
+    def _drafts(self, plan: _Plan, num_speculative_tokens: int) -> None:
+        """Drafts take only free blocks: nobody is preempted for a guess."""
+        for seq in list(plan.counts):
+            draft = min(self._useful_draft(seq, num_speculative_tokens), plan.left)
+            while draft > 0 and not self.cache.reserve(seq, 1 + draft):
+                draft //= 2
+            plan.budgets[seq] = draft
+            plan.left -= draft
+
+    def _useful_draft(self, seq: Sequence, num_speculative_tokens: int) -> int:
+        """A step emits one token more than the draft, and none past max_tokens or the context."""
+        asked = seq.params.num_speculative_tokens
+        left = min(seq.max_tokens - seq.num_output, self.max_model_len - len(seq.tokens))
+        return max(0, min(num_speculative_tokens if asked is None else min(asked, num_speculative_tokens), left - 1))
+
+    def _prefill(self, plan: _Plan) -> bool:
+        before = self.num_preemptions
+        for seq in list(self.running):
+            if plan.left and seq in self.running and seq not in plan.counts:
+                self._reserve(plan, seq, min(len(seq.tokens) - seq.cached, plan.left))
+        return self.num_preemptions > before
+
+    def _reserve(self, plan: _Plan, seq: Sequence, count: int) -> None:
+        while not self.cache.reserve(seq, count):
+            victim = self.running[-1]
+            self._preempt(victim)
+            plan.drop(victim)
+            if victim is seq:
+                return
+        plan.take(seq, count)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.cache.free(seq)
+        seq.stats.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(seq)
+
+    def _admit(self, plan: _Plan) -> None:
+        """Start waiting sequences in order until seats, budget or blocks run out."""
+        for seq in list(self.waiting):
+            if not plan.left or len(self.running) >= self.max_num_seqs:
+                return
+            if _awaits_sibling(seq):
+                continue
+            if not self._start(plan, seq):
+                return
+
+    def _start(self, plan: _Plan, seq: Sequence) -> bool:
+        self._share_prefix(seq)
+        count = min(len(seq.tokens) - seq.cached, plan.left)
+        if not self.cache.reserve(seq, count):
+            self.cache.free(seq)
+            return False
+        seq.stats.first_scheduled = seq.stats.first_scheduled or time.perf_counter()
+        self.waiting.remove(seq)
+        bisect.insort(self.running, seq, key=_rank)
+        plan.take(seq, count)
+        return True
+
+    def _share_prefix(self, seq: Sequence) -> None:
+        parent = seq.parent
+        if parent is not None and seq.num_output == 0 and parent.cached >= seq.num_prompt:
+            self.cache.fork(parent, seq, seq.num_prompt - 1)
+        elif seq.params.prompt_logprobs is None or len(seq.prompt_logprobs) == seq.num_prompt:
+            seq.stats.num_prefix_cached_tokens = max(self.cache.match_prefix(seq), seq.stats.num_prefix_cached_tokens)
+
+
+def _awaits_sibling(seq: Sequence) -> bool:
+    """A further completion of a request starts when the first one's prompt is computed, to share it."""
+    parent = seq.parent
+    return parent is not None and seq.num_output == 0 and not parent.finished and parent.cached < seq.num_prompt
+
+
+class _Plan:
+    """A step under construction: who takes how many tokens of the budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.left = budget
+        self.counts: dict[Sequence, int] = {}
+        self.budgets: dict[Sequence, int] = {}
+
+    def take(self, seq: Sequence, count: int) -> None:
+        self.counts[seq] = count
+        self.left -= count
+
+    def drop(self, seq: Sequence) -> None:
+        """A preempted sequence gives back what it had taken."""
+        self.left += self.counts.pop(seq, 0) + self.budgets.pop(seq, 0)
+
+    def work(self, running: list[Sequence]) -> Work:
+        seqs = [seq for seq in running if seq in self.counts]
+        return Work(seqs, [self.counts[s] for s in seqs], [self.budgets.get(s, 0) for s in seqs])

@@ -1,0 +1,191 @@
+"""Renders chat messages with a model's own template. Knows template files and message shapes; knows no token ids.
+
+Templates are Jinja as transformers' apply_chat_template runs them, in a sandbox that cannot change its inputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specserve.errors import InputError, ModelError
+
+_MARK = "\u2063end of the last message\u2063"  # where a continued message ends; cut out again
+_END = _MARK + " "  # its space tells whether the template trims messages
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names clients use; the first is what templates read
+
+
+class ChatTemplate:
+    """The template of a model folder: chat_template.jinja, else tokenizer_config.json's `chat_template` (one, or named
+    ones, of which "tool_use" serves requests with tools). `special` are the texts of bos_token and the like."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._sources = _sources(folder, config)
+        self._special = special
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        **values: Any,
+    ) -> str:
+        """The text of `messages`. With `continue_final_message` it ends with the last one's text, not its end mark."""
+        if add_generation_prompt and continue_final_message:
+            raise InputError(
+                "continue_final_message goes on with the last message, add_generation_prompt begins a new one: set one "
+                "of them to false.",
+                "continue_final_message",
+            )
+        chat = [_alias_reasoning(message) for message in _checked(messages)]
+        final = _mark_end(chat) if continue_final_message else ""
+        variables = {"documents": None, **self._special, **values}
+        variables |= {"messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        text = self._run(self._choose(tools), variables)
+        return _cut_at_end(text, final) if continue_final_message else text
+
+    def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise InputError(
+                f"The model in {self._folder} has no chat template. Send a plain prompt, or put the template of its "
+                "family into that folder as chat_template.jinja.",
+                "messages",
+            )
+        return name
+
+    def _run(self, name: str, variables: Mapping[str, Any]) -> str:
+        try:
+            return self._template(name).render(variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise InputError(f"The model's chat template cannot take these messages: {error}", "messages") from error
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _environment().from_string(self._sources[name])
+            except jinja2.TemplateSyntaxError as error:
+                raise ModelError(f"The chat template in {self._folder} is broken: {error}.") from error
+        return self._compiled[name]
+
+
+def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    stated = config.get("chat_template")
+    if (path := folder / "chat_template.jinja").is_file():
+        stated = path.read_text(encoding="utf-8")
+    if stated is None:
+        return {}
+    if isinstance(stated, str):
+        return {"default": stated}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in stated}
+    except (TypeError, KeyError) as error:
+        raise ModelError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is neither text nor named texts."
+        ) from error
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _checked(messages: Any) -> list[Mapping[str, Any]]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise InputError("messages must be a non-empty list of objects with role and content.", "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InputError(f"messages[{i}] must be an object with a role, such as 'user'.", "messages")
+        if not isinstance(message.get("content"), str | list | tuple | None):
+            raise InputError(f"messages[{i}].content must be text or a list of content parts.", "messages")
+    return list(messages)
+
+
+def _alias_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which reasoning, under whatever name it came, has the name that templates read."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _mark_end(chat: list[dict[str, Any]]) -> str:
+    """Put the mark behind the last message's text; that text. Only the copy in `chat` changes."""
+    content = chat[-1].get("content")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _END
+        return content
+    parts = [dict(part) if isinstance(part, Mapping) else part for part in content or ()]
+    for part in reversed(parts):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + _END
+            chat[-1]["content"] = parts
+            return text
+    raise InputError("continue_final_message needs text in the last message, and there is none.", "messages")
+
+
+def _cut_at_end(text: str, final: str) -> str:
+    """Cut behind the last message's own text, whether the template kept the spaces at its end or trimmed them."""
+    before, mark, after = text.rpartition(_MARK)
+    if not mark or final.strip() not in before:
+        raise InputError(
+            "continue_final_message does not work with this model: its chat template does not show the last message as "
+            "it is.",
+            "continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
+
+
+# --- the template language --------------------------------------------------------------------------------------------
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} marks what the assistant wrote, for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own way to declare it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which models were not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,163 @@
+"""Checks a Hugging Face model folder before anything is loaded from it: config.json, which weight files, their sizes.
+Imports no torch; knows nothing of what the tensors are for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specserve.errors import ModelError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor in a safetensors header: `dtype` in the format's spelling (F32, BF16, ...), where it lies, its size."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def check_folder(folder: Path) -> Path:
+    """`folder` itself, once it has everything an engine needs and nothing that would run code; else ModelError."""
+    read_config(folder)
+    read_headers(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(
+            f"{folder} has no tokenizer.json. Save the tokenizer there with "
+            "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+        )
+    return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; ModelError when it is missing, unreadable or something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__}; it must hold an object.")
+    return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as one flat dict. For a multimodal wrapper it is the text model's: `text_config` over the rest.
+
+    Raises ModelError when there is none, without `model_type`, or with `auto_map` (code of the model's author).
+    """
+    config = read_json(folder / "config.json")
+    text = config.pop("text_config", None)
+    if isinstance(text, Mapping):
+        config |= text
+    if "auto_map" in config:
+        raise ModelError(
+            f"{folder / 'config.json'} has auto_map: this model needs Python code that comes with it, and specserve "
+            "runs none. Use a version of the model that transformers knows itself."
+        )
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{folder / 'config.json'} has no model_type, so its architecture is unknown.")
+    return config
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the folder's safetensors files, from their headers alone.
+
+    Raises ModelError naming the file for a truncated or unreadable one, a tensor that is missing or there twice, an
+    index that points out of the folder, and a folder that has pickled weights only.
+    """
+    index = _read_index(folder)
+    tensors: dict[str, TensorInfo] = {}
+    for path in _weight_files(folder, index):
+        for name, info in _read_header(path).items():
+            if name in tensors:
+                raise ModelError(f"Tensor {name!r} is both in {tensors[name].file} and in {path}.")
+            tensors[name] = info
+    for name, file_name in index.items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise ModelError(f"{folder / _INDEX} places tensor {name!r} in {file_name}, which does not have it.")
+    return tensors
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name; empty when the folder has no index."""
+    path = folder / _INDEX
+    if (folder / _SINGLE).is_file() or not path.is_file():
+        return {}
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{path} has no weight_map.")
+    for file_name in weight_map.values():
+        plain = isinstance(file_name, str) and file_name == Path(file_name).name and "\\" not in file_name
+        if not plain or not file_name.endswith(".safetensors"):
+            raise ModelError(
+                f"{path} names the file {file_name!r}; only .safetensors files of the same folder are read."
+            )
+    return weight_map
+
+
+def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder.")
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    files = sorted({folder / name for name in index.values()}) or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(_no_weights(folder))
+    return files
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if not pickles:
+        return f"{folder} has no .safetensors file."
+    return (
+        f"{folder} has its weights only as {pickles[0]}, a pickle, and loading a pickle can run any code. Convert it "
+        "with transformers' from_pretrained and save_pretrained, which writes safetensors."
+    )
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            text = stream.read(length) if length <= min(size, _MAX_HEADER_BYTES) else b""
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if size < 8 or len(text) < length:
+        raise ModelError(
+            f"{path} is truncated or no safetensors file: its header should take {length:,} bytes, and the "
+            f"file has {size:,}."
+        )
+    infos = _parse_header(path, text)
+    expected = 8 + length + sum(info.num_bytes for info in infos.values())
+    if size != expected:
+        kind = "truncated" if size < expected else "too long"
+        raise ModelError(f"{path} is {kind}: it should have {expected:,} bytes and has {size:,}. Get it again.")
+    return infos
+
+
+def _parse_header(path: Path, text: bytes) -> dict[str, TensorInfo]:
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        return {name: _tensor_info(path, entry) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error!r}).") from error
+
+
+def _tensor_info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
+    begin, end = entry["data_offsets"]
+    return TensorInfo(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), int(end) - int(begin))

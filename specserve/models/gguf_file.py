@@ -1,0 +1,198 @@
+"""Reads the header of a GGUF file and maps its tensors: names, types, shapes, bytes. Knows nothing of what they mean.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every length is checked against the file before
+it is used, so a truncated or garbage file is an error in one line, found before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.errors import ModelError
+
+Bytes = NDArray[np.uint8]
+
+ALLOWED_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_VERSIONS = (2, 3)
+_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GGUFTensor:
+    """One tensor. `shape` is outermost first, as PyTorch has it; `data` is its bytes, one row of blocks per row of the
+    innermost dimension, memory-mapped; `kind` is one of ALLOWED_TYPES."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: Bytes  # [rows, bytes per row]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GGUFFile:
+    """The metadata by key (arrays are lists) and the tensors by name, in file order."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    def require(self, key: str) -> Any:
+        """The value of `key`; ModelError when the file has none."""
+        if key not in self.metadata:
+            raise ModelError(f"{self.path} has no metadata key {key!r}, which this architecture needs.")
+        return self.metadata[key]
+
+
+def read(path: Path) -> GGUFFile:
+    """The header of `path`, tensors mapped and not yet read.
+
+    Raises ModelError for anything but a complete GGUF file (version 2 or 3, little-endian) of ALLOWED_TYPES.
+    """
+    cursor = _Cursor(path, _map(path))
+    num_tensors, num_keys = cursor.preamble()
+    metadata = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.integer("<u4"))
+    infos = [_tensor_info(cursor) for _ in range(num_tensors)]
+    tensors = _map_tensors(cursor, infos, metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT))
+    return GGUFFile(path, metadata, tensors)
+
+
+def _map(path: Path) -> Bytes:
+    if not path.is_file():
+        raise ModelError(f"{path} is not a file.")
+    size = path.stat().st_size
+    return np.memmap(path, dtype=np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+
+
+class _Cursor:
+    """A read position that cannot pass the end of the file."""
+
+    def __init__(self, path: Path, data: Bytes) -> None:
+        self.path = path
+        self.data = data
+        self.at = 0
+
+    def refuse(self, problem: str) -> NoReturn:
+        raise ModelError(f"{self.path} is not a usable GGUF file: {problem} (byte {self.at:,} of {len(self.data):,}).")
+
+    def need(self, num_bytes: int) -> None:
+        if self.at + num_bytes > len(self.data):
+            raise ModelError(
+                f"{self.path} is truncated: its header reaches at least byte {self.at + num_bytes:,}, and the file has "
+                f"{len(self.data):,} bytes. Get it again."
+            )
+
+    def take(self, num_bytes: int) -> bytes:
+        self.need(num_bytes)
+        start = self.at
+        self.at += num_bytes
+        return self.data[start : self.at].tobytes()
+
+    def integer(self, dtype: str) -> int:
+        return int(np.frombuffer(self.take(np.dtype(dtype).itemsize), dtype)[0])
+
+    def string(self) -> str:
+        raw = self.take(self.integer("<u8"))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            self.refuse("a string is not UTF-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array(self.integer("<u4"), self.integer("<u8"))
+        return self.scalars(kind, 1)[0]
+
+    def array(self, kind: int, length: int) -> list[Any]:
+        if kind != _STRING:
+            return self.scalars(kind, length)
+        self.need(8 * length)  # each string has a length of 8 bytes: a wild count fails here, not after an hour
+        return [self.string() for _ in range(length)]
+
+    def scalars(self, kind: int, length: int) -> list[Any]:
+        if kind not in _SCALARS:
+            self.refuse(f"value type {kind} is unknown here")
+        dtype = np.dtype(_SCALARS[kind])
+        values: list[Any] = np.frombuffer(self.take(dtype.itemsize * length), dtype).tolist()
+        return values
+
+    def preamble(self) -> tuple[int, int]:
+        """Check magic and version; the numbers of tensors and of metadata keys."""
+        if self.data[:4].tobytes() != b"GGUF":
+            self.refuse("it does not begin with 'GGUF'")
+        _, version, num_tensors, num_keys = struct.unpack("<4sIQQ", self.take(24))
+        if version not in _VERSIONS:
+            order = "big-endian, or " if version & 0xFFFF == 0 else ""
+            self.refuse(f"it is {order}of version {version}, and versions 2 and 3 are read")
+        self.need(24 * num_tensors + 12 * num_keys)  # the least that so many entries take
+        return num_tensors, num_keys
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    row_bytes: int
+    offset: int  # from the start of the data section
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+
+def _tensor_info(cursor: _Cursor) -> _TensorInfo:
+    name = cursor.string()
+    num_dimensions = cursor.integer("<u4")
+    if not 1 <= num_dimensions <= 4:
+        cursor.refuse(f"tensor {name!r} has {num_dimensions} dimensions")
+    shape = tuple(reversed(cursor.scalars(10, num_dimensions)))  # stored innermost first
+    kind = _type_name(cursor, name, cursor.integer("<u4"))
+    block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    if shape[-1] % block:
+        cursor.refuse(f"tensor {name!r} of type {kind} has rows of {shape[-1]}, not a multiple of {block}")
+    return _TensorInfo(name, kind, shape, shape[-1] // block * block_bytes, cursor.integer("<u8"))
+
+
+def _type_name(cursor: _Cursor, name: str, number: int) -> str:
+    known = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
+    kind = known.get(number, f"number {number}")
+    if kind not in ALLOWED_TYPES:
+        raise ModelError(
+            f"{cursor.path}: tensor {name!r} has type {kind}, which is not supported. "
+            f"Supported types: {', '.join(ALLOWED_TYPES)}."
+        )
+    return kind
+
+
+def _map_tensors(cursor: _Cursor, infos: list[_TensorInfo], alignment: Any) -> dict[str, GGUFTensor]:
+    if not isinstance(alignment, int) or alignment < 1:
+        cursor.refuse(f"general.alignment is {alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    end = max((start + info.offset + info.num_rows * info.row_bytes for info in infos), default=start)
+    if end > len(cursor.data):
+        raise ModelError(
+            f"{cursor.path} is truncated: its tensors take {end:,} bytes, and the file has {len(cursor.data):,}. "
+            "Get it again."
+        )
+    tensors: dict[str, GGUFTensor] = {}
+    for info in infos:
+        if info.name in tensors:
+            cursor.refuse(f"tensor {info.name!r} is there twice")
+        begin = start + info.offset
+        data = cursor.data[begin : begin + info.num_rows * info.row_bytes].reshape(info.num_rows, info.row_bytes)
+        tensors[info.name] = GGUFTensor(info.name, info.kind, info.shape, data)
+    return tensors

@@ -1,0 +1,138 @@
+"""Builds a native Decoder from a model folder: finds the architecture's file, checks every tensor, and that memory
+suffices. Knows no architecture by name and no kernels."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from specserve.cache.sizing import free_memory
+from specserve.errors import CapacityError, ModelError, unknown
+from specserve.models.decoder import Decoder
+from specserve.models.spec import Config, DecoderSpec, shorten
+from specserve.models.weights import Weights, read_config
+from specserve.ops import Ops
+
+_GIB = 2**30
+# Tensors that old checkpoints carry and no decoder reads: they follow from the configuration.
+_HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")
+_FLOATS = ("F32", "BF16", "F16")  # safetensors' spelling
+
+
+def load_model(folder: Path, ops: Ops, max_len: int | None = None) -> Decoder:
+    """The model in `folder` on the device and in the dtype of `ops`, for sequences of up to `max_len` tokens (None: as
+    many as the model was made for).
+
+    Raises ModelError (unknown architecture, unsupported setting; missing, misshapen or unknown tensor) and
+    CapacityError.
+    """
+    config = read_config(folder)
+    architecture = find_architecture(config)
+    spec = architecture.spec(config) if max_len is None else shorten(architecture.spec(config), max_len)
+    tensors = CheckedTensors(spec, Weights(folder), getattr(architecture, "rename", str), folder)
+    check_memory(spec, ops, free_memory(ops.device))
+    return Decoder(spec, tensors, ops)
+
+
+def native_model_types() -> dict[str, str]:
+    """The model_type of every configuration that runs natively, and the file that describes it.
+
+    An architecture is a file beside this one that defines `spec(config)`; it answers to its own name and its ALIASES.
+    """
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    names = [file.stem for file in files if re.search(r"^def spec\(", file.read_text("utf-8"), re.MULTILINE)]
+    return {kind: name for name in names for kind in (name, *getattr(_architecture(name), "ALIASES", ()))}
+
+
+def find_architecture(config: Config) -> ModuleType:
+    """The architecture file for config["model_type"]. Raises ModelError listing what is native, near misses first."""
+    kinds, kind = native_model_types(), str(config.get("model_type"))
+    if kind not in kinds:
+        raise ModelError("This model has no native implementation. " + unknown("model_type", kind, kinds))
+    return _architecture(kinds[kind])
+
+
+def _architecture(name: str) -> ModuleType:
+    return importlib.import_module(f"specserve.models.{name}")
+
+
+class CheckedTensors(Mapping[str, Tensor]):
+    """A checkpoint's tensors under the names of spec.shapes(); `rename` turns a stored name into one of these, or None
+    for one that is not needed. Names, shapes and dtypes are checked at once, from the files' headers, and tensors read
+    when they are taken. Raises ModelError naming the tensor."""
+
+    def __init__(self, spec: DecoderSpec, weights: Weights, rename: Callable[[str], str | None], folder: Path) -> None:
+        self._shapes = spec.shapes()
+        self._weights = weights
+        self._folder = folder
+        names = {rename(stored): stored for stored in weights if not _HARMLESS.fullmatch(stored)}
+        self._stored = {name: stored for name, stored in names.items() if name is not None}
+        if spec.tied_embeddings and self._stored.keys() >= {"lm_head.weight", "model.embed_tokens.weight"}:
+            self._drop_tied_head()
+        self._check_names()
+        for name in self._shapes:
+            self._check_tensor(name)
+
+    def _check_names(self) -> None:
+        if missing := [name for name in self._shapes if name not in self._stored]:
+            raise ModelError(
+                f"{self._folder} lacks {_some(missing)}: the checkpoint is incomplete or of another model."
+            )
+        if strange := [stored for name, stored in self._stored.items() if name not in self._shapes]:
+            raise ModelError(f"{self._folder} has {_some(strange)}, which config.json does not account for.")
+
+    def _check_tensor(self, name: str) -> None:
+        stored, wanted = self._stored[name], self._shapes[name]
+        info = self._weights.infos[stored]
+        if info.shape != wanted:
+            raise ModelError(f"{self._folder}: {stored} has shape {info.shape}; config.json implies {wanted}.")
+        if info.dtype not in _FLOATS:
+            raise ModelError(f"{self._folder}: {stored} holds {info.dtype}; supported are {', '.join(_FLOATS)}.")
+
+    def _drop_tied_head(self) -> None:
+        """Some tools store a tied head a second time; one that differs would silently be lost."""
+        head, table = (self._weights[self._stored[name]] for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        if not torch.equal(head, table):
+            raise ModelError(
+                f"{self._folder}: config.json ties lm_head.weight to the embeddings, and the file has another one. "
+                "Set tie_word_embeddings to false if the stored head is meant."
+            )
+        del self._stored["lm_head.weight"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._stored[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more tensors" if len(names) > 4 else "")
+
+
+def num_weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """Bytes the model takes in memory: its tensors in the compute dtype and its float32 rotary tables."""
+    tables = len(set(spec.ropes)) * spec.max_len * spec.head_dim * 4
+    return sum(math.prod(shape) for shape in spec.shapes().values()) * dtype.itemsize + tables
+
+
+def check_memory(spec: DecoderSpec, ops: Ops, free: int) -> None:
+    """Raise CapacityError if the model does not fit `free` bytes of the device's memory."""
+    needed = num_weight_bytes(spec, ops.dtype)
+    if needed > free:
+        dtype = str(ops.dtype).removeprefix("torch.")
+        hint = ", or dtype bfloat16, which halves it." if ops.dtype == torch.float32 else ", or free memory."
+        raise CapacityError(
+            f"The weights need {needed / _GIB:.2f} GiB in {dtype} and {free / _GIB:.2f} GiB are free on {ops.device}. "
+            f"Choose a smaller model{hint}"
+        )

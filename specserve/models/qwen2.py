@@ -1,0 +1,20 @@
+"""Qwen 2 and 2.5: Llama's layout with biased q, k, v, and a sliding window in the upper layers if it is switched on.
+Knows config.json only."""
+
+from __future__ import annotations
+
+from specserve.models.spec import FULL, SLIDING, Config, DecoderSpec, read_layer_types, read_spec, required
+
+
+def spec(config: Config) -> DecoderSpec:
+    types, window = layer_windows(config)
+    return read_spec(config, types, window, qkv_bias=True)
+
+
+def layer_windows(config: Config) -> tuple[tuple[str, ...], int | None]:
+    """Each layer's attention and the window of the sliding ones: layers from max_window_layers on, if
+    use_sliding_window is set. Qwen 3 writes the same settings."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    first = config.get("max_window_layers", 28) if window else required(config, "num_hidden_layers")
+    default = tuple(SLIDING if layer >= first else FULL for layer in range(required(config, "num_hidden_layers")))
+    return read_layer_types(config, default), window

@@ -1,0 +1,176 @@
+"""Text to token ids and back, and chat messages to text, from the files of a model folder. Imports neither torch nor
+transformers; knows nothing of requests or streams."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from specserve.errors import InputError, ModelError
+from specserve.models.chat import ChatTemplate
+from specserve.models.folder import read_json
+
+Message = Mapping[str, Any]
+
+_SPACE = "\u2581"  # how sentencepiece writes a space
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """The tokenizer of a model folder: tokenizer.json, with the special tokens, end ids and chat template that its
+    other files state.
+
+    `vocab_size` counts tokens, added ones included; `eos_ids` is every id that ends a text by itself; `bos_id` may be
+    None; `special_ids` are what `skip_special_tokens` skips. Raises ModelError for a file that is missing or broken and
+    for a tokenizer that is neither byte-level nor sentencepiece.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._backend = _load(folder / "tokenizer.json")
+        config = _optional_json(folder / "tokenizer_config.json")
+        special = _special_tokens(config)
+        added = self._backend.get_added_tokens_decoder()
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.bos_id = self._id(special.get("bos_token"))
+        self.eos_ids = _eos_ids(folder, self._id(special.get("eos_token")))
+        self._chat = ChatTemplate(folder, config, special)
+        self._to_bytes = _byte_decoder(self._backend, folder)
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; `add_special_tokens` puts bos and eos around it where the model wants them. Control tokens
+        written out in the text become their ids."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InputError(f"The text cannot be tokenized: it must be a str of valid Unicode ({error}).") from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Bytes that are not UTF-8 come out as U+FFFD, ids beyond the vocabulary as nothing."""
+        try:
+            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise InputError(f"These token ids cannot be decoded: {error}. Ids are whole numbers from 0 on.") from error
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for inside a text; empty for an id beyond the vocabulary (a padded LM head)."""
+        if token_id not in self._bytes:
+            token = self._backend.id_to_token(token_id)
+            self._bytes[token_id] = b"" if token is None else self._to_bytes(token)
+        return self._bytes[token_id]
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_values: Any,
+    ) -> str:
+        """The messages as one text, by the model's chat template; `template_values` are handed to the template.
+
+        Raises InputError for messages that the template cannot take, and when the model has no template.
+        """
+        return self._chat.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **template_values,
+        )
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Ids of `render_chat(messages, **options)`; the template has written the special tokens already."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def _id(self, token: str | None) -> int | None:
+        token_id: int | None = None if token is None else self._backend.token_to_id(token)
+        return token_id
+
+
+def _load(path: Path) -> Backend:
+    if not path.is_file():
+        raise ModelError(f"{path} is missing. Save it with transformers.AutoTokenizer's save_pretrained.")
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the like; each is a string or an object with `content`."""
+    tokens = {}
+    for role, value in config.items():
+        content = value.get("content") if isinstance(value, Mapping) else value
+        if role.endswith("_token") and isinstance(content, str):
+            tokens[role] = content
+    return tokens
+
+
+def _eos_ids(folder: Path, named: int | None) -> frozenset[int]:
+    """generation_config.json says it best, config.json where that is silent; the tokenizer's own end token on top."""
+    for name in ("generation_config.json", "config.json"):
+        stated = _optional_json(folder / name).get("eos_token_id")
+        if stated is not None:
+            break
+    ids = {stated} if isinstance(stated, int) else set(stated or ())
+    return frozenset(ids | ({named} if named is not None else set()))
+
+
+def _byte_decoder(backend: Backend, folder: Path) -> Callable[[str], bytes]:
+    """How a token's spelling becomes bytes, told by the parts of the decoder in tokenizer.json."""
+    parts = _decoder_parts(backend)
+    if any(part["type"] == "ByteLevel" for part in parts):
+        alphabet = _byte_alphabet()
+        return lambda token: _from_byte_alphabet(token, alphabet)
+    fallback = any(part["type"] == "ByteFallback" for part in parts)
+    if fallback or any(part["type"] == "Metaspace" for part in parts):
+        return lambda token: _from_sentencepiece(token, fallback)
+    kinds = ", ".join(part["type"] for part in parts) or "none"
+    raise ModelError(
+        f"{folder / 'tokenizer.json'} has the decoder {kinds}. Byte-level and sentencepiece tokenizers are supported."
+    )
+
+
+def _decoder_parts(backend: Backend) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())  # its JSON; the file itself can have 30 MB
+    parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    return parts
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for code points from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _from_byte_alphabet(token: str, alphabet: Mapping[str, int]) -> bytes:
+    """A token that uses any other character (an added one) is plain text."""
+    if all(character in alphabet for character in token):
+        return bytes(alphabet[character] for character in token)
+    return token.encode()
+
+
+def _from_sentencepiece(token: str, fallback: bool) -> bytes:
+    if fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+        return bytes([int(byte[1], 16)])
+    return token.replace(_SPACE, " ").encode()

@@ -1,0 +1,134 @@
+"""Packs scheduled work into device tensors: the only place where host lists become tensors. Knows rows, slots and
+positions; knows nothing of what the tokens mean or who drafted them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.types import Draft, Ids, Sequence
+
+
+@dataclass(slots=True)
+class Work:
+    """What one step does, in order: sequence i runs `counts[i]` of its own tokens from `cached` on, and where that
+    reaches its last token, up to `budgets[i]` draft tokens after them. KV slots for all of them are reserved."""
+
+    seqs: list[Sequence]
+    counts: list[int]
+    budgets: list[int]
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows to be judged, flattened: sequence i owns logits rows [starts[i], starts[i] + len(drafts[i])].
+
+    The first of them judges the token after the last committed one, row starts[i] + 1 + j what follows draft node j.
+    """
+
+    seqs: list[Sequence]
+    drafts: list[Draft]
+    starts: list[int]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(draft) + 1 for draft in self.drafts)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step as tensors and, on the host, the layout of its rows (what specserve.ops calls AttentionRows)."""
+
+    token_ids: Tensor  # int64 [num_rows]
+    positions: Tensor  # int64 [num_rows]
+    logit_rows: Tensor  # int64 [rows to be judged, then rows to be scored, padded]
+    rows: Rows
+    scored: list[tuple[Sequence, list[int]]]  # prompt tokens whose log-probability is asked for, in logit_rows' order
+    num_rows: int
+    query_starts: list[int]
+    cached: list[int]
+    block_tables: list[list[int]]
+    parents: list[Ids | None]
+
+
+@dataclass(slots=True)
+class _Lists:
+    """The rows under construction."""
+
+    token_ids: list[int]
+    positions: list[int]
+    judged: list[int]
+    scored_rows: list[int]
+
+
+def pack(work: Work, drafts: list[Draft], device: torch.device, multiple: int) -> Batch:
+    """Lay out one step: sequence after sequence its own tokens, then its draft, padded to a multiple of rows.
+
+    A tree node's position is that of its depth, whatever its row. A sequence is judged when its own tokens reach its
+    end; prompt log-probabilities are scored on every row whose next token is in the prompt.
+    """
+    lists = _Lists([], [], [], [])
+    rows = Rows([], [], [])
+    starts = [0]
+    scored: list[tuple[Sequence, list[int]]] = []
+    for seq, count, draft in zip(work.seqs, work.counts, drafts, strict=True):
+        _append(lists, seq, count, draft)
+        if seq.cached + count == len(seq.tokens):
+            rows.seqs.append(seq)
+            rows.drafts.append(draft)
+            rows.starts.append(len(lists.judged))
+            lists.judged += range(starts[-1] + count - 1, starts[-1] + count + len(draft))
+        if unscored := _unscored(seq, count):
+            scored.append((seq, seq.tokens[unscored.start : unscored.stop]))
+            first = starts[-1] + unscored.start - 1 - seq.cached
+            lists.scored_rows += range(first, first + len(unscored))
+        starts.append(len(lists.token_ids))
+    num_rows = _pad(len(lists.token_ids), multiple)
+    return Batch(
+        token_ids=_ids(lists.token_ids, num_rows, device),
+        positions=_ids(lists.positions, num_rows, device),
+        logit_rows=_ids(lists.judged + lists.scored_rows, _pad(len(lists.judged + lists.scored_rows), multiple), device),
+        rows=rows,
+        scored=scored,
+        num_rows=num_rows,
+        query_starts=starts,
+        cached=[seq.cached for seq in work.seqs],
+        block_tables=[seq.blocks.ids for seq in work.seqs],
+        parents=[_parents(count, draft) for count, draft in zip(work.counts, drafts, strict=True)],
+    )
+
+
+def _append(lists: _Lists, seq: Sequence, count: int, draft: Draft) -> None:
+    stop = seq.cached + count
+    lists.token_ids += seq.tokens[seq.cached : stop]
+    lists.positions += range(seq.cached, stop)
+    lists.token_ids += draft.tokens.tolist()
+    lists.positions += (draft.depths + stop).tolist()
+
+
+def _unscored(seq: Sequence, count: int) -> range:
+    """The indexes of prompt tokens that this chunk's rows predict (row i predicts token i + 1) and that were not
+    scored before a preemption."""
+    if seq.params.prompt_logprobs is None:
+        return range(0)
+    first = max(seq.cached + 1, len(seq.prompt_logprobs))
+    return range(first, min(seq.cached + count + 1, seq.num_prompt))
+
+
+def _parents(count: int, draft: Draft) -> Ids | None:
+    """Each row's parent row within the sequence, own tokens first; None for a chain."""
+    if draft.is_chain:
+        return None
+    own = np.arange(-1, count - 1, dtype=np.int32)
+    return np.concatenate((own, np.where(draft.parents < 0, count - 1, draft.parents + count))).astype(np.int32)
+
+
+def _pad(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _ids(values: list[int], size: int, device: torch.device) -> Tensor:
+    return torch.tensor(values + [0] * (size - len(values)), dtype=torch.int64, device=device)

@@ -1,0 +1,203 @@
+"""Finds drafters by name and calls them safely. Knows the Drafter contract and no drafter.
+
+A drafter is a file: `drafters/NAME.py` with exactly one public class named `...Drafter`, or an entry point of the group
+`specserve.drafters` that names such a class. Its options are the parameters of its constructor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+
+import specserve.drafters
+from specserve.errors import ConfigError, unknown
+from specserve.speculation.check import fault
+from specserve.speculation.worker import Outcome, Stuck, Worker
+from specserve.types import Draft, Drafter, Sequence, Verdict
+
+NONE = "none"  # the name of plain decoding
+GROUP = "specserve.drafters"
+VERBS = ("begin", "propose", "commit", "end")
+
+_log = logging.getLogger(__name__)
+
+
+def available() -> list[str]:
+    """Names of all drafters, files and entry points, sorted; none of them is imported."""
+    return sorted({*_files(), *_installed()})
+
+
+def find(name: str) -> type[Drafter]:
+    """The class of a drafter; a file goes before an entry point of the same name.
+
+    Raises ConfigError for an unknown name (with near misses), a missing package, or a class that is not a drafter.
+    """
+    if name in _files():
+        found = _only_drafter(_import(name))
+    elif name in _installed():
+        found = _installed()[name].load()
+    else:
+        raise ConfigError(unknown("drafter", name, [NONE, *available()]))
+    missing = [verb for verb in VERBS if not callable(getattr(found, verb, None))]
+    if missing:
+        raise ConfigError(f"Drafter {name!r}: {found!r} has no {', '.join(missing)}; a drafter has {', '.join(VERBS)}.")
+    return cast(type[Drafter], found)
+
+
+def create(name: str, options: Mapping[str, Any]) -> Drafter | None:
+    """A drafter with its options; None for "none". Raises ConfigError for an unknown or missing option."""
+    if name == NONE:
+        if options:
+            raise ConfigError(f"drafter is 'none' and takes no options, got {', '.join(sorted(options))}.")
+        return None
+    drafter = find(name)
+    signature = inspect.signature(drafter)
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for option in options:
+            if option not in names:
+                raise ConfigError(unknown(f"option of drafter {name!r}:", option, names))
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"Drafter {name!r}: {error}. Its options: {', '.join(names)}.") from error
+    return drafter(**options)
+
+
+def _files() -> set[str]:
+    return {module.name for module in pkgutil.iter_modules(specserve.drafters.__path__)}
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"{specserve.drafters.__name__}.{name}")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"Drafter {name!r} needs the package {error.name!r}, which is not installed.") from error
+
+
+def _only_drafter(module: ModuleType) -> type:
+    """The module's one public class named ...Drafter; classes it imported do not count."""
+    classes = [
+        value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+        if key.endswith("Drafter") and not key.startswith("_")
+    ]
+    if len(classes) != 1:
+        found = ", ".join(c.__name__ for c in classes) or "none"
+        raise ConfigError(f"{module.__file__} must have exactly one public class named ...Drafter; it has {found}.")
+    return classes[0]
+
+
+class DraftHost:
+    """Calls a drafter so that nothing it does can end or alter a request: all calls run in order on one thread, every
+    draft is checked, and one that breaks a rule, or never comes, is replaced by an empty one and counted.
+
+    A call that takes longer than `timeout_s` seconds switches the drafter off for good. Without a drafter every method
+    returns at once. `dropped` counts lost drafts by reason: those of `check.fault`, "count" (not one draft for each
+    sequence), "exception" and "timeout"; a begin, commit or end that failed counts one.
+    """
+
+    def __init__(self, drafter: Drafter | None, vocab_size: int, timeout_s: float) -> None:
+        self.vocab_size = vocab_size
+        self.timeout_s = timeout_s
+        self.wants_hidden = bool(getattr(drafter, "wants_hidden", False))
+        self.dropped: Counter[str] = Counter()
+        self._drafter = drafter
+        self._begun: set[Sequence] = set()
+        self._worker = Worker("specserve-drafter", timeout_s) if drafter is not None else None
+
+    @property
+    def active(self) -> bool:
+        """Whether a proposal can come: there is a drafter, and it was neither switched off nor closed."""
+        return self._drafter is not None
+
+    @property
+    def num_dropped(self) -> int:
+        return self.dropped.total()
+
+    def begin(self, seq: Sequence) -> None:
+        """A sequence whose begin fails gets no drafts and the drafter does not hear of it again."""
+        if self._drafter is not None and self._call(partial(self._drafter.begin, seq)).error is None:
+            self._begun.add(seq)
+
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        """One draft for each sequence, of at most budget[i] tokens; the drafter hears only of those with a budget."""
+        drafts = [Draft.empty() for _ in seqs]
+        asked = [i for i, seq in enumerate(seqs) if budget[i] > 0 and seq in self._begun]
+        if self._drafter is None or not asked:
+            return drafts
+        limits = [budget[i] for i in asked]
+        propose = partial(_propose, self._drafter, [seqs[i] for i in asked], limits, self.vocab_size)
+        for i, answer in zip(asked, self._call(propose, len(asked)).value or (), strict=False):  # (): the call failed
+            if isinstance(answer, Draft):
+                drafts[i] = answer
+            else:
+                self._drop(answer, "a draft broke a rule of the contract")
+        return drafts
+
+    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
+        """Tell the drafter what the target said. Sequences whose begin failed are left out, except when there are
+        hidden states: their rows belong to all of `seqs`."""
+        if self._drafter is None:
+            return
+        known = [i for i, seq in enumerate(seqs) if hidden is not None or seq in self._begun]
+        if known:
+            told = [seqs[i] for i in known], [verdicts[i] for i in known]
+            self._call(partial(self._drafter.commit, *told, hidden))
+
+    def end(self, seq: Sequence) -> None:
+        if seq in self._begun:
+            self._begun.remove(seq)
+            if self._drafter is not None:
+                self._call(partial(self._drafter.end, seq))
+
+    def close(self) -> None:
+        """Let go of the drafter and its thread."""
+        if self._worker is not None:
+            self._worker.stop()
+        self._drafter = self._worker = None
+        self._begun.clear()
+
+    def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:
+        """Run `function` on the thread; a failure is counted `num_drafts` times."""
+        assert self._worker is not None
+        outcome = self._worker.call(function)
+        if isinstance(outcome.error, Stuck):
+            self._drop("timeout", f"{outcome.error}, so the drafter is switched off", num_drafts)
+            self.close()
+        elif outcome.error is not None:
+            self._drop("exception", "the drafter failed", num_drafts, outcome.error)
+        return outcome
+
+    def _drop(self, reason: str, what: str, num_drafts: int = 1, error: BaseException | None = None) -> None:
+        """Count by reason; the first of each reason is logged, with the traceback if there is one."""
+        if reason not in self.dropped:
+            _log.warning("Draft dropped (%s): %s.", reason, what, exc_info=error)
+        self.dropped[reason] += num_drafts
+
+
+def _propose(drafter: Drafter, seqs: list[Sequence], budget: list[int], vocab_size: int) -> list[Draft | str]:
+    """For each sequence its draft, or the word for what is wrong with it. Runs on the drafter's thread, where even the
+    checks of a foreign object may fail or hang."""
+    drafts: Any = drafter.propose(list(seqs), list(budget))
+    if not isinstance(drafts, list):
+        return ["type"] * len(seqs)
+    if len(drafts) != len(seqs):
+        return ["count"] * len(seqs)
+    return [fault(draft, limit, vocab_size) or draft for draft, limit in zip(drafts, budget, strict=True)]

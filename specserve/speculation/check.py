@@ -1,0 +1,61 @@
+"""What is wrong with a draft, if anything: the one gate between a drafter, which may be anybody's, and the engine.
+Knows no drafter and no sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from specserve.types import Draft, Ids
+
+Q_TOLERANCE = 1e-3  # how far a row's sum may be from 1: float32 softmax over 256k ids errs by less, bfloat16 by more
+
+
+def fault(draft: Any, budget: int, vocab_size: int) -> str | None:
+    """One word for the first rule of `Draft` that `draft` breaks, None if it may be verified.
+
+    type, shape, dtype (tokens, parents and q are what Draft says), budget (more tokens than asked for), vocabulary (an
+    id outside 0 .. vocab_size - 1, -1 padding included), parents (not before their node), siblings (equal ones), q (not
+    finite, negative, not summing to 1, or 0 at the token said to be drawn from it, which no verification can undo).
+    """
+    if not isinstance(draft, Draft):
+        return "type"
+    for part in (draft.tokens, draft.parents):
+        if not isinstance(part, np.ndarray):
+            return "type"
+        if part.dtype != np.int32:
+            return "dtype"
+        if part.ndim != 1 or len(part) != len(draft.tokens):
+            return "shape"
+    if len(draft) > budget:
+        return "budget"
+    return _tree_fault(draft.tokens, draft.parents, vocab_size) or _q_fault(draft, vocab_size)
+
+
+def _tree_fault(tokens: Ids, parents: Ids, vocab_size: int) -> str | None:
+    if len(tokens) == 0:
+        return None
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        return "vocabulary"
+    if parents.min() < -1 or (parents >= np.arange(len(parents))).any():
+        return "parents"
+    nodes = set(zip(parents.tolist(), tokens.tolist(), strict=True))
+    return "siblings" if len(nodes) < len(tokens) else None
+
+
+def _q_fault(draft: Draft, vocab_size: int) -> str | None:
+    q = draft.q
+    if q is None:
+        return None
+    if not isinstance(q, torch.Tensor):
+        return "type"
+    if not q.is_floating_point():
+        return "dtype"
+    if q.shape != (len(draft), vocab_size):
+        return "shape"
+    drawn = q.gather(1, torch.as_tensor(draft.tokens, dtype=torch.int64, device=q.device)[:, None])  # [n, 1]
+    normalised = (q.sum(1, dtype=torch.float32) - 1).abs() <= Q_TOLERANCE  # False for NaN
+    sound = (q >= 0).all() & normalised.all() & (drawn > 0).all()  # one answer, so one transfer from the device
+    return None if bool(sound) else "q"

@@ -1,0 +1,61 @@
+"""Runs foreign code on a thread of its own and gives up on it after a time. Knows nothing of what it runs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Stuck(Exception):
+    """The call did not come back in time; the worker must not be used again."""
+
+
+class Outcome(NamedTuple):
+    """What a call returned, or what it raised (SystemExit and its like included)."""
+
+    value: Any
+    error: BaseException | None
+
+
+class Worker:
+    """One daemon thread that runs calls in order. A call that never returns costs the caller `timeout_s` once: the
+    thread is left behind, ends if the call ever does, and does not keep the process alive."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Outcome]] | None]
+        self._calls = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], Any]) -> Outcome:
+        """Run `function` on the thread and wait for its outcome; Stuck is the error after `timeout_s` seconds."""
+        reply: queue.SimpleQueue[Outcome] = queue.SimpleQueue()  # its own, so that a late answer reaches nobody
+        self._calls.put((function, reply))
+        try:
+            return reply.get(timeout=self.timeout_s)
+        except queue.Empty:
+            return Outcome(None, Stuck(f"no answer after {self.timeout_s:g} s"))
+
+    def stop(self) -> None:
+        """End the thread after the call it is in, without waiting for it."""
+        self._calls.put(None)
+
+
+def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Outcome]] | None]) -> None:
+    with torch.no_grad():  # the mode belongs to a thread: the engine's own does not reach here
+        while (call := calls.get()) is not None:
+            function, reply = call
+            reply.put(_run(function))
+            del call, function, reply  # an idle worker must not keep a step's tensors alive
+
+
+def _run(function: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(function(), None)
+    except BaseException as error:  # whatever foreign code raises is its outcome and not the thread's end
+        return Outcome(None, error)

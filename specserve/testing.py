@@ -1,0 +1,299 @@
+"""Public test doubles: tiny random models in real model folders, a decoder driven by hand over paged KV, and a drafter
+whose luck is scripted. Knows files and contracts; knows no engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence as Many
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from specserve.errors import ConfigError, unknown
+from specserve.models.decoder import Decoder
+from specserve.models.loader import find_architecture
+from specserve.models.spec import DecoderSpec
+from specserve.types import Draft, Ids, Sequence, Verdict
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|pad|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+# Pairs that are one token each: enough English and JSON that texts, grammars and stop strings meet token boundaries.
+_MERGES = (
+    "t h|h e|i n|e r|a n|r e|o n|a t|e n|n d|t i|e s|o r|t e|o f|e d|Ġ t|Ġ a|Ġ s|Ġ w|Ġ i|Ġ o|th e|in g|an d|"
+    '{ "|" :|" ,|" }|] }|Ġ {|": Ġ|", Ġ'
+)
+_EMBEDDING_SIZE = 0.2  # standard deviation of what enters the first layer
+_LOGIT_SIZE = 3.0  # standard deviation of the logits, roughly
+_COMMON: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "tie_word_embeddings": True,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 16,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+}
+
+
+def tiny_config(architecture: str, **overrides: Any) -> dict[str, Any]:
+    """A small config.json of one architecture file's kind, with `overrides` on top.
+
+    Raises ConfigError for an unknown architecture.
+    """
+    if architecture not in _OWN:
+        raise ConfigError(unknown("tiny architecture", architecture, _OWN))
+    eos, _, end, pad = range(len(_merged_vocabulary()), len(_merged_vocabulary()) + len(SPECIAL_TOKENS))
+    ids = {"vocab_size": pad + 1, "bos_token_id": None, "eos_token_id": [eos, end], "pad_token_id": pad}
+    return {"model_type": architecture, **_COMMON, **ids, **_OWN[architecture], **overrides}
+
+
+def write_tiny_model(folder: Path, architecture: str, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random model folder that any Hugging Face reader accepts: config.json, generation_config.json,
+    model.safetensors (float32), a byte-level tokenizer and a chat template. Returns `folder`.
+
+    The same arguments write the same bytes. Greedy continuations wander rather than repeat one token.
+    """
+    config = tiny_config(architecture, **overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(random_weights(config, seed)), folder / "model.safetensors", {"format": "pt"})
+    generation = {"eos_token_id": config["eos_token_id"], "pad_token_id": config["pad_token_id"]}
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[3],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    for name, content in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer)):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2), "utf-8")
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def random_weights(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model, by name, float32. Scales are chosen for lively greedy outputs: sharp attention, and
+    layers that outweigh the embedding, lest a tied head repeat the token it just read."""
+    generator = torch.Generator().manual_seed(seed)
+    spec = find_architecture(config).spec(config)
+    for name, shape in spec.shapes().items():
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("norm.weight"):
+            yield name, _norm_size(spec, name) * (1.0 + 0.2 * noise) - spec.norm_offset
+        elif name.endswith("bias"):
+            yield name, 0.2 * noise
+        elif "embed_tokens" in name:
+            yield name, _EMBEDDING_SIZE / spec.embedding_scale * noise
+        else:
+            gain = _LOGIT_SIZE if "q_proj" in name or "lm_head" in name else 1.5
+            yield name, gain / math.sqrt(shape[1]) * noise
+
+
+def _norm_size(spec: DecoderSpec, name: str) -> float:
+    """Sharp queries; and before a tied head, whose rows are the small embeddings, what brings logits to their size."""
+    if name == "model.norm.weight" and spec.tied_embeddings:
+        return _LOGIT_SIZE * spec.embedding_scale / (_EMBEDDING_SIZE * math.sqrt(spec.hidden_size))
+    return 2.0 if "q_norm" in name else 1.0
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer that encodes any text: 256 bytes, the pairs above, and SPECIAL_TOKENS."""
+    vocabulary = _merged_vocabulary()
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, _merges()))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def _merges() -> list[tuple[str, str]]:
+    pairs = [merge.split(" ") for merge in _MERGES.split("|")]
+    return [(left, right) for left, right in pairs]
+
+
+def _merged_vocabulary() -> list[str]:
+    return sorted(pre_tokenizers.ByteLevel.alphabet()) + [left + right for left, right in _merges()]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What one sequence gives to one step: tokens after its cached ones, a chain or, with parents, a tree."""
+
+    seq: int
+    tokens: Many[int]
+    parents: Many[int] | None = None
+
+    @property
+    def depths(self) -> list[int]:
+        """How far each token lies behind the last cached one; 0 is the next position."""
+        if self.parents is None:
+            return list(range(len(self.tokens)))
+        draft = Draft(np.asarray(self.tokens, np.int32), np.asarray(self.parents, np.int32))
+        return [int(depth) for depth in draft.depths]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The feeds of one step as specserve.ops.AttentionRows."""
+
+    num_rows: int = 0
+    query_starts: list[int] = field(default_factory=lambda: [0])
+    cached: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)
+    parents: list[Ids | None] = field(default_factory=list)
+
+
+class PagedDecoder:
+    """A Decoder driven by hand: `num_seqs` sequences of up to `capacity` tokens, on blocks in shuffled order over a KV
+    cache full of old numbers. Chains stay cached; a tree leaves nothing."""
+
+    def __init__(self, model: Decoder, num_seqs: int, capacity: int, block_size: int = 16, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        blocks = -(-capacity // block_size)
+        order = 1 + torch.randperm(num_seqs * blocks, generator=generator)  # block 0 is where padding is written
+        spec, ops = model.spec, model.ops
+        shape = (2, (1 + num_seqs * blocks) * block_size, spec.num_kv_heads, spec.head_dim)
+        kv = [torch.randn(shape, generator=generator) for _ in range(spec.num_layers)]
+        self.model = model
+        self.kv = [layer.to(ops.device, ops.dtype) for layer in kv]
+        self.block_size = block_size
+        self.block_tables: list[list[int]] = order.view(num_seqs, blocks).tolist()
+        self.cached = [0] * num_seqs
+
+    def step(self, *feeds: Feed) -> list[Tensor]:
+        """Run the feeds together -> for each its logits, float32 [tokens, vocab]."""
+        rows, ops = self._rows(feeds), self.model.ops
+        token_ids = [token for feed in feeds for token in feed.tokens]
+        positions = [self.cached[feed.seq] + depth for feed in feeds for depth in feed.depths]
+        padding = [0] * (rows.num_rows - len(token_ids))
+        ids = torch.tensor([token_ids + padding, positions + padding], device=ops.device)
+        with torch.inference_mode():
+            hidden = self.model.hidden(ids[0], ids[1], self.kv, ops.plan(rows, self.block_size))
+            logits = self.model.logits(hidden)
+        for feed in feeds:
+            self.cached[feed.seq] += len(feed.tokens) if feed.parents is None else 0
+        return list(torch.split(logits[: len(token_ids)], [len(feed.tokens) for feed in feeds]))
+
+    def _rows(self, feeds: Many[Feed]) -> _Rows:
+        rows = _Rows()
+        for feed in feeds:
+            rows.query_starts.append(rows.query_starts[-1] + len(feed.tokens))
+            rows.cached.append(self.cached[feed.seq])
+            rows.block_tables.append(self.block_tables[feed.seq])
+            rows.parents.append(None if feed.parents is None else np.asarray(feed.parents, np.int32))
+        multiple = self.model.ops.row_multiple
+        rows.num_rows = -(-rows.query_starts[-1] // multiple) * multiple
+        return rows
+
+
+class ScriptedDrafter:
+    """A drafter that knows the answer and errs on purpose: for tests of everything around drafters.
+
+    `scripts` maps a prompt's token ids to the output a recorded run gave; other prompts get empty drafts. Each drafted
+    token is the right one with probability `accuracy`, else another of `vocab_size`; what follows an error is again
+    from the script. With `decoys` > 0 the draft is a tree: every level has that many wrong siblings, in random order,
+    and goes on below the scripted one. Errors depend on (seed, position) alone, not on calls before.
+
+    `live` holds the sequences between begin and end; `num_drafted` and `num_accepted` count tokens.
+    """
+
+    wants_hidden = False
+
+    def __init__(
+        self,
+        scripts: Mapping[tuple[int, ...], Many[int]],
+        vocab_size: int,
+        *,
+        accuracy: float = 1.0,
+        decoys: int = 0,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= accuracy <= 1 or decoys < 0 or vocab_size < decoys + 2:
+            raise ConfigError(
+                f"accuracy {accuracy} must lie in 0..1, decoys {decoys} be at least 0, and vocab_size {vocab_size} "
+                "leave room for a planted error beside them."
+            )
+        self.scripts = scripts
+        self.vocab_size = vocab_size
+        self.accuracy = accuracy
+        self.decoys = decoys
+        self.seed = seed
+        self.live: set[Sequence] = set()
+        self.num_drafted = 0
+        self.num_accepted = 0
+
+    def begin(self, seq: Sequence) -> None:
+        assert seq not in self.live, f"begin twice: {seq.request_id}"
+        self.live.add(seq)
+
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        assert self.live.issuperset(seqs), "propose for a sequence that has not begun, or has ended"
+        drafts = [self._draft(seq, room) for seq, room in zip(seqs, budget, strict=True)]
+        self.num_drafted += sum(len(draft) for draft in drafts)
+        return drafts
+
+    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: Tensor | None) -> None:
+        assert self.live.issuperset(seqs), "commit for a sequence that has not begun, or has ended"
+        assert len(seqs) == len(verdicts)
+        assert hidden is None, "hidden states for a drafter that wants none"
+        self.num_accepted += sum(len(verdict.path) for verdict in verdicts)
+
+    def end(self, seq: Sequence) -> None:
+        assert seq in self.live, f"end without begin: {seq.request_id}"
+        self.live.remove(seq)
+
+    def _draft(self, seq: Sequence, budget: int) -> Draft:
+        script = self.scripts.get(tuple(seq.tokens[: seq.num_prompt]), ())
+        tokens: list[int] = []
+        parents: list[int] = []
+        above = -1
+        for depth, right in enumerate(itertools.islice(script, seq.num_output, None)):
+            room = budget - len(tokens)
+            if room <= 0:
+                break
+            siblings, main = self._level(len(seq.tokens) + depth, right, min(self.decoys, room - 1))
+            parents += [above] * len(siblings)
+            above = len(tokens) + main
+            tokens += siblings
+        return Draft(np.asarray(tokens, np.int32), np.asarray(parents, np.int32))
+
+    def _level(self, position: int, right: int, decoys: int) -> tuple[list[int], int]:
+        """The siblings drafted for one position, and which of them the draft goes on from."""
+        noise = np.random.default_rng((self.seed, position))
+        accurate = noise.random() < self.accuracy
+        wrong = 1 + noise.choice(self.vocab_size - 1, decoys + 1, replace=False)
+        main = int(noise.integers(decoys + 1))
+        siblings = [(right + int(offset)) % self.vocab_size for offset in wrong]
+        if accurate:
+            siblings[main] = right
+        return siblings, main

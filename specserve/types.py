@@ -1,0 +1,298 @@
+"""The nouns: what is asked, what is being generated, what was guessed, what the target said. No behaviour beyond
+their own invariants; no device tensors except a draft's distributions.
+
+Words, used everywhere: *draft* a guess at the next tokens, a chain or a tree; *propose* make one; *verify* let the
+target judge it; *accept* a draft token the target agrees with; *replacement* the target's own token at the first
+disagreement; *bonus* the token after a draft that was accepted whole; *commit* make accepted tokens part of the
+sequence; *keep* their KV; *cached* how many tokens have valid KV.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Many
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.errors import InputError, strict_fields
+
+if TYPE_CHECKING:
+    import torch
+
+Ids = NDArray[np.int32]
+
+
+@strict_fields("sampling parameter", InputError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled; names and meanings are vLLM's and OpenAI's.
+
+    `temperature=0` is greedy. `seed=None` draws one. `max_tokens=None` is up to the context length. `logprobs=k`
+    reports the chosen token and the k best of the model's own distribution, before any processing; `prompt_logprobs`
+    the same for the prompt. `num_speculative_tokens` caps this request's drafts (0: none), None leaves it to the engine.
+    Raises InputError naming the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Many[int] | None = None
+    bad_words: Many[str] = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | Many[str] = ()
+    stop_token_ids: Many[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name, (kind, low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                _check_number(name, value, kind, low, high)
+        if any(not isinstance(s, str) or not s for s in (*self.stop, *self.bad_words)):
+            raise InputError("stop and bad_words take non-empty strings.", "stop")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InputError("allowed_token_ids is empty: no token could be chosen. Leave it out to allow all.", "allowed_token_ids")
+        for token, bias in (self.logit_bias or {}).items():
+            _check_number(f"logit_bias[{token}]", bias, float, -100.0, 100.0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}.", "min_tokens")
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise InputError for a token id outside 0..vocab_size-1 (the width of the LM head)."""
+        groups = {"logit_bias": tuple(self.logit_bias or ()), "stop_token_ids": tuple(self.stop_token_ids)}
+        groups["allowed_token_ids"] = tuple(self.allowed_token_ids or ())
+        for name, ids in groups.items():
+            for token in ids:
+                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                    raise InputError(f"{name} holds {token!r}; token ids are whole numbers from 0 to {vocab_size - 1}.", name)
+
+
+_INF = float("inf")
+_RANGES: dict[str, tuple[type, float, float]] = {
+    "n": (int, 1, 128),
+    "temperature": (float, 0.0, 100.0),
+    "top_k": (int, -1, 2**31 - 1),
+    "top_p": (float, 1e-9, 1.0),
+    "min_p": (float, 0.0, 1.0),
+    "repetition_penalty": (float, 1e-3, 1e3),
+    "presence_penalty": (float, -2.0, 2.0),
+    "frequency_penalty": (float, -2.0, 2.0),
+    "max_tokens": (int, 1, _INF),
+    "min_tokens": (int, 0, _INF),
+    "seed": (int, -(2**63), 2**64 - 1),
+    "logprobs": (int, 0, 64),
+    "prompt_logprobs": (int, 0, 64),
+    "num_speculative_tokens": (int, 0, 1024),
+}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens"}
+
+
+def _check_number(name: str, value: Any, kind: type, low: float, high: float) -> None:
+    """Finite, then type, then range: NaN and infinity are refused before any comparison could let them through."""
+    allowed = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value) or not low <= value <= high:
+        what = "a whole number" if kind is int else "a finite number"
+        limits = f"from {low:g} to {high:g}" if high < _INF else f"of at least {low:g}"
+        raise InputError(f"{name} is {value!r}; it must be {what} {limits}.", name.split("[")[0])
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one token under the model's own distribution (natural log), its rank (1 = the most likely),
+    and the `top` most likely as {id: log-probability}, best first."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence in order. `ids[i]` holds tokens [16 i, 16 i + 16); `hashes` has one chained digest
+    for each leading block that the prefix cache knows. Written by the cache alone."""
+
+    ids: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SequenceStats:
+    """What happened to one sequence. Times are seconds of time.perf_counter()."""
+
+    arrived: float = 0.0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_steps: int = 0  # verify steps: steps that emitted tokens
+    num_drafts: int = 0  # of these, how many had a draft
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)  # [i]: drafts of which token i was accepted
+    drafted_by_position: list[int] = field(default_factory=list)  # [i]: drafts that had a token at depth i
+    num_preemptions: int = 0
+    num_prefix_cached_tokens: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a verify step emits: 1 + accepted / steps; 1.0 before the first step."""
+        return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One completion being generated. Identity is equality.
+
+    `tokens` is prompt + output; `tokens[:cached]` have valid KV, and 0 <= cached < len(tokens) while it runs.
+    """
+
+    request_id: str
+    index: int  # which of the request's n completions
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int  # uint64; resolved, already different for each of the n completions
+    max_tokens: int  # resolved: params.max_tokens or what the context leaves
+    eos_ids: frozenset[int] = frozenset()  # the model's own end tokens, empty with ignore_eos
+    bad_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    priority: int = 0  # lower runs first
+    order: int = 0  # arrival counter, set by the engine
+    salt: bytes = b""  # prefix-cache salt: sequences with different salts share nothing
+    parent: Sequence | None = None  # the completion whose prompt KV this one shares (n > 1)
+    blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
+    cached: int = 0  # set by the cache
+    grammar: GrammarState | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per output token, if asked for
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per prompt token, first None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it; None for eos
+    stats: SequenceStats = field(default_factory=SequenceStats)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every id that ends this sequence: eos (unless ignored) and params.stop_token_ids."""
+        return self.eos_ids | frozenset(self.params.stop_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A guess: node i is `tokens[i]` and follows node `parents[i]` (< i), or the last committed token (-1).
+
+    A chain has parents [-1, 0, 1, ...]; empty is legal. Siblings must differ. `q[i]` is the distribution node i was
+    drawn from, float [n, vocab]; None means every node is deterministic (one-hot q).
+    """
+
+    tokens: Ids
+    parents: Ids
+    q: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def chain(cls, tokens: Many[int], q: torch.Tensor | None = None) -> Draft:
+        return cls(np.asarray(tokens, np.int32).reshape(-1), np.arange(-1, len(tokens) - 1, dtype=np.int32), q)
+
+    @classmethod
+    def empty(cls) -> Draft:
+        return cls.chain(())
+
+    @property
+    def is_chain(self) -> bool:
+        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+
+    @property
+    def depths(self) -> Ids:
+        """Depth of each node, int32 [n]: a child of the last committed token has depth 0."""
+        depths = np.zeros(len(self), np.int32)
+        for i, parent in enumerate(self.parents):
+            depths[i] = depths[parent] + 1 if parent >= 0 else 0
+        return depths
+
+    def path_to(self, node: int) -> list[int]:
+        """The nodes from the root's child down to `node`; empty for -1."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(node)
+            node = int(self.parents[node])
+        return path[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target said: `tokens` are the accepted ones and one more (bonus or replacement), `path` the draft nodes
+    kept. len(tokens) == len(path) + 1, always. `logprobs` has one entry per token if the request asked."""
+
+    tokens: list[int]
+    path: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one step did for one sequence: new output tokens, and how it ended if it did. Later steps do not change an
+    event, except for `stats`, which are the sequence's own and final with the last event."""
+
+    request_id: str
+    index: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # on the first event that has tokens
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None  # with finish_reason "error"
+    stats: SequenceStats | None = None
+
+
+class GrammarState(Protocol):
+    """Where one sequence stands in its grammar. The engine and a grammar meet only at a row of bits, int32
+    [ceil(vocab / 32)], bit t set when token t may come next."""
+
+    def fill(self, row: Ids) -> None: ...
+    def advance(self, token: int) -> bool: ...
+    def rollback(self, n: int) -> None: ...
+    def forced(self) -> list[int]: ...
+
+
+class Drafter(Protocol):
+    """Proposes continuations; a draft can never change what is generated, only how fast. Four verbs and nothing else.
+
+    `begin(seq)` once before its first proposal; `propose` gives one draft per sequence, of at most `budget[i]` tokens;
+    `commit` after every step, with what the target said and, if `wants_hidden`, the hidden states that judged each of
+    the verdicts' tokens, float32 [sum of len(verdict.tokens), hidden]; `end(seq)` once. A drafter reads sequences and never writes them.
+    """
+
+    wants_hidden: bool
+
+    def begin(self, seq: Sequence) -> None: ...
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]: ...
+    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None: ...
+    def end(self, seq: Sequence) -> None: ...

@@ -1,0 +1,132 @@
+"""Prompt lookup against a rescan of the whole text, and its cost by counting."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from specserve.drafters.ngram import NgramDrafter
+from specserve.errors import ConfigError
+from specserve.types import SamplingParams, Sequence, Verdict
+
+
+def make_seq(tokens: list[int]) -> Sequence:
+    return Sequence(
+        request_id="r", index=0, tokens=list(tokens), num_prompt=len(tokens),
+        params=SamplingParams(), seed=0, max_tokens=99,
+    )  # fmt: skip
+
+
+def rescan(tokens: list[int], longest: int, shortest: int, limit: int) -> list[int]:
+    """What prompt lookup means: the longest n first, then the most recent earlier occurrence; then copy what followed,
+    reading one's own copy where the text ends."""
+    for size in range(longest, shortest - 1, -1):
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if tokens[start : start + size] == tokens[len(tokens) - size :]:
+                text = list(tokens)
+                for i in range(limit):
+                    text.append(text[start + size + i])
+                return text[len(tokens) :]
+    return []
+
+
+TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+@given(
+    prompt=TEXT,
+    steps=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=12),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    limit=st.integers(1, 8),
+)
+def test_equals_a_rescan_of_everything(
+    prompt: list[int], steps: list[list[int]], sizes: tuple[int, int], limit: int
+) -> None:
+    drafter = NgramDrafter(prompt_lookup_max=max(sizes), prompt_lookup_min=min(sizes))
+    seq = make_seq(prompt)
+    drafter.begin(seq)
+    for tokens in [*steps, [0]]:
+        draft = drafter.propose([seq], [limit])[0]
+        assert draft.tokens.tolist() == rescan(seq.tokens, max(sizes), min(sizes), limit)
+        assert draft.is_chain
+        assert draft.q is None
+        seq.tokens += tokens
+        drafter.commit([seq], [Verdict(tokens, list(range(len(tokens) - 1)))], None)
+
+
+@given(st.lists(TEXT, min_size=2, max_size=4), st.lists(st.integers(0, 3), max_size=20), st.integers(0, 3))
+def test_sequences_do_not_see_each_other(prompts: list[list[int]], grow: list[int], ended: int) -> None:
+    """In a batch each draft is what the sequence alone would get; skipped commits and ended others do not matter."""
+    drafter = NgramDrafter()
+    seqs = [make_seq(prompt) for prompt in prompts]
+    for seq in seqs:
+        drafter.begin(seq)
+    if ended < len(seqs) - 1:
+        drafter.end(seqs.pop(ended))
+    for token in grow:
+        for seq in seqs:
+            seq.tokens.append(token)
+    drafts = drafter.propose(seqs, list(range(1, len(seqs) + 1)))
+    assert [draft.tokens.tolist() for draft in drafts] == [rescan(s.tokens, 4, 1, i) for i, s in enumerate(seqs, 1)]
+
+
+def test_an_equal_text_is_another_sequence() -> None:
+    drafter = NgramDrafter()
+    first, second = make_seq([1, 2, 1]), make_seq([1, 2, 1])
+    drafter.begin(first)
+    drafter.begin(second)
+    drafter.end(first)
+    assert drafter.propose([second], [2])[0].tokens.tolist() == [2, 1]
+
+
+def test_end_frees_everything() -> None:
+    drafter = NgramDrafter()
+    seqs = [make_seq([1, 2, 1]) for _ in range(3)]
+    for seq in seqs:
+        drafter.begin(seq)
+    for seq in seqs:
+        drafter.end(seq)
+    assert drafter._indexes == {}
+
+
+class CountingTokens(list):  # type: ignore[type-arg]
+    """A list that counts the tokens read from it."""
+
+    num_read = 0
+
+    def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        value = super().__getitem__(key)
+        self.num_read += len(value) if isinstance(key, slice) else 1
+        return value
+
+
+def reads(context: int) -> tuple[int, int]:
+    """Tokens read by a commit of three tokens, and by a proposal, after `context` tokens."""
+    drafter = NgramDrafter(prompt_lookup_max=4, prompt_lookup_min=2)
+    seq = make_seq([])
+    tokens = seq.tokens = CountingTokens(range(context))
+    drafter.begin(seq)
+    tokens.num_read = 0
+    tokens += [1, 2, 3]
+    drafter.commit([seq], [Verdict([1, 2, 3], [0, 1])], None)
+    commit, tokens.num_read = tokens.num_read, 0
+    assert len(drafter.propose([seq], [5])[0]) == 5
+    return commit, tokens.num_read
+
+
+def test_cost_does_not_grow_with_the_context() -> None:
+    assert reads(50) == reads(5000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min is 0"),
+        ({"prompt_lookup_max": True}, "prompt_lookup_max is True"),
+        ({"prompt_lookup_max": 2.5}, "prompt_lookup_max is 2.5"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min is 5, above prompt_lookup_max, 4"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NgramDrafter(**options)

@@ -1,0 +1,342 @@
+"""The whole engine on tiny random models: what is generated never depends on company, drafters, memory or chunking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specserve.config import EngineConfig
+from specserve.engine.build import build
+from specserve.engine.engine import Engine
+from specserve.engine.request import Request
+from specserve.errors import InputError, PromptTooLongError
+from specserve.speculation.base import DraftHost, create
+from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
+from specserve.types import SamplingParams
+
+VOCAB = tiny_config("llama")["vocab_size"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama", seed=3)
+
+
+def make(tiny: Path, drafter: Any = None, k: int = 5, blocks: int | None = None, **options: Any) -> Engine:
+    """An engine on the tiny model; `blocks` sizes the KV cache exactly, null block included."""
+    options = {"dtype": "float32", "max_model_len": 160, "num_speculative_tokens": k, **options}
+    engine = build(EngineConfig(model=str(tiny), **options)).engine
+    if blocks is not None:
+        engine = build(EngineConfig(model=str(tiny), kv_cache_gib=blocks * block_bytes(engine) / 2**30, **options)).engine
+        assert engine.cache.num_blocks == blocks - 1
+    if drafter is not None:
+        engine.drafters = DraftHost(drafter, engine.limits.vocab_size, 10.0)
+    return engine
+
+
+def block_bytes(engine: Engine) -> int:
+    layer = engine.runner.storage.layers[0]
+    slots = layer.shape[1]
+    return len(engine.runner.storage.layers) * layer.nbytes // slots * engine.cache.block_size
+
+
+def drive(engine: Engine, requests: Iterable[Request], check: bool = True) -> dict[tuple[str, int], list[int]]:
+    """Run requests to their end; every invariant of the cache is checked after every step."""
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
+        if check:
+            engine.cache.check_integrity(engine.scheduler.running)
+            for seq in engine.scheduler.running:
+                assert 0 <= seq.cached < len(seq.tokens)
+    assert engine.cache.num_free == engine.cache.num_blocks
+    assert not engine.requests
+    return tokens
+
+
+def prompt(i: int, length: int = 0) -> list[int]:
+    return [(7 * i + 3 * j * j + j) % 280 for j in range(length or 5 + 13 * i % 60)]
+
+
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=6, max_tokens=24, ignore_eos=True, presence_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=17, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.2),
+    SamplingParams(temperature=1.2, top_k=20, min_p=0.02, seed=7, max_tokens=24, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=24, logit_bias={5: 3.0, 9: -4.0}, bad_words=["the"], min_tokens=4),
+]
+
+
+def requests(count: int) -> list[Request]:
+    bad = ((40, 41),)
+    return [
+        Request(id=f"r{i}", prompt_ids=prompt(i), params=PARAMS[i % len(PARAMS)], bad_ids=bad if i % 6 == 5 else ())
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path) -> dict[tuple[str, int], list[int]]:
+    """Every request run by itself, without a drafter, prefix cache or chunks: what all others must equal."""
+    engine = make(tiny, prefix_caching=False)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    for request in requests(16):
+        outputs |= drive(engine, [request])
+    assert len({tuple(tokens) for tokens in outputs.values()}) == 16, "outputs must differ to tell anything"
+    return outputs
+
+
+def scripted(alone: dict[tuple[str, int], list[int]], **options: Any) -> ScriptedDrafter:
+    scripts = {tuple(r.prompt_ids): alone[r.id, 0] for r in requests(16)}
+    return ScriptedDrafter(scripts, VOCAB, **options)
+
+
+DRAFTERS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "perfect": {"accuracy": 1.0},
+    "lucky": {"accuracy": 0.7},
+    "tree": {"accuracy": 0.8, "decoys": 2},
+    "hopeless": {"accuracy": 0.0},
+}
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_output_does_not_depend_on_batch_or_drafter(tiny: Path, alone, name: str, batch: int) -> None:
+    options = DRAFTERS[name]
+    drafter = scripted(alone, **options) if options is not None else None
+    engine = make(tiny, drafter, k=7, max_num_seqs=batch)
+    assert drive(engine, requests(16)) == alone
+    if drafter is not None:
+        assert drafter.num_drafted > 100
+        assert (drafter.num_accepted > 50) == (name != "hopeless")
+        assert not drafter.live
+        assert engine.drafters.num_dropped == 0
+
+
+@pytest.mark.parametrize("name", ["plain", "lucky", "tree"])
+def test_output_survives_preemption_and_chunks(tiny: Path, alone, name: str) -> None:
+    options = DRAFTERS[name]
+    drafter = scripted(alone, **options) if options is not None else None
+    engine = make(tiny, drafter, blocks=14, max_num_batched_tokens=24, max_num_seqs=16)
+    assert drive(engine, requests(16)) == alone
+    assert engine.counters.num_preemptions > 0, "the cache was to be too small"
+    assert engine.counters.num_prefill_chunks > 0, "prompts were to be cut"
+    if drafter is not None:
+        assert drafter.num_accepted > 20
+
+
+def test_ngram_drafts_are_accepted_and_change_nothing(tiny: Path) -> None:
+    bias = {token: 20.0 for token in (3, 4, 5)}  # few tokens are likely, so that texts repeat themselves
+    params = SamplingParams(temperature=0.7, seed=4, max_tokens=60, ignore_eos=True, logit_bias=bias)
+    looping = Request(id="loop", prompt_ids=prompt(1, 12), params=params)
+    plain = drive(make(tiny), [looping])
+    engine = make(tiny, create("ngram", {}))
+    engine.add(looping)
+    stats = engine.requests["loop"][0].stats
+    assert drive(engine, []) == plain
+    assert stats.num_accepted_tokens > 10
+    assert stats.num_steps < 50
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen3", "gemma3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_architectures_and_bfloat16(tmp_path: Path, architecture: str, dtype: str) -> None:
+    """Sliding windows, norms on queries and keys, bfloat16 rounding: a tree against plain decoding, in a batch."""
+    folder = write_tiny_model(tmp_path, architecture, seed=1)
+    plain: dict[tuple[str, int], list[int]] = {}
+    engine = make(folder, dtype=dtype)
+    for request in requests(6):
+        plain |= drive(engine, [request])
+    drafter = scripted({(f"r{i}", 0): plain.get((f"r{i}", 0), []) for i in range(16)}, accuracy=0.9, decoys=1)
+    assert drive(make(folder, drafter, dtype=dtype, k=8), requests(6)) == plain
+    assert drafter.num_accepted > 20
+
+
+def test_prefix_cache_hits_are_counted_and_change_nothing(tiny: Path) -> None:
+    engine = make(tiny)
+    long = Request(id="a", prompt_ids=prompt(4, 90), params=GREEDY)
+    first = drive(engine, [long])
+    steps = engine.counters.num_rows
+    again = drive(engine, [Request(id="a", prompt_ids=prompt(4, 90), params=GREEDY)])
+    assert again == first
+    assert engine.cache.stats.num_prefix_hit_tokens == 80
+    assert engine.counters.num_rows - steps == steps - 80
+    other = Request(id="a", prompt_ids=prompt(4, 90), params=GREEDY, salt=b"tenant")
+    assert drive(engine, [other]) == first
+    assert engine.cache.stats.num_prefix_hit_tokens == 80, "another salt shares nothing"
+
+
+def test_n_completions_share_the_prompt(tiny: Path) -> None:
+    params = SamplingParams(n=4, temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+    engine = make(tiny)
+    outputs = drive(engine, [Request(id="n", prompt_ids=prompt(3, 50), params=params)])
+    assert len({tuple(tokens) for tokens in outputs.values()}) == 4
+    assert engine.cache.stats.num_forked_blocks == 3 * 4, "three children share four blocks each"
+    assert engine.cache.stats.num_copies_on_write >= 3, "each child writes its own tail"
+    assert engine.counters.num_rows < 50 + 4 * 12 + 8, "the prompt is computed once"
+    drafter = ScriptedDrafter({tuple(prompt(3, 50)): outputs["n", 2]}, VOCAB, decoys=1)
+    assert drive(make(tiny, drafter), [Request(id="n", prompt_ids=prompt(3, 50), params=params)]) == outputs
+    solo = SamplingParams(n=1, temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+    assert drive(make(tiny), [Request(id="n", prompt_ids=prompt(3, 50), params=solo)])["n", 0] == outputs["n", 0]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7])
+@pytest.mark.parametrize("decoys", [0, 2])
+def test_nothing_is_emitted_past_max_tokens(tiny: Path, alone, max_tokens: int, decoys: int) -> None:
+    drafter = scripted(alone, decoys=decoys)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine = make(tiny, drafter)
+    engine.add(Request(id="r0", prompt_ids=prompt(0), params=params))
+    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
+    assert sum((event.tokens for event in events), []) == alone["r0", 0][:max_tokens]
+    assert events[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["eos", "stop_token_ids"])
+@pytest.mark.parametrize("at", range(1, 8))
+def test_the_end_may_lie_anywhere_in_the_window(tiny: Path, alone, kind: str, at: int) -> None:
+    script = alone["r0", 0]
+    token = script[at]
+    end = script.index(token)
+    engine = make(tiny, scripted(alone), k=6)
+    if kind == "eos":
+        engine.limits = type(engine.limits)(VOCAB, 160, frozenset({token}))
+    stops = [token] if kind != "eos" else []
+    params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=stops, ignore_eos=kind != "eos")
+    engine.add(Request(id="r0", prompt_ids=prompt(0), params=params))
+    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
+    assert sum((event.tokens for event in events), []) == script[: end + 1]
+    assert events[-1].finish_reason == "stop"
+    assert events[-1].stop_reason == (None if kind == "eos" else token)
+    assert engine.cache.num_free == engine.cache.num_blocks
+
+
+def test_the_context_length_ends_a_request(tiny: Path) -> None:
+    long = prompt(2, 150)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    plain = drive(make(tiny), [Request(id="x", prompt_ids=long, params=params)])
+    assert len(plain["x", 0]) == 10
+    drafter = ScriptedDrafter({tuple(long): plain["x", 0]}, VOCAB)
+    assert drive(make(tiny, drafter, k=16), [Request(id="x", prompt_ids=long, params=params)]) == plain
+    with pytest.raises(PromptTooLongError, match="160 tokens and at most 159"):
+        make(tiny).add(Request(id="x", prompt_ids=prompt(2, 160), params=params))
+
+
+def test_abort_gives_every_block_back(tiny: Path) -> None:
+    engine = make(tiny, max_num_batched_tokens=20, max_num_seqs=4)
+    for request in requests(8):
+        engine.add(request)
+    for i in range(8):
+        engine.step()
+        ended = engine.abort(f"r{i}")
+        assert all(event.finish_reason == "abort" for event in ended)
+        engine.cache.check_integrity(engine.scheduler.running)
+    assert engine.abort("r0") == [], "aborting twice is no error"
+    assert engine.counters.num_aborted > 3
+    drive(engine, [])
+
+
+def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
+    engine = make(tiny)
+    engine.add(Request(id="bad", prompt_ids=prompt(9), params=GREEDY))
+    for request in requests(3):
+        engine.add(request)
+    run = engine.runner.run
+
+    def poisoned(batch: Any) -> Any:
+        out = run(batch)
+        out.logits = out.logits.clone()
+        for seq, start in zip(batch.rows.seqs, batch.rows.starts, strict=True):
+            if seq.request_id == "bad" and seq.num_output == 5:
+                out.logits[start] = torch.nan
+        return out
+
+    engine.runner.run = poisoned  # type: ignore[method-assign]
+    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
+    failed = [event for event in events if event.error is not None]
+    assert [event.request_id for event in failed] == ["bad"]
+    assert failed[0].finish_reason == "error"
+    for i in range(3):
+        assert sum((e.tokens for e in events if e.request_id == f"r{i}"), []) == alone[f"r{i}", 0]
+    assert engine.cache.num_free == engine.cache.num_blocks
+
+
+def test_priority_runs_first_and_arrival_breaks_ties(tiny: Path) -> None:
+    engine = make(tiny, max_num_seqs=1)
+    for name, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        engine.add(Request(id=name, prompt_ids=prompt(1), params=params, priority=priority))
+    order = []
+    while engine.has_work:
+        order += [event.request_id for event in engine.step() if event.finish_reason]
+    assert order == ["urgent", "first", "second", "late"]
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [VOCAB + 100], [2**40], [1.5], [True]])
+def test_bad_prompts_are_refused_and_leave_nothing(tiny: Path, ids: list[Any]) -> None:
+    engine = make(tiny)
+    with pytest.raises(InputError, match=r"prompt"):
+        engine.add(Request(id="x", prompt_ids=ids, params=GREEDY))
+    with pytest.raises(InputError, match=r"logit_bias"):
+        engine.add(Request(id="x", prompt_ids=[1], params=SamplingParams(logit_bias={VOCAB + 9: 1.0})))
+    assert not engine.has_work
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_logprobs_equal_a_prefill_of_the_same_ids(tiny: Path, alone, drafted: bool) -> None:
+    """What decoding reports of a token, accepted drafts too, is what scoring the finished text as a prompt reports."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3, prompt_logprobs=3)
+    engine = make(tiny, scripted(alone, accuracy=0.8) if drafted else None, max_num_batched_tokens=16)
+    engine.add(Request(id="r0", prompt_ids=prompt(0), params=params))
+    engine.add(Request(id="noise", prompt_ids=prompt(3), params=GREEDY))
+    events = [e for _ in iter(lambda: engine.has_work, False) for e in engine.step() if e.request_id == "r0"]
+    output = sum((event.tokens for event in events), [])
+    reported = sum((event.logprobs for event in events), [])
+    (scored,) = [event.prompt_logprobs for event in events if event.prompt_logprobs]
+    assert output == alone["r0", 0]
+    rescoring = Request(id="again", prompt_ids=prompt(0) + output, params=params)
+    engine.add(rescoring)
+    (rescored,) = [e.prompt_logprobs for _ in iter(lambda: engine.has_work, False) for e in engine.step() if e.prompt_logprobs]
+    assert rescored[0] is None
+    assert rescored == scored + reported
+    assert [entry.token for entry in rescored[1:]] == (prompt(0) + output)[1:]
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_order_of_arrivals_and_aborts_keeps_the_invariants(tiny: Path, alone, data: st.DataObject) -> None:
+    drafter = scripted(alone, accuracy=0.7, decoys=data.draw(st.sampled_from([0, 2])))
+    engine = make(tiny, drafter, blocks=data.draw(st.integers(12, 30)), max_num_batched_tokens=24)
+    coming = data.draw(st.permutations(requests(16)))[:8]
+    got: dict[tuple[str, int], list[int]] = {}
+    aborted: set[str] = set()
+    while coming or engine.has_work:
+        if coming and (not engine.has_work or data.draw(st.booleans())):
+            engine.add(coming.pop())
+        if engine.requests and data.draw(st.integers(0, 9)) == 0:
+            victim = data.draw(st.sampled_from(sorted(engine.requests)))
+            aborted.add(victim)
+            engine.abort(victim)
+        if engine.has_work:
+            for event in engine.step():
+                got.setdefault((event.request_id, event.index), []).extend(event.tokens)
+        engine.cache.check_integrity(engine.scheduler.running)
+    assert engine.cache.num_free == engine.cache.num_blocks
+    assert not drafter.live
+    for (name, index), tokens in got.items():
+        whole = alone[name, index]
+        assert tokens == whole or (name in aborted and tokens == whole[: len(tokens)])

@@ -1,0 +1,399 @@
+"""Every native architecture against transformers on tiny random models, row invariance bit for bit, and what the loader
+refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+)
+
+from specserve.errors import CapacityError, ConfigError, ModelError
+from specserve.kernels.reference import Kernels
+from specserve.models import loader
+from specserve.models.loader import check_memory, find_architecture, load_model, native_model_types, num_weight_bytes
+from specserve.models.spec import read_rope
+from specserve.testing import Feed, PagedDecoder, tiny_config, write_tiny_model
+
+CPU = torch.device("cpu")
+PROMPT = torch.randint(0, 293, (45,), generator=torch.Generator().manual_seed(5)).tolist()
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+ODD = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 77}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-odd-biased": ("llama", {**ODD, "attention_bias": True, "mlp_bias": True, "vocab_size": 301}),
+    "llama-tied-multihead": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": None, "head_dim": None}),
+    "llama-llama3-rope": ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 500.0}),
+    "llama-linear-rope": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama-modern-rope": (
+        "llama",
+        {"rope_theta": None, "rope_parameters": {"rope_type": "llama3", "rope_theta": 700.0, **LLAMA3}},
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 7, "num_key_value_heads": 1}),
+    "mistral-no-window": ("mistral", {**ODD, "sliding_window": None, "head_dim": 20}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen2-window-off": ("qwen2", {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3-biased-layer-types": (
+        "qwen3",
+        {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": ("gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 20, "rope_local_base_freq": 300.0}),
+    "gemma3-pattern-softcap": (
+        "gemma3",
+        {**ODD, "layer_types": None, "sliding_window_pattern": 2, "sliding_window": 11, "final_logit_softcapping": 6.0},
+    ),
+    "gemma3-modern-rope": (
+        "gemma3",
+        {
+            "rope_theta": None,
+            "rope_local_base_freq": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9000.0},
+            },
+        },
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def write(folder: Path, case: str, seed: int = 1) -> Path:
+    """The case's folder; what it overrides with None is left out, except where null has a meaning of its own."""
+    architecture, overrides = CASES[case]
+    write_tiny_model(folder, architecture, seed, **overrides)
+    config = json.loads((folder / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+def transformers_logits(folder: Path, *prompts: list[int]) -> list[torch.Tensor]:
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")  # transformers deprecates itself
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        model, info = loaded
+        assert not any(info.values()), f"transformers did not read the folder whole: {info}"
+        return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+
+def chunked(model: PagedDecoder, seq: int, tokens: list[int], size: int) -> torch.Tensor:
+    parts = [model.step(Feed(seq, tokens[start : start + size]))[0] for start in range(0, len(tokens), size)]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, case)
+    prompts = [PROMPT, PROMPT[3:20], PROMPT[::-1][:33]]
+    expected = transformers_logits(folder, *prompts)
+    paged = PagedDecoder(load_model(folder, Kernels(CPU, torch.float32)), num_seqs=6, capacity=48)
+    whole = paged.step(*(Feed(seq, prompt) for seq, prompt in enumerate(prompts)))
+    by_size = [chunked(paged, seq, PROMPT, size) for seq, size in ((3, len(PROMPT)), (4, 10), (5, 1))]
+    for actual, wanted in zip([*whole, *by_size], [*expected, *[expected[0]] * 3], strict=True):
+        error = (actual - wanted).abs().max() / wanted.abs().max()
+        assert error < 2e-5, f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_spec_survives_transformers_own_rewriting(case: str, tmp_path: Path) -> None:
+    """Old-style settings, and the same as transformers 5 saves them, describe one model."""
+    write(tmp_path, case)
+    original = json.loads((tmp_path / "config.json").read_text())
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    rewritten = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in rewritten
+    assert find_architecture(original).spec(original) == find_architecture(rewritten).spec(rewritten)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("ropes", "theta"), ("windows", None), ("query_scale", 0.3), ("norm_eps", 1e-3)]
+)
+def test_comparison_notices_a_wrong_spec(field: str, value: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path, "mistral-window")
+    (expected,) = transformers_logits(folder, PROMPT)
+    model = load_model(folder, Kernels(CPU, torch.float32))
+    spec = model.spec
+    wrong = {"ropes": tuple(dataclasses.replace(rope, theta=9_000.0) for rope in spec.ropes), "windows": (None,) * 3}
+    changed = dataclasses.replace(spec, **{field: wrong.get(field, value)})
+    paged = PagedDecoder(type(model)(changed, load_file(folder / "model.safetensors"), model.ops), 1, 48)
+    error = (chunked(paged, 0, PROMPT, 45) - expected).abs().max() / expected.abs().max()
+    assert error > 1e-4
+
+
+def test_gemma3_with_a_vision_tower_reads_its_text_tensors(tmp_path: Path) -> None:
+    text = {
+        key: value for key, value in tiny_config("gemma3").items() if key not in ("rope_theta", "rope_local_base_freq")
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    torch.manual_seed(2)
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")
+        config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=3)
+        config._attn_implementation = "eager"
+        model = Gemma3ForConditionalGeneration(config).train(False)
+        model.save_pretrained(tmp_path)
+        prompt = [token for token in PROMPT if token != 3]
+        expected = model(torch.tensor([prompt])).logits[0]
+    paged = PagedDecoder(load_model(tmp_path, Kernels(CPU, torch.float32)), 1, 48)
+    torch.testing.assert_close(chunked(paged, 0, prompt, 48), expected, rtol=0, atol=float(expected.abs().max()) * 2e-5)
+
+
+def test_both_layouts_of_multimodal_gemma3_names() -> None:
+    rename = find_architecture({"model_type": "gemma3"}).rename
+    for stored in ("language_model.model.norm.weight", "model.language_model.norm.weight", "model.norm.weight"):
+        assert rename(stored) == "model.norm.weight"
+    assert rename("language_model.lm_head.weight") == "lm_head.weight"
+    for stored in ("vision_tower.vision_model.x", "model.vision_tower.x", "model.multi_modal_projector.y"):
+        assert rename(stored) is None
+
+
+def test_gemma3_defaults_are_transformers_own() -> None:
+    published = {"model_type": "gemma3_text"}
+    full = Gemma3TextConfig().to_dict()
+    assert find_architecture(published).spec(published) == find_architecture(full).spec(full)
+
+
+# Row invariance
+
+
+def split_by_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A planted fault: with more than 8 rows the products are summed in two halves, as a GEMM may well choose to."""
+    if len(x) <= 8:
+        return F.linear(x, weight, bias)
+    half = weight.shape[1] // 2
+    return F.linear(x[:, :half], weight[:, :half], bias) + F.linear(x[:, half:], weight[:, half:])
+
+
+def blind_to_trees(ops: Kernels) -> Callable[[Any, int], Any]:
+    """A planted fault: a tree's rows see every row before them."""
+    plan = ops.plan
+    return lambda rows, block_size: plan(dataclasses.replace(rows, parents=[None] * len(rows.parents)), block_size)
+
+
+def unequal_rows(folder: Path, ops: Kernels) -> list[str]:
+    """Where a row's logits differ by any bit from those of the same row computed alone in its step."""
+    paged = PagedDecoder(load_model(folder, ops), num_seqs=16, capacity=64)
+    seqs = iter(range(16))
+    alone = chunked(paged, next(seqs), PROMPT, 1)
+    found = {f"chunks of {size}": chunked(paged, next(seqs), PROMPT, size) for size in (3, 7, 8, 9, 40, 45)}
+    first, other, third = (Feed(next(seqs), tokens) for tokens in (PROMPT[:9], PROMPT[::-1], PROMPT[20:23]))
+    found["first of a batch"] = paged.step(first, other)[0]
+    found["last of a batch"] = paged.step(third, Feed(other.seq, [7]), Feed(first.seq, PROMPT[9:]))[2]
+    wanted = {**dict.fromkeys(found, alone), "first of a batch": alone[:9], "last of a batch": alone[9:]}
+    trunk, batched = next(seqs), next(seqs)
+    chunked(paged, trunk, PROMPT[:30], 30)
+    chunked(paged, batched, PROMPT[:30], 11)
+    right = [0, 2, 4, 7]  # the nodes that spell PROMPT[30:34], among siblings and cousins
+    tokens = [PROMPT[30], 1, PROMPT[31], 2, PROMPT[32], 3, 4, PROMPT[33], 5]
+    tree = Feed(trunk, tokens, [-1, 0, 0, 0, 2, 1, 2, 4, 5])
+    found["tree"] = paged.step(tree)[0][right]
+    found["tree in a batch"] = paged.step(Feed(other.seq, PROMPT[:8]), dataclasses.replace(tree, seq=batched))[1][right]
+    found["chain after trees"] = chunked(paged, trunk, PROMPT[30:], 4)
+    wanted |= {"tree": alone[30:34], "tree in a batch": alone[30:34], "chain after trees": alone[30:]}
+    return [name for name in found if not torch.equal(found[name], wanted[name])]
+
+
+INVARIANCE = (
+    "llama",
+    "llama-odd-biased",
+    "mistral-window",
+    "qwen2-window",
+    "qwen3",
+    "gemma3",
+    "gemma3-pattern-softcap",
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", INVARIANCE)
+def test_a_row_has_the_same_bits_in_any_company(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert unequal_rows(write(tmp_path, case), Kernels(CPU, dtype)) == []
+
+
+def test_row_dependent_kernels_are_noticed(tmp_path: Path) -> None:
+    folder, ops = write(tmp_path, "llama"), Kernels(CPU, torch.float32)
+    with mock.patch.object(ops, "linear", split_by_rows):
+        assert {"chunks of 9", "chunks of 40", "last of a batch"} <= set(unequal_rows(folder, ops))
+    with mock.patch.object(ops, "plan", blind_to_trees(ops)):
+        assert set(unequal_rows(folder, ops)) == {"tree", "tree in a batch"}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tied_head_shares_the_embeddings(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = load_model(write(tmp_path, "llama-tied-multihead"), Kernels(CPU, dtype))
+    assert model._head.data_ptr() == model._embedding.data_ptr()
+
+
+def test_hidden_is_what_the_head_reads(tmp_path: Path) -> None:
+    """In bfloat16 the float32 hidden states carry bfloat16 values: nothing is lost between hidden and logits."""
+    model = load_model(write(tmp_path, "llama"), Kernels(CPU, torch.bfloat16))
+    seen: list[torch.Tensor] = []
+    logits = model.logits
+
+    def spy(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden)
+        return logits(hidden)
+
+    model.logits = spy  # type: ignore[method-assign]
+    PagedDecoder(model, 1, 48).step(Feed(0, PROMPT[:8]))
+    assert seen[0].dtype == torch.float32
+    assert torch.equal(seen[0], seen[0].bfloat16().float())
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(ModelError) as error:
+        find_architecture(config).spec(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("style", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "mrope"])
+def test_unsupported_rotary_scaling_is_named(kind: str, style: str) -> None:
+    message = refusal(tiny_config("llama", **{style: {"rope_type": kind, "factor": 2.0}}))
+    assert all(word in message for word in (repr(kind), "llama3", "linear")), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"hidden_act": "relu2"}, ["'relu2'", "gelu_pytorch_tanh"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"num_key_value_heads": 3}, ["4 query heads", "3 KV heads"]),
+        ({"head_dim": 10}, ["10", "multiple of 4"]),
+        ({"intermediate_size": None}, ["no intermediate_size", "'llama'"]),
+        ({"num_hidden_layers": 0}, ["num_layers", "0"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["no factor"]),
+    ],
+)
+def test_unsupported_settings_are_named(overrides: dict[str, Any], words: list[str]) -> None:
+    message = refusal(tiny_config("llama", **overrides))
+    assert all(word in message for word in words), message
+
+
+def test_layer_types_are_checked() -> None:
+    assert "linear_attention" in refusal(tiny_config("qwen3", layer_types=["full_attention", "linear_attention"]))
+    assert "2 entries for 3" in refusal(tiny_config("qwen3", layer_types=["full_attention"] * 2))
+    assert "sliding_window" in refusal(tiny_config("mistral", sliding_window=0))
+    assert "bidirectional" in refusal(tiny_config("gemma3", use_bidirectional_attention=True))
+
+
+def test_llama3_falls_back_on_the_models_own_length() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = read_rope({"max_position_embeddings": 4096, "rope_scaling": scaling})
+    assert rope.original_max_position_embeddings == 4096
+
+
+def test_unknown_model_type_lists_near_misses() -> None:
+    message = refusal({"model_type": "qwen3_moe"})
+    assert all(word in message for word in ("'qwen3_moe'", "Did you mean", "'qwen3'", "mistral")), message
+    assert set(native_model_types()) == {"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text"}
+
+
+def edit(folder: Path, changes: dict[str, torch.Tensor], remove: str = "") -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(remove, None)
+    save_file(tensors | changes, folder / "model.safetensors")
+    return folder
+
+
+def load_refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as error:
+        load_model(folder, Kernels(CPU, torch.float32))
+    return str(error.value)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert name in load_refusal(edit(write(tmp_path / "missing", "llama"), {}, remove=name))
+    shape = load_refusal(edit(write(tmp_path / "shape", "llama"), {name: torch.zeros(64, 128)}))
+    assert all(word in shape for word in (name, "(64, 128)", "(128, 64)")), shape
+    strange = edit(write(tmp_path / "strange", "llama"), {"model.layers.1.mlp.gate.weight": torch.zeros(2)})
+    assert "model.layers.1.mlp.gate.weight" in load_refusal(strange)
+    integers = edit(write(tmp_path / "int", "llama"), {name: torch.zeros(128, 64, dtype=torch.int8)})
+    assert f"{name} holds I8" in load_refusal(integers)
+
+
+def test_a_folder_that_claims_more_layers_than_it_has_is_refused(tmp_path: Path) -> None:
+    config = json.loads((write_tiny_model(tmp_path, "qwen3", num_hidden_layers=1) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    message = load_refusal(tmp_path)
+    assert "model.layers.1.input_layernorm.weight" in message
+    assert "more tensors" in message
+
+
+def test_harmless_tensors_are_passed_over(tmp_path: Path) -> None:
+    folder = edit(write(tmp_path, "llama"), {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    load_model(folder, Kernels(CPU, torch.float32))
+
+
+def test_a_tied_head_stored_twice_must_be_the_same(tmp_path: Path) -> None:
+    folder = write(tmp_path, "llama-tied-multihead")
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    load_model(edit(folder, {"lm_head.weight": table}), Kernels(CPU, torch.float32))
+    assert "tie_word_embeddings" in load_refusal(edit(folder, {"lm_head.weight": table + 1}))
+
+
+def test_memory_is_checked_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path, "qwen3")
+    ops = Kernels(CPU, torch.float32)
+    spec = load_model(folder, ops).spec
+    needed = num_weight_bytes(spec, torch.float32)
+    assert needed == sum(t.nbytes for t in load_file(folder / "model.safetensors").values()) + 2048 * 24 * 4
+    check_memory(spec, ops, needed)
+    with pytest.raises(CapacityError, match=r"need 0\.00 GiB in float32 .* bfloat16"):
+        check_memory(spec, ops, needed - 1)
+    monkeypatch.setattr(loader, "free_memory", lambda device: 0)
+    monkeypatch.setattr(loader, "Decoder", lambda *args: pytest.fail("weights were read before the check"))
+    with pytest.raises(CapacityError):
+        load_model(folder, ops)
+
+
+def test_max_len_can_only_be_lowered(tmp_path: Path) -> None:
+    folder = write(tmp_path, "llama")
+    assert load_model(folder, Kernels(CPU, torch.float32), max_len=64).spec.max_len == 64
+    with pytest.raises(ConfigError, match=r"4096.*2048"):
+        load_model(folder, Kernels(CPU, torch.float32), max_len=4096)

@@ -1,0 +1,275 @@
+"""The real vectorised sampler emits the target's law: G-tests of whole texts, per cell of parameters, draft and mode.
+
+A model is a table of logits per prefix. Every cell generates the same few tokens for many seeds, drafting anew in every
+step, and compares how often each text came with what the naive oracle says. Seeds are fixed; Bonferroni over cells.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from specserve.runtime.batch import Rows
+from specserve.sampling import filters, noise, sampler as sampler_file, verify
+from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys
+from specserve.sampling.sampler import Sampler
+from specserve.sampling.verify import Failure
+from specserve.types import Draft, Sequence
+
+VOCAB, LENGTH = 4, 3  # texts of LENGTH tokens are compared
+CONTEXT = [1, 2, 0, 2]  # two of prompt, two of output
+HASHED = hash_tokens(torch.arange(VOCAB))
+Text = tuple[int, ...]
+Oracle = Callable[..., np.ndarray]
+
+TEMPERATURES = {"cool": {"temperature": 0.6}, "hot": {"temperature": 1.5}}
+FILTERS: dict[str, dict[str, Any]] = {"all": {}, "top-k": {"top_k": 3}, "top-p": {"top_p": 0.8}, "min-p": {"min_p": 0.2}}
+PENALTIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3},
+}
+DRAFTS = ("one-hot", "dense", "tree", "dense tree")
+MODES = ("coupled", "rejection", "block")
+PARENTS = {"none": [], "one-hot": [-1, 0], "dense": [-1, 0], "tree": [-1, -1, 0, 1, 1], "dense tree": [-1, -1, 0, 1, 0]}
+
+
+@cache
+def _logits(text: Text) -> np.ndarray:
+    return np.random.default_rng([7, len(text), *text]).normal(0, 1.5, VOCAB).astype(np.float32)
+
+
+@cache
+def _allowed(text: Text) -> tuple[bool, ...]:
+    """A grammar of sorts: after each text one token is out."""
+    return tuple(token != (sum(text) + len(text)) % VOCAB for token in range(VOCAB))
+
+
+@dataclass(frozen=True)
+class Cell:
+    mode: str
+    draft: str
+    masked: bool
+    options: dict[str, Any] = field(hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.draft} {'masked' if self.masked else 'free'} {self.options}"
+
+
+def _propose(cell: Cell, seqs: list[Sequence], texts: list[Text]) -> list[Draft]:
+    """Fixed tokens for deterministic drafts; draws from a law of the drafter's own for dense ones, with the noise that
+    a drafter is told to use."""
+    parents = np.array(PARENTS[cell.draft], np.int32)
+    if cell.draft == "none":
+        return [Draft.empty() for _ in seqs]
+    if not cell.draft.startswith("dense"):
+        tokens = np.array([2, 0, 1, 3, 0][: len(parents)], np.int32)
+        return [Draft((tokens + len(text)) % VOCAB, parents) for text in texts]
+    return _draw_drafts(cell, seqs, parents)
+
+
+def _draw_drafts(cell: Cell, seqs: list[Sequence], parents: np.ndarray) -> list[Draft]:
+    kind = Purpose.SAMPLE if cell.mode == "coupled" else Purpose.DRAFT
+    positions = np.array([len(seq.tokens) for seq in seqs])
+    seeds = [seq.seed for seq in seqs]
+    keys = [row_keys(seeds, positions, [kind] * len(seqs))]
+    laws: list[torch.Tensor] = []
+    tokens: list[torch.Tensor] = []
+    depths = Draft(np.zeros_like(parents), parents).depths.tolist()
+    for node, parent in enumerate(parents.tolist()):
+        law = torch.tensor(np.random.default_rng([node]).dirichlet(np.ones(VOCAB), VOCAB))
+        law = law[tokens[parent]] if parent >= 0 else law[:1].repeat(len(seqs), 1)
+        for elder in range(node):
+            if parents[elder] == parent:
+                law = law.scatter(1, tokens[elder][:, None], 0.0)
+        laws.append(law / law.sum(-1, keepdim=True))
+        if cell.mode == "coupled":
+            own = row_keys(seeds, positions + depths[node], [kind] * len(seqs))
+        else:
+            own = keys[parent + 1]
+        tokens.append(draw(laws[-1].log(), own, HASHED))
+        keys.append(fold(own, HASHED[tokens[-1]]))
+    every, q = torch.stack(tokens, 1).int().numpy(), torch.stack(laws, 1)
+    return [Draft(every[i], parents, q[i]) for i in range(len(seqs))]
+
+
+def _inputs(cell: Cell, texts: list[Text], drafts: list[Draft]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    prefixes = [
+        (*text, *(int(draft.tokens[i]) for i in draft.path_to(node)))
+        for text, draft in zip(texts, drafts, strict=True)
+        for node in range(-1, len(draft))
+    ]
+    logits = torch.from_numpy(np.stack([_logits(prefix) for prefix in prefixes]))
+    words = [sum(ok << token for token, ok in enumerate(_allowed(prefix))) for prefix in prefixes]
+    return logits, torch.tensor(words, dtype=torch.int32)[:, None] if cell.masked else None
+
+
+def _step(cell: Cell, judge: Sampler, seqs: list[Sequence], texts: list[Text]) -> list[Text]:
+    """The texts, each longer by what one step said."""
+    drafts = _propose(cell, seqs, texts)
+    starts = np.cumsum([0, *(len(draft) + 1 for draft in drafts)])[:-1].tolist()
+    logits, masks = _inputs(cell, texts, drafts)
+    longer = []
+    for text, said in zip(texts, judge(logits, Rows(seqs, drafts, starts), masks), strict=True):
+        assert not isinstance(said, Failure)
+        assert len(said.tokens) == len(said.path) + 1
+        longer.append((*text, *said.tokens))
+    return longer
+
+
+def generate(cell: Cell, sequence: Callable[..., Sequence], seeds: range) -> list[Text]:
+    """The first LENGTH tokens for every seed."""
+    judge = Sampler(VOCAB, cell.mode, "cpu")
+    texts: list[Text] = [()] * len(seeds)
+    while unfinished := [i for i, text in enumerate(texts) if len(text) < LENGTH]:
+        seqs = [sequence([*CONTEXT, *texts[i]], 2, seeds[i], **cell.options) for i in unfinished]
+        for i, text in zip(unfinished, _step(cell, judge, seqs, [texts[i] for i in unfinished]), strict=True):
+            texts[i] = text
+    return [text[:LENGTH] for text in texts]
+
+
+def expected_law(cell: Cell, sequence: Callable[..., Sequence], oracle: Oracle) -> np.ndarray:
+    """The probability of every text, [VOCAB] * LENGTH."""
+    joint = np.ones((VOCAB,) * LENGTH)
+    seq = sequence(CONTEXT, 2, **cell.options)
+    for depth in range(LENGTH):
+        for text in itertools.product(range(VOCAB), repeat=depth):
+            law = oracle(_logits(text).tolist(), seq, list(text), list(_allowed(text)) if cell.masked else None)
+            joint[text] *= law.reshape(-1, *[1] * (LENGTH - depth - 1))
+    return joint
+
+
+def _pool(counts: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Texts that should come fewer than five times are counted together."""
+    rare = expected < 5
+    pooled = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    return pooled if pooled[1][-1] >= 5 else (pooled[0][:-1], pooled[1][:-1])
+
+
+def compare(counts: np.ndarray, law: np.ndarray, what: object) -> tuple[float, float, int]:
+    """p-value of the G-test, Pearson's statistic and the degrees of freedom. Impossible texts must not have come."""
+    assert counts[law < 1e-12].sum() == 0, f"impossible text: {what}"
+    seen, expected = _pool(counts.ravel(), law.ravel() * counts.sum())
+    terms = np.where(seen > 0, seen * np.log(np.maximum(seen, 1) / expected), 0) - (seen - expected)
+    freedom = max(len(seen) - 1, 1)
+    return float(stats.chi2.sf(2 * terms.sum(), freedom)), float(((seen - expected) ** 2 / expected).sum()), freedom
+
+
+def _counts(texts: list[Text]) -> np.ndarray:
+    counts = np.zeros((VOCAB,) * LENGTH)
+    np.add.at(counts, tuple(np.array(texts).T), 1)
+    return counts
+
+
+def _options() -> list[dict[str, Any]]:
+    return [a | b | c for a, b, c in itertools.product(TEMPERATURES.values(), FILTERS.values(), PENALTIES.values())]
+
+
+CELLS = [
+    Cell(mode, draft, masked, options)
+    for mode in MODES
+    for draft in (("none", *DRAFTS) if mode == "coupled" else DRAFTS)
+    for masked in (False, True)
+    for options in _options()
+]
+GROUPS = sorted({(cell.mode, cell.draft) for cell in CELLS})
+SEEDS_PER_CELL = 400
+
+
+@pytest.mark.parametrize(("mode", "draft"), GROUPS)
+def test_every_cell_has_the_targets_law(
+    mode: str, draft: str, sequence: Callable[..., Sequence], oracle: Oracle
+) -> None:
+    """Each cell on its own, and all cells of a mode and draft together, which sees smaller faults than any one."""
+    statistic, freedom = 0.0, 0
+    for index, cell in enumerate(CELLS):
+        if (cell.mode, cell.draft) == (mode, draft):
+            seeds = range(index * SEEDS_PER_CELL, (index + 1) * SEEDS_PER_CELL)
+            counts = _counts(generate(cell, sequence, seeds))
+            p_value, pearson, cell_freedom = compare(counts, expected_law(cell, sequence, oracle), cell)
+            assert p_value > 0.001 / len(CELLS), cell
+            statistic, freedom = statistic + pearson, freedom + cell_freedom
+    assert stats.chi2.sf(statistic, freedom) > 0.001 / len(GROUPS), (mode, draft)
+
+
+def check(cell: Cell, sequence: Callable[..., Sequence], oracle: Oracle) -> None:
+    """One cell with many seeds: what every fault below has to fail."""
+    counts = _counts(generate(cell, sequence, range(2**32, 2**32 + 3000)))
+    assert compare(counts, expected_law(cell, sequence, oracle), cell)[0] > 1e-5, cell
+
+
+PENALISED, TOP_P = PENALTIES["penalised"], FILTERS["top-p"]
+at = partial(Cell, masked=False, options={})
+ENVELOPE = Cell("coupled", "one-hot", True, PENALISED | {"temperature": 0.6, "top_k": 3})
+FAULTS: list[tuple[str, Any, str, str, str, Cell]] = [
+    ("one uniform for all nodes", sampler_file, "Sampler._uniforms", "keys[trial.parents]", "keys[:1] * 0", at("rejection", "tree")),
+    (
+        "siblings share a uniform",
+        sampler_file,
+        "Sampler._uniforms",
+        "fold(keys[trial.parents], self._hashed[trial.tokens])",
+        "fold(keys[trial.parents], self._hashed[trial.tokens * 0])",
+        at("rejection", "tree"),
+    ),
+    ("a parent's uniform used again", sampler_file, "Sampler._uniforms", "fold(keys[trial.parents], self._hashed[trial.tokens])", "keys[trial.parents]", at("rejection", "one-hot")),
+    ("a uniform of an earlier step", sampler_file, "Sampler._uniforms", "len(seq.tokens)", "0", at("block", "one-hot")),
+    ("accepting above the chance", sampler_file, "Sampler._judge", "<= chances", ">= chances", at("rejection", "dense")),
+    ("accepting at even odds", sampler_file, "Sampler._judge", "<= chances", "<= chances * 0 + 0.5", at("block", "dense")),
+    ("recovery with the drafter's noise", sampler_file, "Sampler._second_pass", "Purpose.RECOVER", "Purpose.DRAFT", at("rejection", "dense")),
+    ("recovery from the root", sampler_file, "Sampler._second_pass", "start + end for", "start for", at("rejection", "one-hot")),
+    ("recovery at the first position", sampler_file, "Sampler._second_pass", "+ len(paths[i])", "", at("rejection", "one-hot")),
+    ("judged before processing", sampler_file, "Sampler._first_pass", "self._judge(scores", "self._judge(raw", Cell("rejection", "dense", True, {})),
+    ("sampled before processing", sampler_file, "Sampler._first_pass", "self._sample(scores", "self._sample(raw", ENVELOPE),
+    ("all of a text with one position", sampler_file, "_sample_keys", "+ depth for", "for", at("coupled", "one-hot")),
+    ("seed left out", sampler_file, "_sample_keys", "[seq.seed]", "[0]", at("coupled", "none")),
+    ("rows of another sequence", sampler_file, "_packed_starts", "len(draft) + 1", "len(draft)", at("block", "dense")),
+    ("extra token of the wrong row", verify, "last_row", "path[-1] + 1", "path[-1]", at("coupled", "one-hot")),
+    ("residual of another law", verify, "_subtract", "trial.q).clamp_(min=0.0)", "trial.q * 0)", at("rejection", "dense")),
+    ("mask at the root alone", filters, "_apply_masks", "bits.flatten(1)", "bits[:1].expand_as(bits).flatten(1)", ENVELOPE),
+    ("mask of another word order", filters, "_apply_masks", ">> shifts", ">> shifts.flip(0)", ENVELOPE),
+    ("drafts not penalised", filters, "_occurrences", "counts[node + 1, columns[node]] += 1", "pass", ENVELOPE),
+    ("siblings penalised", filters, "_occurrences", "counts[node + 1] = counts[parent + 1]", "counts[node + 1] = counts[node]", Cell("coupled", "tree", False, PENALISED)),
+    ("prompt not repeated", filters, "_occurrences", "seen[:, columns[len(draft) :]] = True", "pass", ENVELOPE),
+    ("repetition always divides", filters, "_penalise", "value * repetition", "value / repetition", ENVELOPE),
+    ("presence once per occurrence", filters, "_penalise", "(counts > 0)", "counts", ENVELOPE),
+    ("no temperature", filters, "shape", ".div_(temperature)", "", ENVELOPE),
+    ("top-p one token short", filters, "_nucleus", "mass - weights < enough", "mass < enough", Cell("coupled", "none", False, TOP_P)),
+    ("top-p of the absolute mass", filters, "_nucleus", "weights.sum(-1, keepdim=True) * top_p", "top_p * _scale(vocab)", Cell("coupled", "none", False, TOP_P)),
+    ("top-k one short", filters, "_apply_top_k", "widths[:, None] - 1", "widths[:, None] - 2", ENVELOPE),
+    ("min-p absolute", filters, "_apply_min_p", "math.log(p.min_p)", "-p.min_p", Cell("coupled", "none", False, FILTERS["min-p"])),
+    ("law not normalised", filters, "row_total", "/ _scale(most)", "/ _scale(2 * most)", at("rejection", "one-hot")),
+    ("uniform in one half", noise, "unit", "mul_(2.0**-52)", "mul_(2.0**-53)", at("coupled", "none")),
+    ("exponential, not Gumbel", noise, "gumbel", ".log_().neg_().log_().neg_()", ".log_().neg_()", at("coupled", "none")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_every_planted_fault_is_caught(
+    fault: tuple[str, Any, str, str, str, Cell], planted: Callable[..., Any], sequence: Callable[..., Sequence], oracle: Oracle
+) -> None:
+    _, module, name, old, new, cell = fault
+    with planted(module, name, old, new), pytest.raises(AssertionError):
+        check(cell, sequence, oracle)
+
+
+def test_without_a_fault_the_same_cells_pass(sequence: Callable[..., Sequence], oracle: Oracle) -> None:
+    for cell in {str(fault[5]): fault[5] for fault in FAULTS}.values():
+        check(cell, sequence, oracle)
+
+
+def test_drafts_were_accepted_and_rejected(sequence: Callable[..., Sequence]) -> None:
+    """The cells above would say nothing about a sampler that refuses every draft, or about drafts that never fail."""
+    for mode, draft in GROUPS:
+        if draft == "none":
+            continue
+        cell = Cell(mode, draft, False, {})
+        seqs = [sequence(CONTEXT, 2, seed) for seed in range(300)]
+        lengths = {len(text) for text in _step(cell, Sampler(VOCAB, mode, "cpu"), seqs, [()] * 300)}
+        assert lengths == {1, 2, 3}, (mode, draft)

@@ -1,0 +1,397 @@
+"""Hostile drafters: whatever they do, the engine gets drafts it may verify, and a counter says what was lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from specserve.drafters.ngram import NgramDrafter
+from specserve.speculation.base import DraftHost
+from specserve.speculation.check import fault
+from specserve.types import Draft, SamplingParams, Sequence, Verdict
+
+VOCABULARY = 8
+LONG = 30.0  # seconds; no test waits for it
+
+
+def make_seq(tokens: list[int] | None = None) -> Sequence:
+    tokens = tokens or [1, 2, 3]
+    return Sequence(
+        request_id="r", index=0, tokens=tokens, num_prompt=len(tokens),
+        params=SamplingParams(), seed=0, max_tokens=99,
+    )  # fmt: skip
+
+
+class Scripted:
+    """A drafter whose verbs are given."""
+
+    wants_hidden = True
+
+    def __init__(self, **verbs: Callable[..., Any]) -> None:
+        self.verbs = verbs
+        self.heard: list[tuple[Any, ...]] = []
+        self.threads: set[int] = set()
+
+    def _hear(self, verb: str, *args: Any) -> Any:
+        self.heard.append((verb, *args))
+        self.threads.add(threading.get_ident())
+        return self.verbs[verb](*args) if verb in self.verbs else None
+
+    def begin(self, seq: Sequence) -> None:
+        self._hear("begin", seq)
+
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> Any:
+        return self._hear("propose", seqs, budget)
+
+    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: Any) -> None:
+        self._hear("commit", seqs, verdicts, hidden)
+
+    def end(self, seq: Sequence) -> None:
+        self._hear("end", seq)
+
+
+@pytest.fixture
+def make_host() -> Iterator[Callable[..., DraftHost]]:
+    hosts: list[DraftHost] = []
+
+    def make(drafter: Any, timeout_s: float = LONG) -> DraftHost:
+        hosts.append(DraftHost(drafter, VOCABULARY, timeout_s))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.close()
+
+
+def uniform(n: int) -> torch.Tensor:
+    return torch.full((n, VOCABULARY), 1 / VOCABULARY)
+
+
+def raw(tokens: Any, parents: Any, q: Any = None) -> Draft:
+    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), q)
+
+
+def q_with(value: float) -> Draft:
+    q = uniform(2)
+    q[1, 5] = value
+    return Draft.chain([1, 2], q)
+
+
+def q_of_zero_at_the_token() -> Draft:
+    q = torch.zeros(1, VOCABULARY)
+    q[0, 3] = 1.0
+    return Draft.chain([2], q)
+
+
+HOSTILE = {
+    "a list": ([1, 2], "type"),
+    "None": (None, "type"),
+    "tokens are a list": (Draft([1], [-1]), "type"),  # type: ignore[arg-type]
+    "tokens are int64": (Draft(np.array([1]), np.array([-1])), "dtype"),
+    "tokens are floats": (Draft(np.array([1.5]), np.array([-1.0])), "dtype"),
+    "a matrix": (raw([[1, 2]], [[-1, 0]]), "shape"),
+    "a parent too few": (raw([1, 2], [-1]), "shape"),
+    "no dimension": (raw(1, -1), "shape"),
+    "too many tokens": (Draft.chain([1] * 6), "budget"),
+    "-1 as padding": (Draft.chain([1, -1, -1]), "vocabulary"),
+    "an id of the vocabulary's size": (Draft.chain([VOCABULARY]), "vocabulary"),
+    "a node that is its own parent": (raw([1, 2], [-1, 1]), "parents"),
+    "a parent that comes later": (raw([1, 2], [1, -1]), "parents"),
+    "a parent below -1": (raw([1, 2], [-1, -2]), "parents"),
+    "equal siblings": (raw([1, 2, 2], [-1, 0, 0]), "siblings"),
+    "q is an array": (Draft.chain([1], np.ones((1, VOCABULARY))), "type"),  # type: ignore[arg-type]
+    "q is integer": (Draft.chain([1], torch.ones(1, VOCABULARY, dtype=torch.int64)), "dtype"),
+    "q of another vocabulary": (Draft.chain([1], torch.full((1, 4), 0.25)), "shape"),
+    "q has a row too few": (Draft.chain([1, 2], uniform(1)), "shape"),
+    "q is NaN": (q_with(float("nan")), "q"),
+    "q is infinite": (q_with(float("inf")), "q"),
+    "q is negative": (q_with(-0.1), "q"),
+    "q sums to 2": (Draft.chain([1], uniform(1) * 2), "q"),
+    "q sums to 0": (Draft.chain([1], uniform(1) * 0), "q"),
+    "q says the token was impossible": (q_of_zero_at_the_token(), "q"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_bad_draft_is_dropped_alone(name: str, make_host: Callable[..., DraftHost]) -> None:
+    bad, reason = HOSTILE[name]
+    host = make_host(Scripted(propose=lambda seqs, budget: [Draft.chain([4]), bad, Draft.chain([5, 6])]))
+    seqs = [make_seq() for _ in range(3)]
+    for seq in seqs:
+        host.begin(seq)
+    drafts = host.propose(seqs, [5, 5, 5])
+    assert [draft.tokens.tolist() for draft in drafts] == [[4], [], [5, 6]]
+    assert host.dropped == {reason: 1}
+    assert host.num_dropped == 1
+    assert host.active
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def verb(*args: Any) -> Any:
+        raise error
+
+    return verb
+
+
+class Explosive(Draft):
+    """A draft whose very inspection fails."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize(
+    ("propose", "reason"),
+    [
+        (lambda seqs, budget: [Draft.chain([1])], "count"),
+        (lambda seqs, budget: [Draft.chain([1])] * 3, "count"),
+        (lambda seqs, budget: [], "count"),
+        (lambda seqs, budget: None, "type"),
+        (lambda seqs, budget: Draft.chain([1, 2]), "type"),
+        (lambda seqs, budget: [object.__new__(Explosive)] * 2, "exception"),
+        (_raise(RuntimeError("boom")), "exception"),
+        (_raise(TimeoutError("its own")), "exception"),
+        (_raise(SystemExit(3)), "exception"),
+        (_raise(KeyboardInterrupt()), "exception"),
+        (_raise(RecursionError()), "exception"),
+    ],
+)
+def test_a_bad_answer_costs_every_draft_of_the_step(
+    propose: Callable[..., Any], reason: str, make_host: Callable[..., DraftHost]
+) -> None:
+    host = make_host(Scripted(propose=propose))
+    seqs = [make_seq(), make_seq()]
+    for seq in seqs:
+        host.begin(seq)
+    for step in (1, 2):
+        assert [len(draft) for draft in host.propose(seqs, [3, 3])] == [0, 0]
+        assert host.dropped == {reason: 2 * step}
+    assert host.active, "an exception is not the end of a drafter"
+
+
+def test_the_first_loss_of_each_kind_is_logged_with_its_traceback(
+    make_host: Callable[..., DraftHost], caplog: pytest.LogCaptureFixture
+) -> None:
+    host = make_host(Scripted(propose=_raise(RuntimeError("boom in the drafter"))))
+    seq = make_seq()
+    host.begin(seq)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            host.propose([seq], [3])
+    assert len(caplog.records) == 1
+    assert "boom in the drafter" in caplog.text
+
+
+@pytest.mark.parametrize("verb", ["begin", "propose", "commit", "end"])
+def test_a_drafter_that_hangs_is_switched_off(
+    verb: str, make_host: Callable[..., DraftHost], caplog: pytest.LogCaptureFixture
+) -> None:
+    release, entered, left = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(*args: Any) -> Any:
+        entered.set()
+        release.wait()
+        left.set()
+        return [Draft.chain([1])]
+
+    drafter = Scripted(**{"propose": lambda seqs, budget: [Draft.chain([1])], verb: hang})
+    host = make_host(drafter, timeout_s=0.05)
+    threads = [t for t in threading.enumerate() if t.name == "specserve-drafter"]
+    assert all(thread.daemon for thread in threads)
+    seq, verdict = make_seq(), Verdict([1], [])
+
+    def step() -> list[Draft]:
+        host.begin(seq)
+        drafts = host.propose([seq], [3])
+        host.commit([seq], [verdict], None)
+        host.end(seq)
+        return drafts
+
+    with caplog.at_level(logging.WARNING):
+        step()
+        assert entered.is_set()
+        assert not host.active
+        num_heard = len(drafter.heard)
+        assert [len(draft) for draft in step()] == [0]
+    assert len(drafter.heard) == num_heard, "never called again"
+    assert host.dropped == {"timeout": 1}
+    assert len(caplog.records) == 1
+    assert "switched off" in caplog.text
+    release.set()
+    assert left.wait(LONG)
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive(), "a thread that comes back after all ends"
+    assert host.dropped == {"timeout": 1}, "its late answer reaches nobody"
+
+
+def test_calls_arrive_in_order_on_one_other_thread(make_host: Callable[..., DraftHost]) -> None:
+    drafter = Scripted(propose=lambda seqs, budget: [Draft.chain([1])] * len(seqs))
+    host = make_host(drafter)
+    first, second, hidden = make_seq(), make_seq(), torch.ones(2, 3)
+    host.begin(first)
+    host.begin(second)
+    host.propose([first, second], [2, 3])
+    verdicts = [Verdict([1, 2], [0]), Verdict([4], [])]
+    host.commit([first, second], verdicts, hidden)
+    host.end(first)
+    host.propose([second], [1])
+    host.end(second)
+    assert drafter.heard == [
+        ("begin", first),
+        ("begin", second),
+        ("propose", [first, second], [2, 3]),
+        ("commit", [first, second], verdicts, hidden),
+        ("end", first),
+        ("propose", [second], [1]),
+        ("end", second),
+    ]
+    assert len(drafter.threads) == 1
+    assert threading.get_ident() not in drafter.threads
+    assert host.wants_hidden
+
+
+def test_only_sequences_with_a_budget_are_asked_for(make_host: Callable[..., DraftHost]) -> None:
+    drafter = Scripted(propose=lambda seqs, budget: [Draft.chain([b]) for b in budget])
+    host = make_host(drafter)
+    seqs = [make_seq() for _ in range(4)]
+    for seq in seqs:
+        host.begin(seq)
+    drafts = host.propose(seqs, [0, 2, 0, 4])
+    assert [draft.tokens.tolist() for draft in drafts] == [[], [2], [], [4]]
+    drafter.heard.clear()
+    assert [len(draft) for draft in host.propose(seqs, [0] * 4)] == [0] * 4
+    assert drafter.heard == []
+
+
+def test_lists_of_the_engine_cannot_be_changed(make_host: Callable[..., DraftHost]) -> None:
+    def steal(seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        budget[0] = 99
+        seqs.clear()
+        return [Draft.chain([1] * 50)]
+
+    host = make_host(Scripted(propose=steal))
+    seq = make_seq()
+    host.begin(seq)
+    seqs, budget = [seq], [3]
+    assert len(host.propose(seqs, budget)[0]) == 0
+    assert (seqs, budget) == ([seq], [3])
+    assert host.dropped == {"budget": 1}
+
+
+def test_a_sequence_whose_begin_failed_is_left_alone(make_host: Callable[..., DraftHost]) -> None:
+    bad, good = make_seq(), make_seq()
+
+    def begin(seq: Sequence) -> None:
+        if seq is bad:
+            raise ValueError("not this one")
+
+    drafter = Scripted(begin=begin, propose=lambda seqs, budget: [Draft.chain([1])] * len(seqs))
+    host = make_host(drafter)
+    host.begin(bad)
+    host.begin(good)
+    assert [len(draft) for draft in host.propose([bad, good], [3, 3])] == [0, 1]
+    host.commit([bad, good], [Verdict([1], []), Verdict([2], [])], None)
+    host.end(bad)
+    host.end(good)
+    assert host.dropped == {"exception": 1}
+    assert all(bad not in (args[0] if isinstance(args[0], list) else args) for _, *args in drafter.heard[2:])
+
+
+@pytest.mark.parametrize("verb", ["commit", "end"])
+def test_failures_outside_a_proposal_are_counted(verb: str, make_host: Callable[..., DraftHost]) -> None:
+    host = make_host(Scripted(**{verb: _raise(ValueError("boom"))}))
+    seq = make_seq()
+    host.begin(seq)
+    host.commit([seq], [Verdict([1], [])], None)
+    host.end(seq)
+    assert host.dropped == {"exception": 1}
+    assert host.active
+
+
+def test_without_a_drafter_there_is_no_thread() -> None:
+    before = threading.active_count()
+    host = DraftHost(None, VOCABULARY, LONG)
+    seq = make_seq()
+    host.begin(seq)
+    assert [len(draft) for draft in host.propose([seq], [3])] == [0]
+    host.commit([seq], [Verdict([1], [])], None)
+    host.end(seq)
+    host.close()
+    assert threading.active_count() == before
+    assert (host.active, host.wants_hidden, host.num_dropped) == (False, False, 0)
+
+
+def test_a_closed_host_drafts_nothing(make_host: Callable[..., DraftHost]) -> None:
+    host = make_host(Scripted(propose=lambda seqs, budget: [Draft.chain([1])]))
+    seq = make_seq()
+    host.begin(seq)
+    thread = host._worker._thread  # type: ignore[union-attr]
+    host.close()
+    host.close()
+    thread.join(LONG)
+    assert not thread.is_alive()
+    assert [len(draft) for draft in host.propose([seq], [3])] == [0]
+    host.end(seq)
+
+
+def test_no_gradients_are_recorded_on_the_thread(make_host: Callable[..., DraftHost]) -> None:
+    weight = torch.ones(1, VOCABULARY, requires_grad=True)
+    host = make_host(Scripted(propose=lambda seqs, budget: [Draft.chain([1], (weight * 3).softmax(-1))]))
+    seq = make_seq()
+    host.begin(seq)
+    q = host.propose([seq], [3])[0].q
+    assert q is not None
+    assert not q.requires_grad
+
+
+def test_the_real_drafter_through_the_host_is_the_real_drafter(make_host: Callable[..., DraftHost]) -> None:
+    direct, host = NgramDrafter(), make_host(NgramDrafter())
+    seq = make_seq([1, 2, 3, 4, 1, 2])
+    direct.begin(seq)
+    host.begin(seq)
+    for _ in range(5):
+        expected = direct.propose([seq], [3])[0].tokens.tolist()
+        assert host.propose([seq], [3])[0].tokens.tolist() == expected != []
+        seq.tokens += expected
+        for drafter in (direct, host):
+            drafter.commit([seq], [Verdict(expected, [0, 1])], None)
+    assert host.num_dropped == 0
+
+
+# --- the check alone ------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_a_fault_is_exactly_a_broken_rule(data: st.DataObject) -> None:
+    """Random small trees, right and wrong, against the rules written out one by one."""
+    length = data.draw(st.integers(0, 5))
+    tokens = data.draw(st.lists(st.integers(-1, 4), min_size=length, max_size=length))
+    parents = [data.draw(st.integers(-2, max(i, 0))) for i in range(length)]
+    budget, vocab_size = data.draw(st.integers(0, 5)), 4
+    rules = {
+        "budget": length <= budget,
+        "vocabulary": all(0 <= token < vocab_size for token in tokens),
+        "parents": all(-1 <= parent < i for i, parent in enumerate(parents)),
+        "siblings": all((parents[i], tokens[i]) != (parents[j], tokens[j]) for i in range(length) for j in range(i)),
+    }
+    broken = [name for name, holds in rules.items() if not holds]
+    assert fault(raw(tokens, parents), budget, vocab_size) == (broken[0] if broken else None)
+
+
+@given(st.integers(1, 5), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.integers(0, 2**32 - 1))
+def test_real_distributions_pass(length: int, dtype: torch.dtype, seed: int) -> None:
+    """Softmax over a large vocabulary in any float dtype that a drafter would compute with."""
+    vocab_size = 5000
+    generator = torch.Generator().manual_seed(seed)
+    q = (torch.randn(length, vocab_size, generator=generator, dtype=torch.float64) * 4).softmax(-1)
+    draft = Draft.chain(q.multinomial(1, generator=generator)[:, 0].tolist(), q.to(dtype))
+    tolerable = dtype != torch.bfloat16 or bool(((q.to(dtype).float().sum(1) - 1).abs() <= 1e-3).all())
+    assert (fault(draft, length, vocab_size) is None) == tolerable

@@ -1,0 +1,101 @@
+"""Drafters by name: files, entry points, near misses, and options that are checked before anything is loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import specserve.drafters
+from specserve.errors import ConfigError
+from specserve.speculation import base
+from specserve.speculation.base import available, create, find
+
+VERBS = "".join(f"\n    def {verb}(self, *args): pass" for verb in base.VERBS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A further folder of drafters, as a checkout has beside the installed one."""
+    monkeypatch.setattr(specserve.drafters, "__path__", [*specserve.drafters.__path__, str(tmp_path)])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("specserve.drafters."):
+            del sys.modules[name]
+            vars(specserve.drafters).pop(name.rpartition(".")[2], None)
+
+
+def test_a_file_is_found_by_its_name() -> None:
+    assert "ngram" in available()
+    assert find("ngram").__name__ == "NgramDrafter"
+
+
+def test_names_are_listed_without_importing(folder: Path) -> None:
+    (folder / "broken.py").write_text("raise RuntimeError('imported')\n")
+    (folder / "zoo").mkdir()
+    (folder / "zoo" / "RECIPE.md").write_text("weights are no drafter\n")
+    assert "broken" in available()
+    assert "zoo" not in available()
+
+
+def test_an_unknown_name_has_near_misses() -> None:
+    with pytest.raises(ConfigError, match=r"Unknown drafter 'ngramm'\. Did you mean 'ngram'\? Known: .*ngram.*none"):
+        find("ngramm")
+    for name in ("../ngram", "ngram.NgramDrafter", ""):
+        with pytest.raises(ConfigError, match="Unknown drafter"):
+            find(name)
+
+
+def test_a_new_file_is_a_drafter_at_once(folder: Path) -> None:
+    text = "from specserve.drafters.ngram import NgramDrafter\nclass _HiddenDrafter: pass\nclass OtherDrafter:" + VERBS
+    (folder / "other.py").write_text(text)
+    assert find("other").__name__ == "OtherDrafter"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", r"exactly one public class named \.\.\.Drafter; it has none"),
+        (f"class ADrafter:{VERBS}\nclass BDrafter:{VERBS}\n", "it has ADrafter, BDrafter"),
+        ("class ADrafter:\n    def begin(self, seq): pass\n", "has no propose, commit, end"),
+        ("import a_package_that_is_not_there\n", "needs the package 'a_package_that_is_not_there'"),
+    ],
+)
+def test_a_file_that_is_no_drafter_says_why(folder: Path, text: str, message: str) -> None:
+    (folder / "wrong.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        find("wrong")
+
+
+def test_entry_points_come_after_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = {
+        "ngram": EntryPoint("ngram", "nowhere:Missing", base.GROUP),
+        "plugin": EntryPoint("plugin", "specserve.drafters.ngram:NgramDrafter", base.GROUP),
+        "nothing": EntryPoint("nothing", "builtins:dict", base.GROUP),
+    }
+    monkeypatch.setattr(base, "entry_points", lambda group: list(points.values()) if group == base.GROUP else [])
+    assert {"ngram", "plugin"} <= set(available())
+    assert find("plugin") is find("ngram")
+    with pytest.raises(ConfigError, match="has no begin, propose, commit, end"):
+        find("nothing")
+
+
+def test_options_reach_the_drafter_and_unknown_ones_do_not() -> None:
+    assert create("none", {}) is None
+    drafter = create("ngram", {"prompt_lookup_max": 3, "prompt_lookup_min": 2})
+    assert list(drafter._sizes) == [3, 2]  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"'prompt_lookup_mxa'\. Did you mean 'prompt_lookup_max'"):
+        create("ngram", {"prompt_lookup_mxa": 3})
+    with pytest.raises(ConfigError, match="'none' and takes no options, got prompt_lookup_max"):
+        create("none", {"prompt_lookup_max": 3})
+
+
+def test_a_missing_option_is_named(folder: Path) -> None:
+    (folder / "needy.py").write_text(f"class NeedyDrafter:\n    def __init__(self, model, **more): pass{VERBS}\n")
+    with pytest.raises(ConfigError, match=r"missing a required argument: 'model'\. Its options: model"):
+        create("needy", {"anything": 1})
+    assert create("needy", {"model": "m", "anything": 1}) is not None

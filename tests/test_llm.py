@@ -1,0 +1,230 @@
+"""The SDK on a tiny model and, where it is present, on the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specserve import LLM, AsyncLLM, SamplingParams
+from specserve.errors import ConfigError, EngineError, InputError
+from specserve.testing import write_tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama", seed=3)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Iterator[LLM]:
+    with LLM(str(tiny), dtype="float32", max_model_len=256) as llm:
+        yield llm
+
+
+def test_one_prompt_many_prompts_ids_and_mappings_agree(llm: LLM) -> None:
+    text = "The cat sat on the"
+    ids = llm.tokenizer.encode(text)
+    (one,) = llm.generate(text, GREEDY)
+    many = llm.generate([text, ids, {"prompt": text}, {"prompt_token_ids": ids}, "Other"], GREEDY)
+    assert one.prompt == text
+    assert one.prompt_token_ids == ids
+    assert one.finished
+    assert [r.outputs[0].token_ids for r in many[:4]] == [one.outputs[0].token_ids] * 4
+    assert llm.generate(ids, GREEDY)[0].outputs[0].text == one.outputs[0].text
+    assert one.outputs[0].finish_reason == "length"
+    assert len(one.outputs[0].token_ids) == 20
+    assert llm.tokenizer.decode(one.outputs[0].token_ids) == one.outputs[0].text
+
+
+def test_a_tiny_model_answers_through_its_chat_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    (answer,) = llm.chat(messages, GREEDY)
+    assert answer.prompt == "<|start|>user\nHello<|end|>\n<|start|>assistant\n"
+    two = llm.chat([messages, messages], [GREEDY, GREEDY])
+    assert [r.outputs[0].text for r in two] == [answer.outputs[0].text] * 2
+    streamed = list(llm.stream_chat(messages, GREEDY))
+    assert "".join(chunk.text for chunk in streamed) == answer.outputs[0].text
+    assert [chunk.finish_reason for chunk in streamed][-1] == "length"
+
+
+def test_streams_can_be_interleaved_and_left(llm: LLM) -> None:
+    (whole,) = llm.generate("abc", GREEDY)
+    (other,) = llm.generate("xyz", GREEDY)
+    left, right = llm.stream("abc", GREEDY), llm.stream("xyz", GREEDY)
+    texts = ["", ""]
+    for _ in range(5):
+        texts[0] += next(left).text
+        texts[1] += next(right).text
+    right.close()
+    texts[0] += "".join(chunk.text for chunk in left)
+    assert texts[0] == whole.outputs[0].text
+    assert other.outputs[0].text.startswith(texts[1])
+    assert not llm.engine.has_work
+    assert llm.engine.cache.num_free == llm.engine.cache.num_blocks
+
+
+def test_stop_strings_trim_text_ids_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
+    (whole,) = llm.generate("abc", params)
+    text = whole.outputs[0].text
+    stop = text[len(text) // 3 : len(text) // 3 + 3]
+    cut = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0, stop=[stop, "never there"])
+    for _ in range(2):  # plain, then with drafts of several tokens a step
+        (output,) = llm.generate("abc", cut)[0].outputs
+        assert output.text == text[: text.index(stop)]
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+        assert len(output.logprobs or ()) == len(output.token_ids) < 40
+        assert output.token_ids == whole.outputs[0].token_ids[: len(output.token_ids)]
+        assert stop in llm.tokenizer.decode(output.token_ids)
+        llm.use_drafter("ngram", 5)
+    llm.use_drafter("none")
+    assert llm.engine.cache.num_free == llm.engine.cache.num_blocks
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_stop_token_is_an_id_and_no_text(llm: LLM, shown: bool) -> None:
+    whole = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
+    end = next(i for i, token in enumerate(whole) if i > 2 and token not in whole[:i])
+    params = SamplingParams(
+        temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=[whole[end]], include_stop_str_in_output=shown
+    )
+    (output,) = llm.generate("abc", params)[0].outputs
+    assert (output.finish_reason, output.stop_reason) == ("stop", whole[end])
+    assert output.token_ids == whole[: end + 1]
+    assert output.text == llm.tokenizer.decode(whole[: end + shown])
+
+
+def test_acceptance_is_reported_per_request(llm: LLM) -> None:
+    llm.use_drafter("ngram", 4)
+    prompt = "one two three four five. " * 6
+    (output,) = llm.generate(prompt, GREEDY)[0].outputs
+    llm.use_drafter("none")
+    (plain,) = llm.generate(prompt, GREEDY)[0].outputs
+    assert output.token_ids == plain.token_ids
+    stats = output.stats
+    assert stats.num_draft_tokens > 0
+    assert output.mean_acceptance_length == 1 + stats.num_accepted_tokens / stats.num_steps
+    assert sum(stats.accepted_by_position) == stats.num_accepted_tokens
+    assert plain.mean_acceptance_length == 1.0
+    assert stats.first_token is not None
+    assert stats.finished is not None
+    assert stats.arrived < stats.first_token <= stats.finished
+
+
+def test_n_completions_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    (result,) = llm.generate("hello there", params)
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    assert len({output.text for output in result.outputs}) == 3
+    for output in result.outputs:
+        assert output.logprobs is not None
+        assert [entry.token for entry in output.logprobs] == output.token_ids
+        assert output.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in output.logprobs))
+        assert all(len(entry.top) == 2 for entry in output.logprobs)
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+
+
+def test_bad_words_never_appear(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    words = llm.generate("abc", params)[0].outputs[0].text[:2]
+    banned = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, bad_words=[words])
+    ids = llm.tokenizer.encode(words)
+    output = llm.generate("abc", banned)[0].outputs[0].token_ids
+    assert not any(output[i : i + len(ids)] == ids for i in range(len(output)))
+
+
+def test_one_bad_prompt_refuses_the_call_and_leaves_nothing(llm: LLM) -> None:
+    with pytest.raises(InputError, match="empty"):
+        llm.generate(["fine", []], GREEDY)
+    with pytest.raises(InputError, match="2 sampling parameters for 1 prompts"):
+        llm.generate(["fine"], [GREEDY, GREEDY])
+    assert not llm.engine.has_work
+    llm.generate("still works", GREEDY)
+
+
+def test_wrong_options_say_what_was_meant(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'drafter'"):
+        LLM(str(tiny), draftr="ngram")
+    with pytest.raises(ConfigError, match="Did you mean 'ngram'"):
+        LLM(str(tiny), drafter="ngrams")
+    with pytest.raises(ConfigError, match="at most 2048"):
+        LLM(str(tiny), max_model_len=4096)
+    closed = LLM(str(tiny), max_model_len=64)
+    closed.close()
+    with pytest.raises(EngineError, match="closed"):
+        closed.generate("x")
+
+
+def test_async_calls_are_batched_streamed_and_cancelled(tiny: Path, llm: LLM) -> None:
+    prompts = [f"prompt number {i}" for i in range(6)]
+    expected = [r.outputs[0].text for r in llm.generate(prompts, GREEDY)]
+
+    async def main() -> None:
+        async with AsyncLLM(str(tiny), dtype="float32", max_model_len=256, drafter="ngram") as served:
+            results = await asyncio.gather(*(served.generate(p, GREEDY) for p in prompts))
+            assert [r.outputs[0].text for r in results] == expected
+            assert served.engine.counters.num_steps < 6 * 20, "calls were to share steps"
+            text = "".join([chunk.text async for chunk in served.stream(prompts[0], GREEDY)])
+            assert text == expected[0]
+            with pytest.raises(InputError, match="empty"):
+                await served.generate([])
+            endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+            task = asyncio.create_task(served.generate("cancel me", endless))
+            while not served.engine.requests:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while served.engine.requests:
+                await asyncio.sleep(0.001)
+            assert served.engine.counters.num_aborted == 1
+            assert served.engine.cache.num_free == served.engine.cache.num_blocks
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failing_engine_tells_everyone(tiny: Path) -> None:
+    async def main() -> None:
+        served = AsyncLLM(str(tiny), max_model_len=64)
+
+        def broken() -> None:
+            raise RuntimeError("planted")
+
+        served.engine.step = broken  # type: ignore[assignment]
+        calls = [served.generate("a", GREEDY), served.generate("b", GREEDY)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(result, EngineError) and "planted" in str(result) for result in results)
+        with pytest.raises(EngineError, match="planted"):
+            await served.generate("c", GREEDY)
+        await served.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_the_real_model_answers_the_same_with_and_without_drafts(smollm2: Path) -> None:
+    """Greedy and seeded, alone and together, float32: the promise on real weights."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=24),
+        SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=24),
+    ]
+    passage = "Bees visit flowers for nectar. Nectar is turned into honey. Honey feeds the hive in winter. "
+    messages = [
+        [{"role": "user", "content": f"Repeat this text: {passage}"}],
+        [{"role": "user", "content": "What is the capital of France?"}],
+    ]
+    with LLM(str(smollm2), dtype="float32", max_model_len=512, threads=os.cpu_count()) as llm:
+        plain = [llm.chat(m, p)[0].outputs[0] for m in messages for p in params]
+        llm.use_drafter("ngram", 5)
+        batch = llm.chat([m for m in messages for _ in params], params * 2)
+        drafted = [result.outputs[0] for result in batch]
+    assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
+    assert "Paris" in plain[2].text
+    assert sum(o.stats.num_accepted_tokens for o in drafted) > 0

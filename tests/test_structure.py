@@ -1,0 +1,489 @@
+"""The rules of the house: who may import whom, how long functions and files are, what is never done. Every rule is also
+run on a small tree that breaks it, and must say so."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import statistics
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUG_INS = ("drafters", "kernels", "grammars")
+
+# From the top down. A module may import those of lower rows and its own package; never a neighbour in its row.
+LAYERS = (
+    ("cli",),
+    ("server", "bench", "doctor"),
+    ("llm", "testing"),  # testing: the public doubles, made of models and contracts
+    ("engine",),
+    ("speculation", "constraint"),
+    ("sampling",),
+    ("runtime",),
+    ("models",),
+    ("cache", "ops"),
+    ("types",),
+    ("config",),
+    ("errors",),
+)
+# What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.
+CONTRACTS = ("types", "errors", "config", "ops", "sampling.noise", "speculation.base", "constraint")
+CORE = ("types", "engine", "cache", "runtime", "sampling", "speculation", "constraint", "drafters")
+CORE_LIMIT = 4_000
+CONFIG_FIELDS_LIMIT = 20
+FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}
+FILE_LIMIT = 400
+FORBIDDEN_NAMES = ("utils", "util", "helpers", "helper", "manager", "managers", "common", "misc")
+FORBIDDEN_IMPORTS = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and whether it is imported when the file is."""
+
+    name: str
+    line: int
+    runs_at_import: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file under its import name; `folder` is the top-level folder it lies in."""
+
+    name: str
+    path: Path
+    folder: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"))
+
+    @property
+    def part(self) -> str:
+        """Its place in LAYERS: `engine` for specserve.engine.loop; cli_*.py and __main__ are the cli's."""
+        if self.folder in PLUG_INS:
+            return self.folder
+        first = [*self.name.split("."), ""][1]
+        return "cli" if first in ("", "__main__") or first.startswith("cli_") else first
+
+    def where(self, line: int) -> str:
+        return f"{self.name}:{line}"
+
+
+def modules(root: Path) -> list[Module]:
+    """All source files of the product, plug-ins under the names they are imported by."""
+    found = []
+    for folder in ("specserve", *PLUG_INS):
+        prefix = ("specserve",) if folder == "specserve" else ("specserve", folder)
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = [*prefix, *path.relative_to(root / folder).with_suffix("").parts]
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found.append(Module(name, path, folder))
+    return found
+
+
+def imports(module: Module, known: set[str]) -> Iterator[Import]:
+    """Every import statement of a file, wherever it stands; `from x import y` is x.y if that is a module."""
+    deferred = {id(node) for block in _deferred(module.tree) for node in ast.walk(block)}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.where(node.lineno)}: relative import"
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else str(node.module) for name in full]
+        else:
+            continue
+        for name in dict.fromkeys(names):
+            yield Import(name, node.lineno, id(node) not in deferred)
+
+
+def _deferred(tree: ast.Module) -> Iterator[ast.AST]:
+    """Blocks that do not run at import: functions, and `if TYPE_CHECKING:`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            yield from node.body
+
+
+def layer_violations(root: Path) -> list[str]:
+    """Imports that go up, sideways, or to a plug-in by name; those for type checkers and in functions count as well.
+    Not looked at: specserve/__init__.py, whose re-exports are loaded on first use."""
+    found = modules(root)
+    known = {module.name for module in found}
+    return [
+        f"{module.where(entry.line)} imports {entry.name}: {reason}"
+        for module in found
+        if module.name != "specserve"
+        for entry in imports(module, known)
+        if entry.name.split(".")[0] == "specserve" and (reason := _wrong(module, entry.name))
+    ]
+
+
+def _wrong(module: Module, target: str) -> str | None:
+    parts = target.split(".")
+    if len(parts) == 1:
+        return None if module.part == "cli" else "the package itself is for users, import the module that defines it"
+    if module.part in PLUG_INS:
+        return _wrong_in_plug_in(module.part, ".".join(parts[1:]))
+    if parts[1] in PLUG_INS:
+        return "plug-ins are found by name, never imported" if len(parts) > 2 else None
+    target_part = "cli" if parts[1].startswith("cli_") else parts[1]
+    ranks = {part: rank for rank, row in enumerate(LAYERS) for part in row}
+    for part in (module.part, target_part):
+        if part not in ranks:
+            return f"{part} is in no layer"
+    if module.part == target_part or ranks[module.part] < ranks[target_part]:
+        return None
+    return f"{module.part} may not know {target_part}"
+
+
+def _wrong_in_plug_in(folder: str, target: str) -> str | None:
+    allowed = (*CONTRACTS, folder)
+    if any(target == name or target.startswith(f"{name}.") for name in allowed):
+        return None
+    return f"a file of {folder}/ may only import contracts ({', '.join(CONTRACTS)})"
+
+
+def cycles(root: Path) -> list[str]:
+    """Modules that import each other while being imported, each cycle once."""
+    found = modules(root)
+    known = {module.name for module in found}
+    graph = {
+        module.name: {e.name for e in imports(module, known) if e.runs_at_import and e.name in known} - {module.name}
+        for module in found
+    }
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        reached[name], open_ = set(), [name]
+        while open_:
+            fresh = graph[open_.pop()] - reached[name]
+            reached[name] |= fresh
+            open_ += fresh
+    return [f"{a} and {b} import each other" for a in graph for b in reached[a] if a < b and a in reached[b]]
+
+
+def function_lengths(root: Path) -> dict[str, int]:
+    """Lines from `def` to the end, docstring included."""
+    return {
+        f"{module.where(node.lineno)} {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for module in modules(root)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def shape_violations(root: Path) -> list[str]:
+    lengths = function_lengths(root)
+    ordered = sorted(lengths.values())
+    measured = {
+        "median": statistics.median(ordered),
+        "p90": ordered[max(0, -(-9 * len(ordered) // 10) - 1)],
+    }
+    found = [
+        f"{k} function has {v} lines, limit {FUNCTION_LIMITS[k]}" for k, v in measured.items() if v > FUNCTION_LIMITS[k]
+    ]
+    found += [
+        f"{name} has {n} lines, limit {FUNCTION_LIMITS['max']}"
+        for name, n in lengths.items()
+        if n > FUNCTION_LIMITS["max"]
+    ]
+    for module in modules(root):
+        size = len(module.path.read_text(encoding="utf-8").splitlines())
+        if size > FILE_LIMIT:
+            found.append(f"{module.name} has {size} lines, limit {FILE_LIMIT}")
+    return found
+
+
+def token_lines(source: str) -> int:
+    """Lines that bear a token: no blank lines, comments or docstrings."""
+    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in ignored:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def core_size(root: Path) -> int:
+    return sum(token_lines(m.path.read_text(encoding="utf-8")) for m in modules(root) if m.part in CORE)
+
+
+def config_fields(root: Path) -> int:
+    tree = ast.parse((root / "specserve/config.py").read_text(encoding="utf-8"))
+    config = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == "EngineConfig")
+    return sum(isinstance(node, ast.AnnAssign) for node in config.body)
+
+
+def habit_violations(root: Path) -> list[str]:
+    """Things that are never done, file by file."""
+    found = [
+        f"{folder}/__init__.py exists" for folder in (*PLUG_INS, "tests") if (root / folder / "__init__.py").exists()
+    ]
+    found += [
+        f"tests holds {p.relative_to(root)}"
+        for p in (root / "tests").rglob("__init__.py")
+        if p.parent != root / "tests"
+    ]
+    for module in modules(root):
+        if module.path.stem in FORBIDDEN_NAMES:
+            found.append(f"{module.name} is named for nothing in particular")
+        if not (ast.get_docstring(module.tree) or not module.tree.body):
+            found.append(f"{module.name} does not open with what it knows")
+        found += [
+            f"{module.where(e.line)} imports {e.name}"
+            for e in imports(module, set())
+            if e.name.split(".")[0] in FORBIDDEN_IMPORTS
+        ]
+        found += [module.where(line) + what for node in ast.walk(module.tree) for line, what in _bad_statement(node)]
+    return found
+
+
+def _bad_statement(node: ast.AST) -> Iterator[tuple[int, str]]:
+    if isinstance(node, ast.Global):
+        yield node.lineno, " has a global statement"
+    if isinstance(node, ast.ExceptHandler) and node.type is None:
+        yield node.lineno, " has a bare except"
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+        arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if arguments.get("weights_only") != "True":
+            yield node.lineno, " calls torch.load without weights_only=True"
+
+
+def undeclared(root: Path) -> list[str]:
+    """Third-party packages imported when a module is, which pyproject.toml does not require. Plug-ins may need more:
+    they are imported only when asked for."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower() for requirement in project["dependencies"]}
+    allowed = {*names, "specserve", *sys.stdlib_module_names}
+    return [
+        f"{module.where(entry.line)} imports {entry.name}"
+        for module in modules(root)
+        if module.folder == "specserve"
+        for entry in imports(module, set())
+        if entry.runs_at_import and entry.name.split(".")[0].lower() not in allowed
+    ]
+
+
+def loaded_by(names: Iterable[str], heavy: Iterable[str], path: Path) -> list[str]:
+    """Which of the packages `heavy` a fresh Python has loaded after importing the modules `names`."""
+    code = f"import sys, {', '.join(names)}; print(*(set({sorted(heavy)!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=path, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_layers() -> None:
+    assert layer_violations(ROOT) == []
+
+
+def test_every_part_has_a_layer() -> None:
+    known = {part for row in LAYERS for part in row} | set(PLUG_INS)
+    assert {module.part for module in modules(ROOT)} <= known
+
+
+def test_no_cycles() -> None:
+    assert cycles(ROOT) == []
+
+
+def test_shape() -> None:
+    assert shape_violations(ROOT) == []
+
+
+def test_core_can_be_read_in_one_sitting() -> None:
+    assert core_size(ROOT) <= CORE_LIMIT
+
+
+def test_config_is_small() -> None:
+    assert config_fields(ROOT) <= CONFIG_FIELDS_LIMIT
+
+
+def test_habits() -> None:
+    assert habit_violations(ROOT) == []
+
+
+def test_dependencies_are_declared() -> None:
+    assert undeclared(ROOT) == []
+
+
+def test_cli_and_server_start_without_torch() -> None:
+    light = [m.name for m in modules(ROOT) if m.part in ("cli", "server") and m.name != "specserve.__main__"]
+    assert "specserve.cli" in light
+    assert loaded_by(light, ["torch", "transformers"], ROOT) == []
+
+
+def test_make_help_lists_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    listed = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    targets = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert targets is not None
+    assert {f"make {name}" for name in targets[1].split()} <= set(re.findall(r"make \w+", listed))
+
+
+Plant = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def plant(tmp_path: Path) -> Plant:
+    """Adds a file to an otherwise lawful tree and returns its root."""
+    for folder in ("specserve/engine", *PLUG_INS, "tests"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "specserve/__init__.py").write_text('"""Root."""\n')
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["torch>=2", "huggingface-hub"]\n')
+    (tmp_path / "specserve/errors.py").write_text('"""Errors."""\n\n\ndef short() -> int:\n    return 1\n')
+
+    def add(path: str, text: str) -> Path:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text if text.startswith('"""') else f'"""Planted."""\n{text}')
+        return tmp_path
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("specserve/cache/pool.py", "import specserve.engine.loop\n"),  # up
+        ("specserve/bench/run.py", "from specserve.server import app\n"),  # sideways
+        ("specserve/cache/pool.py", "from specserve.ops import Ops\n"),  # sideways, one row
+        ("specserve/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import specserve.llm\n"),
+        ("specserve/engine/step.py", "def f():\n    from specserve.cli import main\n"),  # in a function
+        ("specserve/engine/step.py", "import specserve.drafters.ngram\n"),  # a plug-in by name
+        ("specserve/engine/step.py", "from specserve import LLM\n"),
+        ("specserve/novelty.py", "import specserve.errors\n"),  # in no layer
+        ("specserve/errors.py", "import specserve.config\n"),
+        ("specserve/models/llama.py", "import specserve.cli_options\n"),
+        ("drafters/mine.py", "from specserve.engine import loop\n"),
+        ("kernels/mine.py", "from specserve.runtime.runner import Runner\n"),
+        ("grammars/mine.py", "from specserve.drafters import ngram\n"),
+    ],
+)
+def test_layers_notices(plant: Plant, path: str, text: str) -> None:
+    assert len(layer_violations(plant(path, text))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            "specserve/engine/step.py",
+            "import specserve.errors\nimport specserve.cache.pool\nimport specserve.engine.loop\n",
+        ),
+        ("specserve/speculation/base.py", "import specserve.drafters\n"),  # the folder, not a drafter
+        ("specserve/cli_options.py", "import specserve\nimport specserve.llm\nimport specserve.cli\n"),
+        ("drafters/mine.py", "from specserve.types import Draft\nfrom specserve.sampling.noise import uniform\n"),
+        ("kernels/cuda/mine.py", "from specserve.kernels.reference import Kernels\nimport torch\n"),
+    ],
+)
+def test_layers_allows(plant: Plant, path: str, text: str) -> None:
+    assert layer_violations(plant(path, text)) == []
+
+
+def test_cycles_notices(plant: Plant) -> None:
+    plant("specserve/engine/a.py", "import specserve.engine.b\n")
+    plant("specserve/engine/b.py", "from specserve.engine import c\n")
+    assert cycles(plant("specserve/engine/c.py", "x = 1\n")) == []
+    assert (
+        len(cycles(plant("specserve/engine/c.py", "from specserve.engine.a import x\n"))) == 3
+    )  # every pair of the three
+    assert cycles(plant("specserve/engine/c.py", "def f():\n    import specserve.engine.a\n")) == []
+
+
+def _function(lines: int, name: str = "f") -> str:
+    return f"def {name}():\n" + "    x = 1\n" * (lines - 1) + "\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("".join(_function(11, f"f{i}") for i in range(3)), "median"),
+        ("".join(_function(27 if i < 2 else 2, f"f{i}") for i in range(9)), "p90"),
+        (_function(61) + "".join(_function(2, f"f{i}") for i in range(20)), "limit 60"),
+        ("x = 1\n" * 400, "limit 400"),
+    ],
+)
+def test_shape_notices(plant: Plant, text: str, complaint: str) -> None:
+    root = plant("specserve/engine/long.py", text)
+    assert [complaint in violation for violation in shape_violations(root)] == [True]
+
+
+def test_shape_allows_the_limits_themselves(plant: Plant) -> None:
+    text = "".join(_function(n, f"f{i}") for i, n in enumerate([60, 26, *([10] * 18)]))
+    assert shape_violations(plant("specserve/engine/long.py", text)) == []
+
+
+def test_token_lines_count_code_alone() -> None:
+    values = "x = [  # why\n    1,\n\n    # comment\n]\n"
+    function = 'def f():\n    """Doc."""\n    return """a\nb"""\n'
+    assert token_lines(f'"""Doc\nstring."""\n\n{values}\n\n{function}') == 3 + 3
+
+
+def test_core_counts_drafters_and_engine_alone(plant: Plant) -> None:
+    plant("specserve/engine/a.py", "x = 1\n")
+    plant("specserve/bench/b.py", "x = 1\n")
+    assert core_size(plant("drafters/c.py", "x = 1\ny = 2\n")) == 3
+
+
+def test_config_fields_are_counted(plant: Plant) -> None:
+    assert (
+        config_fields(plant("specserve/config.py", "class EngineConfig:\n    a: int = 1\n    b: int = 2\n    c = 3\n"))
+        == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("drafters/__init__.py", ""),
+        ("tests/__init__.py", ""),
+        ("tests/deep/__init__.py", ""),
+        ("specserve/engine/utils.py", ""),
+        ("specserve/engine/a.py", "def f():\n    import pickle\n"),
+        ("specserve/engine/a.py", "from dill import loads\n"),
+        ("specserve/engine/a.py", "def f():\n    global x\n    x = 1\n"),
+        ("specserve/engine/a.py", "try:\n    x = 1\nexcept:\n    x = 2\n"),
+        ("drafters/a.py", "import torch\nx = torch.load('f')\n"),
+        ("drafters/a.py", "import torch\nx = torch.load('f', weights_only=False)\n"),
+    ],
+)
+def test_habits_notices(plant: Plant, path: str, text: str) -> None:
+    assert len(habit_violations(plant(path, text))) == 1
+
+
+def test_habits_notices_a_file_that_does_not_say_what_it_knows(plant: Plant) -> None:
+    root = plant("specserve/engine/a.py", "")
+    (root / "specserve/engine/a.py").write_text("x = 1\n")
+    assert len(habit_violations(root)) == 1
+
+
+def test_habits_allows_safe_loading(plant: Plant) -> None:
+    assert habit_violations(plant("drafters/a.py", "import torch\nx = torch.load('f', weights_only=True)\n")) == []
+
+
+def test_undeclared_notices(plant: Plant) -> None:
+    assert undeclared(plant("specserve/engine/a.py", "import torch.nn\nimport huggingface_hub\nimport json\n")) == []
+    assert undeclared(plant("specserve/engine/a.py", "def f():\n    import requests\n")) == []
+    assert len(undeclared(plant("specserve/engine/a.py", "import requests\n"))) == 1
+
+
+def test_loaded_by_notices(plant: Plant) -> None:
+    plant("heavy.py", "")
+    root = plant("light.py", "import heavy\n")
+    assert loaded_by(["light"], ["heavy", "torch"], root) == ["heavy"]
+    assert loaded_by(["json"], ["heavy", "torch"], root) == []
