@@ -55,12 +55,13 @@ format: $(STAMP) ## Format the code and fix what ruff can fix.
 
 wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of its own, from another folder.
 	@echo "== wheel"
-	@rm -rf build/wheel && mkdir -p build/wheel
-	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps -w dist .
+	@rm -rf build/wheel && mkdir -p build/wheel dist
+	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps -w build/wheel .
 	@$(PYTHON) -m venv build/wheel/venv
-	@build/wheel/venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps dist/*.whl
+	@build/wheel/venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps build/wheel/*.whl
 	@cd build/wheel && venv/bin/python -c \
 	  "import pkgutil, specserve.drafters as d; print('specserve', *d.__path__, *(m.name for m in pkgutil.iter_modules(d.__path__)))"
+	@mv build/wheel/*.whl dist/
 
 clean: ## Remove what was built and cached here; the environment and the models stay.
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -86,7 +86,7 @@ class Kernels:
             return F.linear(x, weight, bias)
         rows = len(x)
         x = F.pad(x, (0, 0, 0, -rows % self.tile))
-        return torch.cat([F.linear(part, weight, bias) for part in x.split(self.tile)])[:rows]
+        return torch.cat([F.linear(part, weight, bias) for part in torch.split(x, self.tile)])[:rows]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(self.dtype)

@@ -113,6 +113,8 @@ def _measure(
     if record is not None:
         _record(record, questions, runs[0])
     _print(figures, explain(llm, questions, runs))
+    if llm.config.verification != "coupled" and plan.params.temperature > 0:
+        print(f"With --verification {llm.config.verification} sampled texts may differ; their law is the same.")
     _show(llm, questions, runs[-1], show)
 
 

@@ -54,7 +54,9 @@ class EngineConfig:
         if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < float("inf"):
             raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}; it must be a positive number of GiB.")
         if not 0 < self.drafter_timeout_s < float("inf"):
-            raise ConfigError(f"drafter_timeout_s is {self.drafter_timeout_s}; it must be a positive number of seconds.")
+            raise ConfigError(
+                f"drafter_timeout_s is {self.drafter_timeout_s}; it must be a positive number of seconds."
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs is {self.max_num_seqs}: "

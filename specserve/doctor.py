@@ -49,7 +49,7 @@ class Section:
 
 def examine(model: str, root: Path = Path("/")) -> list[Section]:
     """All findings, for the model whose folder is to be looked up. `root` is the root of the file system."""
-    device = build._device("auto")
+    device = build.choose_device("auto")
     cpuinfo = root / "proc/cpuinfo"
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     return [
@@ -130,7 +130,7 @@ def _kernels(device: torch.device) -> list[tuple[str, str]]:
     return [
         (
             "chosen",
-            f"{build._ops(device, 'auto').name}: the backend an engine on {device} takes; kernels/ holds {backends}",
+            f"{build.choose_ops(device, 'auto').name}: what an engine on {device} takes; kernels/ holds {backends}",
         ),
         ("dtype", f"{dtype}: {device} {native}"),
     ]

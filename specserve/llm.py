@@ -9,11 +9,10 @@ rest.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence as Many
-from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias, TypeGuard
+from contextlib import aclosing, contextmanager, suppress
+from typing import Any, TypeAlias, cast
 
 from rich.console import Console
 from rich.progress import Progress
@@ -21,6 +20,7 @@ from rich.progress import Progress
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.counters import Counters
+from specserve.engine.engine import Engine
 from specserve.engine.loop import EngineLoop
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.engine.request import Request
@@ -31,7 +31,8 @@ from specserve.types import Event, SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "Chunk", "CompletionOutput", "RequestOutput"]
 
-Prompt: TypeAlias = str | Many[int] | Mapping[str, Any]  # text, ids, or vLLM's {"prompt": ...} / {"prompt_token_ids": ...}
+# Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
+Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 Messages: TypeAlias = Many[Mapping[str, Any]]
 
 
@@ -44,10 +45,10 @@ class _Requests:
 
     def of_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, RequestOutput]:
         if isinstance(prompt, Mapping):
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return self._make(text, ids, params)
+            return self.of_prompt(_unwrap(prompt), params)
+        if isinstance(prompt, str):
+            return self._make(prompt, self.tokenizer.encode(prompt), params)
+        return self._make(None, list(prompt), params)
 
     def of_chat(self, messages: Messages, params: SamplingParams, **template: Any) -> tuple[Request, RequestOutput]:
         text = self.tokenizer.render_chat(messages, **template)
@@ -80,7 +81,7 @@ class LLM:
         self._collectors: dict[str, Collector] = {}
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> Engine:
         """The engine itself, for tests and measurements."""
         if self._built is None:
             raise EngineError("This LLM was closed. Make a new one.")
@@ -95,7 +96,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in order. A prompt is text or a list of token ids; `params` is one for all or
         one for each. Raises InputError for the first bad one, before anything runs."""
-        batch = [prompts] if _is_prompt(prompts) else list(prompts)
+        batch = _prompts(prompts)
         each = _each(params, len(batch))
         return self._run([self._requests.of_prompt(p, s) for p, s in zip(batch, each, strict=True)], each, progress)
 
@@ -109,7 +110,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of them, through the model's chat
         template; `template` goes to it."""
-        batch = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        batch = _conversations(messages)
         each = _each(params, len(batch))
         made = [self._requests.of_chat(m, s, **template) for m, s in zip(batch, each, strict=True)]
         return self._run(made, each, progress)
@@ -242,8 +243,8 @@ class AsyncLLM:
     async def _stream(self, request: Request, output: RequestOutput) -> AsyncGenerator[Chunk]:
         collector = Collector(output, request.params, self.tokenizer, self._loop.abort)
         events: asyncio.Queue[Event | SpecserveError] = asyncio.Queue()
-        put = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
-        self._loop.add(request, put)
+        loop = asyncio.get_running_loop()
+        self._loop.add(request, lambda event: _hand_over(loop, events, event))
         try:
             while not collector.finished:
                 event = await events.get()
@@ -257,9 +258,26 @@ class AsyncLLM:
                 self._loop.abort(request.id)
 
 
-def _is_prompt(prompts: Prompt | Many[Prompt]) -> TypeGuard[Prompt]:
-    """Text, one mapping or one list of ids; anything else is a list of prompts."""
-    return isinstance(prompts, str | Mapping) or bool(prompts and isinstance(prompts[0], int))
+def _unwrap(prompt: Mapping[str, Any]) -> str | list[int]:
+    for key in ("prompt_token_ids", "prompt"):
+        if key in prompt:
+            return cast("str | list[int]", prompt[key])
+    raise InputError(
+        f"A prompt mapping has 'prompt' or 'prompt_token_ids', not {', '.join(map(repr, prompt))}.", "prompt"
+    )
+
+
+def _prompts(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
+    """Text, one mapping or one list of ids is one prompt; anything else is a list of prompts."""
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Many[Prompt], prompts))
+
+
+def _conversations(messages: Messages | Many[Messages]) -> list[Messages]:
+    if messages and isinstance(messages[0], Mapping):
+        return [cast(Messages, messages)]
+    return list(cast(Many[Messages], messages))
 
 
 def _each(params: SamplingParams | Many[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -268,6 +286,12 @@ def _each(params: SamplingParams | Many[SamplingParams] | None, count: int) -> l
     if len(params) != count:
         raise InputError(f"{len(params)} sampling parameters for {count} prompts; give one for all or one for each.")
     return list(params)
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Event | SpecserveError) -> None:
+    """From the engine's thread to the loop's. Nobody listens any more once the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(events.put_nowait, event)
 
 
 @contextmanager

@@ -32,8 +32,8 @@ class SamplingParams:
 
     `temperature=0` is greedy. `seed=None` draws one. `max_tokens=None` is up to the context length. `logprobs=k`
     reports the chosen token and the k best of the model's own distribution, before any processing; `prompt_logprobs`
-    the same for the prompt. `num_speculative_tokens` caps this request's drafts (0: none), None leaves it to the engine.
-    Raises InputError naming the field.
+    the same for the prompt. `num_speculative_tokens` caps this request's drafts (0: none), None leaves that to the
+    engine. Raises InputError naming the field.
     """
 
     n: int = 1
@@ -68,7 +68,9 @@ class SamplingParams:
         if any(not isinstance(s, str) or not s for s in (*self.stop, *self.bad_words)):
             raise InputError("stop and bad_words take non-empty strings.", "stop")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InputError("allowed_token_ids is empty: no token could be chosen. Leave it out to allow all.", "allowed_token_ids")
+            raise InputError(
+                "allowed_token_ids is empty: no token could be chosen. Leave it out to allow all.", "allowed_token_ids"
+            )
         for token, bias in (self.logit_bias or {}).items():
             _check_number(f"logit_bias[{token}]", bias, float, -100.0, 100.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -81,7 +83,9 @@ class SamplingParams:
         for name, ids in groups.items():
             for token in ids:
                 if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                    raise InputError(f"{name} holds {token!r}; token ids are whole numbers from 0 to {vocab_size - 1}.", name)
+                    raise InputError(
+                        f"{name} holds {token!r}; token ids are whole numbers from 0 to {vocab_size - 1}.", name
+                    )
 
 
 _INF = float("inf")
@@ -107,7 +111,12 @@ _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculati
 def _check_number(name: str, value: Any, kind: type, low: float, high: float) -> None:
     """Finite, then type, then range: NaN and infinity are refused before any comparison could let them through."""
     allowed = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value) or not low <= value <= high:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, allowed)
+        or not math.isfinite(value)
+        or not low <= value <= high
+    ):
         what = "a whole number" if kind is int else "a finite number"
         limits = f"from {low:g} to {high:g}" if high < _INF else f"of at least {low:g}"
         raise InputError(f"{name} is {value!r}; it must be {what} {limits}.", name.split("[")[0])
@@ -287,7 +296,8 @@ class Drafter(Protocol):
 
     `begin(seq)` once before its first proposal; `propose` gives one draft per sequence, of at most `budget[i]` tokens;
     `commit` after every step, with what the target said and, if `wants_hidden`, the hidden states that judged each of
-    the verdicts' tokens, float32 [sum of len(verdict.tokens), hidden]; `end(seq)` once. A drafter reads sequences and never writes them.
+    the verdicts' tokens, float32 [sum of len(verdict.tokens), hidden]; `end(seq)` once. A drafter reads sequences and
+    never writes them.
     """
 
     wants_hidden: bool

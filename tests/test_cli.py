@@ -18,6 +18,7 @@ from specserve import cli_answer, cli_chat, cli_generate, llm
 from specserve.cli import COMMANDS, build_app, run
 from specserve.cli_options import ENGINE_HELP, SAMPLING_HELP, EngineOptions, SamplingOptions, engine_options
 from specserve.config import EngineConfig
+from specserve.doctor import examine
 from specserve.errors import EngineError
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
@@ -366,6 +367,21 @@ def test_doctor(specserve: Run, tiny: str) -> None:
     assert tiny in "".join(out.split())  # folded, not cut
 
 
+def test_doctor_names_the_processor_and_its_instruction_sets(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: Tester 9\nflags\t\t: fpu avx2 amx_int8 avx512\n"
+    )
+    rows = dict(next(section for section in examine(tiny, tmp_path) if section.title == "Device").rows)
+    assert rows["processor"] == "Tester 9"
+    assert rows["instruction sets"] == "avx2, amx_int8"
+    rows = dict(next(section for section in examine(tiny, tmp_path / "none") if section.title == "Device").rows)
+    assert rows["instruction sets"].startswith("not reported")
+
+
 def test_pull_of_a_folder_prints_it(specserve: Run, tiny: str) -> None:
     assert specserve("pull", tiny) == (0, f"{tiny}\n", "")
 
@@ -390,3 +406,16 @@ def test_completion_installs_where_the_shell_looks(
     assert status == 0
     path = Path(out.split()[1].rstrip("."))
     assert tmp_path in path.parents
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(
+    ("verification", "temperature", "said"), [("block", "1", True), ("block", "0", False), ("coupled", "1", False)]
+)
+def test_bench_says_when_texts_may_differ(
+    specserve: Run, tiny: str, verification: str, temperature: str, said: bool
+) -> None:
+    flags = ("--verification", verification, "--temperature", temperature, "--limit", "1", "--max-tokens", "4")
+    status, out, err = specserve("bench", "--model", tiny, *SMALL, *flags)
+    assert status == 0, err
+    assert ("their law is the same" in out) == said

@@ -43,7 +43,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     drafter = create(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    ops = _ops(_device(config.device), config.dtype)
+    ops = choose_ops(choose_device(config.device), config.dtype)
     folder = catalog.resolve(config.model, progress=progress)
     tokenizer = Tokenizer(folder)
     model = load_model(folder, ops, config.max_model_len)
@@ -72,7 +72,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     return Built(engine, tokenizer, str(ops.device), dtype, torch.get_num_threads(), summary)
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device a name stands for, "auto" too. Raises ConfigError for one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -86,7 +87,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _ops(device: torch.device, dtype: str) -> Ops:
+def choose_ops(device: torch.device, dtype: str) -> Ops:
+    """The kernels that serve a device, in the asked dtype or the fastest one."""
     backend: Any = importlib.import_module("specserve.kernels.reference")
     chosen = getattr(torch, dtype if dtype != "auto" else auto_dtype(device))
     ops: Ops = backend.Kernels(device, chosen)

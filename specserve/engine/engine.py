@@ -127,7 +127,9 @@ class Engine:
         """The hidden states that judged each emitted token, sequence after sequence, for drafters that want them."""
         if not self.drafters.wants_hidden:
             return None
-        judged = [(start, verdicts[seq].path) for seq, start in zip(rows.seqs, rows.starts, strict=True) if seq in verdicts]
+        judged = [
+            (start, verdicts[seq].path) for seq, start in zip(rows.seqs, rows.starts, strict=True) if seq in verdicts
+        ]
         return out.hidden[[start + row for start, path in judged for row in (0, *(node + 1 for node in path))]]
 
     def _close(self, work: Work, batch: Batch) -> None:

@@ -1,4 +1,4 @@
-"""Turns a request into sequences: resolves defaults and limits, checks what only the engine can check. Knows no text."""
+"""Turns a request into sequences: resolves defaults and limits, checks what only the engine can. Knows no text."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def _check_prompt(ids: list[int], limits: Limits) -> None:
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < limits.vocab_size:
             raise InputError(
-                f"The prompt holds token id {token!r}; ids are whole numbers from 0 to {limits.vocab_size - 1}.", "prompt"
+                f"The prompt holds token id {token!r}; ids are whole numbers from 0 to {limits.vocab_size - 1}.",
+                "prompt",
             )
     if len(ids) >= limits.max_model_len:
         reason = f"the context is {limits.max_model_len} tokens and needs room for one more"

@@ -54,7 +54,7 @@ class Ops(Protocol):
         """Everything attention needs that does not depend on the layer; once per step."""
 
     def write_kv(self, kv: Tensor, k: Tensor, v: Tensor, plan: Any) -> None:
-        """Store k, v [rows, kv_heads, d] in kv [2, slots, kv_heads, d] at the rows' slots; padding rows are not stored."""
+        """Store k, v [rows, kv_heads, d] in kv [2, slots, kv_heads, d] at the rows' slots, but for padding rows."""
 
     def attention(self, q: Tensor, kv: Tensor, plan: Any, scale: float, window: int | None) -> Tensor:
         """q float32 [rows, heads, d] over the cached KV -> [rows, heads * d] in `dtype`. Grouped heads: query head h

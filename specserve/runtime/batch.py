@@ -90,7 +90,9 @@ def pack(work: Work, drafts: list[Draft], device: torch.device, multiple: int) -
     return Batch(
         token_ids=_ids(lists.token_ids, num_rows, device),
         positions=_ids(lists.positions, num_rows, device),
-        logit_rows=_ids(lists.judged + lists.scored_rows, _pad(len(lists.judged + lists.scored_rows), multiple), device),
+        logit_rows=_ids(
+            lists.judged + lists.scored_rows, _pad(len(lists.judged + lists.scored_rows), multiple), device
+        ),
         rows=rows,
         scored=scored,
         num_rows=num_rows,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from specserve.config import EngineConfig
 from specserve.engine.build import build
@@ -18,7 +17,7 @@ from specserve.engine.request import Request
 from specserve.errors import InputError, PromptTooLongError
 from specserve.speculation.base import DraftHost, create
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
-from specserve.types import SamplingParams
+from specserve.types import Event, SamplingParams
 
 VOCAB = tiny_config("llama")["vocab_size"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -34,7 +33,9 @@ def make(tiny: Path, drafter: Any = None, k: int = 5, blocks: int | None = None,
     options = {"dtype": "float32", "max_model_len": 160, "num_speculative_tokens": k, **options}
     engine = build(EngineConfig(model=str(tiny), **options)).engine
     if blocks is not None:
-        engine = build(EngineConfig(model=str(tiny), kv_cache_gib=blocks * block_bytes(engine) / 2**30, **options)).engine
+        engine = build(
+            EngineConfig(model=str(tiny), kv_cache_gib=blocks * block_bytes(engine) / 2**30, **options)
+        ).engine
         assert engine.cache.num_blocks == blocks - 1
     if drafter is not None:
         engine.drafters = DraftHost(drafter, engine.limits.vocab_size, 10.0)
@@ -63,6 +64,18 @@ def drive(engine: Engine, requests: Iterable[Request], check: bool = True) -> di
     assert engine.cache.num_free == engine.cache.num_blocks
     assert not engine.requests
     return tokens
+
+
+def finish(engine: Engine) -> list[Event]:
+    """All events until nothing is left to do."""
+    events: list[Event] = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+def ids(events: list[Event], request_id: str = "r0") -> list[int]:
+    return [token for event in events if event.request_id == request_id for token in event.tokens]
 
 
 def prompt(i: int, length: int = 0) -> list[int]:
@@ -139,7 +152,7 @@ def test_output_survives_preemption_and_chunks(tiny: Path, alone, name: str) -> 
 
 
 def test_ngram_drafts_are_accepted_and_change_nothing(tiny: Path) -> None:
-    bias = {token: 20.0 for token in (3, 4, 5)}  # few tokens are likely, so that texts repeat themselves
+    bias = dict.fromkeys((3, 4, 5), 20.0)  # few tokens are likely, so that texts repeat themselves
     params = SamplingParams(temperature=0.7, seed=4, max_tokens=60, ignore_eos=True, logit_bias=bias)
     looping = Request(id="loop", prompt_ids=prompt(1, 12), params=params)
     plain = drive(make(tiny), [looping])
@@ -200,8 +213,8 @@ def test_nothing_is_emitted_past_max_tokens(tiny: Path, alone, max_tokens: int, 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     engine = make(tiny, drafter)
     engine.add(Request(id="r0", prompt_ids=prompt(0), params=params))
-    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
-    assert sum((event.tokens for event in events), []) == alone["r0", 0][:max_tokens]
+    events = finish(engine)
+    assert ids(events) == alone["r0", 0][:max_tokens]
     assert events[-1].finish_reason == "length"
 
 
@@ -217,8 +230,8 @@ def test_the_end_may_lie_anywhere_in_the_window(tiny: Path, alone, kind: str, at
     stops = [token] if kind != "eos" else []
     params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=stops, ignore_eos=kind != "eos")
     engine.add(Request(id="r0", prompt_ids=prompt(0), params=params))
-    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
-    assert sum((event.tokens for event in events), []) == script[: end + 1]
+    events = finish(engine)
+    assert ids(events) == script[: end + 1]
     assert events[-1].finish_reason == "stop"
     assert events[-1].stop_reason == (None if kind == "eos" else token)
     assert engine.cache.num_free == engine.cache.num_blocks
@@ -265,12 +278,12 @@ def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
         return out
 
     engine.runner.run = poisoned  # type: ignore[method-assign]
-    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
+    events = finish(engine)
     failed = [event for event in events if event.error is not None]
     assert [event.request_id for event in failed] == ["bad"]
     assert failed[0].finish_reason == "error"
     for i in range(3):
-        assert sum((e.tokens for e in events if e.request_id == f"r{i}"), []) == alone[f"r{i}", 0]
+        assert ids(events, f"r{i}") == alone[f"r{i}", 0]
     assert engine.cache.num_free == engine.cache.num_blocks
 
 
@@ -303,14 +316,14 @@ def test_logprobs_equal_a_prefill_of_the_same_ids(tiny: Path, alone, drafted: bo
     engine = make(tiny, scripted(alone, accuracy=0.8) if drafted else None, max_num_batched_tokens=16)
     engine.add(Request(id="r0", prompt_ids=prompt(0), params=params))
     engine.add(Request(id="noise", prompt_ids=prompt(3), params=GREEDY))
-    events = [e for _ in iter(lambda: engine.has_work, False) for e in engine.step() if e.request_id == "r0"]
-    output = sum((event.tokens for event in events), [])
-    reported = sum((event.logprobs for event in events), [])
+    events = [event for event in finish(engine) if event.request_id == "r0"]
+    output = ids(events)
+    reported = [entry for event in events for entry in event.logprobs or ()]
     (scored,) = [event.prompt_logprobs for event in events if event.prompt_logprobs]
     assert output == alone["r0", 0]
     rescoring = Request(id="again", prompt_ids=prompt(0) + output, params=params)
     engine.add(rescoring)
-    (rescored,) = [e.prompt_logprobs for _ in iter(lambda: engine.has_work, False) for e in engine.step() if e.prompt_logprobs]
+    (rescored,) = [event.prompt_logprobs for event in finish(engine) if event.prompt_logprobs]
     assert rescored[0] is None
     assert rescored == scored + reported
     assert [entry.token for entry in rescored[1:]] == (prompt(0) + output)[1:]

@@ -27,7 +27,8 @@ def one_thread() -> Iterator[None]:
 
 def _sequence(tokens: list[int], num_prompt: int = 1, seed: int = 0, **options: Any) -> Sequence:
     own = {name: options.pop(name) for name in ("eos_ids", "bad_ids") if name in options}
-    return Sequence("r", 0, list(tokens), num_prompt, SamplingParams(**options), seed=seed, max_tokens=99, **own)
+    params = SamplingParams(max_tokens=None, **options)
+    return Sequence("r", 0, list(tokens), num_prompt, params, seed=seed, max_tokens=99, **own)
 
 
 @pytest.fixture(scope="session")
@@ -74,12 +75,14 @@ def _nucleus_floor(law: list[float], top_p: float) -> float:
     return 0.0
 
 
-def _law(logits: list[float], seq: Sequence, path: list[int], allowed: list[bool] | None = None) -> np.ndarray:
-    """The law of one row, float64 [vocab]; greedy puts all on the first of the best."""
+def _law(logits: list[float], seq: Sequence, path: list[int], allowed: list[bool] | None = None) -> np.ndarray | None:
+    """The law of one row, float64 [vocab]; greedy puts all on the first of the best. None: no token is possible."""
     params, scores = seq.params, _edited_logits(logits, seq, path, allowed)
     best = max(scores)
+    if best == -math.inf:
+        return None
     if params.temperature == 0:
-        return np.eye(len(scores))[scores.index(best)]
+        return np.array([float(token == scores.index(best)) for token in range(len(scores))])
     law = _renormalise([math.exp((score - best) / params.temperature) for score in scores], lambda p: True)
     top = max(law)
     law = _renormalise(law, lambda p: p >= params.min_p * top)
@@ -93,8 +96,9 @@ def _law(logits: list[float], seq: Sequence, path: list[int], allowed: list[bool
 
 
 @pytest.fixture(scope="session")
-def oracle() -> Callable[..., np.ndarray]:
-    """oracle(logits, seq, path, allowed) is the probability of each token after the draft tokens `path`."""
+def oracle() -> Callable[..., np.ndarray | None]:
+    """oracle(logits, seq, path, allowed) is the probability of each token after the draft tokens `path`; None where
+    nothing is allowed."""
     return _law
 
 
@@ -107,7 +111,7 @@ def _planted(module: ModuleType, name: str, old: str, new: str) -> Iterator[None
     source = textwrap.dedent(inspect.getsource(original))
     assert source.count(old) == 1, f"{name} has no single {old!r}: the fault cannot be planted"
     made: dict[str, Any] = {}
-    exec(compile(source.replace(old, new), f"<{name} with a fault>", "exec"), vars(module), made)
+    exec(compile(source.replace(old, new), f"<{name} with a fault>", "exec"), original.__globals__, made)
     setattr(owner, attribute, made[attribute])
     try:
         yield

@@ -49,7 +49,7 @@ def test_neighbours_are_independent(axis: str, lag: int) -> None:
 def test_purposes_are_independent(one: Purpose, other: Purpose) -> None:
     token = hash_tokens(torch.tensor([11]))
     pair = [uniform(row_keys([9] * MANY, range(MANY), [kind] * MANY), token).numpy() for kind in (one, other)]
-    table = np.histogram2d(*pair, bins=8, range=((0, 1), (0, 1)))[0]
+    table = np.histogram2d(pair[0], pair[1], bins=8, range=((0, 1), (0, 1)))[0]
     assert stats.chi2_contingency(table).pvalue > 1e-4
     # Nor is one purpose's number another's at a position beside it.
     assert not set(pair[0].tolist()) & set(pair[1].tolist())
@@ -86,7 +86,13 @@ def test_a_seed_is_modulo_two_to_the_64() -> None:
 
 def test_the_mixer_is_splitmix64() -> None:
     """Reference values of the splitmix64 generator started from 1234567 (its first outputs, as published)."""
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     states = [(1234567 + (i + 1) * 0x9E3779B97F4A7C15) % 2**64 for i in range(5)]
     made = noise._mix(torch.tensor([noise._signed(state) for state in states]))
     assert [value % 2**64 for value in made.tolist()] == expected
