@@ -24,7 +24,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.loop import EngineLoop
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.engine.request import Request
-from specserve.errors import ConfigError, EngineError, InputError, SpecserveError
+from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.models.tokenizer import Tokenizer
 from specserve.speculation.base import DraftHost, create
 from specserve.types import Event, SamplingParams
@@ -43,19 +43,24 @@ class _Requests:
         self.tokenizer = tokenizer
         self._ids = itertools.count()
 
-    def of_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, RequestOutput]:
+    def of_prompt(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> tuple[Request, RequestOutput]:
         if isinstance(prompt, Mapping):
-            return self.of_prompt(_unwrap(prompt), params)
+            return self.of_prompt(_unwrap(prompt), params, priority)
         if isinstance(prompt, str):
-            return self._make(prompt, self.tokenizer.encode(prompt), params)
-        return self._make(None, list(prompt), params)
+            return self._make(prompt, self.tokenizer.encode(prompt), params, priority)
+        return self._make(None, list(prompt), params, priority)
 
-    def of_chat(self, messages: Messages, params: SamplingParams, **template: Any) -> tuple[Request, RequestOutput]:
+    def of_chat(
+        self, messages: Messages, params: SamplingParams, priority: int = 0, **template: Any
+    ) -> tuple[Request, RequestOutput]:
         text = self.tokenizer.render_chat(messages, **template)
-        return self._make(text, self.tokenizer.encode(text, add_special_tokens=False), params)
+        return self._make(text, self.tokenizer.encode(text, add_special_tokens=False), params, priority)
 
-    def _make(self, text: str | None, ids: list[int], params: SamplingParams) -> tuple[Request, RequestOutput]:
-        request = Request(id=f"request-{next(self._ids)}", prompt_ids=ids, params=params, bad_ids=self._bad_ids(params))
+    def _make(
+        self, text: str | None, ids: list[int], params: SamplingParams, priority: int
+    ) -> tuple[Request, RequestOutput]:
+        name = f"request-{next(self._ids)}"
+        request = Request(id=name, prompt_ids=ids, params=params, bad_ids=self._bad_ids(params), priority=priority)
         completions = [CompletionOutput(index) for index in range(params.n)]
         return request, RequestOutput(request.id, text, ids, completions)
 
@@ -127,13 +132,10 @@ class LLM:
 
     def use_drafter(self, name: str, num_speculative_tokens: int | None = None, **options: Any) -> None:
         """Draft with another drafter from now on; "none" is plain decoding. Only while nothing runs."""
-        if self.engine.has_work:
-            raise ConfigError("The drafter can only be changed while no request is running.")
-        old: DraftHost = self.engine.drafters
-        self.engine.drafters = DraftHost(create(name, options), self.engine.limits.vocab_size, old.timeout_s)
-        old.close()
-        if num_speculative_tokens is not None:
-            self.engine.num_speculative_tokens = num_speculative_tokens
+        engine = self.engine
+        host = DraftHost(create(name, options), engine.limits.vocab_size, self.config.drafter_timeout_s)
+        k = engine.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        engine.use(host, k)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
@@ -195,7 +197,8 @@ class LLM:
 
 
 class AsyncLLM:
-    """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request."""
+    """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request. Calls with
+    a lower `priority` run first, and preempt others when memory is short."""
 
     def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = False, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
@@ -205,23 +208,29 @@ class AsyncLLM:
         self._requests = _Requests(self.tokenizer)
         self._loop = EngineLoop(built.engine)
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RequestOutput:
         """Complete one prompt; many calls at once are batched by the engine."""
-        return await self._whole(*self._requests.of_prompt(prompt, params or SamplingParams()))
+        return await self._whole(*self._requests.of_prompt(prompt, params or SamplingParams(), priority))
 
-    async def chat(self, messages: Messages, params: SamplingParams | None = None, **template: Any) -> RequestOutput:
+    async def chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0, **template: Any
+    ) -> RequestOutput:
         """Answer one conversation."""
-        return await self._whole(*self._requests.of_chat(messages, params or SamplingParams(), **template))
+        return await self._whole(*self._requests.of_chat(messages, params or SamplingParams(), priority, **template))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[Chunk]:
         """Complete one prompt and yield its text as it comes."""
-        return self._stream(*self._requests.of_prompt(prompt, params or SamplingParams()))
+        return self._stream(*self._requests.of_prompt(prompt, params or SamplingParams(), priority))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, **template: Any
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0, **template: Any
     ) -> AsyncIterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
-        return self._stream(*self._requests.of_chat(messages, params or SamplingParams(), **template))
+        return self._stream(*self._requests.of_chat(messages, params or SamplingParams(), priority, **template))
 
     async def close(self) -> None:
         """Stop after the step that is running; requests that are still open get an EngineError."""

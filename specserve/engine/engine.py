@@ -11,7 +11,7 @@ from specserve.engine.commit import event, extend
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
-from specserve.errors import InputError
+from specserve.errors import ConfigError, InputError
 from specserve.runtime.batch import Batch, Rows, Work, pack
 from specserve.runtime.runner import Output, Runner
 from specserve.sampling.sampler import Sampler
@@ -43,6 +43,16 @@ class Engine:
         self.counters = Counters()
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
         self._num_arrived = 0
+        self._num_dropped_before = 0  # by drafters that were replaced
+
+    def use(self, drafters: DraftHost, num_speculative_tokens: int) -> None:
+        """Draft with another drafter from now on. Raises ConfigError while a request is running."""
+        if self.has_work:
+            raise ConfigError("The drafter can only be changed while no request is running.")
+        self._num_dropped_before += self.drafters.num_dropped
+        self.drafters.close()
+        self.drafters = drafters
+        self.num_speculative_tokens = num_speculative_tokens
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InputError; then nothing of it remains."""
@@ -139,7 +149,7 @@ class Engine:
         counters.num_rows += batch.query_starts[-1]
         counters.num_prefill_chunks += len(work.seqs) - len(batch.rows.seqs)
         counters.num_preemptions = self.scheduler.num_preemptions
-        counters.num_drafts_dropped = self.drafters.num_dropped
+        counters.num_drafts_dropped = self._num_dropped_before + self.drafters.num_dropped
         usage = self.cache.usage(self.scheduler.running)
         counters.live_tokens += usage.live_tokens
         counters.allocated_tokens += usage.allocated_tokens
