@@ -2,8 +2,9 @@
 simple. Faster backends are tested against this file.
 
 Row invariance, the promise of specserve.ops, rests on rules that were measured bit for bit on MKL and oneDNN:
-- a GEMM gives each row the same bits for any number of rows from 4 on, so callers pad rows to a multiple of 8; cuBLAS
-  chooses its kernel by the number of rows, so on CUDA every GEMM has exactly `_CUDA_TILE` rows;
+- a GEMM gives each row the same bits for any number of rows from 4 on, so callers pad rows to a multiple of 8 and
+  attention its runs to a multiple of 4; cuBLAS chooses its kernel by the number of rows, so on CUDA every linear GEMM
+  has exactly `_CUDA_TILE` rows;
 - attention reduces over the context in chunks of `_CHUNK` tokens, added in order: what is masked adds an exact zero, so
   a row does not notice how far the padding reaches;
 - torch's silu, sigmoid and gelu round differently in the last elements of a tensor, exp and tanh do not.
@@ -11,6 +12,7 @@ Row invariance, the promise of specserve.ops, rests on rules that were measured 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -23,6 +25,8 @@ from specserve.types import Ids
 
 _CHUNK = 128
 _CUDA_TILE = 64
+_RUN_MULTIPLE = 4
+_RUN_ROWS = 64  # longer runs are cut, so that early rows do not pay for a context that only later ones see
 
 
 @dataclass(slots=True)
@@ -32,23 +36,27 @@ class _Group:
     rows: Tensor  # int64 [runs * length], the step's row behind each entry; padding repeats a run's first row
     slots: Tensor  # int64 [runs * context], KV slot of each logical index, padded to a multiple of _CHUNK
     last: Tensor  # int64 [runs, length], the last logical index each row sees
-    biases: dict[int | None, Tensor] = field(default_factory=dict)  # by window
+    biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)  # shared by layers that look alike
 
     @property
     def shape(self) -> tuple[int, int, int]:
         runs, length = self.last.shape
         return runs, length, len(self.slots) // runs
 
-    def bias(self, window: int | None) -> Tensor:
-        """0 where a row sees a logical index and -inf elsewhere, float32 [runs, 1, length, 1, context]."""
-        if window not in self.biases:
-            index = torch.arange(self.shape[2], device=self.last.device)
+    def bias(self, window: int | None, kv_heads: int, share: int) -> Tensor:
+        """0 where a row sees a logical index and -inf elsewhere, float32 [runs * kv_heads, length * share, context];
+        `share` query heads read one kv head."""
+        key = window, kv_heads, share
+        if key not in self.biases:
+            runs, length, context = self.shape
+            index = torch.arange(context, device=self.last.device)
             hidden = index > self.last[..., None]  # [runs, length, context]
             if window is not None:
                 hidden |= index <= self.last[..., None] - window
             bias = torch.zeros(hidden.shape, device=self.last.device).masked_fill_(hidden, float("-inf"))
-            self.biases[window] = bias[:, None, :, None]
-        return self.biases[window]
+            bias = bias[:, None, :, None].expand(-1, kv_heads, -1, share, -1)
+            self.biases[key] = bias.reshape(runs * kv_heads, length * share, context)
+        return self.biases[key]
 
 
 @dataclass(slots=True)
@@ -79,9 +87,16 @@ class Kernels:
         self.tile = _CUDA_TILE if device.type == "cuda" else 0
 
     def pack(self, weight: Tensor) -> Tensor:
-        return weight.to(self.device, self.dtype).contiguous()
+        """On a CPU oneDNN's blocked layout: read without repacking, it costs half the time at few rows."""
+        weight = weight.to(self.device, self.dtype).contiguous()
+        if self.device.type == "cpu" and torch._C._has_mkldnn:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.row_multiple)
+        return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.is_mkldnn:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            return out
         if not self.tile:
             return F.linear(x, weight, bias)
         rows = len(x)
@@ -98,7 +113,7 @@ class Kernels:
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.float().chunk(2, -1)
-        return (_ACTIVATIONS[activation](gate) * up).to(self.dtype)
+        return _ACTIVATIONS[activation](gate).mul_(up).to(self.dtype)
 
     def plan(self, rows: AttentionRows, block_size: int) -> _Plan:
         runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]
@@ -112,7 +127,7 @@ class Kernels:
         """Runs of like length and context are computed together; padding costs less than a loop over sequences."""
         alike: dict[tuple[int, int], list[_Run]] = defaultdict(list)
         for run in runs:
-            length = -(-len(run.last) // self.row_multiple) * self.row_multiple
+            length = -(-len(run.last) // _RUN_MULTIPLE) * _RUN_MULTIPLE
             alike[length, (len(run.slots) // _CHUNK).bit_length()].append(run)
         groups: list[_Group] = []
         order = [0] * num_rows
@@ -151,13 +166,17 @@ class Kernels:
 
 
 def _runs(rows: AttentionRows, s: int, block_size: int) -> list[_Run]:
-    """A chain is one run. In a tree every node is a run of its own, which sees its ancestors as if they were a chain:
-    the same numbers in the same order, hence the same bits as that path alone."""
+    """A chain is one run, or a few. In a tree every node is a run of its own, which sees its ancestors as if they were
+    a chain: the same numbers in the same order, hence the same bits as that path alone."""
     start, stop = rows.query_starts[s], rows.query_starts[s + 1]
     cached, parents = rows.cached[s], rows.parents[s]
     slots = _slots(rows.block_tables[s], cached + stop - start, block_size)
     if parents is None:
-        return [_Run(start, slots, list(range(cached, cached + stop - start)))]
+        cuts = [*range(0, stop - start, _RUN_ROWS), stop - start]
+        return [
+            _Run(start + a, slots[: cached + b], list(range(cached + a, cached + b)))
+            for a, b in itertools.pairwise(cuts)
+        ]
     runs = []
     for r in range(stop - start):
         path = _ancestors(parents, r)
@@ -185,24 +204,25 @@ def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | No
     runs, length, context = group.shape
     heads, d = q.shape[1:]
     kv_heads = kv.shape[2]
-    k, v = kv.index_select(1, group.slots).float().view(2, runs, context, kv_heads, d).permute(0, 1, 3, 2, 4)
-    q = (q.index_select(0, group.rows) * scale).view(runs, length, kv_heads, heads // kv_heads, d)
-    q = q.transpose(1, 2).reshape(runs, kv_heads, -1, d)  # [runs, kv_heads, length * group, d]
-    scores = torch.matmul(q, k.transpose(2, 3))  # [runs, kv_heads, length * group, context]
-    scores.view(runs, kv_heads, length, -1, context).add_(group.bias(window))
-    p = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    total = torch.zeros_like(p[..., :1])
-    out = torch.zeros_like(q)
+    share = heads // kv_heads
+    k, v = kv.index_select(1, group.slots).float().view(2, runs, context, kv_heads, d).transpose(2, 3)
+    k, v = (t.reshape(runs * kv_heads, context, d) for t in (k, v))
+    q = q.index_select(0, group.rows).view(runs, length, kv_heads, share, d).transpose(1, 2)
+    q = q.reshape(runs * kv_heads, length * share, d)
+    scores = torch.baddbmm(group.bias(window, kv_heads, share), q, k.transpose(1, 2), alpha=scale)
+    p = scores.sub_(scores.amax(-1, keepdim=True)).exp_()  # [runs * kv_heads, length * share, context]
+    out, total = torch.zeros_like(q), torch.zeros_like(q[..., :1])
     for start in range(0, context, _CHUNK):
         chunk = p[..., start : start + _CHUNK]
-        total = total + chunk.sum(-1, keepdim=True)
-        out = out + torch.matmul(chunk, v[:, :, start : start + _CHUNK])
-    out = (out / total).view(runs, kv_heads, length, -1, d).transpose(1, 2)
+        total += chunk.sum(-1, keepdim=True)
+        out += torch.bmm(chunk, v[:, start : start + _CHUNK])
+    out = (out / total).view(runs, kv_heads, length, share, d).transpose(1, 2)
     return out.reshape(runs * length, heads * d)
 
 
 def _silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
+    scale = x.neg().exp_().add_(1)
+    return torch.div(x, scale, out=scale)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

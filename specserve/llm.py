@@ -197,8 +197,8 @@ class LLM:
 
 
 class AsyncLLM:
-    """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request. Calls with
-    a lower `priority` run first, and preempt others when memory is short."""
+    """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request. Calls of
+    a lower `priority` run first, and are preempted last when memory is short."""
 
     def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = False, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)

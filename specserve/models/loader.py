@@ -121,9 +121,12 @@ def _some(names: list[str]) -> str:
 
 
 def num_weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Bytes the model takes in memory: its tensors in the compute dtype and its float32 rotary tables."""
+    """Bytes the model takes in memory, at most: its tensors in the compute dtype, a tied table a second time as kernels
+    pack a head, and float32 rotary tables."""
     tables = len(set(spec.ropes)) * spec.max_len * spec.head_dim * 4
-    return sum(math.prod(shape) for shape in spec.shapes().values()) * dtype.itemsize + tables
+    numbers = sum(math.prod(shape) for shape in spec.shapes().values())
+    packed_head = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0
+    return (numbers + packed_head) * dtype.itemsize + tables
 
 
 def check_memory(spec: DecoderSpec, ops: Ops, free: int) -> None:
