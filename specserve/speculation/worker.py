@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ class Worker:
         self._calls = queue.SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._calls.put, None)  # a worker that is forgotten leaves no thread behind
 
     def call(self, function: Callable[[], Any]) -> Outcome:
         """Run `function` on the thread and wait for its outcome; Stuck is the error after `timeout_s` seconds."""

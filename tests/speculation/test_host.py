@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -202,8 +203,10 @@ def test_a_drafter_that_hangs_is_switched_off(
         return [Draft.chain([1])]
 
     drafter = Scripted(**{"propose": lambda seqs, budget: [Draft.chain([1])], verb: hang})
+    earlier = set(threading.enumerate())
     host = make_host(drafter, timeout_s=0.05)
-    threads = [t for t in threading.enumerate() if t.name == "specserve-drafter"]
+    threads = [thread for thread in threading.enumerate() if thread not in earlier]
+    assert len(threads) == 1
     assert all(thread.daemon for thread in threads)
     seq, verdict = make_seq(), Verdict([1], [])
 
@@ -395,3 +398,13 @@ def test_real_distributions_pass(length: int, dtype: torch.dtype, seed: int) -> 
     draft = Draft.chain(q.multinomial(1, generator=generator)[:, 0].tolist(), q.to(dtype))
     tolerable = dtype != torch.bfloat16 or bool(((q.to(dtype).float().sum(1) - 1).abs() <= 1e-3).all())
     assert (fault(draft, length, vocab_size) is None) == tolerable
+
+
+def test_a_forgotten_host_leaves_no_thread() -> None:
+    earlier = set(threading.enumerate())
+    host = DraftHost(Scripted(propose=lambda seqs, budget: [Draft.chain([1])]), 10, 5.0)
+    (thread,) = set(threading.enumerate()) - earlier
+    del host
+    gc.collect()
+    thread.join(LONG)
+    assert not thread.is_alive()
