@@ -100,18 +100,14 @@ class Engine:
 
     def _judge(self, batch: Batch, logits: Tensor) -> dict[Sequence, Verdict | Failure]:
         """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
-        said = self.sampler(logits, batch.rows, None) if batch.rows.seqs else []
-        results = dict(zip(batch.rows.seqs, said, strict=True))
+        results = self.sampler(logits, batch.rows, None) if batch.rows.seqs else []
         start = batch.rows.num_rows
         for seq, targets in batch.scored:
             scores = self.sampler.score(logits[start : start + len(targets)], targets, seq.params.prompt_logprobs or 0)
+            seq.prompt_logprobs += [None] * (not seq.prompt_logprobs)  # nothing predicts the first token
+            seq.prompt_logprobs += scores
             start += len(targets)
-            if isinstance(scores, Failure):
-                results[seq] = scores
-            else:
-                seq.prompt_logprobs += [None] * (not seq.prompt_logprobs)  # nothing predicts the first token
-                seq.prompt_logprobs += scores
-        return results
+        return dict(zip(batch.rows.seqs, results, strict=True))
 
     def _keep(
         self, work: Work, rows: Rows, results: dict[Sequence, Verdict | Failure]
