@@ -2,11 +2,11 @@
 simple. Faster backends are tested against this file.
 
 Row invariance, the promise of specserve.ops, rests on rules that were measured bit for bit on MKL and oneDNN:
-- a GEMM gives each row the same bits for any number of rows from 4 on, so callers pad rows to a multiple of 8 and
-  attention its runs to a multiple of 4; cuBLAS chooses its kernel by the number of rows, so on CUDA every linear GEMM
+- a GEMM gives each row the same bits for any number of rows from 4 on, so callers pad rows to a multiple of 4 and so
+  does attention; cuBLAS chooses its kernel by the number of rows, so on CUDA every linear GEMM
   has exactly `_CUDA_TILE` rows;
-- attention reduces over the context in chunks of `_CHUNK` tokens, added in order: what is masked adds an exact zero, so
-  a row does not notice how far the padding reaches;
+- attention on a CPU reduces over the context in blocks of 512 tokens; where the context is a multiple of that, what is
+  masked adds exact zeros, so a row does not notice how far the padding reaches;
 - torch's silu, sigmoid and gelu round differently in the last elements of a tensor, exp and tanh do not.
 """
 
@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from specserve.ops import AttentionRows
 from specserve.types import Ids
 
-_CHUNK = 128
+_CONTEXT_MULTIPLE = 512  # torch's own block of keys in flash attention on a CPU
 _CUDA_TILE = 64
-_RUN_MULTIPLE = 4
+_PACKED_ROWS = 8  # the number of rows oneDNN is told to lay weights out for; others work as well
 _RUN_ROWS = 64  # longer runs are cut, so that early rows do not pay for a context that only later ones see
 
 
@@ -34,29 +34,26 @@ class _Group:
     """Row runs of one padded length, each with a linear view of the KV it may see."""
 
     rows: Tensor  # int64 [runs * length], the step's row behind each entry; padding repeats a run's first row
-    slots: Tensor  # int64 [runs * context], KV slot of each logical index, padded to a multiple of _CHUNK
+    slots: Tensor  # int64 [runs * context], KV slot of each logical index, padded to _CONTEXT_MULTIPLE
     last: Tensor  # int64 [runs, length], the last logical index each row sees
-    biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)  # shared by layers that look alike
+    biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # shared by layers that look alike
 
     @property
     def shape(self) -> tuple[int, int, int]:
         runs, length = self.last.shape
         return runs, length, len(self.slots) // runs
 
-    def bias(self, window: int | None, kv_heads: int, share: int) -> Tensor:
-        """0 where a row sees a logical index and -inf elsewhere, float32 [runs * kv_heads, length * share, context];
-        `share` query heads read one kv head."""
-        key = window, kv_heads, share
-        if key not in self.biases:
-            runs, length, context = self.shape
-            index = torch.arange(context, device=self.last.device)
+    def bias(self, window: int | None, share: int) -> Tensor:
+        """0 where a row sees a logical index and -inf elsewhere, float32 [runs, 1, length * share, context]; `share`
+        query heads read one kv head."""
+        if (window, share) not in self.biases:
+            index = torch.arange(self.shape[2], device=self.last.device)
             hidden = index > self.last[..., None]  # [runs, length, context]
             if window is not None:
                 hidden |= index <= self.last[..., None] - window
             bias = torch.zeros(hidden.shape, device=self.last.device).masked_fill_(hidden, float("-inf"))
-            bias = bias[:, None, :, None].expand(-1, kv_heads, -1, share, -1)
-            self.biases[key] = bias.reshape(runs * kv_heads, length * share, context)
-        return self.biases[key]
+            self.biases[window, share] = bias.repeat_interleave(share, 1)[:, None]
+        return self.biases[window, share]
 
 
 @dataclass(slots=True)
@@ -79,7 +76,7 @@ class Kernels:
     """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
 
     name = "reference"
-    row_multiple = 8
+    row_multiple = 4
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
@@ -90,7 +87,7 @@ class Kernels:
         """On a CPU oneDNN's blocked layout: read without repacking, it costs half the time at few rows."""
         weight = weight.to(self.device, self.dtype).contiguous()
         if self.device.type == "cpu" and torch._C._has_mkldnn:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.row_multiple)
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -127,8 +124,8 @@ class Kernels:
         """Runs of like length and context are computed together; padding costs less than a loop over sequences."""
         alike: dict[tuple[int, int], list[_Run]] = defaultdict(list)
         for run in runs:
-            length = -(-len(run.last) // _RUN_MULTIPLE) * _RUN_MULTIPLE
-            alike[length, (len(run.slots) // _CHUNK).bit_length()].append(run)
+            length = -(-len(run.last) // self.row_multiple) * self.row_multiple
+            alike[length, (len(run.slots) // _CONTEXT_MULTIPLE).bit_length()].append(run)
         groups: list[_Group] = []
         order = [0] * num_rows
         offset = 0
@@ -140,7 +137,7 @@ class Kernels:
         return groups, self._ids(order)
 
     def _group(self, runs: list[_Run], length: int) -> _Group:
-        context = -(-max(len(run.slots) for run in runs) // _CHUNK) * _CHUNK
+        context = -(-max(len(run.slots) for run in runs) // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE
         rows: list[int] = []
         slots: list[int] = []
         last: list[list[int]] = []
@@ -199,25 +196,16 @@ def _ancestors(parents: Ids, node: int) -> list[int]:
 
 
 def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None) -> Tensor:
-    """Attention of one group -> float32 [runs * length, heads * d]. The maximum is exact in any order; sums are not,
-    so they go chunk by chunk."""
+    """Attention of one group -> float32 [runs * length, heads * d]. The query heads that share a kv head are rows."""
     runs, length, context = group.shape
     heads, d = q.shape[1:]
     kv_heads = kv.shape[2]
     share = heads // kv_heads
     k, v = kv.index_select(1, group.slots).float().view(2, runs, context, kv_heads, d).transpose(2, 3)
-    k, v = (t.reshape(runs * kv_heads, context, d) for t in (k, v))
     q = q.index_select(0, group.rows).view(runs, length, kv_heads, share, d).transpose(1, 2)
-    q = q.reshape(runs * kv_heads, length * share, d)
-    scores = torch.baddbmm(group.bias(window, kv_heads, share), q, k.transpose(1, 2), alpha=scale)
-    p = scores.sub_(scores.amax(-1, keepdim=True)).exp_()  # [runs * kv_heads, length * share, context]
-    out, total = torch.zeros_like(q), torch.zeros_like(q[..., :1])
-    for start in range(0, context, _CHUNK):
-        chunk = p[..., start : start + _CHUNK]
-        total += chunk.sum(-1, keepdim=True)
-        out += torch.bmm(chunk, v[:, start : start + _CHUNK])
-    out = (out / total).view(runs, kv_heads, length, share, d).transpose(1, 2)
-    return out.reshape(runs * length, heads * d)
+    q = q.reshape(runs, kv_heads, length * share, d)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share), scale=scale)
+    return out.view(runs, kv_heads, length, share, d).transpose(1, 2).reshape(runs * length, heads * d)
 
 
 def _silu(x: Tensor) -> Tensor:
