@@ -25,8 +25,9 @@ from specserve.types import Ids
 
 _CONTEXT_MULTIPLE = 512  # torch's own block of keys in flash attention on a CPU
 _CUDA_TILE = 64
+_GATED_ROWS = 64  # the intermediate results of so many rows stay in the cache
 _PACKED_ROWS = 8  # the number of rows oneDNN is told to lay weights out for; others work as well
-_RUN_ROWS = 64  # longer runs are cut, so that early rows do not pay for a context that only later ones see
+_RUN_ROWS = 128
 
 
 @dataclass(slots=True)
@@ -43,15 +44,15 @@ class _Group:
         runs, length = self.last.shape
         return runs, length, len(self.slots) // runs
 
-    def bias(self, window: int | None, share: int) -> Tensor:
-        """0 where a row sees a logical index and -inf elsewhere, float32 [runs, 1, length * share, context]; `share`
-        query heads read one kv head."""
+    def bias(self, window: int | None, share: int, dtype: torch.dtype) -> Tensor:
+        """0 where a row sees a logical index and -inf elsewhere, [runs, 1, length * share, context]; `share` query
+        heads read one kv head."""
         if (window, share) not in self.biases:
             index = torch.arange(self.shape[2], device=self.last.device)
             hidden = index > self.last[..., None]  # [runs, length, context]
             if window is not None:
                 hidden |= index <= self.last[..., None] - window
-            bias = torch.zeros(hidden.shape, device=self.last.device).masked_fill_(hidden, float("-inf"))
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=self.last.device).masked_fill_(hidden, float("-inf"))
             self.biases[window, share] = bias.repeat_interleave(share, 1)[:, None]
         return self.biases[window, share]
 
@@ -109,8 +110,11 @@ class Kernels:
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        gate, up = gate_up.float().chunk(2, -1)
-        return _ACTIVATIONS[activation](gate).mul_(up).to(self.dtype)
+        parts = []
+        for part in torch.split(gate_up, _GATED_ROWS):
+            gate, up = part.float().chunk(2, -1)
+            parts.append(_ACTIVATIONS[activation](gate).mul_(up).to(self.dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def plan(self, rows: AttentionRows, block_size: int) -> _Plan:
         runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]
@@ -159,7 +163,7 @@ class Kernels:
     def attention(self, q: Tensor, kv: Tensor, plan: _Plan, scale: float, window: int | None) -> Tensor:
         parts = [_attend(q, kv, group, scale, window) for group in plan.groups]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return flat.index_select(0, plan.order).to(self.dtype)
+        return flat.index_select(0, plan.order)
 
 
 def _runs(rows: AttentionRows, s: int, block_size: int) -> list[_Run]:
@@ -196,15 +200,16 @@ def _ancestors(parents: Ids, node: int) -> list[int]:
 
 
 def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None) -> Tensor:
-    """Attention of one group -> float32 [runs * length, heads * d]. The query heads that share a kv head are rows."""
+    """Attention of one group, in the dtype of its KV -> [runs * length, heads * d]. The query heads that share a kv head
+    are rows of one product."""
     runs, length, context = group.shape
     heads, d = q.shape[1:]
     kv_heads = kv.shape[2]
     share = heads // kv_heads
-    k, v = kv.index_select(1, group.slots).float().view(2, runs, context, kv_heads, d).transpose(2, 3)
-    q = q.index_select(0, group.rows).view(runs, length, kv_heads, share, d).transpose(1, 2)
+    k, v = kv.index_select(1, group.slots).view(2, runs, context, kv_heads, d).transpose(2, 3)
+    q = q.index_select(0, group.rows).to(kv.dtype).view(runs, length, kv_heads, share, d).transpose(1, 2)
     q = q.reshape(runs, kv_heads, length * share, d)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share), scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share, kv.dtype), scale=scale)
     return out.view(runs, kv_heads, length, share, d).transpose(1, 2).reshape(runs * length, heads * d)
 
 

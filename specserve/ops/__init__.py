@@ -28,7 +28,7 @@ class AttentionRows(Protocol):
 
 class Ops(Protocol):
     """One device's kernels. `dtype` is the compute dtype of linear inputs and outputs (float32 or bfloat16); the
-    residual stream, norms, rotary embedding and attention arithmetic are float32."""
+    residual stream, norms and rotary embedding are float32, and so are the sums inside products and attention."""
 
     name: str
     row_multiple: int
