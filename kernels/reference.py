@@ -2,9 +2,8 @@
 simple. Faster backends are tested against this file.
 
 Row invariance, the promise of specserve.ops, rests on rules that were measured bit for bit on MKL and oneDNN:
-- a GEMM gives each row the same bits for any number of rows from 4 on, so callers pad rows to a multiple of 4 and so
-  does attention; cuBLAS chooses its kernel by the number of rows, so on CUDA every linear GEMM
-  has exactly `_CUDA_TILE` rows;
+- a GEMM gives each row the same bits for any multiple of 4 rows, so callers pad rows and attention its queries; cuBLAS
+  chooses its kernel by the number of rows, so on CUDA every linear GEMM has exactly `_CUDA_TILE` rows;
 - attention on a CPU reduces over the context in blocks of 512 tokens; where the context is a multiple of that, what is
   masked adds exact zeros, so a row does not notice how far the padding reaches;
 - torch's silu, sigmoid and gelu round differently in the last elements of a tensor, exp and tanh do not.
@@ -25,6 +24,7 @@ from specserve.types import Ids
 
 _CONTEXT_MULTIPLE = 512  # torch's own block of keys in flash attention on a CPU
 _CUDA_TILE = 64
+_QUERY_MULTIPLE = 4
 _GATED_ROWS = 64  # the intermediate results of so many rows stay in the cache
 _PACKED_ROWS = 8  # the number of rows oneDNN is told to lay weights out for; others work as well
 _RUN_ROWS = 128
@@ -32,9 +32,9 @@ _RUN_ROWS = 128
 
 @dataclass(slots=True)
 class _Group:
-    """Row runs of one padded length, each with a linear view of the KV it may see."""
+    """Row runs of one length, each with a linear view of the KV it may see."""
 
-    rows: Tensor  # int64 [runs * length], the step's row behind each entry; padding repeats a run's first row
+    rows: Tensor  # int64 [runs * length], the step's row behind each entry
     slots: Tensor  # int64 [runs * context], KV slot of each logical index, padded to _CONTEXT_MULTIPLE
     last: Tensor  # int64 [runs, length], the last logical index each row sees
     biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # shared by layers that look alike
@@ -45,15 +45,16 @@ class _Group:
         return runs, length, len(self.slots) // runs
 
     def bias(self, window: int | None, share: int, dtype: torch.dtype) -> Tensor:
-        """0 where a row sees a logical index and -inf elsewhere, [runs, 1, length * share, context]; `share` query
-        heads read one kv head."""
+        """0 where a row sees a logical index and -inf elsewhere, [runs, 1, queries, context]; the queries are `share`
+        heads of each row, that read one kv head, padded to a multiple of 4."""
         if (window, share) not in self.biases:
             index = torch.arange(self.shape[2], device=self.last.device)
             hidden = index > self.last[..., None]  # [runs, length, context]
             if window is not None:
                 hidden |= index <= self.last[..., None] - window
             bias = torch.zeros(hidden.shape, dtype=dtype, device=self.last.device).masked_fill_(hidden, float("-inf"))
-            self.biases[window, share] = bias.repeat_interleave(share, 1)[:, None]
+            bias = bias.repeat_interleave(share, 1)[:, None]
+            self.biases[window, share] = F.pad(bias, (0, 0, 0, -bias.shape[2] % _QUERY_MULTIPLE))
         return self.biases[window, share]
 
 
@@ -128,29 +129,23 @@ class Kernels:
         """Runs of like length and context are computed together; padding costs less than a loop over sequences."""
         alike: dict[tuple[int, int], list[_Run]] = defaultdict(list)
         for run in runs:
-            length = -(-len(run.last) // self.row_multiple) * self.row_multiple
-            alike[length, (len(run.slots) // _CONTEXT_MULTIPLE).bit_length()].append(run)
+            alike[len(run.last), (len(run.slots) // _CONTEXT_MULTIPLE).bit_length()].append(run)
         groups: list[_Group] = []
         order = [0] * num_rows
         offset = 0
         for (length, _), members in alike.items():
-            groups.append(self._group(members, length))
+            groups.append(self._group(members))
             for run in members:
                 order[run.first_row : run.first_row + len(run.last)] = range(offset, offset + len(run.last))
                 offset += length
         return groups, self._ids(order)
 
-    def _group(self, runs: list[_Run], length: int) -> _Group:
+    def _group(self, runs: list[_Run]) -> _Group:
         context = -(-max(len(run.slots) for run in runs) // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE
-        rows: list[int] = []
-        slots: list[int] = []
-        last: list[list[int]] = []
-        for run in runs:
-            padding = length - len(run.last)
-            rows += [*range(run.first_row, run.first_row + len(run.last)), *[run.first_row] * padding]
-            slots += run.slots + [0] * (context - len(run.slots))
-            last.append(run.last + [run.last[0]] * padding)
-        return _Group(self._ids(rows), self._ids(slots), torch.tensor(last, device=self.device))
+        rows = [run.first_row + i for run in runs for i in range(len(run.last))]
+        slots = [slot for run in runs for slot in run.slots + [0] * (context - len(run.slots))]
+        last = torch.tensor([run.last for run in runs], device=self.device)
+        return _Group(self._ids(rows), self._ids(slots), last)
 
     def _ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -200,8 +195,7 @@ def _ancestors(parents: Ids, node: int) -> list[int]:
 
 
 def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None) -> Tensor:
-    """Attention of one group, in the dtype of its KV -> [runs * length, heads * d]. The query heads that share a kv head
-    are rows of one product."""
+    """Attention of one group, in the dtype of its KV -> [runs * length, heads * d]."""
     runs, length, context = group.shape
     heads, d = q.shape[1:]
     kv_heads = kv.shape[2]
@@ -209,8 +203,11 @@ def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | No
     k, v = kv.index_select(1, group.slots).view(2, runs, context, kv_heads, d).transpose(2, 3)
     q = q.index_select(0, group.rows).to(kv.dtype).view(runs, length, kv_heads, share, d).transpose(1, 2)
     q = q.reshape(runs, kv_heads, length * share, d)
+    if padding := -length * share % _QUERY_MULTIPLE:
+        q = F.pad(q, (0, 0, 0, padding))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share, kv.dtype), scale=scale)
-    return out.view(runs, kv_heads, length, share, d).transpose(1, 2).reshape(runs * length, heads * d)
+    out = out[:, :, : length * share].view(runs, kv_heads, length, share, d)
+    return out.transpose(1, 2).reshape(runs * length, heads * d)
 
 
 def _silu(x: Tensor) -> Tensor:
