@@ -18,7 +18,7 @@ class Counters:
 
     num_steps: int = 0
     num_rows: int = 0  # without padding
-    num_prefill_chunks: int = 0  # rows runs that did not reach the end of their sequence
+    num_prefill_chunks: int = 0  # pieces of a sequence that did not reach its end
     num_preemptions: int = 0
     num_aborted: int = 0
     num_drafts_dropped: int = 0

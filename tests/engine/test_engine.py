@@ -287,6 +287,19 @@ def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
     assert engine.cache.num_free == engine.cache.num_blocks
 
 
+@pytest.mark.parametrize("cap", [0, 2])
+def test_a_request_may_cap_its_own_drafts(tiny: Path, alone, cap: int) -> None:
+    """In one batch with a request that takes the engine's five; neither text changes."""
+    engine = make(tiny, scripted(alone), k=5)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, num_speculative_tokens=cap)
+    engine.add(Request(id="r0", prompt_ids=prompt(0), params=params))
+    engine.add(Request(id="r1", prompt_ids=prompt(1), params=PARAMS[1]))
+    stats = [engine.requests[name][0].stats for name in ("r0", "r1")]
+    events = finish(engine)
+    assert [ids(events, name) for name in ("r0", "r1")] == [alone["r0", 0], alone["r1", 0]]
+    assert [len(s.drafted_by_position) for s in stats] == [cap, 5]
+
+
 def test_priority_runs_first_and_arrival_breaks_ties(tiny: Path) -> None:
     engine = make(tiny, max_num_seqs=1)
     for name, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
