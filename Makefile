@@ -10,18 +10,30 @@ STAMP := $(VENV)/.installed
 MODEL ?= smollm2-135m
 PYTEST_FLAGS ?=
 
-.PHONY: help env demo test check lint types format pytest wheel clean
+# Where there is a C++ compiler the native kernels must build; without one the package is made without them.
+export SPECSERVE_REQUIRE_NATIVE := $(if $(shell command -v $(CXX) c++ g++ clang++),1,0)
+NATIVE_SOURCES := $(wildcard kernels/cpu/*)
+BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+MISSING_TOOLS := $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
+SANITIZE := build/sanitize
+
+.PHONY: help env demo test check lint types format pytest sanitize wheel clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
 
 env: $(STAMP) ## Make the environment in .venv: the package, editable, with all developers' tools.
 
-# The stamp is newer than pyproject.toml exactly when what is installed is what it asks for.
-$(STAMP): pyproject.toml
+# The stamp is newer than pyproject.toml and the native sources exactly when what is installed is made of them. The tools
+# that build the package stay in the environment: in isolation pip brings new ones and all is compiled anew each time.
+$(STAMP): pyproject.toml $(NATIVE_SOURCES)
 	@echo "== environment in $(VENV) (the first time it fetches torch, which takes minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -c '$(BUILD_REQUIRES)' | $(PIP) install -r /dev/stdin $(MISSING_TOOLS)
+	@$(PIP) install --no-build-isolation -e '.[dev]'
+	@test $$SPECSERVE_REQUIRE_NATIVE = 1 || echo "== no C++ compiler: without native kernels"
 	@touch $@
 
 demo: $(STAMP) ## Fetch the default model, measure n-gram speculation on a few prompts, show an answer.
@@ -30,7 +42,7 @@ demo: $(STAMP) ## Fetch the default model, measure n-gram speculation on a few p
 	@echo "== plain decoding and --drafter ngram on the bundled prompts"
 	@$(BIN)/specserve bench --model $(MODEL) --drafter ngram --limit 6 --max-tokens 64 --show 1
 
-test: check pytest ## Everything CI runs: lint, types and all tests, those of the real model too.
+test: check pytest sanitize ## Everything CI runs: lint, types and all tests, those of the real model too.
 
 check: lint types ## What needs no tests to run: lint and types.
 
@@ -53,14 +65,34 @@ format: $(STAMP) ## Format the code and fix what ruff can fix.
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
+# In an environment of its own, as in ours the editable installation finds its own native module before any other. Python
+# is not built with AddressSanitizer, so that library is loaded first by force, and libstdc++ with it, whose `throw` it
+# watches. Leaks are not looked for: Python frees much only when it ends.
+sanitize: $(STAMP) ## Test the native kernels in a build that stops at invalid memory accesses and undefined behaviour.
+ifneq ($(shell command -v g++),)
+	@echo "== native kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@$(BIN)/python -m venv --clear --without-pip $(SANITIZE)/venv
+	@rm -f $(SANITIZE)/*.whl
+	@CXX=g++ $(PIP) wheel --no-deps --no-build-isolation -w $(SANITIZE) --config-settings=build-dir=$(SANITIZE)/objects \
+	  --config-settings=cmake.build-type=Debug --config-settings=cmake.define.SPECSERVE_SANITIZE=ON .
+	@site=$$($(SANITIZE)/venv/bin/python -c '$(SITE_PACKAGES)') && $(BIN)/python -m zipfile -e $(SANITIZE)/*.whl $$site && \
+	  $(BIN)/python -c '$(SITE_PACKAGES)' > $$site/development.pth
+	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  $(SANITIZE)/venv/bin/python -P -m pytest -q -p no:cacheprovider --capture=sys tests/kernels/test_cpu.py
+else
+	@echo "== no g++: native kernels are not tested under AddressSanitizer"
+endif
+
 wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of its own, from another folder.
 	@echo "== wheel"
 	@rm -rf build/wheel && mkdir -p build/wheel dist
-	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps -w build/wheel .
+	@$(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
 	@$(PYTHON) -m venv build/wheel/venv
 	@build/wheel/venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps build/wheel/*.whl
 	@cd build/wheel && venv/bin/python -c \
 	  "import pkgutil, specserve.drafters as d; print('specserve', *d.__path__, *(m.name for m in pkgutil.iter_modules(d.__path__)))"
+	@test $$SPECSERVE_REQUIRE_NATIVE = 0 || (cd build/wheel && venv/bin/python -c \
+	  "from specserve.kernels import _native; print('native kernels', _native.__file__)")
 	@mv build/wheel/*.whl dist/
 
 clean: ## Remove what was built and cached here; the environment and the models stay.

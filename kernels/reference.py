@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from specserve.ops import AttentionRows
+from specserve.ops import AttentionRows, HeadNorms, Laws, Recording, Rotation, Tape
 from specserve.types import Ids
 
 _CONTEXT_MULTIPLE = 512  # torch's own block of keys in flash attention on a CPU
@@ -74,48 +77,122 @@ class _Run:
     last: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    matrix: Tensor  # [out, in], blocked where is_mkldnn
+    bias: Tensor | None
+
+
 class Kernels:
     """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
 
     name = "reference"
     row_multiple = 4
+    quantization = "none"
+    can_record = False
+    can_draw = False
+    layout = None
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
         self.tile = _CUDA_TILE if device.type == "cuda" else 0
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> _Weight:
         """On a CPU oneDNN's blocked layout: read without repacking, 8 rows cost 40 to 55 % less time."""
         weight = weight.to(self.device, self.dtype).contiguous()
         if self.device.type == "cpu" and torch._C._has_mkldnn:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-        return weight
+        return _Weight(weight, None if bias is None else bias.to(self.device, self.dtype))
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.is_mkldnn:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> _Weight:
+        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
+        return self.pack(torch.cat((gate, up)), bias)
+
+    def pack_vector(self, values: Tensor) -> Tensor:
+        return values.to(self.device, torch.float32)
+
+    def pack_table(self, table: Tensor) -> Tensor:
+        return table.to(self.device, self.dtype, copy=True).contiguous()
+
+    def taped(self, tape: Tape) -> AbstractContextManager[None]:
+        raise NotImplementedError("the reference's weights are torch's own affair; see layout")
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        embedded = table[token_ids].float()
+        return embedded if scale == 1.0 else embedded.mul_(scale)
+
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor:
+        if delta is not None:
+            residual += delta if post is None else self._rms_norm(delta, post, eps).to(self.dtype)
+        return self._rms_norm(residual, weight, eps).to(self.dtype)
+
+    def collect(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+        """All rows are added before some are taken: one row of a sum alone may come out otherwise."""
+        return (residual + (delta if post is None else self._rms_norm(delta, post, eps).to(self.dtype)))[rows]
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._rms_norm(x, weight, eps).to(self.dtype).float()  # no more than the LM head will read
+
+    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x.float(), weight.shape, weight, eps)
+
+    def activate(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+    def linear(self, x: Tensor, weight: _Weight) -> Tensor:
+        matrix, bias = weight.matrix, weight.bias
+        if not len(x):
+            return x.new_empty(0, matrix.shape[0])
+        if matrix.is_mkldnn:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
             return out
         if not self.tile:
-            return F.linear(x, weight, bias)
+            return F.linear(x, matrix, bias)
         rows = len(x)
         x = F.pad(x, (0, 0, 0, -rows % self.tile))
-        return torch.cat([F.linear(part, weight, bias) for part in torch.split(x, self.tile)])[:rows]
+        return torch.cat([F.linear(part, matrix, bias) for part in torch.split(x, self.tile)])[:rows]
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(self.dtype)
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        left, right = x.float().chunk(2, -1)  # [rows, heads, d / 2]
-        cos, sin = cos[:, None], sin[:, None]
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
-
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+    def gated(self, x: Tensor, weight: _Weight, activation: str) -> Tensor:
         parts = []
-        for part in torch.split(gate_up, _GATED_ROWS):
+        for part in torch.split(self.linear(x, weight), _GATED_ROWS):
             gate, up = part.float().chunk(2, -1)
             parts.append(_ACTIVATIONS[activation](gate).mul_(up).to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        return logits.div_(cap).tanh_().mul_(cap)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        if not len(logits):
+            return logits.new_empty(0, dtype=torch.int64)
+        top, best = logits.max(-1)  # of equals the first; a NaN is above all
+        return best.masked_fill_(~top.isfinite(), -1)
+
+    def draw(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor:
+        raise NotImplementedError("the sampler draws with torch; see can_draw")
+
+    def rotate(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _Plan) -> Tensor:
+        kv_heads, d = kv.shape[2:]
+        qkv = qkv.view(len(qkv), -1, d)
+        qk = qkv[:, :-kv_heads].float()  # [rows, heads + kv_heads, d]
+        if norms is not None:
+            q = self._rms_norm(qk[:, :-kv_heads], norms.q, norms.eps)
+            k = self._rms_norm(qk[:, -kv_heads:], norms.k, norms.eps)
+            qk = torch.cat((q, k), 1).to(self.dtype).float()
+        if rotation.rows is None:
+            rotation.rows = rotation.cos[rotation.positions][:, None], rotation.sin[rotation.positions][:, None]
+        cos, sin = rotation.rows
+        qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
+        rows = len(plan.write_slots)
+        kv[0].index_copy_(0, plan.write_slots, qk[:rows, -kv_heads:].to(kv.dtype))
+        kv[1].index_copy_(0, plan.write_slots, qkv[:rows, -kv_heads:].to(kv.dtype))
+        return qk[:, :-kv_heads]
+
+    def recording(self) -> AbstractContextManager[Recording]:
+        raise NotImplementedError("the reference records nothing; see can_record")
 
     def plan(self, rows: AttentionRows, block_size: int) -> _Plan:
         runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]
@@ -149,11 +226,6 @@ class Kernels:
 
     def _ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-    def write_kv(self, kv: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> None:
-        rows = len(plan.write_slots)
-        kv[0].index_copy_(0, plan.write_slots, k[:rows].to(kv.dtype))
-        kv[1].index_copy_(0, plan.write_slots, v[:rows].to(kv.dtype))
 
     def attention(self, q: Tensor, kv: Tensor, plan: _Plan, scale: float, window: int | None) -> Tensor:
         parts = [_attend(q, kv, group, scale, window) for group in plan.groups]

@@ -1,26 +1,76 @@
-"""`specserve bench` and `bench replay`. Knows options, progress and where figures go; specserve.bench measures."""
+"""`specserve bench` and its commands. Knows options, progress and where figures go; specserve.bench measures."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, Group, Parameter, validators
+from cyclopts import App, Group, Parameter, Token, validators
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specserve.cli_options import OUTPUT, SPECULATION, BenchEngineOptions, Whole, drafter_arguments, engine_options
+from specserve.cli_options import (
+    ENGINE_HELP,
+    OUTPUT,
+    SPECULATION,
+    BenchEngineOptions,
+    Whole,
+    drafter_arguments,
+    engine_options,
+    options_type,
+)
+from specserve.config import EngineConfig
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from specserve.bench.compare import Mismatch, Plan, Question, Run
     from specserve.llm import LLM
 
+    StepEngineOptions = EngineConfig
+    QualityEngineOptions = EngineConfig
+else:  # what has no part in a measurement is no option of it
+    _DRAFTING = [name for name, (group, _) in ENGINE_HELP.items() if group is SPECULATION]
+    StepEngineOptions = options_type(EngineConfig, "StepEngineOptions", ENGINE_HELP, hidden=_DRAFTING)
+    QualityEngineOptions = options_type(
+        EngineConfig,
+        "QualityEngineOptions",
+        ENGINE_HELP,
+        hidden=[*_DRAFTING, "quantization", "max_num_seqs", "prefix_caching"],
+    )
+
 MEASUREMENT = Group("Measurement", sort_key=0)
 _ENGINE = BenchEngineOptions()
+_STEP_ENGINE = StepEngineOptions()
+_QUALITY_ENGINE = QualityEngineOptions()
 _AT_LEAST_1 = validators.Number(gte=1)
+
+
+def _names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+    """A cyclopts converter for lists: with commas, spaces or both."""
+    return tuple(part for token in tokens for part in token.value.replace(",", " ").split())
+
+
+def _numbers(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    names = _names(kind, tokens)
+    if wrong := [name for name in names if not name.isdecimal()]:
+        raise ValueError(f'"{wrong[0]}" is not a whole number; write them as 1,2,4.')
+    return tuple(map(int, names))
+
+
+Context = Annotated[
+    Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Tokens in the KV cache before the step.")
+]
+Repeats = Annotated[
+    Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Steps of each kind; times are medians over them.")
+]
+Text = Annotated[
+    str, Parameter(group=MEASUREMENT, help='Text file to read; "python" is the language reference inside Python.')
+]
+JsonFile = Annotated[Path | None, Parameter(name="--json", group=OUTPUT, help="Write all figures to this file.")]
 
 bench = App(name="bench")
 
@@ -55,9 +105,7 @@ def compare(
     raw: Annotated[
         bool, Parameter(group=MEASUREMENT, negative=(), help="No chat template: continue the text.")
     ] = False,
-    json_file: Annotated[
-        Path | None, Parameter(name="--json", group=OUTPUT, help="Write all figures to this file.")
-    ] = None,
+    json_file: JsonFile = None,
     record: Annotated[
         Path | None, Parameter(group=OUTPUT, help="Write plain decoding's answers to this file, for bench replay.")
     ] = None,
@@ -108,8 +156,7 @@ def _measure(
     print(llm.summary, file=sys.stderr)
     runs = _run(llm, questions, plan)
     figures = report(llm, questions, plan.concurrency, runs)
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    _write(json_file, figures)
     if record is not None:
         _record(record, questions, runs[0])
     _print(figures, explain(llm, questions, runs))
@@ -123,10 +170,19 @@ def _run(llm: LLM, questions: list[Question], plan: Plan) -> list[Run]:
     from specserve.bench.compare import compare as run_all, turns
 
     total = sum(1 for _ in turns(plan, len(questions)))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with _progress() as bar:
         task = bar.add_task("warm-up", total=total, completed=-1)
         return run_all(llm, questions, plan, lambda turn: bar.update(task, advance=1, description=turn.drafter))
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _write(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def _print(figures: dict[str, Any], different: list[Mismatch]) -> None:
@@ -165,9 +221,7 @@ def replay(
     drafter_options: Annotated[
         dict[str, str] | None, Parameter(group=SPECULATION, help="As --drafter-options.NAME VALUE.")
     ] = None,
-    json_file: Annotated[
-        Path | None, Parameter(name="--json", group=OUTPUT, help="Write all figures to this file.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure a drafter's acceptance on recorded answers (bench --record writes them), without a model."""
     from specserve.bench.replay import replay_file
@@ -176,8 +230,7 @@ def replay(
     summary = replay_file(
         recording, drafter, num_speculative_tokens, drafter_arguments(drafter_options or {})
     ).summary()
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    _write(json_file, summary)
     title = f"{drafter}, at most {num_speculative_tokens} draft tokens a step, replayed from {recording.name}"
     table = table_of(title, "category", "steps", "tok/step", "accepted", "by position", "us/step")
     for name, part in {**summary["categories"], "all": summary}.items():
@@ -194,3 +247,123 @@ def _replay_cells(part: dict[str, Any]) -> list[str]:
         " ".join(f"{share:.2f}" for share in part["acceptance_by_position"]),
         f"{part['drafting_microseconds_per_step']:.1f}",
     ]
+
+
+@bench.command
+def verify_cost(
+    *,
+    rows: Annotated[
+        tuple[int, ...],
+        Parameter(
+            group=MEASUREMENT,
+            negative=(),
+            consume_multiple=True,
+            converter=_numbers,
+            show_default=lambda rows: ",".join(map(str, rows)),
+            help="Rows of a step: the last token and a draft. The first is 1.",
+        ),
+    ] = (1, 2, 4, 6, 8, 12, 16),
+    context: Context = 200,
+    repeats: Repeats = 30,
+    text: Text = "python",
+    json_file: JsonFile = None,
+    engine: Annotated[StepEngineOptions, Parameter(name="*")] = _STEP_ENGINE,
+) -> None:
+    """Measure what a step of the engine costs by its number of rows, against one row, and how much of the memory's
+    bandwidth a step of one row uses. One sequence, drafts that are all rejected, all numbers of rows in turn."""
+    from specserve.bench.verify_cost import headline, limit_line, verify_cost as measure, verify_cost_table
+
+    with _step_engine(engine, text, context) as (llm, ids), _rounds("steps", repeats) as on_round:
+        figures = measure(llm, ids, rows, repeats, on_round)
+    _write(json_file, figures)
+    Console().print(headline(figures), "", verify_cost_table(figures), "", highlight=False, sep="\n")
+    print(limit_line(figures))
+
+
+@bench.command
+def profile(
+    *,
+    rows: Annotated[
+        Whole,
+        Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Rows of a step: the last token and a draft."),
+    ] = 1,
+    context: Context = 200,
+    repeats: Repeats = 30,
+    text: Text = "python",
+    json_file: JsonFile = None,
+    engine: Annotated[StepEngineOptions, Parameter(name="*")] = _STEP_ENGINE,
+) -> None:
+    """Measure where the time of a step goes: each kind of op, with the bytes it must read against what memory can give,
+    and everything outside the kernels."""
+    from specserve.bench.profile import profile as measure, profile_table
+    from specserve.bench.verify_cost import headline, limit_line
+
+    with _step_engine(engine, text, context) as (llm, ids), _rounds("steps", repeats) as on_round:
+        figures = measure(llm, ids, rows, repeats, on_round)
+    _write(json_file, figures)
+    Console().print(headline(figures), "", profile_table(figures), "", highlight=False, sep="\n")
+    print(limit_line(figures), f"{figures['host_share']:.1%} of the step are outside the kernels.", sep="\n")
+
+
+@contextmanager
+def _step_engine(engine: EngineConfig, text: str, context: int) -> Iterator[tuple[LLM, list[int]]]:
+    """The engine, and the first `context` tokens of the text as it reads them."""
+    from specserve.bench.text import load_text, prompt
+    from specserve.llm import LLM
+
+    content = load_text(text)  # a wrong name must not cost a model load
+    with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
+        print(llm.summary, file=sys.stderr)
+        yield llm, prompt(llm.tokenizer, content, context)
+
+
+@contextmanager
+def _rounds(name: str, repeats: int) -> Iterator[Callable[[], None]]:
+    """A progress bar, and what a measurement calls before each of its rounds; those of the warm-up are not counted."""
+    from specserve.bench.verify_cost import WARM_UP_ROUNDS
+
+    with _progress() as bar:
+        task = bar.add_task(name, total=repeats, completed=-WARM_UP_ROUNDS - 1)
+        yield lambda: bar.advance(task)
+
+
+@bench.command
+def quality(
+    *,
+    quantizations: Annotated[
+        tuple[str, ...],
+        Parameter(
+            group=MEASUREMENT,
+            negative=(),
+            consume_multiple=True,
+            converter=_names,
+            show_default=",".join,
+            help="Weights to compare with float32; none is those of --dtype.",
+        ),
+    ] = ("none", "int8", "int4"),
+    text: Text = "python",
+    tokens: Annotated[
+        Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="That many of the text's first tokens.")
+    ] = 8192,
+    window: Annotated[
+        Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Tokens read at once; the next window is new.")
+    ] = 512,
+    json_file: JsonFile = None,
+    engine: Annotated[QualityEngineOptions, Parameter(name="*")] = _QUALITY_ENGINE,
+) -> None:
+    """Measure what rounding the weights costs: perplexity of a text and the likeliest tokens, against float32."""
+    from specserve.bench.quality import quality as measure, quality_table
+    from specserve.bench.text import load_text, windows
+
+    content = load_text(text)
+    options = engine_options(engine)
+    with _progress() as bar:
+        task = bar.add_task("float32")
+        figures = measure(
+            options,
+            quantizations,
+            lambda llm: windows(llm.tokenizer, content, window, tokens),
+            lambda name, total: bar.update(task, advance=1, total=total, description=name),
+        )
+    _write(json_file, {**figures, "text": text, "window": window})
+    Console().print(quality_table(figures))

@@ -9,7 +9,7 @@ from typing import Any
 from specserve.errors import ConfigError, strict_fields, unknown
 
 DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = ("none",)
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 VERIFICATIONS = ("coupled", "rejection", "block")
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -20,13 +20,14 @@ class EngineConfig:
     """Everything an engine is told at start. Sizes are tokens, sequences or GiB as their names say.
 
     `drafter` is a file name in drafters/ or an entry point of the group `specserve.drafters`; "none" is plain decoding.
-    `drafter_options` go to that drafter unread. `kv_cache_gib=None` sizes the cache from free memory.
+    `drafter_options` go to that drafter unread. `quantization="auto"` is int8 where native kernels serve the CPU and no
+    dtype is asked for, else none. `kv_cache_gib=None` sizes the cache from free memory.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
-    quantization: str = "none"
+    quantization: str = "auto"
     device: str = "auto"
     threads: int | None = None
     drafter: str = "none"

@@ -87,7 +87,7 @@ def _cpu(cpuinfo: str) -> list[tuple[str, str]]:
     return [
         ("processor", _field(cpuinfo, "model name") or platform.processor() or platform.machine()),
         ("instruction sets", found if flags else f"not reported by {platform.system()}"),
-        ("cores", f"{_usable_cores()} usable of {os.cpu_count()}"),
+        ("cores", f"{build.usable_cores()} usable of {os.cpu_count()}"),
         ("threads", f"{torch.get_num_threads()} (--threads changes it)"),
     ]
 
@@ -98,11 +98,6 @@ def _field(cpuinfo: str, name: str) -> str:
         if key.strip() == name:
             return value.strip()
     return ""
-
-
-def _usable_cores() -> int:
-    """Cores this process may run on, which a container or taskset can make fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> list[tuple[str, str]]:
@@ -125,12 +120,15 @@ def _gpus() -> list[tuple[str, str]]:
 
 def _kernels(device: torch.device) -> list[tuple[str, str]]:
     dtype = build.auto_dtype(device)
-    backends = ", ".join(sorted(module.name for module in pkgutil.iter_modules(specserve.kernels.__path__)))
+    found = sorted(module.name for module in pkgutil.iter_modules(specserve.kernels.__path__))
+    backends = ", ".join(name for name in found if not name.startswith("_"))
+    ops = build.choose_ops(device, "auto", "auto", 1)
+    weights = f"weights in {ops.quantization}" if ops.quantization != "none" else "weights not quantised"
     native = "multiplies bfloat16 natively" if dtype == "bfloat16" else "has no native bfloat16, so float32 is faster"
     return [
         (
             "chosen",
-            f"{build.choose_ops(device, 'auto').name}: what an engine on {device} takes; kernels/ holds {backends}",
+            f"{ops.name}, {weights}: what an engine on {device} takes; kernels/ holds {backends}",
         ),
         ("dtype", f"{dtype}: {device} {native}"),
     ]

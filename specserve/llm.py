@@ -81,6 +81,7 @@ class LLM:
         self._built: Built | None = build(self.config, progress=progress)
         self.tokenizer = self._built.tokenizer
         self.device, self.dtype, self.threads = self._built.device, self._built.dtype, self._built.threads
+        self.quantization = self._built.quantization
         self.summary = self._built.summary
         self._requests = _Requests(self.tokenizer)
         self._collectors: dict[str, Collector] = {}

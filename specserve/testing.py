@@ -197,12 +197,17 @@ class PagedDecoder:
         positions = [self.cached[feed.seq] + depth for feed in feeds for depth in feed.depths]
         padding = [0] * (rows.num_rows - len(token_ids))
         ids = torch.tensor([token_ids + padding, positions + padding], device=ops.device)
+        every = torch.arange(rows.num_rows, device=ops.device)
         with torch.inference_mode():
-            hidden = self.model.hidden(ids[0], ids[1], self.kv, ops.plan(rows, self.block_size))
-            logits = self.model.logits(hidden)
+            _, logits, _ = self.model.forward(ids[0], ids[1], every, self.kv, ops.plan(rows, self.block_size))
         for feed in feeds:
             self.cached[feed.seq] += len(feed.tokens) if feed.parents is None else 0
         return list(torch.split(logits[: len(token_ids)], [len(feed.tokens) for feed in feeds]))
+
+    def chunks(self, seq: int, tokens: Many[int], size: int) -> Tensor:
+        """Feed one sequence a chain, `size` tokens a step -> its logits, float32 [tokens, vocab]."""
+        parts = [self.step(Feed(seq, tokens[start : start + size]))[0] for start in range(0, len(tokens), size)]
+        return torch.cat(parts)
 
     def _rows(self, feeds: Many[Feed]) -> _Rows:
         rows = _Rows()
@@ -214,6 +219,44 @@ class PagedDecoder:
         multiple = self.model.ops.row_multiple
         rows.num_rows = -(-rows.query_starts[-1] // multiple) * multiple
         return rows
+
+
+def unequal_rows(model: Decoder) -> list[str]:
+    """Where a row's logits differ by any bit from those of the same row computed alone in its step: in chunks, batches
+    and trees of a prompt of 45 tokens. Empty for kernels that keep the promise of specserve.ops."""
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(0, model.spec.vocab_size, (45,), generator=generator).tolist()
+    paged = PagedDecoder(model, num_seqs=12, capacity=64)
+    alone = paged.chunks(0, prompt, 1)
+    pairs = _chains(paged, prompt, alone) | _trees(paged, prompt, alone)
+    return [name for name, (found, wanted) in pairs.items() if not torch.equal(found, wanted)]
+
+
+def _chains(paged: PagedDecoder, prompt: list[int], alone: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits as found and as wanted, on sequences 1 to 9."""
+    pairs = {
+        f"chunks of {size}": (paged.chunks(seq, prompt, size), alone)
+        for seq, size in enumerate((3, 7, 8, 9, 40, 45), start=1)
+    }
+    first, other, third = (Feed(7, prompt[:9]), Feed(8, prompt[::-1]), Feed(9, prompt[20:23]))
+    pairs["first of a batch"] = paged.step(first, other)[0], alone[:9]
+    pairs["last of a batch"] = paged.step(third, Feed(8, [7]), Feed(7, prompt[9:]))[2], alone[9:]
+    return pairs
+
+
+def _trees(paged: PagedDecoder, prompt: list[int], alone: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """As _chains, on sequences 10 and 11, and 9 beside them."""
+    paged.chunks(10, prompt[:30], 30)
+    paged.chunks(11, prompt[:30], 11)
+    path = [0, 2, 4, 7]  # the nodes that spell prompt[30:34], among siblings and cousins
+    tokens = [prompt[30], 1, prompt[31], 2, prompt[32], 3, 4, prompt[33], 5]
+    parents = [-1, 0, 0, 0, 2, 1, 2, 4, 5]
+    wanted = alone[30:34]
+    return {
+        "tree": (paged.step(Feed(10, tokens, parents))[0][path], wanted),
+        "tree in a batch": (paged.step(Feed(9, prompt[:8]), Feed(11, tokens, parents))[1][path], wanted),
+        "chain after trees": (paged.chunks(10, prompt[30:], 4), alone[30:]),
+    }
 
 
 class ScriptedDrafter:

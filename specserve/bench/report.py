@@ -31,7 +31,7 @@ def report(llm: LLM, questions: Sequence[Question], concurrency: int, runs: Sequ
         "model": llm.config.model,
         "device": llm.device,
         "dtype": llm.dtype,
-        "quantization": llm.config.quantization,
+        "quantization": llm.quantization,
         "threads": llm.threads,
         "concurrency": concurrency,
         "prompts": len(questions),
@@ -150,7 +150,8 @@ def table_of(title: str, first: str, *others: str) -> Table:
 
 def overview(figures: dict[str, Any]) -> Table:
     """One row a run."""
-    title = f"{figures['model']}, {figures['dtype']} on {figures['device']}, {figures['threads']} threads, "
+    weights = figures["dtype"] if figures["quantization"] == "none" else figures["quantization"]
+    title = f"{figures['model']}, {weights} on {figures['device']}, {figures['threads']} threads, "
     columns = ("tok/s", "speed-up", "ms/tok", "first ms", "tok/step", "accept", "differ", "waste")
     table = table_of(title + f"{figures['prompts']} prompts, {figures['concurrency']} at a time", "drafter", *columns)
     for run in figures["runs"]:

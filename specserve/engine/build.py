@@ -4,7 +4,10 @@ The only function that sees all the parts."""
 from __future__ import annotations
 
 import importlib
+import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ class Built:
     tokenizer: Tokenizer
     device: str
     dtype: str
+    quantization: str
     threads: int
     summary: str  # one line for people
 
@@ -41,35 +45,38 @@ class Built:
 def build(config: EngineConfig, *, progress: bool = False) -> Built:
     """Load everything a configuration names. Raises ConfigError, ModelError or CapacityError before any request."""
     drafter = create(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    ops = choose_ops(choose_device(config.device), config.dtype)
+    threads = config.threads or usable_cores()
+    ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads)
+    # Native kernels have threads of their own, and torch's would spin beside them for what little is left to torch.
+    torch.set_num_threads(1 if ops.can_record and ops.device.type == "cpu" else threads)
     folder = catalog.resolve(config.model, progress=progress)
     tokenizer = Tokenizer(folder)
-    model = load_model(folder, ops, config.max_model_len)
+    model = load_model(folder, ops, config.max_model_len, progress=progress)
     spec = model.spec
     per_block = KVStorage.bytes_per_block(
         spec.num_layers, config.block_size, spec.num_kv_heads, spec.head_dim, ops.dtype
     )
+    free = max(0, free_memory(ops.device) - model.num_mapped_bytes)  # mapped weights pass for free memory
     num_blocks, chosen = plan_blocks(
-        free_memory(ops.device), per_block, config.block_size, spec.max_len, config.max_num_seqs, config.kv_cache_gib
+        free, per_block, config.block_size, spec.max_len, config.max_num_seqs, config.kv_cache_gib
     )
     storage = KVStorage(
         spec.num_layers, num_blocks, config.block_size, spec.num_kv_heads, spec.head_dim, ops.dtype, ops.device
     )
     cache = KVCache(storage, config.prefix_caching)
     engine = Engine(
-        Runner(model, ops, storage),
+        Runner(model, ops, storage, config.max_num_batched_tokens),
         cache,
         Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, spec.max_len),
-        Sampler(spec.vocab_size, config.verification, ops.device),
+        Sampler(spec.vocab_size, config.verification, ops.device, ops.draw if ops.can_draw else None),
         DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s),
         Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),
         config.num_speculative_tokens,
     )
     dtype = str(ops.dtype).removeprefix("torch.")
-    summary = f"{config.model} in {dtype} on {ops.device} ({ops.name} kernels); {chosen}"
-    return Built(engine, tokenizer, str(ops.device), dtype, torch.get_num_threads(), summary)
+    weights = dtype if ops.quantization == "none" else ops.quantization
+    summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels); {chosen}"
+    return Built(engine, tokenizer, str(ops.device), dtype, ops.quantization, threads, summary)
 
 
 def choose_device(name: str) -> torch.device:
@@ -87,12 +94,40 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_ops(device: torch.device, dtype: str) -> Ops:
-    """The kernels that serve a device, in the asked dtype or the fastest one."""
-    backend: Any = importlib.import_module("specserve.kernels.reference")
+def choose_ops(device: torch.device, dtype: str, quantization: str, threads: int) -> Ops:
+    """The kernels that serve a device: native ones on a CPU where they are built, else the reference. "auto" is the
+    fastest. Raises ConfigError for weights that they do not have."""
     chosen = getattr(torch, dtype if dtype != "auto" else auto_dtype(device))
-    ops: Ops = backend.Kernels(device, chosen)
-    return ops
+    native = _backend("cpu") if device.type == "cpu" else None
+    if native is not None:
+        wanted = ("int8" if dtype == "auto" else "none") if quantization == "auto" else quantization
+        ops: Ops = native.Kernels(chosen, wanted, threads)
+        return ops
+    if quantization not in ("auto", "none"):
+        raise ConfigError(
+            f"--quantization {quantization} needs the native kernels for CPUs, and there are none for {device} here. "
+            "Use --quantization none, or --device cpu and an installation with a C++ compiler at hand."
+        )
+    reference: Ops = importlib.import_module("specserve.kernels.reference").Kernels(device, chosen)
+    return reference
+
+
+def _backend(name: str) -> Any:
+    """A module of kernels/, or None where its compiled part is missing."""
+    try:
+        return importlib.import_module(f"specserve.kernels.{name}")
+    except ImportError as error:
+        if error.name != "specserve.kernels" or "_native" not in error.msg:
+            raise
+        return None
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, and its control group's share of time, rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    quota, _, period = (limit.read_text() if limit.is_file() else "max").partition(" ")
+    return cores if quota.strip() == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
 def auto_dtype(device: torch.device) -> str:

@@ -90,7 +90,7 @@ class Engine:
             with timed("forward"):
                 out = self.runner.run(batch)
             with timed("sample"):
-                results = self._judge(batch, out.logits)
+                results = self._judge(batch, out)
             events, verdicts = self._keep(work, batch.rows, results)
             with timed("draft"):
                 self.drafters.commit(list(verdicts), list(verdicts.values()), self._hidden(batch.rows, verdicts, out))
@@ -98,9 +98,10 @@ class Engine:
         self.counters.settle()
         return events
 
-    def _judge(self, batch: Batch, logits: Tensor) -> dict[Sequence, Verdict | Failure]:
+    def _judge(self, batch: Batch, out: Output) -> dict[Sequence, Verdict | Failure]:
         """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
-        results = self.sampler(logits, batch.rows, None) if batch.rows.seqs else []
+        logits = out.logits
+        results = self.sampler(logits, batch.rows, None, out.best) if batch.rows.seqs else []
         start = batch.rows.num_rows
         for seq, targets in batch.scored:
             scores = self.sampler.score(logits[start : start + len(targets)], targets, seq.params.prompt_logprobs or 0)

@@ -3,6 +3,7 @@ and no scheduling; the KV cache and the attention plan are handed in."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,152 +13,144 @@ import torch
 from torch import Tensor
 
 from specserve.models.spec import DecoderSpec, Rope
-from specserve.ops import Ops
+from specserve.ops import HeadNorms, Ops, Rotation
 
 __all__ = ["Decoder", "DecoderSpec", "rotary_tables"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: Any  # as ops.pack returned it
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's weights, fused where one product can do the work of several. Norm weights are float32."""
+    """One layer's weights as the ops packed them, fused where one product can do the work of several."""
 
-    norm: Tensor  # [hidden], before attention
-    qkv: _Linear  # [(heads + 2 kv_heads) * d, hidden]
-    q_norm: Tensor | None  # [d]
-    k_norm: Tensor | None  # [d]
-    out: _Linear  # [hidden, heads * d]
-    post_norm: Tensor | None  # [hidden], after attention
-    mlp_norm: Tensor  # [hidden], before the MLP
-    gate_up: _Linear  # [2 intermediate, hidden]
-    down: _Linear  # [hidden, intermediate]
-    post_mlp_norm: Tensor | None  # [hidden], after the MLP
+    norm: Any  # [hidden], before attention
+    qkv: Any  # [(heads + 2 kv_heads) * d, hidden]
+    head_norms: HeadNorms | None
+    out: Any  # [hidden, heads * d]
+    post_norm: Any  # [hidden], after attention, or None
+    mlp_norm: Any  # [hidden], before the MLP
+    gate_up: Any  # twice [intermediate, hidden]
+    down: Any  # [hidden, intermediate]
+    post_mlp_norm: Any  # [hidden], after the MLP, or None
     rope: Rope
     window: int | None
 
 
 class Decoder:
     """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype; each is
-    read once and copied. The number of rows given to any method is a multiple of ops.row_multiple."""
+    read in an order that the spec fixes, and copied. The number of rows given to `forward` is a multiple of
+    ops.row_multiple."""
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops) -> None:
         self.spec = spec
         self.ops = ops
-        self._embedding = weights["model.embed_tokens.weight"].to(ops.device, ops.dtype, copy=True)
+        self.num_mapped_bytes = 0  # of the weights, where they are mapped from a file: the system counts them as free
+        self._embedding = ops.pack_table(weights["model.embed_tokens.weight"])
         # Rounded as transformers rounds it: Gemma was trained with the scale in the compute dtype.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))
-        head = self._embedding if spec.tied_embeddings else weights["lm_head.weight"]
-        self._head = ops.pack(head.to(ops.device, ops.dtype))
-        self._norm = _norm(spec, weights, ops, "model.norm")
-        self._layers = [_layer(spec, weights, ops, i) for i in range(spec.num_layers)]
+        head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
+        self._head = ops.pack(weights[head])
+        self._norm = _Reader(spec, weights, ops, "model").norm("norm")
+        self._layers = [_layer(_Reader(spec, weights, ops, f"model.layers.{i}"), i) for i in range(spec.num_layers)]
         self._tables = {rope: rotary_tables(rope, spec.head_dim, spec.max_len, ops.device) for rope in set(spec.ropes)}
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids int64 [rows] -> the residual stream entering layer 0, float32 [rows, hidden]."""
-        embedded = self._embedding[token_ids].float()
-        return embedded if self._embedding_scale == 1.0 else embedded.mul_(self._embedding_scale)
-
-    def hidden(self, token_ids: Tensor, positions: Tensor, kv: list[Tensor], plan: Any) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, rows: Tensor, kv: list[Tensor], plan: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One step: token_ids, positions int64 [rows], one kv [2, slots, kv_heads, d] per layer, `plan` from ops.plan.
 
-        Returns float32 [rows, hidden], after the final norm: exactly what the LM head reads, so its values are
-        representable in the compute dtype. The rows' keys and values are written to `kv`.
+        Returns for the `rows` int64 [n] that are asked for the hidden states after the final norm, float32 [n, hidden],
+        the LM head's scores, float32 [n, vocab], and the best token ids as ops.argmax has them, int64 [n]. The keys and
+        values of all rows are written to `kv`.
         """
-        assert len(token_ids) % self.ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
-        rotations = {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self._tables.items()}
-        residual = self.embed(token_ids)  # [rows, hidden], float32 through all layers
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
-            residual += self._attention(layer, residual, rotations[layer.rope], layer_kv, plan)
-            residual += self._mlp(layer, residual)
-        return self.ops.rms_norm(residual, self._norm, self.spec.norm_eps).float()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of hidden() -> the LM head's scores, float32 [rows, vocab]."""
-        assert len(hidden) % self.ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
-        logits = self.ops.linear(hidden.to(self.ops.dtype), self._head).float()
-        cap = self.spec.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def _attention(
-        self, layer: _Layer, residual: Tensor, rotation: tuple[Tensor, Tensor], kv: Tensor, plan: Any
-    ) -> Tensor:
         ops, spec = self.ops, self.spec
-        x = ops.rms_norm(residual, layer.norm, spec.norm_eps)
-        qkv = ops.linear(x, layer.qkv.weight, layer.qkv.bias).view(len(x), -1, spec.head_dim)
-        q, k = self._rotated(layer, qkv, *rotation)
-        ops.write_kv(kv, k, qkv[:, -spec.num_kv_heads :], plan)
-        x = ops.attention(q, kv, plan, spec.query_scale, layer.window)
-        x = ops.linear(x, layer.out.weight, layer.out.bias)
-        return x if layer.post_norm is None else ops.rms_norm(x, layer.post_norm, spec.norm_eps)
+        assert len(token_ids) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
+        assert len(rows) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
+        rotations = {rope: Rotation(positions, *tables) for rope, tables in self._tables.items()}
+        residual = ops.embed(token_ids, self._embedding, self._embedding_scale)  # [rows, hidden], through all layers
+        delta: Tensor | None = None
+        post: Any = None
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            x = ops.add_norm(residual, delta, post, layer.norm, spec.norm_eps)
+            q = ops.rotate(ops.linear(x, layer.qkv), layer.head_norms, rotations[layer.rope], layer_kv, plan)
+            x = ops.attention(q, layer_kv, plan, spec.query_scale, layer.window)
+            x = ops.add_norm(residual, ops.linear(x, layer.out), layer.post_norm, layer.mlp_norm, spec.norm_eps)
+            delta, post = ops.linear(ops.gated(x, layer.gate_up, spec.activation), layer.down), layer.post_mlp_norm
+        assert delta is not None, "a decoder has layers"
+        hidden = ops.norm(ops.collect(rows, residual, delta, post, spec.norm_eps), self._norm, spec.norm_eps)
+        logits = self._logits(hidden)
+        return hidden, logits, ops.argmax(logits)
 
-    def _rotated(self, layer: _Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q float32 [rows, heads, d] and k float32 [rows, kv_heads, d], views of one tensor unless they are normed."""
-        ops, heads = self.ops, self.spec.num_heads
-        if layer.q_norm is None or layer.k_norm is None:
-            qk = ops.rotary(qkv[:, : -self.spec.num_kv_heads], cos, sin)
-            return qk[:, :heads], qk[:, heads:]
-        q = ops.rms_norm(qkv[:, :heads], layer.q_norm, self.spec.norm_eps)
-        k = ops.rms_norm(qkv[:, heads : -self.spec.num_kv_heads], layer.k_norm, self.spec.norm_eps)
-        return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
-
-    def _mlp(self, layer: _Layer, residual: Tensor) -> Tensor:
-        ops, eps = self.ops, self.spec.norm_eps
-        x = ops.rms_norm(residual, layer.mlp_norm, eps)
-        x = ops.gated(ops.linear(x, layer.gate_up.weight, layer.gate_up.bias), self.spec.activation)
-        x = ops.linear(x, layer.down.weight, layer.down.bias)
-        return x if layer.post_mlp_norm is None else ops.rms_norm(x, layer.post_mlp_norm, eps)
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.ops.linear(self.ops.activate(hidden), self._head).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else self.ops.softcap(logits, cap)
 
 
-def _layer(spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops, index: int) -> _Layer:
-    def norm(name: str, present: bool) -> Tensor | None:
-        return _norm(spec, weights, ops, f"model.layers.{index}.{name}") if present else None
+class _Reader:
+    """Packs the tensors below one name."""
 
-    def linear(part: str, *names: str, bias: bool) -> _Linear:
-        return _linear(weights, ops, [f"model.layers.{index}.{part}.{name}" for name in names], bias)
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops, prefix: str) -> None:
+        self.spec = spec
+        self.ops = ops
+        self._weights = weights
+        self._prefix = prefix
 
+    def norm(self, name: str, present: bool = True) -> Any:
+        if not present:
+            return None
+        weight = self._weights[f"{self._prefix}.{name}.weight"].float() + self.spec.norm_offset
+        return self.ops.pack_vector(weight)
+
+    def linear(self, bias: bool, *names: str) -> Any:
+        """One product for several layers that read the same input."""
+        return self.ops.pack(*(self._stacked(kind, names) for kind in (("weight", "bias") if bias else ("weight",))))
+
+    def gated(self, bias: bool, gate: str, up: str) -> Any:
+        biases = [self._stacked("bias", (name,)) if bias else None for name in (gate, up)]
+        return self.ops.pack_gated(self._stacked("weight", (gate,)), self._stacked("weight", (up,)), *biases)
+
+    def _stacked(self, kind: str, names: tuple[str, ...]) -> Tensor:
+        """A copy even of a single tensor: file mappings are not aligned as kernels like it, and may be closed. Not by
+        torch.cat, which on the meta device first imports half of torch."""
+        parts = [self._weights[f"{self._prefix}.{name}.{kind}"] for name in names]
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        lengths = [len(part) for part in parts]
+        stacked = torch.empty(sum(lengths), *parts[0].shape[1:], dtype=dtype, device=parts[0].device)
+        for place, part in zip(torch.split(stacked, lengths), parts, strict=True):
+            place.copy_(part)
+        return stacked
+
+
+def _layer(read: _Reader, index: int) -> _Layer:
+    spec = read.spec
     # Where a layer has four norms, the one named post_attention follows attention; where it has two, it opens the MLP.
     mlp_norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
+    q_norm, k_norm = (read.norm(f"self_attn.{name}", spec.qk_norm) for name in ("q_norm", "k_norm"))
     return _Layer(
-        norm=_norm(spec, weights, ops, f"model.layers.{index}.input_layernorm"),
-        qkv=linear("self_attn", "q_proj", "k_proj", "v_proj", bias=spec.qkv_bias),
-        q_norm=norm("self_attn.q_norm", spec.qk_norm),
-        k_norm=norm("self_attn.k_norm", spec.qk_norm),
-        out=linear("self_attn", "o_proj", bias=spec.o_bias),
-        post_norm=norm("post_attention_layernorm", spec.post_norms),
-        mlp_norm=_norm(spec, weights, ops, f"model.layers.{index}.{mlp_norm}"),
-        gate_up=linear("mlp", "gate_proj", "up_proj", bias=spec.mlp_bias),
-        down=linear("mlp", "down_proj", bias=spec.mlp_bias),
-        post_mlp_norm=norm("post_feedforward_layernorm", spec.post_norms),
+        norm=read.norm("input_layernorm"),
+        qkv=read.linear(spec.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        head_norms=HeadNorms(q_norm, k_norm, spec.norm_eps) if spec.qk_norm else None,
+        out=read.linear(spec.o_bias, "self_attn.o_proj"),
+        post_norm=read.norm("post_attention_layernorm", spec.post_norms),
+        mlp_norm=read.norm(mlp_norm),
+        gate_up=read.gated(spec.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        down=read.linear(spec.mlp_bias, "mlp.down_proj"),
+        post_mlp_norm=read.norm("post_feedforward_layernorm", spec.post_norms),
         rope=spec.ropes[index],
         window=spec.windows[index],
     )
 
 
-def _norm(spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops, name: str) -> Tensor:
-    return weights[f"{name}.weight"].to(ops.device, torch.float32, copy=True) + spec.norm_offset
-
-
-def _linear(weights: Mapping[str, Tensor], ops: Ops, names: list[str], bias: bool) -> _Linear:
-    def stacked(kind: str) -> Tensor:
-        # cat copies even a single tensor: file mappings are not aligned as kernels like it, and may be closed.
-        return torch.cat([weights[f"{name}.{kind}"].to(ops.device, ops.dtype) for name in names])
-
-    return _Linear(ops.pack(stacked("weight")), stacked("bias") if bias else None)
-
-
 def rotary_tables(rope: Rope, head_dim: int, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [max_len, head_dim / 2] each, of position times frequency.
+    """cos and sin, float32 [max_len, head_dim] each, of position times frequency: x * cos + swap(x) * sin rotates by
+    halves, where swap exchanges the halves. So sin is negative in the first half.
 
     Frequencies and angles are float32, as models were trained; cosines go through float64 so that their bits do not
     depend on the table's length or on the machine's vector width.
     """
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), _frequencies(rope, head_dim)).double()
-    return angles.cos().float().to(device), angles.sin().float().to(device)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
 def _frequencies(rope: Rope, head_dim: int) -> Tensor:

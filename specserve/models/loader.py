@@ -1,34 +1,45 @@
 """Builds a native Decoder from a model folder: finds the architecture's file, checks every tensor, and that memory
-suffices. Knows no architecture by name and no kernels."""
+suffices; what was packed for it before is taken from the cache. Knows no architecture by name and no kernels."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import rich.progress
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from torch import Tensor
 
 from specserve.cache.sizing import free_memory
 from specserve.errors import CapacityError, ModelError, unknown
 from specserve.models.decoder import Decoder
+from specserve.models.packed import PackedFile, Progress, Scale, Shapes, packed_path
 from specserve.models.spec import Config, DecoderSpec, shorten
 from specserve.models.weights import Weights, read_config
 from specserve.ops import Ops
 
+PACKING_VERSION = 1  # raise it when Decoder packs something else of the same tensors: earlier files are then not used
+
 _GIB = 2**30
+_WORTH_BYTES = 2**24  # packing less is as fast as looking for a file
 # Tensors that old checkpoints carry and no decoder reads: they follow from the configuration.
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")
 _FLOATS = ("F32", "BF16", "F16")  # safetensors' spelling
 
 
-def load_model(folder: Path, ops: Ops, max_len: int | None = None) -> Decoder:
+def load_model(folder: Path, ops: Ops, max_len: int | None = None, *, progress: bool = False) -> Decoder:
     """The model in `folder` on the device and in the dtype of `ops`, for sequences of up to `max_len` tokens (None: as
-    many as the model was made for).
+    many as the model was made for). Weights that `ops` packs are kept in the cache and, but for the first time, mapped
+    from there; `progress` draws a bar on stderr while they are packed.
 
     Raises ModelError (unknown architecture, unsupported setting; missing, misshapen or unknown tensor) and
     CapacityError.
@@ -38,7 +49,45 @@ def load_model(folder: Path, ops: Ops, max_len: int | None = None) -> Decoder:
     spec = architecture.spec(config) if max_len is None else shorten(architecture.spec(config), max_len)
     tensors = CheckedTensors(spec, Weights(folder), getattr(architecture, "rename", str), folder)
     check_memory(spec, ops, free_memory(ops.device))
-    return Decoder(spec, tensors, ops)
+    if ops.layout is None or tensors.num_bytes < _WORTH_BYTES:
+        return Decoder(spec, tensors, ops)
+    num_reads = len(tensors) + spec.tied_embeddings  # a tied table is packed as a head as well
+    file = _packed_file(spec, tensors, ops, folder, lambda: _bar(progress, num_reads))
+    model, num_mapped_bytes = file.load()
+    model.num_mapped_bytes = num_mapped_bytes
+    return model
+
+
+def _packed_file(
+    spec: DecoderSpec, tensors: CheckedTensors, ops: Ops, folder: Path, progress: Progress
+) -> PackedFile[Decoder]:
+    layout = ops.layout
+    any_length = repr(dataclasses.replace(spec, max_len=1))
+
+    def key() -> Any:
+        stats = [(path.name, path.stat()) for path in tensors.files]
+        files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        return {"version": PACKING_VERSION, "layout": layout, "model": any_length, "files": files}
+
+    return PackedFile(
+        packed_path(folder.resolve(), ops),
+        folder.resolve(),
+        key,
+        ops,
+        tensors,
+        spec.shapes(),
+        lambda read: Decoder(spec, read, ops),
+        progress,
+    )
+
+
+@contextmanager
+def _bar(visible: bool, total: int) -> Iterator[Callable[[], object]]:
+    """What to call for each of `total` tensors."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with rich.progress.Progress(*columns, console=Console(stderr=True), disable=not visible) as bars:
+        task = bars.add_task("Packing weights", total=total)
+        yield lambda: bars.advance(task)
 
 
 def native_model_types() -> dict[str, str]:
@@ -74,11 +123,20 @@ class CheckedTensors(Mapping[str, Tensor]):
         self._folder = folder
         names = {rename(stored): stored for stored in weights if not _HARMLESS.fullmatch(stored)}
         self._stored = {name: stored for name, stored in names.items() if name is not None}
-        if spec.tied_embeddings and self._stored.keys() >= {"lm_head.weight", "model.embed_tokens.weight"}:
-            self._drop_tied_head()
+        # Some tools store a tied head a second time.
+        self._second_head = self._stored.pop("lm_head.weight", None) if spec.tied_embeddings else None
         self._check_names()
         for name in self._shapes:
             self._check_tensor(name)
+
+    @property
+    def files(self) -> list[Path]:
+        """Where the tensors lie."""
+        return list(dict.fromkeys(info.file for info in self._weights.infos.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._weights.infos[stored].num_bytes for stored in self._stored.values())
 
     def _check_names(self) -> None:
         if missing := [name for name in self._shapes if name not in self._stored]:
@@ -96,18 +154,19 @@ class CheckedTensors(Mapping[str, Tensor]):
         if info.dtype not in _FLOATS:
             raise ModelError(f"{self._folder}: {stored} holds {info.dtype}; supported are {', '.join(_FLOATS)}.")
 
-    def _drop_tied_head(self) -> None:
-        """Some tools store a tied head a second time; one that differs would silently be lost."""
-        head, table = (self._weights[self._stored[name]] for name in ("lm_head.weight", "model.embed_tokens.weight"))
-        if not torch.equal(head, table):
+    def _check_second_head(self, table: Tensor) -> None:
+        """One that differs would silently be lost."""
+        if self._second_head is not None and not torch.equal(self._weights[self._second_head], table):
             raise ModelError(
                 f"{self._folder}: config.json ties lm_head.weight to the embeddings, and the file has another one. "
                 "Set tie_word_embeddings to false if the stored head is meant."
             )
-        del self._stored["lm_head.weight"]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._weights[self._stored[name]]
+        tensor = self._weights[self._stored[name]]
+        if name == "model.embed_tokens.weight":
+            self._check_second_head(tensor)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -123,19 +182,29 @@ def _some(names: list[str]) -> str:
 def num_weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
     """Bytes the model takes in memory, at most: its tensors in the compute dtype, a tied table a second time as kernels
     pack a head, and float32 rotary tables."""
-    tables = len(set(spec.ropes)) * spec.max_len * spec.head_dim * 4
     numbers = sum(math.prod(shape) for shape in spec.shapes().values())
     packed_head = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0
-    return (numbers + packed_head) * dtype.itemsize + tables
+    return (numbers + packed_head) * dtype.itemsize + _num_table_bytes(spec)
+
+
+def num_packed_bytes(spec: DecoderSpec, ops: Ops) -> int:
+    """Bytes the model takes in memory, exactly: what `ops`, which have a layout, pack, and float32 rotary tables."""
+    with ops.taped(scale := Scale()):
+        Decoder(shorten(spec, 1), Shapes(spec.shapes()), ops)
+    return scale.num_bytes + _num_table_bytes(spec)
+
+
+def _num_table_bytes(spec: DecoderSpec) -> int:
+    return len(set(spec.ropes)) * spec.max_len * spec.head_dim * 8
 
 
 def check_memory(spec: DecoderSpec, ops: Ops, free: int) -> None:
     """Raise CapacityError if the model does not fit `free` bytes of the device's memory."""
-    needed = num_weight_bytes(spec, ops.dtype)
+    needed = num_weight_bytes(spec, ops.dtype) if ops.layout is None else num_packed_bytes(spec, ops)
     if needed > free:
-        dtype = str(ops.dtype).removeprefix("torch.")
-        hint = ", or dtype bfloat16, which halves it." if ops.dtype == torch.float32 else ", or free memory."
+        stored = str(ops.dtype).removeprefix("torch.") if ops.quantization == "none" else ops.quantization
+        hints = {"float32": "dtype bfloat16, which halves it", "int8": "quantization int4, which takes less"}
         raise CapacityError(
-            f"The weights need {needed / _GIB:.2f} GiB in {dtype} and {free / _GIB:.2f} GiB are free on {ops.device}. "
-            f"Choose a smaller model{hint}"
+            f"The weights need {needed / _GIB:.2f} GiB in {stored} and {free / _GIB:.2f} GiB are free on {ops.device}. "
+            f"Choose a smaller model, or {hints.get(stored, 'free memory')}."
         )

@@ -3,13 +3,21 @@ backend is one file in kernels/ that has a class `Kernels`.
 
 Every op is row-invariant: row i of the result depends on row i of the input alone, bit for bit, whatever the number of
 rows. Callers pad rows to a multiple of `row_multiple`; that padding is what lets a library GEMM keep the promise.
+
+Ops are as large as the passes over memory that a fast backend wants to save. What one op returns for another to read
+(typed Any) is the backend's own affair. A result is valid until the next call of the same op.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.types import Ids
@@ -26,36 +34,130 @@ class AttentionRows(Protocol):
     # row r sees the cached tokens, its ancestors and itself, and its position is that of its depth
 
 
+@dataclass(frozen=True, slots=True)
+class Laws:
+    """How each of n rows is drawn from: arrays [n] on the host."""
+
+    temperature: NDArray[np.float64]  # above 0
+    min_p: NDArray[np.float64]
+    top_p: NDArray[np.float64]
+    top_k: NDArray[np.int64]  # 0: all tokens
+
+
+class Recording(Protocol):
+    """Ops that were recorded once, to be run on what their tensors hold now."""
+
+    def run(self, num_rows: int, num_collected: int, plan: Any) -> None:
+        """Run them on the first `num_rows` rows, and those after `collect` on `num_collected` rows."""
+
+
+class Tape(Protocol):
+    """Keeps packed weights from one process to the next."""
+
+    def keep(self, zeros: Tensor, fill: Callable[[], object]) -> Tensor:
+        """`zeros` after `fill` has written what it packs into them; or, without a call of `fill`, memory that holds the
+        same since an earlier process."""
+
+
+@dataclass(slots=True)
+class Rotation:
+    """Where each row stands and what to rotate it by.
+
+    x * cos + swap(x) * sin rotates by halves, where swap exchanges the halves of a head: sin has a minus in the first.
+    """
+
+    positions: Tensor  # int64 [rows]
+    cos: Tensor  # float32 [max_len, d]
+    sin: Tensor  # float32 [max_len, d]
+    rows: tuple[Tensor, Tensor] | None = None  # cos and sin of the rows, where a backend keeps them
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights of the norms of every query head and every key head, as pack_vector returned them."""
+
+    q: Any
+    k: Any
+    eps: float
+
+
 class Ops(Protocol):
-    """One device's kernels. `dtype` is the compute dtype of linear inputs and outputs (float32 or bfloat16); the
+    """One device's kernels. `dtype` is that of the KV cache and of what is not quantised (float32 or bfloat16); the
     residual stream, norms and rotary embedding are float32, and so are the sums inside products and attention."""
 
     name: str
     row_multiple: int
     device: torch.device
     dtype: torch.dtype
+    quantization: str  # how weights are stored, as in config.QUANTIZATIONS
+    can_record: bool
+    can_draw: bool
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-        """x [rows, in] times packed weight [out, in]^T -> [rows, out], in `dtype`."""
+    @property
+    def layout(self) -> str | None:
+        """Names all that the bytes of packed weights depend on, but for the weights; None: they go onto no tape."""
 
-    def pack(self, weight: Tensor) -> Any:
-        """A weight [out, in] as `linear` wants it; called once at load."""
+    def taped(self, tape: Tape) -> AbstractContextManager[None]:
+        """Within it whatever is packed goes through `tape`, in the order of the calls. Matrices may then be on torch's
+        meta device, where they have shapes alone, if `tape` fills none. Only with a layout."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., n], any float dtype, normalised over n in float32, times weight float32 [n] -> `dtype`."""
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """A weight [out, in] with its bias [out] as `linear` wants them; called once at load."""
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [rows, heads, d] rotated by halves (GPT-NeoX layout) with cos, sin float32 [rows, d / 2] -> float32."""
+    def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> Any:
+        """Two weights [n, in] with their biases as `gated` wants them."""
 
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """gate_up [rows, 2 n] -> activation(gate) * up, [rows, n], in `dtype`; activation is "silu" or "gelu_tanh"."""
+    def pack_vector(self, values: Tensor) -> Any:
+        """The weight of a norm [n] as ops want it."""
+
+    def pack_table(self, table: Tensor) -> Tensor:
+        """A table [vocab, hidden] as `embed` wants it, a copy."""
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        """Rows token_ids int64 [rows] of table [vocab, hidden] times scale -> the residual, float32 [rows, hidden]."""
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, post: Any, weight: Any, eps: float) -> Any:
+        """residual += delta, in place; delta [rows, hidden] is normed first if there is a weight `post` for it. Then
+        the norm of residual for a linear layer to read."""
+
+    def collect(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Any, eps: float) -> Tensor:
+        """(residual + delta)[rows], rows int64 [n] -> float32 [n, hidden], as `add_norm` adds. What follows has n rows;
+        no op may work on all rows of the step after it."""
+
+    def norm(self, x: Tensor, weight: Any, eps: float) -> Tensor:
+        """x float32 [rows, hidden], divided by its root mean square, times weight -> float32 [rows, hidden]."""
+
+    def activate(self, x: Tensor) -> Any:
+        """x float32 [rows, n] for a linear layer to read."""
+
+    def linear(self, x: Any, weight: Any) -> Tensor:
+        """x [rows, in] times packed weight^T -> [rows, out], float32 or `dtype`."""
+
+    def gated(self, x: Any, weight: Any, activation: str) -> Any:
+        """activation(x gate^T) * (x up^T), for a linear layer to read; activation is "silu" or "gelu_tanh"."""
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """cap * tanh(logits / cap), in place."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The lowest of the best token ids of each row of float32 [rows, vocab], int64 [rows]; -1 where the highest
+        logit is infinite or any is NaN."""
+
+    def draw(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor:
+        """A token for each of n rows of scores float32 [all rows, vocab] -> int64 [n]: what sampling.filters.shape and
+        sampling.noise.draw define, with noise keys int64 [n] and hashed token ids int64 [vocab]. Only if can_draw."""
+
+    def rotate(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: Any) -> Any:
+        """qkv [rows, (heads + 2 kv_heads) d]: norm q and k by head, rotate them by halves (GPT-NeoX layout), store k, v
+        in kv [2, slots, kv_heads, d] at the rows' slots -> q for `attention`."""
+
+    def attention(self, q: Any, kv: Tensor, plan: Any, scale: float, window: int | None) -> Any:
+        """q over the cached KV -> [rows, heads d] for a linear layer to read. Grouped heads: query head h reads kv head
+        h // (heads / kv_heads). `window`: a row sees at most that many latest logical positions."""
 
     def plan(self, rows: AttentionRows, block_size: int) -> Any:
-        """Everything attention needs that does not depend on the layer; once per step."""
+        """Everything `rotate` and `attention` need that does not depend on the layer; once per step."""
 
-    def write_kv(self, kv: Tensor, k: Tensor, v: Tensor, plan: Any) -> None:
-        """Store k, v [rows, kv_heads, d] in kv [2, slots, kv_heads, d] at the rows' slots, but for padding rows."""
-
-    def attention(self, q: Tensor, kv: Tensor, plan: Any, scale: float, window: int | None) -> Tensor:
-        """q float32 [rows, heads, d] over the cached KV -> [rows, heads * d] in `dtype`. Grouped heads: query head h
-        reads kv head h // (heads / kv_heads). `window`: a row sees at most that many latest logical positions."""
+    def recording(self) -> AbstractContextManager[Recording]:
+        """Within it ops are recorded rather than run; their plan is None, their tensors have as many rows as will ever
+        be run. Only if can_record."""

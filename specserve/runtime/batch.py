@@ -133,4 +133,6 @@ def _pad(n: int, multiple: int) -> int:
 
 
 def _ids(values: list[int], size: int, device: torch.device) -> Tensor:
-    return torch.tensor(values + [0] * (size - len(values)), dtype=torch.int64, device=device)
+    padded = np.zeros(size, np.int64)
+    padded[: len(values)] = values
+    return torch.from_numpy(padded).to(device)

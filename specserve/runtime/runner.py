@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,37 +10,31 @@ from torch import Tensor
 from specserve.cache.storage import KVStorage
 from specserve.ops import Ops
 from specserve.runtime.batch import Batch
-
-
-class Model(Protocol):
-    """A target model: hidden states over paged KV, and logits of chosen rows."""
-
-    def hidden(self, token_ids: Tensor, positions: Tensor, kv: list[Tensor], plan: object) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
+from specserve.runtime.graph import EagerStep, Model, RecordedStep, Step
 
 
 @dataclass(slots=True)
 class Output:
-    """`logits` float32 and `hidden` float32, one row for each of the batch's logit_rows."""
+    """One row for each of the batch's logit_rows; valid until the next step."""
 
-    logits: Tensor  # [logit rows, vocab]
-    hidden: Tensor  # [logit rows, hidden]
+    logits: Tensor  # float32 [logit rows, vocab]
+    hidden: Tensor  # float32 [logit rows, hidden]
+    best: Tensor  # int64 [logit rows], the best token of each row, -1 where the logits are broken
 
 
 class Runner:
-    """The target model with the cache it writes to."""
+    """The target model with the cache it writes to. No step has more than `max_rows` rows."""
 
-    def __init__(self, model: Model, ops: Ops, storage: KVStorage) -> None:
+    def __init__(self, model: Model, ops: Ops, storage: KVStorage, max_rows: int) -> None:
         self.model = model
         self.ops = ops
         self.storage = storage
+        self._step: Step = (
+            RecordedStep(model, ops, storage.layers, max_rows) if ops.can_record else EagerStep(model, storage.layers)
+        )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Output:
         """One forward pass; the LM head sees only the rows that are judged or scored."""
-        plan = self.ops.plan(batch, self.storage.block_size)
-        hidden = self.model.hidden(batch.token_ids, batch.positions, self.storage.layers, plan)
-        hidden = hidden.index_select(0, batch.logit_rows)
-        if not len(hidden):
-            return Output(hidden, hidden)
-        return Output(self.model.logits(hidden), hidden)
+        hidden, logits, best = self._step(batch, self.ops.plan(batch, self.storage.block_size))
+        return Output(logits, hidden, best)

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.ops import Laws
 from specserve.runtime.batch import Rows
 from specserve.types import Draft, SamplingParams, Sequence
 
@@ -159,6 +160,16 @@ def _apply_masks(scores: Tensor, masks: Tensor | None) -> None:
     shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
     bits = (masks.to(scores.device)[:, :, None] >> shifts) & 1  # [rows, words, 32]
     scores.masked_fill_(bits.flatten(1)[:, : scores.shape[1]] == 0, -torch.inf)
+
+
+def laws(params: Many[SamplingParams]) -> Laws:
+    """The parameters of `shape` as arrays, for kernels that do its work."""
+    return Laws(
+        np.array([max(p.temperature, _TINIEST_TEMPERATURE) for p in params], np.float64),
+        np.array([p.min_p for p in params], np.float64),
+        np.array([p.top_p for p in params], np.float64),
+        np.array([p.top_k for p in params], np.int64),
+    )
 
 
 def shape(scores: Tensor, params: Many[SamplingParams]) -> Tensor:

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from specserve.config import VERIFICATIONS
 from specserve.errors import ConfigError, unknown
+from specserve.ops import Laws
 from specserve.runtime.batch import Rows
 from specserve.sampling import verify
-from specserve.sampling.filters import normalise, process, row_depths, shape
+from specserve.sampling.filters import laws, normalise, process, row_depths, shape
 from specserve.sampling.logprobs import token_logprobs
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys, unit
 from specserve.sampling.verify import Failure
@@ -31,6 +33,12 @@ _MESSAGES = {
     _EMPTY: "No token may come at position {}: the grammar, allowed_token_ids, bad_words, min_tokens and logit_bias "
     "together forbid every one. Loosen one of them.",
 }
+
+
+class Draw(Protocol):
+    """What ops.draw does."""
+
+    def __call__(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -47,12 +55,17 @@ class Sampler:
     and those without a draft come out the same in all three. Holds nothing but constants: every number it draws is a
     hash of the sequence's seed, the position and the token (see `noise`).
 
+    `native` draws the target's own tokens, as ops.draw does, in torch's stead; a sampler draws them all one way.
+
     Raises ConfigError for an unknown `verification`.
     """
 
-    def __init__(self, vocab_size: int, verification: str, device: torch.device | str) -> None:
+    def __init__(
+        self, vocab_size: int, verification: str, device: torch.device | str, native: Draw | None = None
+    ) -> None:
         if verification not in VERIFICATIONS:
             raise ConfigError("--verification: " + unknown("value", verification, VERIFICATIONS))
+        self._native = native
         self.vocab_size = vocab_size
         self.verification = verification
         self.device = torch.device(device)
@@ -60,13 +73,16 @@ class Sampler:
         # A CPU is twice as fast while the rows it works on fit its cache; other devices want them all at once.
         self._rows_at_once = max(1, _CACHED_ELEMENTS // vocab_size) if self.device.type == "cpu" else sys.maxsize
 
-    def __call__(self, logits: Tensor, rows: Rows, masks: Tensor | None) -> list[Verdict | Failure]:
+    def __call__(
+        self, logits: Tensor, rows: Rows, masks: Tensor | None, best: Tensor | None = None
+    ) -> list[Verdict | Failure]:
         """One verdict for each sequence of `rows`, in order, or the reason why it cannot go on.
 
         logits float [rows.num_rows or more, vocab_size]; what follows the last row is padding. masks int32 [num_rows,
         ceil(vocab_size / 32)], bits of the tokens that may come. Draft tokens are below vocab_size; q, where there is
         one, is finite, not negative and sums to 1 in each row. What follows a token that ends the sequence is for the
-        caller to trim.
+        caller to trim. `best` int64 [rows.num_rows or more] spares a search where all is greedy and nothing processed:
+        each row's best token, -1 where its logits are NaN or infinite.
         """
         assert logits.shape[1] == self.vocab_size, "logits are not of this vocabulary"
         assert len(logits) >= rows.num_rows, "logits are not of this batch"
@@ -74,7 +90,11 @@ class Sampler:
         raw = logits[: rows.num_rows].float()
         scores = process(raw, rows, masks)
         tried = [self._tries(seq, draft) for seq, draft in zip(rows.seqs, rows.drafts, strict=True)]
-        said, residual = self._first_pass(raw, scores, rows, tried)
+        known = best[: rows.num_rows] if best is not None and scores is raw else None
+        if known is not None and all(seq.params.temperature == 0 for seq in rows.seqs):
+            said, residual = _greedy(known), None
+        else:
+            said, residual = self._first_pass(raw, scores, rows, tried, known)
         paths = [self._walk(said, rows, i, tried[i]) for i in range(len(tried))]
         self._second_pass(said, rows, paths, tried, residual)
         return self._verdicts(raw, rows, said, paths)
@@ -94,11 +114,13 @@ class Sampler:
         """Whether the draft is tried node by node, rather than compared with samples of the target."""
         return self.verification != "coupled" and seq.params.temperature > 0 and len(draft) > 0
 
-    def _first_pass(self, raw: Tensor, scores: Tensor, rows: Rows, tried: list[bool]) -> tuple[_Said, Tensor | None]:
+    def _first_pass(
+        self, raw: Tensor, scores: Tensor, rows: Rows, tried: list[bool], known: Tensor | None
+    ) -> tuple[_Said, Tensor | None]:
         """Everything that needs no walk, and the only transfer of a step unless a draft is tried. The second result is
         what is left to draw from in the rows of tried drafts, float64, one after the other."""
-        tokens = scores.argmax(-1)
-        faults = _faults(raw, scores, tokens)
+        tokens = scores.argmax(-1) if known is None else known.clamp(min=0)
+        faults = _faults(raw, scores, tokens) if known is None else torch.where(known < 0, _BROKEN, 0)
         sampled = [i for i, seq in enumerate(rows.seqs) if seq.params.temperature > 0]
         self._sample(scores, tokens, rows, [i for i in sampled if not tried[i]])
         stands = torch.zeros_like(faults)
@@ -109,8 +131,11 @@ class Sampler:
         """Let the target draw a token in every row of some sequences, into `tokens`."""
         if not which:
             return
-        at = torch.from_numpy(_row_indices(rows, which)).to(self.device)
-        params, keys = _row_params(rows, which), _sample_keys(rows, which).to(self.device)
+        indices, params = _row_indices(rows, which), _row_params(rows, which)
+        at, keys = torch.from_numpy(indices).to(self.device), _sample_keys(rows, which).to(self.device)
+        if self._native is not None:
+            tokens[at] = self._native(scores, indices, laws(params), keys, self._hashed)
+            return
         for first in range(0, len(at), self._rows_at_once):
             some = slice(first, first + self._rows_at_once)
             tokens[at[some]] = draw(shape(scores[at[some]], params[some]), keys[some], self._hashed)
@@ -120,13 +145,13 @@ class Sampler:
         if not which:
             return None
         at = torch.from_numpy(_row_indices(rows, which)).to(self.device)
-        laws = normalise(shape(scores[at], _row_params(rows, which)))
+        odds = normalise(shape(scores[at], _row_params(rows, which)))
         drafts = [rows.drafts[i] for i in which]
         starts = _packed_starts(drafts)
         rounds = verify.plan(drafts, starts, self.device)
-        chances = verify.judge(laws, rounds, faults[at] > 0, self.verification == "block")
+        chances = verify.judge(odds, rounds, faults[at] > 0, self.verification == "block")
         stands[at] = (self._uniforms([rows.seqs[i] for i in which], starts, rounds, len(at)) <= chances).long()
-        return laws
+        return odds
 
     def _uniforms(self, seqs: list[Sequence], starts: list[int], rounds: list[verify.Round], num_rows: int) -> Tensor:
         """The uniform of each node at its row, keyed by the step's first position and the node's whole path. Keyed by
@@ -180,6 +205,12 @@ class Sampler:
             extra = said.tokens[start + verify.last_row(path)]
             found.append(Verdict(*verify.conclude(draft, path, [fault > 0 for fault in faults], extra)))
         return _with_logprobs(raw, rows, found)
+
+
+def _greedy(best: Tensor) -> _Said:
+    """What greedy rows say whose best tokens are known."""
+    tokens = best.tolist()
+    return _Said(tokens, [_BROKEN if token < 0 else 0 for token in tokens], [False] * len(tokens))
 
 
 def _faults(raw: Tensor, scores: Tensor, best: Tensor) -> Tensor:

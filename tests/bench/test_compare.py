@@ -39,6 +39,7 @@ class FakeLLM:
     config: EngineConfig = field(default_factory=lambda: EngineConfig(max_num_seqs=2))
     device: str = "cpu"
     dtype: str = "float32"
+    quantization: str = "none"
     threads: int = 1
     now: float = 0.0
     drafter: str = "none"

@@ -1,13 +1,17 @@
-"""Every native architecture against transformers on tiny random models, row invariance bit for bit, and what the loader
-refuses."""
+"""Every native architecture against transformers on tiny random models, row invariance bit for bit, with the reference
+kernels and the native ones, and what the loader refuses."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +31,8 @@ from specserve.kernels.reference import Kernels
 from specserve.models import loader
 from specserve.models.loader import check_memory, find_architecture, load_model, native_model_types, num_weight_bytes
 from specserve.models.spec import read_rope
-from specserve.testing import Feed, PagedDecoder, tiny_config, write_tiny_model
+from specserve.ops import Ops
+from specserve.testing import Feed, PagedDecoder, tiny_config, unequal_rows, write_tiny_model
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(0, 293, (45,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -87,6 +92,26 @@ def single_thread() -> None:
     torch.set_num_threads(1)
 
 
+def make_ops(name: str) -> Ops:
+    """Kernels by name: reference or native, then how they keep weights. Skips native ones that were not built; with
+    SPECSERVE_REQUIRE_NATIVE=1 that fails."""
+    backend, weights = name.split("-")
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    if backend == "reference":
+        reference: Ops = Kernels(CPU, dtype)
+        return reference
+    required = os.environ.get("SPECSERVE_REQUIRE_NATIVE") == "1"
+    if importlib.util.find_spec("specserve.kernels._native") is None and not required:
+        pytest.skip("Built without native kernels.")
+    module: Any = importlib.import_module("specserve.kernels.cpu")
+    native: Ops = module.Kernels(dtype, weights if weights.startswith("int") else "none", threads=1)
+    return native
+
+
+FLOAT32 = ("reference-float32", "native-float32")
+ALL_WEIGHTS = (*FLOAT32, "reference-bfloat16", "native-bfloat16", "native-int8", "native-int4")
+
+
 def write(folder: Path, case: str, seed: int = 1) -> Path:
     """The case's folder; what it overrides with None is left out, except where null has a meaning of its own."""
     architecture, overrides = CASES[case]
@@ -108,19 +133,15 @@ def transformers_logits(folder: Path, *prompts: list[int]) -> list[torch.Tensor]
         return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
 
 
-def chunked(model: PagedDecoder, seq: int, tokens: list[int], size: int) -> torch.Tensor:
-    parts = [model.step(Feed(seq, tokens[start : start + size]))[0] for start in range(0, len(tokens), size)]
-    return torch.cat(parts)
-
-
+@pytest.mark.parametrize("kernels", FLOAT32)
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(case: str, kernels: str, tmp_path: Path) -> None:
     folder = write(tmp_path, case)
     prompts = [PROMPT, PROMPT[3:20], PROMPT[::-1][:33]]
     expected = transformers_logits(folder, *prompts)
-    paged = PagedDecoder(load_model(folder, Kernels(CPU, torch.float32)), num_seqs=6, capacity=48)
+    paged = PagedDecoder(load_model(folder, make_ops(kernels)), num_seqs=6, capacity=48)
     whole = paged.step(*(Feed(seq, prompt) for seq, prompt in enumerate(prompts)))
-    by_size = [chunked(paged, seq, PROMPT, size) for seq, size in ((3, len(PROMPT)), (4, 10), (5, 1))]
+    by_size = [paged.chunks(seq, PROMPT, size) for seq, size in ((3, len(PROMPT)), (4, 10), (5, 1))]
     for actual, wanted in zip([*whole, *by_size], [*expected, *[expected[0]] * 3], strict=True):
         error = (actual - wanted).abs().max() / wanted.abs().max()
         assert error < 2e-5, f"relative error {error:.1e}"
@@ -137,22 +158,24 @@ def test_spec_survives_transformers_own_rewriting(case: str, tmp_path: Path) -> 
     assert find_architecture(original).spec(original) == find_architecture(rewritten).spec(rewritten)
 
 
+@pytest.mark.parametrize("kernels", FLOAT32)
 @pytest.mark.parametrize(
     ("field", "value"), [("ropes", "theta"), ("windows", None), ("query_scale", 0.3), ("norm_eps", 1e-3)]
 )
-def test_comparison_notices_a_wrong_spec(field: str, value: Any, tmp_path: Path) -> None:
+def test_comparison_notices_a_wrong_spec(field: str, value: Any, kernels: str, tmp_path: Path) -> None:
     folder = write(tmp_path, "mistral-window")
     (expected,) = transformers_logits(folder, PROMPT)
-    model = load_model(folder, Kernels(CPU, torch.float32))
+    model = load_model(folder, make_ops(kernels))
     spec = model.spec
     wrong = {"ropes": tuple(dataclasses.replace(rope, theta=9_000.0) for rope in spec.ropes), "windows": (None,) * 3}
     changed = dataclasses.replace(spec, **{field: wrong.get(field, value)})
     paged = PagedDecoder(type(model)(changed, load_file(folder / "model.safetensors"), model.ops), 1, 48)
-    error = (chunked(paged, 0, PROMPT, 45) - expected).abs().max() / expected.abs().max()
+    error = (paged.chunks(0, PROMPT, 45) - expected).abs().max() / expected.abs().max()
     assert error > 1e-4
 
 
-def test_gemma3_with_a_vision_tower_reads_its_text_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", FLOAT32)
+def test_gemma3_with_a_vision_tower_reads_its_text_tensors(kernels: str, tmp_path: Path) -> None:
     text = {
         key: value for key, value in tiny_config("gemma3").items() if key not in ("rope_theta", "rope_local_base_freq")
     }
@@ -172,8 +195,8 @@ def test_gemma3_with_a_vision_tower_reads_its_text_tensors(tmp_path: Path) -> No
         model.save_pretrained(tmp_path)
         prompt = [token for token in PROMPT if token != 3]
         expected = model(torch.tensor([prompt])).logits[0]
-    paged = PagedDecoder(load_model(tmp_path, Kernels(CPU, torch.float32)), 1, 48)
-    torch.testing.assert_close(chunked(paged, 0, prompt, 48), expected, rtol=0, atol=float(expected.abs().max()) * 2e-5)
+    paged = PagedDecoder(load_model(tmp_path, make_ops(kernels)), 1, 48)
+    torch.testing.assert_close(paged.chunks(0, prompt, 48), expected, rtol=0, atol=float(expected.abs().max()) * 2e-5)
 
 
 def test_both_layouts_of_multimodal_gemma3_names() -> None:
@@ -194,47 +217,26 @@ def test_gemma3_defaults_are_transformers_own() -> None:
 # Row invariance
 
 
-def split_by_rows(ops: Kernels) -> Callable[..., torch.Tensor]:
+def split_by_rows(ops: Any) -> Callable[..., torch.Tensor]:
     """A planted fault: with more than 8 rows the products are summed in two halves, as a GEMM may well choose to."""
     linear = ops.linear
 
-    def split(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if len(x) <= 8:
-            return linear(x, weight, bias)
-        left = x.clone()
-        left[:, x.shape[1] // 2 :] = 0
-        return linear(left, weight, bias) + linear(x - left, weight)
+    def split(x: Any, weight: Any) -> torch.Tensor:
+        whole: torch.Tensor = linear(x, weight)
+        if len(whole) <= 8:
+            return whole
+        numbers = x if isinstance(x, torch.Tensor) else x.parts[0][:, : x.width]
+        left = numbers.clone()
+        left[:, numbers.shape[1] // 2 :] = 0
+        return whole.copy_(linear(ops.activate(left), weight) + linear(ops.activate(numbers - left), weight))
 
     return split
 
 
-def blind_to_trees(ops: Kernels) -> Callable[[Any, int], Any]:
+def blind_to_trees(ops: Ops) -> Callable[[Any, int], Any]:
     """A planted fault: a tree's rows see every row before them."""
     plan = ops.plan
     return lambda rows, block_size: plan(dataclasses.replace(rows, parents=[None] * len(rows.parents)), block_size)
-
-
-def unequal_rows(folder: Path, ops: Kernels) -> list[str]:
-    """Where a row's logits differ by any bit from those of the same row computed alone in its step."""
-    paged = PagedDecoder(load_model(folder, ops), num_seqs=16, capacity=64)
-    seqs = iter(range(16))
-    alone = chunked(paged, next(seqs), PROMPT, 1)
-    found = {f"chunks of {size}": chunked(paged, next(seqs), PROMPT, size) for size in (3, 7, 8, 9, 40, 45)}
-    first, other, third = (Feed(next(seqs), tokens) for tokens in (PROMPT[:9], PROMPT[::-1], PROMPT[20:23]))
-    found["first of a batch"] = paged.step(first, other)[0]
-    found["last of a batch"] = paged.step(third, Feed(other.seq, [7]), Feed(first.seq, PROMPT[9:]))[2]
-    wanted = {**dict.fromkeys(found, alone), "first of a batch": alone[:9], "last of a batch": alone[9:]}
-    trunk, batched = next(seqs), next(seqs)
-    chunked(paged, trunk, PROMPT[:30], 30)
-    chunked(paged, batched, PROMPT[:30], 11)
-    right = [0, 2, 4, 7]  # the nodes that spell PROMPT[30:34], among siblings and cousins
-    tokens = [PROMPT[30], 1, PROMPT[31], 2, PROMPT[32], 3, 4, PROMPT[33], 5]
-    tree = Feed(trunk, tokens, [-1, 0, 0, 0, 2, 1, 2, 4, 5])
-    found["tree"] = paged.step(tree)[0][right]
-    found["tree in a batch"] = paged.step(Feed(other.seq, PROMPT[:8]), dataclasses.replace(tree, seq=batched))[1][right]
-    found["chain after trees"] = chunked(paged, trunk, PROMPT[30:], 4)
-    wanted |= {"tree": alone[30:34], "tree in a batch": alone[30:34], "chain after trees": alone[30:]}
-    return [name for name in found if not torch.equal(found[name], wanted[name])]
 
 
 INVARIANCE = (
@@ -248,37 +250,58 @@ INVARIANCE = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", ALL_WEIGHTS)
 @pytest.mark.parametrize("case", INVARIANCE)
-def test_a_row_has_the_same_bits_in_any_company(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    assert unequal_rows(write(tmp_path, case), Kernels(CPU, dtype)) == []
+def test_a_row_has_the_same_bits_in_any_company(case: str, kernels: str, tmp_path: Path) -> None:
+    assert unequal_rows(load_model(write(tmp_path, case), make_ops(kernels))) == []
 
 
-def test_row_dependent_kernels_are_noticed(tmp_path: Path) -> None:
-    folder, ops = write(tmp_path, "llama"), Kernels(CPU, torch.float32)
-    with mock.patch.object(ops, "linear", split_by_rows(ops)):
-        assert {"chunks of 9", "chunks of 40", "last of a batch"} <= set(unequal_rows(folder, ops))
-    with mock.patch.object(ops, "plan", blind_to_trees(ops)):
-        assert set(unequal_rows(folder, ops)) == {"tree", "tree in a batch"}
+@pytest.mark.parametrize("kernels", FLOAT32)
+def test_row_dependent_kernels_are_noticed(kernels: str, tmp_path: Path) -> None:
+    model = load_model(write(tmp_path, "llama"), make_ops(kernels))
+    with mock.patch.object(model.ops, "linear", split_by_rows(model.ops)):
+        assert {"chunks of 9", "chunks of 40", "last of a batch"} <= set(unequal_rows(model))
+    with mock.patch.object(model.ops, "plan", blind_to_trees(model.ops)):
+        assert set(unequal_rows(model)) == {"tree", "tree in a batch"}
+
+
+def forward(model: Any, rows: list[int]) -> tuple[torch.Tensor, ...]:
+    """PROMPT[:8] in one step -> hidden states, logits and best tokens of the rows asked for."""
+    spec, ops = model.spec, model.ops
+    kv = [torch.zeros(2, 32, spec.num_kv_heads, spec.head_dim, dtype=ops.dtype) for _ in range(spec.num_layers)]
+    layout = SimpleNamespace(num_rows=8, query_starts=[0, 8], cached=[0], block_tables=[[1]], parents=[None])
+    ids, positions = torch.tensor(PROMPT[:8]), torch.arange(8)
+    with torch.inference_mode():
+        outputs = model.forward(ids, positions, torch.tensor(rows), kv, ops.plan(layout, 16))
+        return tuple(output.clone() for output in outputs)
+
+
+@pytest.mark.parametrize("kernels", ALL_WEIGHTS)
+def test_only_the_rows_asked_for_are_returned(kernels: str, tmp_path: Path) -> None:
+    model = load_model(write(tmp_path, "gemma3-pattern-softcap"), make_ops(kernels))
+    rows = [5, 2, 2, 0]
+    for few, every in zip(forward(model, rows), forward(model, list(range(8))), strict=True):
+        assert torch.equal(few, every[rows])
+
+
+@pytest.mark.parametrize("kernels", [*FLOAT32, "reference-bfloat16", "native-bfloat16"])
+def test_hidden_is_what_the_head_reads(kernels: str, tmp_path: Path) -> None:
+    """In the reference's bfloat16 the float32 hidden states carry bfloat16 values: nothing is lost between hidden and
+    logits. The native kernels round them for the head alone."""
+    folder = write(tmp_path, "llama")
+    model = load_model(folder, make_ops(kernels))
+    hidden, logits, best = forward(model, list(range(8)))
+    assert hidden.dtype == logits.dtype == torch.float32
+    read = hidden.to(model.ops.dtype).float()
+    assert torch.equal(hidden, read) or kernels == "native-bfloat16"
+    head = load_file(folder / "model.safetensors")["lm_head.weight"].to(model.ops.dtype)
+    right = read.double() @ head.double().T
+    tolerance = 1e-5 if model.ops.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(logits.double(), right, rtol=tolerance, atol=tolerance)
+    assert torch.equal(best, logits.argmax(-1))
 
 
 # What is refused
-
-
-def test_hidden_is_what_the_head_reads(tmp_path: Path) -> None:
-    """In bfloat16 the float32 hidden states carry bfloat16 values: nothing is lost between hidden and logits."""
-    model = load_model(write(tmp_path, "llama"), Kernels(CPU, torch.bfloat16))
-    seen: list[torch.Tensor] = []
-    logits = model.logits
-
-    def spy(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(hidden)
-        return logits(hidden)
-
-    model.logits = spy  # type: ignore[method-assign]
-    PagedDecoder(model, 1, 48).step(Feed(0, PROMPT[:8]))
-    assert seen[0].dtype == torch.float32
-    assert torch.equal(seen[0], seen[0].bfloat16().float())
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -384,7 +407,7 @@ def test_memory_is_checked_before_loading(tmp_path: Path, monkeypatch: pytest.Mo
     tensors = load_file(folder / "model.safetensors")
     assert spec.tied_embeddings
     packed_head = tensors["model.embed_tokens.weight"].nbytes  # does not share the table's memory
-    assert needed == sum(t.nbytes for t in tensors.values()) + packed_head + 2048 * 24 * 4
+    assert needed == sum(t.nbytes for t in tensors.values()) + packed_head + 2 * 2048 * 24 * 4  # and cosines and sines
     check_memory(spec, ops, needed)
     with pytest.raises(CapacityError, match=r"need 0\.00 GiB in float32 .* bfloat16"):
         check_memory(spec, ops, needed - 1)

@@ -1,10 +1,15 @@
-"""The real SmolLM2 against transformers on the same folder: logits, greedy text, and the same bits in any company."""
+"""The real SmolLM2 against transformers on the same folder: logits, greedy text, and the same bits in any company, with
+the reference kernels and the native ones."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
+import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specserve.kernels.reference import Kernels
 from specserve.models.loader import load_model
+from specserve.ops import Ops
 from specserve.testing import Feed, PagedDecoder
 
 TEXT = (
@@ -22,6 +28,22 @@ TEXT = (
 )
 
 
+def make_ops(name: str) -> Ops:
+    """Kernels by name: reference or native, then how they keep weights. Skips native ones that were not built; with
+    SPECSERVE_REQUIRE_NATIVE=1 that fails."""
+    backend, weights = name.split("-")
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    if backend == "reference":
+        reference: Ops = Kernels(torch.device("cpu"), dtype)
+        return reference
+    required = os.environ.get("SPECSERVE_REQUIRE_NATIVE") == "1"
+    if importlib.util.find_spec("specserve.kernels._native") is None and not required:
+        pytest.skip("Built without native kernels.")
+    module: Any = importlib.import_module("specserve.kernels.cpu")
+    native: Ops = module.Kernels(dtype, weights if weights.startswith("int") else "none", threads=2)
+    return native
+
+
 @pytest.fixture(scope="module")
 def prompt(smollm2: Path) -> list[int]:
     torch.set_num_threads(1)
@@ -29,12 +51,21 @@ def prompt(smollm2: Path) -> list[int]:
     return ids
 
 
-def test_logits_equal_transformers_at_every_position(smollm2: Path, prompt: list[int]) -> None:
+@pytest.fixture(scope="module")
+def expected(smollm2: Path, prompt: list[int]) -> torch.Tensor:
+    """The logits of transformers, float32 [tokens, vocab]."""
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")  # transformers deprecates itself
         reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)  # in evaluation mode
-        expected = reference(torch.tensor([prompt])).logits[0]
-    paged = PagedDecoder(load_model(smollm2, Kernels(torch.device("cpu"), torch.float32), max_len=512), 2, 160)
+        logits: torch.Tensor = reference(torch.tensor([prompt])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("kernels", ["reference-float32", "native-float32"])
+def test_logits_equal_transformers_at_every_position(
+    smollm2: Path, prompt: list[int], expected: torch.Tensor, kernels: str
+) -> None:
+    paged = PagedDecoder(load_model(smollm2, make_ops(kernels), max_len=512), 2, 160)
     (whole,) = paged.step(Feed(0, prompt))
     chunks = [paged.step(Feed(1, prompt[i : i + 50]))[0] for i in range(0, len(prompt), 50)]
     assert torch.equal(whole, torch.cat(chunks))
@@ -55,9 +86,12 @@ def test_reads_a_folder_that_transformers_wrote_of_the_same_model(smollm2: Path,
     assert torch.equal(ours.step(feed)[0], theirs.step(feed)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_in_any_company(smollm2: Path, prompt: list[int], dtype: torch.dtype) -> None:
-    paged = PagedDecoder(load_model(smollm2, Kernels(torch.device("cpu"), dtype), max_len=512), 5, 160)
+@pytest.mark.parametrize(
+    "kernels",
+    ["reference-float32", "reference-bfloat16", "native-float32", "native-bfloat16", "native-int8", "native-int4"],
+)
+def test_a_row_has_the_same_bits_in_any_company(smollm2: Path, prompt: list[int], kernels: str) -> None:
+    paged = PagedDecoder(load_model(smollm2, make_ops(kernels), max_len=512), 5, 160)
     paged.step(*(Feed(seq, prompt[:100]) for seq in range(3)), Feed(3, prompt[:37]))
     text = prompt[100:104]
     alone = torch.cat([paged.step(Feed(0, [token]))[0] for token in text])
@@ -66,3 +100,17 @@ def test_a_row_has_the_same_bits_in_any_company(smollm2: Path, prompt: list[int]
     assert torch.equal(nodes[[0, 2, 4, 6]], alone)
     (chain,) = paged.step(Feed(2, prompt[100:141]))
     assert torch.equal(chain[:4], alone)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "least"),
+    [("reference-bfloat16", 0.9), ("native-bfloat16", 0.9), ("native-int8", 0.9), ("native-int4", 0.65)],
+)
+def test_rounded_weights_mostly_choose_the_same_token(
+    smollm2: Path, prompt: list[int], expected: torch.Tensor, kernels: str, least: float
+) -> None:
+    """Weights of fewer bits are an approximation; how good a one is the model's own affair, but it is that model."""
+    paged = PagedDecoder(load_model(smollm2, make_ops(kernels), max_len=512), 1, 160)
+    (logits,) = paged.step(Feed(0, prompt))
+    same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
+    assert same > least, f"the same token at {same:.0%} of positions"

@@ -319,6 +319,28 @@ def test_failures_outside_a_proposal_are_counted(verb: str, make_host: Callable[
     assert host.active
 
 
+def test_a_drafter_of_ours_is_called_directly_and_may_still_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own drafters need no thread; what they raise is counted as anybody's, but an interrupt is the user's."""
+    threads: list[int] = []
+
+    def propose(self: NgramDrafter, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        assert not torch.is_grad_enabled()
+        threads.append(threading.get_ident())
+        raise (ValueError if len(threads) == 1 else KeyboardInterrupt)
+
+    monkeypatch.setattr(NgramDrafter, "propose", propose)
+    before = threading.active_count()
+    host, seq = DraftHost(NgramDrafter(), VOCABULARY, LONG), make_seq()
+    host.begin(seq)
+    assert threading.active_count() == before
+    assert len(host.propose([seq], [3])[0]) == 0
+    assert host.dropped == {"exception": 1}
+    with pytest.raises(KeyboardInterrupt):
+        host.propose([seq], [3])
+    assert set(threads) == {threading.get_ident()}
+    host.close()
+
+
 def test_without_a_drafter_there_is_no_thread() -> None:
     before = threading.active_count()
     host = DraftHost(None, VOCABULARY, LONG)

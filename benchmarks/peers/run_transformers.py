@@ -1,0 +1,79 @@
+"""transformers' `generate`; its speculation is prompt lookup. Knows nothing of the other engines."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from wire import Answer, Setup, Unsupported, chosen, precision, serve
+
+LOOKUP = {"prompt_lookup_num_tokens": "5", "max_matching_ngram_size": "2"}
+PAD = 0
+
+
+class FirstToken:
+    """A streamer that notes when the first new tokens come; the prompt comes before them."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, ids: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+
+class Transformers:
+    def __init__(self, setup: Setup) -> None:
+        if setup.speculation and setup.streams > 1:
+            raise Unsupported("transformers' assisted generation takes one sequence at a time")
+        dtype = getattr(torch, precision(setup, {"bf16": "bfloat16", "f32": "float32"}))
+        torch.set_num_threads(setup.threads)
+        options = chosen(LOOKUP, setup.options) if setup.speculation else {}
+        self._speculation = {name: int(value) for name, value in options.items()}
+        model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype)
+        self._model = model.eval()
+        self._end = model.generation_config.eos_token_id
+        self.about: dict[str, Any] = {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "attention": model.config._attn_implementation,
+            **self._speculation,
+        }
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool) -> Answer:
+        width = max(map(len, prompts))
+        streamer = FirstToken() if len(prompts) == 1 else None
+        begun = time.perf_counter()
+        ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])  # [prompts, width]
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens if ignore_eos else None,
+                pad_token_id=PAD,
+                streamer=streamer,
+                **self._speculation,
+            )
+        rows = [self._cut(row, ignore_eos) for row in out[:, width:].tolist()]
+        total = time.perf_counter() - begun
+        return Answer(ids=rows, total_s=total, ttft_s=streamer.times[1] - begun if streamer else None)
+
+    def reset(self) -> None:
+        """Nothing outlives a call of generate."""
+
+    def _cut(self, row: list[int], ignore_eos: bool) -> list[int]:
+        """Without the padding after a row's end."""
+        ends = self._end if isinstance(self._end, list) else [self._end]
+        found = [row.index(end) + 1 for end in ends if end in row and not ignore_eos]
+        return row[: min(found, default=len(row))]
+
+
+if __name__ == "__main__":
+    serve(Transformers)

@@ -1,0 +1,373 @@
+"""Native kernels for CPUs: weights in float32, bfloat16, int8 or int4, and whole steps recorded and replayed without
+Python. Knows shapes and memory; the arithmetic is in kernels/cpu/, built as specserve.kernels._native.
+
+Every kernel sums in an order that the row alone fixes, so no padding of rows is needed: row_multiple is 1. Float rows
+are padded to a multiple of 32 columns with zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specserve.kernels import _native
+from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, Tape
+
+_TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
+_GROUP = 32  # inputs that share a scale
+_FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
+_FORMATS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int8": _INT8, "int4": _INT4}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_ALIGNMENT = 64
+_BANDWIDTH_BYTES = 2**28  # no cache holds so much
+_BANDWIDTH_PASSES = 7
+_MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than gathering their context
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A linear layer's packed weight; `bias` is padded, and lies as the weight's outputs do."""
+
+    native: _native.Weight
+    memory: Tensor  # uint8, what `native` points to
+    bias: Tensor | None
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """Rows for a linear layer; `float` are the numbers themselves where they are not quantised."""
+
+    native: _native.Activation
+    parts: tuple[Tensor, ...]  # numbers [rows, width], and for integers scales and sums [rows, width / 32]
+    width: int  # not padded
+
+    @property
+    def rows(self) -> int:
+        return len(self.parts[0])
+
+
+class Recording:
+    """A program and the tensors it works on."""
+
+    def __init__(self, team: _native.Team, instruction_set: str) -> None:
+        self.program = _native.Program(team, instruction_set)
+        self.buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self.used: list[object] = []  # what else the program points into
+
+    def run(self, num_rows: int, num_collected: int, plan: _native.Plan | None) -> None:
+        self.program.run(num_rows, num_collected, plan)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.program.names())
+
+    def profile(self, num_rows: int, num_collected: int, plan: _native.Plan | None) -> list[tuple[str, float]]:
+        """As run; the name of each op in order, and the seconds it took with waiting for its last thread."""
+        seconds = self.program.profile(num_rows, num_collected, plan)
+        return list(zip(self.program.names(), seconds, strict=True))
+
+
+class Kernels:
+    """The op contract on a CPU. `dtype` is that of the KV cache and the embeddings, and of the weights if
+    `quantization` is "none". `instruction_set` is one of _native.instruction_sets(), by default the fastest."""
+
+    name = "cpu"
+    row_multiple = 1
+    can_record = True
+    can_draw = True
+    device = torch.device("cpu")
+
+    def __init__(self, dtype: torch.dtype, quantization: str, threads: int, instruction_set: str | None = None) -> None:
+        self.dtype = dtype
+        self.quantization = quantization
+        self.instruction_set = instruction_set or _native.instruction_sets()[0]
+        unquantised = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        self._format = _FORMATS[unquantised if quantization == "none" else quantization]
+        self._kind = min(self._format, _INT8)
+        self._team = _native.Team(threads)
+        self._recording: Recording | None = None
+        self._tape: Tape | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        assert self._recording is None, "one recording at a time"
+        self._recording = Recording(self._team, self.instruction_set)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    # Weights
+
+    @property
+    def layout(self) -> str:
+        """Ends with a digest of a few numbers, packed: it changes with any code that packs, as no version number would
+        by itself. Half of them lie on a grid, which int4 keeps."""
+        numbers = (torch.arange(45 * 70) * 7919 % 2003 / 1001.5 - 1).view(45, 70)
+        grid, vector = (numbers * 8).round() / 8, numbers[:, 0]
+        weights = self.pack(numbers, vector), self.pack(grid), self.pack_gated(numbers, grid, vector, vector)
+        parts = [part for weight in weights for part in (weight.memory, weight.bias) if part is not None]
+        digest = hashlib.sha256()
+        for part in (*parts, self.pack_vector(vector), self.pack_table(numbers)):
+            digest.update(part.view(torch.uint8).numpy().data)
+        return f"{self.name}-{self.quantization}-{str(self.dtype).removeprefix('torch.')}-{digest.hexdigest()[:16]}"
+
+    @contextmanager
+    def taped(self, tape: Tape) -> Iterator[None]:
+        assert self._tape is None, "one tape at a time"
+        self._tape = tape
+        try:
+            yield
+        finally:
+            self._tape = None
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> _Weight:
+        outputs, inputs = weight.shape
+        zeros = _zeros((_pad(outputs) // _TILE * _native.tile_bytes(self._format, inputs),), torch.uint8)
+
+        def fill() -> None:
+            rows = weight.to(torch.float32).contiguous()
+            _native.pack(self._format, rows.data_ptr(), outputs, inputs, zeros.data_ptr())
+
+        memory = self._keep(zeros, fill)
+        native = _native.weight(self._format, outputs, inputs, memory.data_ptr())
+        return _Weight(native, memory, None if bias is None else self.pack_vector(bias), outputs)
+
+    def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> _Weight:
+        bias = (
+            None if gate_bias is None or up_bias is None else _alternating(gate_bias[:, None], up_bias[:, None])[:, 0]
+        )
+        packed = self.pack(_alternating(gate, up), bias)
+        return _Weight(packed.native, packed.memory, packed.bias, len(gate))
+
+    def pack_vector(self, values: Tensor) -> Tensor:
+        zeros = _zeros((_pad(len(values)),), torch.float32)
+        return self._keep(zeros, lambda: zeros[: len(values)].copy_(values))
+
+    def pack_table(self, table: Tensor) -> Tensor:
+        zeros = _zeros(tuple(table.shape), self.dtype)
+        return self._keep(zeros, lambda: zeros.copy_(table))
+
+    def _keep(self, zeros: Tensor, fill: Callable[[], object]) -> Tensor:
+        if self._tape is not None:
+            return self._tape.keep(zeros, fill)
+        fill()
+        return zeros
+
+    # Ops
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        out = self._floats("embed", len(token_ids), table.shape[1])
+        is_bfloat16 = table.dtype == torch.bfloat16
+        with self._program(len(token_ids), token_ids, table) as program:
+            program.embed(token_ids.data_ptr(), table.data_ptr(), is_bfloat16, table.shape[1], scale, out.data_ptr())
+        return out[:, : table.shape[1]]
+
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
+    ) -> _Activation:
+        rows, hidden = residual.shape
+        out = self._activation("add_norm", rows, hidden, self._kind)
+        assert _is_padded(residual), "a residual comes from embed"
+        with self._program(rows, residual, delta, post, weight) as program:
+            program.norm(
+                residual.data_ptr(), _at(delta), _at(post), weight.data_ptr(), eps, hidden, out.native
+            )  # fmt: skip
+        return out
+
+    def collect(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+        hidden = residual.shape[1]
+        out = self._floats("collect", len(rows), hidden)
+        with self._program(0, rows, residual, delta, post, collected=len(rows)) as program:
+            program.collect(
+                rows.data_ptr(), residual.data_ptr(), _at(delta), _at(post), eps, hidden, out.data_ptr()
+            )  # fmt: skip
+        return out[:, :hidden]
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows, hidden = x.shape
+        out = self._activation("norm", rows, hidden, _FLOAT32)
+        x = _padded(x)
+        with self._program(rows, x, weight) as program:
+            program.norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
+        return out.parts[0][:, :hidden]
+
+    def activate(self, x: Tensor) -> _Activation:
+        return self._activated(_padded(x), x.shape[1])
+
+    def _activated(self, x: Tensor, width: int) -> _Activation:
+        out = self._activation("activate", len(x), width, self._kind)
+        with self._program(len(x), x) as program:
+            program.activate(x.data_ptr(), out.native)
+        return out
+
+    def linear(self, x: _Activation, weight: _Weight) -> Tensor:
+        out = self._floats("linear", x.rows, weight.outputs)
+        with self._program(x.rows, x, weight) as program:
+            program.linear(weight.native, x.native, _at(weight.bias), out.data_ptr())
+        return out[:, : weight.outputs]
+
+    def gated(self, x: _Activation, weight: _Weight, activation: str) -> _Activation:
+        out = self._activation("gated", x.rows, weight.outputs, self._kind)
+        with self._program(x.rows, x, weight) as program:
+            program.gated(weight.native, x.native, _at(weight.bias), _ACTIVATIONS[activation], out.native)
+        return out
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        assert _is_padded(logits), "logits come from linear"
+        with self._program(len(logits), logits) as program:
+            program.softcap(logits.data_ptr(), logits.shape[1], cap)
+        return logits
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        best = self._buffer("argmax", len(logits), 1, torch.int64)
+        assert _is_padded(logits), "logits come from linear"
+        with self._program(len(logits), logits) as program:
+            program.argmax(logits.data_ptr(), logits.shape[1], best.data_ptr())
+        return best[:, 0]
+
+    def draw(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor:
+        assert (
+            scores.dtype == torch.float32 and scores.stride(1) == 1 and keys.is_contiguous() and hashed.is_contiguous()
+        )
+        out = torch.empty(len(rows), dtype=torch.int64)
+        rows, temperature = np.ascontiguousarray(rows), np.ascontiguousarray(laws.temperature)
+        min_p, top_p, top_k = (np.ascontiguousarray(x) for x in (laws.min_p, laws.top_p, laws.top_k))
+        _native.draw(
+            self._team, self.instruction_set, scores.data_ptr(), scores.stride(0), scores.shape[1], len(rows),
+            rows.ctypes.data, temperature.ctypes.data, min_p.ctypes.data, top_p.ctypes.data, top_k.ctypes.data,
+            keys.data_ptr(), hashed.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def rotate(
+        self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _native.Plan | None
+    ) -> Tensor:
+        kv_heads, d = kv.shape[2:]
+        heads = qkv.shape[1] // d - 2 * kv_heads
+        q = self._floats("rotate", len(qkv), heads * d)
+        q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
+        positions, cos, sin = rotation.positions.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
+        is_bfloat16, keys, values = self._cache(kv)
+        assert _is_padded(qkv), "queries come from linear"
+        with self._program(len(qkv), qkv, norms, rotation, kv, plan=plan) as program:
+            program.rotate(
+                qkv.data_ptr(), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, q.data_ptr(),
+                is_bfloat16, keys, values,
+            )  # fmt: skip
+        return q[:, : heads * d]
+
+    def attention(
+        self, q: Tensor, kv: Tensor, plan: _native.Plan | None, scale: float, window: int | None
+    ) -> _Activation:
+        kv_heads, d = kv.shape[2:]
+        rows, width = q.shape
+        is_split = width // kv_heads % _TILE != 0  # two kv heads would write one group
+        out = self._activation("attention", rows, width, _FLOAT32 if is_split else self._kind)
+        with self._program(rows, q, kv, plan=plan) as program:
+            program.attention(
+                q.data_ptr(), width // d, kv_heads, d, *self._cache(kv), scale, window or 0, out.native
+            )  # fmt: skip
+        return self._activated(out.parts[0], width) if is_split and self._kind != _FLOAT32 else out
+
+    def plan(self, rows: AttentionRows, block_size: int) -> _native.Plan:
+        parents = [[] if tree is None else tree.tolist() for tree in rows.parents]
+        # So few rows of a sequence at once that even one kv head's work is shared by all threads.
+        together = max(_MIN_ROWS_TOGETHER, rows.query_starts[-1] // self._team.threads)
+        return _native.Plan(rows.query_starts, rows.cached, rows.block_tables, parents, block_size, together)
+
+    # Memory
+
+    def read_bandwidth(self) -> float:
+        """Bytes a second at which all threads together read memory, at best."""
+        memory = _zeros((_BANDWIDTH_BYTES,), torch.uint8)
+        return _native.read_bandwidth(self._team, memory.data_ptr(), len(memory), _BANDWIDTH_PASSES)
+
+    def _cache(self, kv: Tensor) -> tuple[bool, int, int]:
+        assert kv.is_contiguous() and kv.dtype == self.dtype, "the cache holds the kernels' dtype"
+        return kv.dtype == torch.bfloat16, kv[0].data_ptr(), kv[1].data_ptr()
+
+    @contextmanager
+    def _program(
+        self, rows: int, *uses: object, collected: int = 0, plan: _native.Plan | None = None
+    ) -> Iterator[_native.Program]:
+        """Where an op goes: into the recording, or into a program of its own that runs at once. It points into `uses`,
+        which live as long."""
+        if self._recording is not None:
+            self._recording.used.extend(uses)
+            yield self._recording.program
+            return
+        program = _native.Program(self._team, self.instruction_set)
+        yield program
+        program.run(rows, collected, plan)
+
+    def _buffer(self, op: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Zeros [rows, columns]. A recording has one buffer for each op and width: no op's result outlives its next."""
+        if self._recording is None:
+            return _zeros((rows, columns), dtype)
+        buffers, key = self._recording.buffers, (op, columns, dtype)
+        if key not in buffers:
+            buffers[key] = _zeros((rows, columns), dtype)
+        assert len(buffers[key]) == rows, "an op has as many rows each time"
+        return buffers[key]
+
+    def _floats(self, op: str, rows: int, columns: int) -> Tensor:
+        return self._buffer(op, rows, _pad(columns), torch.float32)
+
+    def _activation(self, op: str, rows: int, width: int, kind: int) -> _Activation:
+        columns = _pad(width)
+        dtype = (torch.float32, torch.bfloat16, torch.int8)[kind]
+        parts = [self._buffer(op, rows, columns, dtype)]
+        if kind == _INT8:
+            parts.append(self._buffer(f"{op} scales", rows, columns // _GROUP, torch.float32))
+            parts.append(self._buffer(f"{op} sums", rows, columns // _GROUP, torch.int32))
+        addresses = [part.data_ptr() for part in parts] + [0] * (3 - len(parts))
+        return _Activation(_native.activation(kind, width, *addresses), tuple(parts), width)
+
+
+def _pad(n: int) -> int:
+    return -(-n // _TILE) * _TILE
+
+
+def _at(x: Tensor | None) -> int:
+    assert x is None or x.dim() == 1 or _is_padded(x), "rows come from an op"
+    return 0 if x is None else x.data_ptr()
+
+
+def _is_padded(x: Tensor) -> bool:
+    """Whether the rows of x are a view of padded ones."""
+    return x.dtype == torch.float32 and x.stride() == (_pad(x.shape[1]), 1)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Rows float32 [rows, n] as ops want them; those that an op returned are passed on."""
+    if _is_padded(x):
+        return x
+    out = _zeros((len(x), _pad(x.shape[1])), torch.float32)
+    out[:, : x.shape[1]] = x
+    return out
+
+
+def _alternating(gate: Tensor, up: Tensor) -> Tensor:
+    """Tiles of gate and up in turn, each filled up with zeros: [2 * padded n, columns]."""
+    n, columns = gate.shape
+    out = torch.zeros((_pad(n) // _TILE, 2, _TILE, columns), device=gate.device)
+    for i, part in enumerate((gate, up)):
+        out[:, i] = torch.nn.functional.pad(part.float(), (0, 0, 0, _pad(n) - n)).view(-1, _TILE, columns)
+    return out.view(-1, columns)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Aligned zeros, whose pages the system provides when they are first written."""
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

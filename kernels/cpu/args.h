@@ -1,0 +1,171 @@
+// What the ops of a step are told: plain structs that every instruction set's kernels share. Knows no threads.
+//
+// Float rows are padded to a multiple of 32 columns with zeros, and every kernel keeps those zeros.
+#pragma once
+
+#include <cstdint>
+
+namespace specserve {
+
+constexpr int kLanes = 16;   // floats in one vector of simd_*.h
+constexpr int kTile = 32;    // outputs that one pass over the inputs computes
+constexpr int kGroup = 32;   // inputs that share one scale
+constexpr int kChunk = 64;   // logical tokens that attention reduces at a time
+
+inline int64_t padded(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
+
+// How the inputs of a linear layer are stored; the weights of its layer decide.
+enum class Kind : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+
+// Rows ready for a linear layer: [rows, width] numbers; for int8 one scale and one sum of the integers a group.
+struct Activation {
+  Kind kind;
+  int width;  // padded
+  void* data;
+  float* scales;   // [rows, width / kGroup]
+  int32_t* sums;  // [rows, width / kGroup]
+};
+
+// Weights [outputs, inputs] by tiles of kTile outputs; see pack.h for the bytes of a tile.
+struct Weight {
+  Format format;
+  int outputs, inputs;  // padded
+  int64_t tile_bytes;
+  const uint8_t* data;
+};
+
+struct LinearArgs {
+  Weight weight;
+  Activation x;
+  const float* bias;  // [outputs], padded, or null
+  float* out;         // [rows, outputs]
+};
+
+enum class Gate : int { kSilu = 0, kGeluTanh = 1 };
+
+// weight alternates tiles of gate and up.
+struct GatedArgs {
+  Weight weight;
+  Activation x;
+  const float* bias;
+  Gate gate;
+  Activation out;
+};
+
+struct EmbedArgs {
+  const int64_t* ids;
+  const void* table;  // [vocab, hidden], bfloat16 or float32
+  bool is_bfloat16;
+  int hidden, width;
+  float scale;
+  float* out;  // [rows, width]
+};
+
+// residual += delta, normed first if there is post_weight; out = rms_norm(residual) * weight.
+struct NormArgs {
+  float* residual;
+  const float* delta;        // or null
+  const float* post_weight;  // or null
+  const float* weight;
+  float eps;
+  int hidden, width;
+  Activation out;
+};
+
+// out = residual[rows] + delta[rows], as NormArgs has it.
+struct CollectArgs {
+  const int64_t* rows;
+  const float* residual;
+  const float* delta;
+  const float* post_weight;
+  float eps;
+  int hidden, width;
+  float* out;
+};
+
+struct RotateArgs {
+  const float* qkv;  // [rows, stride]: q heads, k heads, v heads
+  int stride, heads, kv_heads, head_dim;
+  const float* q_norm;  // [head_dim] or null
+  const float* k_norm;
+  float eps;
+  const int64_t* positions;
+  const float* cos;  // [max_len, head_dim]
+  const float* sin;
+  float* q;  // [rows, q_stride]
+  int q_stride;
+  bool kv_is_bfloat16;
+  void* keys;  // [slots, kv_heads, head_dim]
+  void* values;
+};
+
+// Rows [first, last) of the step belong to one sequence; its row r (from 0) lies at logical index cached + r. In a tree row
+// r sees, after the cached tokens, rows paths[path_starts[r]] to paths[path_starts[r + 1] - 1], the last of them itself.
+struct Span {
+  int first, last, cached;
+  int block_size;
+  const int32_t* blocks;
+  const int32_t* paths;  // null: a chain, in which row r sees rows 0 to r
+  const int32_t* path_starts;
+};
+
+struct AttentionArgs {
+  const float* q;
+  int q_stride, heads, kv_heads, head_dim;
+  bool kv_is_bfloat16;
+  const void* keys;
+  const void* values;
+  float scale;
+  int window;      // 0: none
+  Activation out;  // float32 if one kv head's share of a row is not a multiple of kTile
+};
+
+struct ActivateArgs {
+  const float* x;
+  int width;
+  Activation out;
+};
+
+// Row i draws from scores[rows[i]]; `hashed` are the vocabulary's token ids as sampling/noise.py hashes them.
+struct DrawArgs {
+  const float* scores;
+  int64_t stride;
+  int vocab;
+  const int64_t* rows;
+  const double *temperature, *min_p, *top_p;  // temperature above 0
+  const int64_t* top_k;                       // 0: all
+  const int64_t *keys, *hashed;
+  int64_t* out;
+};
+
+// One instruction set's kernels. Those with [begin, end) compute these rows, tiles or items; `scratch` is the calling
+// thread's own, of at least scratch_bytes.
+struct Kernels {
+  const char* name;
+  void (*linear)(const LinearArgs&, int rows, int begin, int end);
+  void (*gated)(const GatedArgs&, int rows, int begin, int end);
+  void (*embed)(const EmbedArgs&, int begin, int end);
+  void (*norm)(const NormArgs&, int begin, int end, float* scratch);
+  void (*collect)(const CollectArgs&, int begin, int end);
+  void (*rotate)(const RotateArgs&, const int64_t* slots, int begin, int end, float* scratch);
+  void (*attention)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, void* scratch);
+  void (*activate)(const ActivateArgs&, int begin, int end);
+  void (*softcap)(float* x, int width, float cap, int begin, int end);
+  void (*draw)(const DrawArgs&, int begin, int end, float* scratch);  // of 2 * padded(vocab) floats
+  void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);
+};
+
+constexpr int kRowBlock = 16;  // rows of one sequence that one call of attention computes, at most
+constexpr int kMaxHead = 1024;  // head_dim, at most
+
+// Bytes of scratch that attention needs for kRowBlock rows.
+int64_t attention_scratch_bytes(int share, int head_dim);
+
+extern const Kernels kPortable;
+#ifdef SPECSERVE_X86
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace specserve

@@ -1,0 +1,163 @@
+// Draws tokens: temperature, min-p, top-k, top-p and Gumbel noise keyed by row and token, as sampling/filters.py and
+// sampling/noise.py define them. Included once per instruction set.
+#pragma once
+
+#include <algorithm>
+
+#include "args.h"
+#include "order.h"
+#include "rowwise.h"
+
+namespace specserve::SPECSERVE_ISA {
+
+constexpr int kNoiseAtOnce = 256;
+
+// What one row's draw works on. `weights` are e^score relative to the best, 0 for what is ruled out.
+struct Race {
+  const float* scores;
+  int vocab, best;
+  double temperature;
+  float* weights;     // [vocab, padded to vectors]
+  float* candidates;  // [vocab]: scores, the first num_candidates of them
+  int num_candidates;
+
+  double shaped(float score) const { return (double(score) - double(scores[best])) / temperature; }
+};
+
+inline int first_best(const float* x, int n) {
+  F peak = set(-INFINITY);
+  const int whole = n / kLanes * kLanes;
+  for (int i = 0; i < whole; i += kLanes) peak = max(load(x + i), peak);
+  float top = hmax(peak);
+  for (int i = whole; i < n; ++i) top = std::max(top, x[i]);
+  return std::isfinite(top) ? first_equal(x, top) : -1;
+}
+
+inline void weigh_all(Race& race) {
+  const int padded_vocab = (race.vocab + kLanes - 1) / kLanes * kLanes;
+  for (int i = race.vocab; i < padded_vocab; ++i) race.weights[i] = -INFINITY;
+  const double top = race.scores[race.best], inverse = 1.0 / race.temperature;
+  for (int i = 0; i < race.vocab; ++i) race.weights[i] = float((double(race.scores[i]) - top) * inverse);
+  race.weights[race.best] = 0.0f;  // 0 times infinity, where the temperature is next to nothing
+  for (int i = 0; i < padded_vocab; i += kLanes) store(&race.weights[i], exp(load(&race.weights[i])));
+}
+
+inline void drop_below(Race& race, float floor) {
+  for (int i = 0; i < race.vocab; ++i) race.weights[i] = race.scores[i] < floor ? 0.0f : race.weights[i];
+}
+
+inline double total_of(const Race& race) {  // in the order of tokens, by eights
+  double sums[8] = {};
+  for (int i = 0; i < race.vocab; i += 8)  // beyond it the weights are 0
+    for (int j = 0; j < 8; ++j) sums[j] += race.weights[i + j];
+  for (int n = 4; n; n /= 2)
+    for (int j = 0; j < n; ++j) sums[j] += sums[j + n];
+  return sums[0];
+}
+
+// The scores of what is left and lies within `reach` of the best, unordered.
+inline void take_near(Race& race, float reach) {
+  const float floor = race.scores[race.best] - reach;
+  race.num_candidates = 0;
+  for (int i = 0; i < race.vocab; ++i)
+    if (race.scores[i] >= floor && race.weights[i] > 0) race.candidates[race.num_candidates++] = race.scores[i];
+}
+
+// Looks ever farther from the best until what it sees suffices: sorting a vocabulary takes longer than a step.
+template <class Enough>
+void take_enough(Race& race, Enough enough) {
+  for (double reach = 4; reach <= 64; reach *= 2) {  // beyond 104 temperatures no weight is left
+    take_near(race, float(reach * race.temperature));
+    if (enough()) return;
+  }
+  take_near(race, INFINITY);
+}
+
+inline void keep_top_k(Race& race, int k) {
+  if (k <= 0 || k >= race.vocab) return;
+  take_enough(race, [&] { return race.num_candidates >= k; });
+  if (race.num_candidates >= k) drop_below(race, nth_largest(race.candidates, race.num_candidates, k));
+}
+
+inline void keep_top_p(Race& race, double top_p) {
+  if (top_p >= 1) return;
+  const double enough = total_of(race) * top_p;
+  const auto mass = [&] {
+    double sum = 0;
+    for (int i = 0; i < race.num_candidates; ++i) sum += std::exp(race.shaped(race.candidates[i]));
+    return sum;
+  };
+  take_enough(race, [&] { return mass() >= enough; });
+  sort_down(race.candidates, race.num_candidates);
+  double above = 0;
+  for (int i = 0; i < race.num_candidates; ++i) {
+    above += std::exp(race.shaped(race.candidates[i]));
+    if (above >= enough) return drop_below(race, race.candidates[i]);
+  }
+}
+
+inline void keep_min_p(Race& race, double min_p) {
+  if (min_p <= 0) return;
+  const double floor = std::log(min_p);
+  for (int i = 0; i < race.vocab; ++i)
+    if (race.shaped(race.scores[i]) < floor) race.weights[i] = 0.0f;
+}
+
+inline uint64_t mix(uint64_t x) {
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+  return x ^ x >> 31;
+}
+
+inline double finish_line(const Race& race, int token, uint64_t key, const int64_t* hashed) {
+  const double u = (double(mix(key ^ uint64_t(hashed[token])) >> 12) + 0.5) * 0x1p-52;
+  return race.shaped(race.scores[token]) - std::log(-std::log(u));
+}
+
+// The token with the highest score plus noise. Since -log(u) >= 1 - u, a token can only beat `ahead` if 1 - u is below
+// e^(score - ahead): most are out without a logarithm.
+inline int run(const Race& race, uint64_t key, const int64_t* hashed) {
+  int winner = race.best;
+  double ahead = finish_line(race, winner, key, hashed);
+  for (int first = 0; first < race.vocab; first += kNoiseAtOnce) {
+    const int n = std::min(kNoiseAtOnce, race.vocab - first);
+    const double reach = std::exp(-ahead) * (1 + 1e-5);  // weights are rounded
+    uint8_t near[kNoiseAtOnce] = {};
+    for (int i = 0; i < n; ++i) {
+      const uint64_t noise = mix(key ^ uint64_t(hashed[first + i])) >> 12;
+      const double miss = (double(int64_t(0xFFFFFFFFFFFFF - noise)) + 0.5) * 0x1p-52;  // 1 - u
+      near[i] = miss < double(race.weights[first + i]) * reach;
+    }
+    for (int i = 0; i < n; ++i) {
+      if (!near[i]) continue;
+      const double at = finish_line(race, first + i, key, hashed);
+      if (at > ahead || (at == ahead && first + i < winner)) {
+        ahead = at;
+        winner = first + i;
+      }
+    }
+  }
+  return winner;
+}
+
+// A row without a finite best draws token 0: nobody looks at it.
+inline void draw(const DrawArgs& args, int begin, int end, float* scratch) {
+  Race race;
+  race.weights = scratch;
+  race.candidates = scratch + padded(args.vocab);
+  for (int i = begin; i < end; ++i) {
+    race.scores = args.scores + args.rows[i] * args.stride;
+    race.vocab = args.vocab;
+    race.best = first_best(race.scores, args.vocab);
+    race.temperature = args.temperature[i];
+    args.out[i] = 0;
+    if (race.best < 0) continue;
+    weigh_all(race);
+    keep_min_p(race, args.min_p[i]);
+    keep_top_k(race, args.top_k[i]);
+    keep_top_p(race, args.top_p[i]);
+    args.out[i] = run(race, uint64_t(args.keys[i]), args.hashed);
+  }
+}
+
+}  // namespace specserve::SPECSERVE_ISA

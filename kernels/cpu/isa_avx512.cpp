@@ -1,0 +1,13 @@
+// The kernels for AVX-512.
+#define SPECSERVE_ISA avx512
+#include "simd_avx512.h"
+// after the lanes it computes with
+#include "attention.h"
+#include "draw.h"
+#include "linear.h"
+#include "rowwise.h"
+
+namespace specserve {
+const Kernels kAvx512 = {"avx512",      avx512::linear,    avx512::gated,    avx512::embed, avx512::norm, avx512::collect,
+                    avx512::rotate, avx512::attention, avx512::activate, avx512::softcap, avx512::draw, avx512::argmax};
+}

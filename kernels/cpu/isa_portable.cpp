@@ -1,0 +1,13 @@
+// The kernels for any machine.
+#define SPECSERVE_ISA portable
+#include "simd_portable.h"
+// after the lanes it computes with
+#include "attention.h"
+#include "draw.h"
+#include "linear.h"
+#include "rowwise.h"
+
+namespace specserve {
+const Kernels kPortable = {"portable",      portable::linear,    portable::gated,    portable::embed, portable::norm, portable::collect,
+                    portable::rotate, portable::attention, portable::activate, portable::softcap, portable::draw, portable::argmax};
+}

@@ -1,0 +1,159 @@
+// What Python sees: addresses and shapes in, nothing checked twice. kernels/cpu.py owns the memory.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "bandwidth.h"
+#include "pack.h"
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace specserve {
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// The fastest first.
+std::vector<const Kernels*> supported() {
+  std::vector<const Kernels*> found;
+#ifdef SPECSERVE_X86
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+  if (has_avx512 && has_avx2) found.push_back(&kAvx512);
+  if (has_avx2) found.push_back(&kAvx2);
+#endif
+  found.push_back(&kPortable);
+  return found;
+}
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : supported()) names.emplace_back(kernels->name);
+  return names;
+}
+
+const Kernels& kernels_named(const std::string& name) {
+  for (const Kernels* kernels : supported())
+    if (kernels->name == name) return *kernels;
+  throw std::invalid_argument("this machine has no instruction set " + name);
+}
+
+Weight weight(int format, int outputs, int inputs, Address data) {
+  return {Format(format), int(padded(outputs)), int(padded(inputs)), tile_bytes(Format(format), inputs), at<uint8_t>(data)};
+}
+
+Activation activation(int kind, int width, Address data, Address scales, Address sums) {
+  return {Kind(kind), int(padded(width)), at<void>(data), at<float>(scales), at<int32_t>(sums)};
+}
+
+void bind_program(nb::module_& m) {
+  nb::class_<Program>(m, "Program")
+      .def("__init__", [](Program* self, std::shared_ptr<Team> team, const std::string& isa) {
+        new (self) Program(std::move(team), kernels_named(isa));
+      })
+      .def("embed",
+           [](Program& p, Address ids, Address table, bool is_bfloat16, int hidden, float scale, Address out) {
+             p.embed({at<int64_t>(ids), at<void>(table), is_bfloat16, hidden, int(padded(hidden)), scale, at<float>(out)});
+           })
+      .def("norm",
+           [](Program& p, Address residual, Address delta, Address post, Address weight, float eps, int hidden,
+              const Activation& out) {
+             p.norm({at<float>(residual), at<float>(delta), at<float>(post), at<float>(weight), eps, hidden,
+                     int(padded(hidden)), out});
+           })
+      .def("collect",
+           [](Program& p, Address rows, Address residual, Address delta, Address post, float eps, int hidden, Address out) {
+             p.collect({at<int64_t>(rows), at<float>(residual), at<float>(delta), at<float>(post), eps, hidden,
+                        int(padded(hidden)), at<float>(out)});
+           })
+      .def("linear", [](Program& p, const Weight& w, const Activation& x, Address bias,
+                        Address out) { p.linear({w, x, at<float>(bias), at<float>(out)}); })
+      .def("gated", [](Program& p, const Weight& w, const Activation& x, Address bias, int gate,
+                       const Activation& out) { p.gated({w, x, at<float>(bias), Gate(gate), out}); })
+      .def("rotate",
+           [](Program& p, Address qkv, int heads, int kv_heads, int head_dim, Address q_norm, Address k_norm, float eps,
+              Address positions, Address cos, Address sin, Address q, bool is_bfloat16, Address keys, Address values) {
+             p.rotate({at<float>(qkv), int(padded((heads + 2 * kv_heads) * head_dim)), heads, kv_heads, head_dim,
+                       at<float>(q_norm), at<float>(k_norm), eps, at<int64_t>(positions), at<float>(cos), at<float>(sin),
+                       at<float>(q), int(padded(heads * head_dim)), is_bfloat16, at<void>(keys), at<void>(values)});
+           })
+      .def("attention",
+           [](Program& p, Address q, int heads, int kv_heads, int head_dim, bool is_bfloat16, Address keys,
+              Address values, float scale, int window, const Activation& out) {
+             p.attention({at<float>(q), int(padded(heads * head_dim)), heads, kv_heads, head_dim, is_bfloat16,
+                          at<void>(keys), at<void>(values), scale, window, out});
+           })
+      .def("activate",
+           [](Program& p, Address x, const Activation& out) { p.activate({at<float>(x), out.width, out}); })
+      .def("softcap", [](Program& p, Address x, int width, float cap) { p.softcap(at<float>(x), int(padded(width)), cap); })
+      .def("argmax", [](Program& p, Address x, int n, Address best) { p.argmax(at<float>(x), n, at<int64_t>(best)); })
+      .def(
+          "run",
+          [](Program& p, int rows, int collected, const Plan* plan) { p.run({rows, collected, plan}); }, "rows"_a,
+          "collected"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "profile",
+          [](Program& p, int rows, int collected, const Plan* plan) { return p.profile({rows, collected, plan}); },
+          "rows"_a, "collected"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+      .def("names", [](const Program& p) { return std::vector<std::string>(p.names().begin(), p.names().end()); });
+}
+
+}  // namespace
+}  // namespace specserve
+
+NB_MODULE(_native, m) {
+  using namespace specserve;
+  m.doc() = "Kernels of specserve for CPUs.";
+  nb::set_leak_warnings(false);  // an engine that lives until the process ends is nobody's mistake
+  m.def("instruction_sets", &instruction_sets);
+  m.def("tile_bytes", [](int format, int inputs) { return tile_bytes(Format(format), inputs); });
+  m.def("pack",
+        [](int format, Address rows, int outputs, int inputs, Address out) {
+          pack(Format(format), at<float>(rows), outputs, inputs, at<uint8_t>(out));
+        },
+        nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Weight>(m, "Weight").def_ro("outputs", &Weight::outputs).def_ro("inputs", &Weight::inputs);
+  nb::class_<Activation>(m, "Activation").def_ro("width", &Activation::width);
+  m.def("weight", &weight);
+  m.def("activation", &activation);
+  nb::class_<Team>(m, "Team").def(nb::init<int>()).def_prop_ro("threads", &Team::threads);
+  m.def("read_bandwidth",
+        [](Team& team, Address memory, int64_t bytes, int passes) {
+          return read_bandwidth(team, at<uint8_t>(memory), bytes, passes);
+        },
+        nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Plan>(m, "Plan").def(
+      nb::init<std::vector<int>, std::vector<int>, std::vector<std::vector<int32_t>>, std::vector<std::vector<int32_t>>, int, int>());
+  m.def(
+      "draw",
+      [](Team& team, const std::string& isa, Address scores, int64_t stride, int vocab, int count, Address rows,
+         Address temperature, Address min_p, Address top_p, Address top_k, Address keys, Address hashed, Address out) {
+        const DrawArgs args{at<float>(scores),    stride,           vocab,           at<int64_t>(rows),
+                            at<double>(temperature), at<double>(min_p), at<double>(top_p), at<int64_t>(top_k),
+                            at<int64_t>(keys),    at<int64_t>(hashed), at<int64_t>(out)};
+        const Kernels& kernels = kernels_named(isa);
+        std::vector<float> scratch(2 * padded(vocab) * (count == 1 ? 1 : team.threads()));
+        if (count == 1) return kernels.draw(args, 0, 1, scratch.data());  // waking the others takes as long
+        std::atomic<int> next{0};
+        team.run([&](int thread) {
+          float* own = scratch.data() + 2 * padded(vocab) * thread;
+          for (int row; (row = next.fetch_add(1)) < count;) kernels.draw(args, row, row + 1, own);
+        });
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  bind_program(m);
+}

@@ -1,0 +1,93 @@
+// A recorded step: ops in order, run by a team without any Python in between. Knows pointers and shapes, not models.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "args.h"
+#include "team.h"
+
+namespace specserve {
+
+// What attention needs to know of one step: who owns which rows, and where they lie in the cache.
+class Plan {
+ public:
+  // Per sequence: rows [starts[s], starts[s + 1]), tokens in the cache, block ids, and parents[s] (empty: a chain). Rows
+  // that one call of attention computes share what it gathers; fewer of them are more pieces for the threads.
+  Plan(std::vector<int> starts, std::vector<int> cached, std::vector<std::vector<int32_t>> blocks,
+       std::vector<std::vector<int32_t>> parents, int block_size, int max_rows_per_block);
+  Plan(const Plan&) = delete;  // spans point into it
+  Plan& operator=(const Plan&) = delete;
+
+  struct Block {
+    int span, begin, end;
+  };
+  int rows() const { return starts_.back(); }
+  const Span& span(int i) const { return spans_[i]; }
+  const std::vector<Block>& blocks() const { return row_blocks_; }
+  const int64_t* slots() const { return slots_.data(); }
+
+ private:
+  void add_paths(int s, const std::vector<int32_t>& parents);
+
+  std::vector<int> starts_;
+  std::vector<std::vector<int32_t>> tables_;
+  std::vector<std::vector<int32_t>> paths_, path_starts_;
+  std::vector<Span> spans_;
+  std::vector<Block> row_blocks_;
+  std::vector<int64_t> slots_;
+};
+
+// How many rows the ops of a program have: those of the step, and those collected from it.
+struct Rows {
+  int step = 0, collected = 0;
+  const Plan* plan = nullptr;
+};
+
+class Program {
+ public:
+  Program(std::shared_ptr<Team> team, const Kernels& kernels);
+  Program(const Program&) = delete;  // ops point to it
+  Program& operator=(const Program&) = delete;
+
+  // Ops run in the order of these calls. Pointers stay the caller's and outlive the program.
+  void embed(const EmbedArgs& args);
+  void norm(const NormArgs& args);
+  void linear(const LinearArgs& args);
+  void gated(const GatedArgs& args);
+  void rotate(const RotateArgs& args);
+  void attention(const AttentionArgs& args);
+  void activate(const ActivateArgs& args);
+  void softcap(float* x, int width, float cap);
+  void argmax(const float* x, int n, int64_t* best);  // x [rows, n padded]
+  void collect(const CollectArgs& args);  // ops after it work on the collected rows
+
+  void run(const Rows& rows);
+
+  // As run, and the seconds that each op took, in order.
+  std::vector<double> profile(const Rows& rows);
+  const std::vector<const char*>& names() const { return names_; }
+
+ private:
+  struct Op {
+    std::function<int(const Rows&)> items;  // pieces of work that threads share
+    std::function<void(const Rows&, int begin, int end, void* scratch)> run;
+  };
+  void add(const char* name, Op op, int64_t scratch_bytes = 0);
+  std::function<int(const Rows&)> rows_here() const;
+  void work(const Op& op, const Rows& rows, std::atomic<int>& next, void* scratch) const;
+  void* scratch(int thread) { return scratch_.data() + thread * scratch_stride_; }
+  void reset();
+
+  std::shared_ptr<Team> team_;
+  const Kernels& kernels_;
+  bool collected_ = false;
+  std::vector<Op> ops_;
+  std::vector<const char*> names_;
+  std::vector<std::atomic<int>> next_;  // of each op, the first piece that nobody has taken
+  int64_t scratch_stride_ = 0;
+  std::vector<uint8_t> scratch_;
+};
+
+}  // namespace specserve

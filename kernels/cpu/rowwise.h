@@ -1,0 +1,206 @@
+// What happens to rows one by one: embedding, norms, rotary embedding, quantised activations. Included once per
+// instruction set, after its simd header.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "args.h"
+
+namespace specserve::SPECSERVE_ISA {
+
+// e^x to within 2 units in the last place, exactly 1 at 0 and 0 far below: powers of two times a Taylor polynomial of the
+// rest, which is at most ln(2) / 2.
+inline F exp(F x) {
+  const F bounded = min(set(89.0f), max(set(-150.0f), x));  // in this order a NaN stays one
+  const F power = to_float(to_int(mul(bounded, set(1.44269504f))));
+  F rest = fma(power, set(-0.693359375f), bounded);
+  rest = fma(power, set(2.12194440e-4f), rest);
+  F sum = set(1.0f / 5040);
+  for (float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = fma(sum, rest, set(term));
+  return scale_by_power(sum, power);
+}
+
+inline F silu(F x) { return div(x, add(set(1.0f), exp(sub(zero(), x)))); }
+
+// x (1 + tanh(y)) / 2 = x / (1 + e^(-2y)).
+inline F gelu_tanh(F x) {
+  const F cube = mul(mul(x, x), mul(x, set(0.044715f)));
+  return div(x, add(set(1.0f), exp(mul(add(x, cube), set(-2 * 0.7978845608f)))));
+}
+
+constexpr float kNothing = 1e-30f;  // what is smaller is quantised to 0: its inverse might be infinite
+
+inline float mean_square(const float* x, int width, int n) {
+  F sum = zero();
+  for (int i = 0; i < width; i += kLanes) sum = fma(load(x + i), load(x + i), sum);
+  return hsum(sum) / float(n);
+}
+
+// Symmetric integers of at most 127 for one group. What is not finite makes the scale not finite: it must not vanish.
+inline void quantise_group(const float* x, int8_t* out, float* scale, int32_t* sum) {
+  const F a = load(x), b = load(x + kLanes);
+  const float peak = hmax(max(abs(a), abs(b)));
+  const F inverse = set(peak > kNothing ? 127.0f / peak : 0.0f);
+  const I low = to_int(mul(a, inverse)), high = to_int(mul(b, inverse));
+  store_int8(out, low);
+  store_int8(out + kLanes, high);
+  *sum = hsum(iadd(low, high));
+  *scale = any_nan(a, b) ? NAN : peak / 127.0f;
+}
+
+// Store kTile columns of one row as its linear layer reads them.
+inline void store_tile(const Activation& out, int row, int column, const float* x) {
+  const int64_t at = int64_t(row) * out.width + column;
+  if (out.kind == Kind::kInt8) {
+    const int64_t group = at / kGroup;
+    quantise_group(x, (int8_t*)out.data + at, out.scales + group, out.sums + group);
+  } else if (out.kind == Kind::kBfloat16) {
+    for (int i = 0; i < kTile; i += kLanes) store_bfloat((uint16_t*)out.data + at + i, load(x + i));
+  } else {
+    for (int i = 0; i < kTile; i += kLanes) store((float*)out.data + at + i, load(x + i));
+  }
+}
+
+inline void activate(const ActivateArgs& args, int begin, int end) {
+  for (int row = begin; row < end; ++row)
+    for (int i = 0; i < args.width; i += kTile) store_tile(args.out, row, i, args.x + int64_t(row) * args.width + i);
+}
+
+inline void embed(const EmbedArgs& args, int begin, int end) {
+  for (int row = begin; row < end; ++row) {
+    const int64_t from = args.ids[row] * args.hidden;
+    float* out = args.out + int64_t(row) * args.width;
+    for (int i = 0; i < args.hidden; ++i) {
+      const float x = args.is_bfloat16 ? 0.0f : ((const float*)args.table)[from + i];
+      const uint32_t bits = args.is_bfloat16 ? uint32_t(((const uint16_t*)args.table)[from + i]) << 16 : 0;
+      float widened;
+      std::memcpy(&widened, &bits, 4);
+      out[i] = (args.is_bfloat16 ? widened : x) * args.scale;
+    }
+    std::fill(out + args.hidden, out + args.width, 0.0f);
+  }
+}
+
+// x = residual + delta, where delta is normed first if there is a weight for it.
+inline void add_delta(const float* residual, const float* delta, const float* post, float eps, int n, int width, float* x) {
+  if (!delta) {
+    if (x != residual) std::memcpy(x, residual, width * sizeof(float));
+    return;
+  }
+  const F scale = set(post ? 1.0f / std::sqrt(mean_square(delta, width, n) + eps) : 1.0f);
+  for (int i = 0; i < width; i += kLanes) {
+    const F d = post ? mul(mul(load(delta + i), scale), load(post + i)) : load(delta + i);
+    store(x + i, add(load(residual + i), d));
+  }
+}
+
+inline void norm(const NormArgs& args, int begin, int end, float* scratch) {
+  for (int row = begin; row < end; ++row) {
+    float* residual = args.residual + int64_t(row) * args.width;
+    const float* delta = args.delta ? args.delta + int64_t(row) * args.width : nullptr;
+    add_delta(residual, delta, args.post_weight, args.eps, args.hidden, args.width, residual);
+    const F scale = set(1.0f / std::sqrt(mean_square(residual, args.width, args.hidden) + args.eps));
+    for (int i = 0; i < args.width; i += kLanes)
+      store(scratch + i, mul(mul(load(residual + i), scale), load(args.weight + i)));
+    for (int i = 0; i < args.width; i += kTile) store_tile(args.out, row, i, scratch + i);
+  }
+}
+
+inline void collect(const CollectArgs& args, int begin, int end) {
+  for (int i = begin; i < end; ++i) {
+    const int64_t from = args.rows[i] * args.width;
+    const float* delta = args.delta ? args.delta + from : nullptr;
+    float* out = args.out + int64_t(i) * args.width;
+    add_delta(args.residual + from, delta, args.post_weight, args.eps, args.hidden, args.width, out);
+  }
+}
+
+inline void softcap(float* x, int width, float cap, int begin, int end) {
+  for (int64_t i = int64_t(begin) * width; i < int64_t(end) * width; i += kLanes) {
+    // cap * tanh(x / cap), with tanh(y) = 1 - 2 / (1 + e^(2y)).
+    const F grown = exp(mul(load(x + i), set(2.0f / cap)));
+    store(x + i, mul(set(cap), sub(set(1.0f), div(set(2.0f), add(set(1.0f), grown)))));
+  }
+}
+
+inline int first_equal(const float* x, float value) {
+  int i = 0;
+  while (x[i] != value) ++i;
+  return i;
+}
+
+// The lowest index of the highest of n numbers of each row, -1 if that is infinite or any is not a number.
+inline void argmax(const float* x, int width, int n, int64_t* best, int begin, int end) {
+  const int whole = n / kLanes * kLanes;
+  for (int row = begin; row < end; ++row) {
+    const float* at = x + int64_t(row) * width;
+    F peak = set(-INFINITY);
+    bool is_broken = false;
+    for (int i = 0; i < whole; i += kLanes) {
+      const F lanes = load(at + i);
+      is_broken |= any_nan(lanes, lanes);
+      peak = max(peak, lanes);
+    }
+    float top = hmax(peak);
+    for (int i = whole; i < n; ++i) {
+      is_broken |= std::isnan(at[i]);
+      top = std::max(top, at[i]);
+    }
+    best[row] = is_broken || std::isinf(top) ? -1 : first_equal(at, top);
+  }
+}
+
+// A head of d numbers, normed if it has a weight, into `out`.
+inline void take_head(const float* x, const float* weight, float eps, int d, float* out) {
+  float scale = 1.0f;
+  if (weight) {
+    float sum = 0;
+    for (int i = 0; i < d; ++i) sum += x[i] * x[i];
+    scale = 1.0f / std::sqrt(sum / float(d) + eps);
+  }
+  for (int i = 0; i < d; ++i) out[i] = weight ? x[i] * scale * weight[i] : x[i];
+}
+
+// A head of d numbers in the cache's dtype.
+inline void store_head(bool is_bfloat16, void* to, int64_t at, const float* x, int d) {
+  if (!is_bfloat16) {
+    std::memcpy((float*)to + at, x, d * sizeof(float));
+    return;
+  }
+  int i = 0;
+  for (; i + kLanes <= d; i += kLanes) store_bfloat((uint16_t*)to + at + i, load(x + i));
+  if (i == d) return;
+  float rest[kLanes] = {};
+  uint16_t rounded[kLanes];
+  std::memcpy(rest, x + i, (d - i) * sizeof(float));
+  store_bfloat(rounded, load(rest));
+  std::memcpy((uint16_t*)to + at + i, rounded, (d - i) * sizeof(uint16_t));
+}
+
+// Item = row * heads of qkv + head. q is rotated into args.q, k rotated and v as it is into the cache.
+inline void rotate(const RotateArgs& args, const int64_t* slots, int begin, int end, float* scratch) {
+  const int d = args.head_dim, half = d / 2, all = args.heads + 2 * args.kv_heads;
+  float* turned = scratch + d;
+  for (int item = begin; item < end; ++item) {
+    const int row = item / all, head = item % all;
+    const bool is_q = head < args.heads, is_v = head >= args.heads + args.kv_heads;
+    take_head(args.qkv + int64_t(row) * args.stride + head * d, is_v ? nullptr : is_q ? args.q_norm : args.k_norm,
+              args.eps, d, scratch);
+    const int64_t kv_head = head - args.heads - (is_v ? args.kv_heads : 0);
+    const int64_t at = (slots[row] * args.kv_heads + kv_head) * d;
+    if (is_v) {
+      store_head(args.kv_is_bfloat16, args.values, at, scratch, d);
+      continue;
+    }
+    const float* cos = args.cos + args.positions[row] * d;
+    const float* sin = args.sin + args.positions[row] * d;
+    for (int i = 0; i < d; ++i) turned[i] = scratch[i] * cos[i] + scratch[i < half ? i + half : i - half] * sin[i];
+    if (is_q)
+      std::memcpy(args.q + int64_t(row) * args.q_stride + head * d, turned, d * sizeof(float));
+    else
+      store_head(args.kv_is_bfloat16, args.keys, at, turned, d);
+  }
+}
+
+}  // namespace specserve::SPECSERVE_ISA

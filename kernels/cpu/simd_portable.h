@@ -1,0 +1,153 @@
+// Sixteen lanes in an array: standard C++, for every other machine.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace specserve::SPECSERVE_ISA {
+
+struct F {
+  float v[16];
+};
+struct I {
+  int32_t v[16];
+};
+struct Bytes {
+  uint8_t v[64];
+};
+constexpr bool kUnsignedWeights = true;
+constexpr int kMaxRows = 2;
+
+#define SPECSERVE_LANES(expression)          \
+  {                                          \
+    F r;                                     \
+    for (int i = 0; i < 16; ++i) r.v[i] = expression; \
+    return r;                                \
+  }
+
+inline F zero() SPECSERVE_LANES(0.0f)
+inline F set(float x) SPECSERVE_LANES(x)
+inline F load(const float* p) SPECSERVE_LANES(p[i])
+inline void store(float* p, F x) { std::memcpy(p, x.v, sizeof x.v); }
+inline F add(F a, F b) SPECSERVE_LANES(a.v[i] + b.v[i])
+inline F sub(F a, F b) SPECSERVE_LANES(a.v[i] - b.v[i])
+inline F mul(F a, F b) SPECSERVE_LANES(a.v[i] * b.v[i])
+inline F div(F a, F b) SPECSERVE_LANES(a.v[i] / b.v[i])
+inline F fma(F a, F b, F c) SPECSERVE_LANES(a.v[i] * b.v[i] + c.v[i])
+inline F max(F a, F b) SPECSERVE_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+inline F min(F a, F b) SPECSERVE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i])
+inline F abs(F a) SPECSERVE_LANES(std::fabs(a.v[i]))
+inline F to_float(I a) SPECSERVE_LANES(float(a.v[i]))
+inline F scale_by_power(F a, F n) SPECSERVE_LANES(std::ldexp(a.v[i], int(n.v[i])))
+
+template <class T, class V>
+inline T halve(const V& x, T (*join)(T, T)) {
+  T h[16];
+  for (int i = 0; i < 16; ++i) h[i] = x.v[i];
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; ++i) h[i] = join(h[i], h[i + n]);
+  return h[0];
+}
+inline float hmax(F a) {
+  return halve<float>(a, [](float x, float y) { return x > y ? x : y; });
+}
+inline float hsum(F a) {
+  return halve<float>(a, [](float x, float y) { return x + y; });
+}
+inline int32_t hsum(I a) {
+  return halve<int32_t>(a, [](int32_t x, int32_t y) { return x + y; });
+}
+inline bool any_nan(F a, F b) {
+  bool found = false;
+  for (int i = 0; i < 16; ++i) found |= std::isnan(a.v[i]) || std::isnan(b.v[i]);
+  return found;
+}
+
+inline I iset(int32_t x) {
+  I r;
+  for (int32_t& lane : r.v) lane = x;
+  return r;
+}
+inline I iadd(I a, I b) {
+  for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];
+  return a;
+}
+inline I to_int(F a) {  // a number that does not fit becomes the smallest, as on x86
+  I r;
+  for (int i = 0; i < 16; ++i) {
+    const float x = std::nearbyint(a.v[i]);
+    r.v[i] = x >= -2147483648.0f && x < 2147483648.0f ? int32_t(x) : INT32_MIN;
+  }
+  return r;
+}
+inline void store_int8(int8_t* p, I a) {
+  for (int i = 0; i < 16; ++i) p[i] = int8_t(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
+}
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline float from_half(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, magnitude = h & 0x7fff;
+  if (magnitude >= 0x7c00) return from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  // Moving the exponent by a product handles numbers below the normal range too.
+  return from_bits(sign | magnitude << 13) * from_bits(0x77800000);
+}
+inline F load_half(const uint16_t* p) SPECSERVE_LANES(from_half(p[i]))
+inline F load_bfloat(const uint16_t* p) SPECSERVE_LANES(from_bits(uint32_t(p[i]) << 16))
+inline uint16_t to_bfloat(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return std::isnan(x) ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline void store_bfloat(uint16_t* p, F x) {
+  for (int i = 0; i < 16; ++i) p[i] = to_bfloat(x.v[i]);
+}
+
+inline Bytes load_bytes(const void* p) {
+  Bytes r;
+  std::memcpy(r.v, p, 64);
+  return r;
+}
+inline Bytes spread(const void* p) {
+  Bytes r;
+  for (int i = 0; i < 16; ++i) std::memcpy(r.v + 4 * i, p, 4);
+  return r;
+}
+inline Bytes low_nibbles(Bytes a) {
+  for (uint8_t& byte : a.v) byte &= 15;
+  return a;
+}
+inline Bytes high_nibbles(Bytes a) {
+  for (uint8_t& byte : a.v) byte >>= 4;
+  return a;
+}
+inline I dot4(I sum, Bytes weights, Bytes x) {
+  for (int i = 0; i < 64; ++i) sum.v[i / 4] += weights.v[i] * int8_t(x.v[i]);
+  return sum;
+}
+inline I dot4_unsigned(I sum, Bytes weights, Bytes x) { return dot4(sum, weights, x); }
+inline F dot2(F sum, Bytes weights, Bytes x) {
+  uint32_t w[16], y[16];
+  std::memcpy(w, weights.v, 64);
+  std::memcpy(y, x.v, 64);
+  for (int i = 0; i < 16; ++i) {
+    sum.v[i] += from_bits(w[i] << 16) * from_bits(y[i] << 16);
+    sum.v[i] += from_bits(w[i] & 0xffff0000) * from_bits(y[i] & 0xffff0000);
+  }
+  return sum;
+}
+
+
+// 16 rows of 16 words, from rows[i] + start on, into 16 columns `stride` words apart: out[j * stride + i] = word j of row i.
+inline void transpose(const uint16_t* const* rows, int start, uint32_t* out, int stride) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) std::memcpy(out + j * stride + i, rows[i] + start + 2 * j, 4);
+}
+
+}  // namespace specserve::SPECSERVE_ISA
+
+#undef SPECSERVE_LANES

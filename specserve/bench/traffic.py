@@ -1,0 +1,225 @@
+"""What a step must read from memory, op by op, how long each op takes, and how fast memory can be read. Knows the op
+contract and the runner; knows no scheduling and no table."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specserve.engine.engine import Engine
+from specserve.ops import Ops
+from specserve.runtime.batch import Batch
+from specserve.runtime.runner import Output, Runner
+
+OPS = frozenset(
+    ("embed", "add_norm", "collect", "norm", "activate", "linear", "gated", "softcap", "argmax", "rotate", "attention")
+)
+WEIGHTS = ("weight", "post", "norms")  # the contract's names for what was packed at load
+BANDWIDTH_BYTES = 2**28  # no cache holds so much
+BANDWIDTH_PASSES = 7
+
+
+def num_bytes(packed: Any) -> int:
+    """Bytes of all tensors in what a backend packed: a tensor, a dataclass or a tuple of such; 0 for anything else."""
+    if isinstance(packed, Tensor):
+        return packed.numel() * packed.element_size()
+    if is_dataclass(packed):
+        return sum(num_bytes(getattr(packed, entry.name)) for entry in fields(packed))
+    return sum(map(num_bytes, packed)) if isinstance(packed, tuple | list) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op as a model calls it, and what it must read: bytes of weights, of the table for each row, and of KV for
+    each token that a row sees. What ops hand to each other stays in caches and is not counted."""
+
+    op: str
+    weights: int = 0
+    row: int = 0
+    token: int = 0
+    window: int | None = None
+
+    def reads(self, batch: Batch) -> int:
+        """Bytes it must read in this step."""
+        spans = zip(batch.cached, batch.query_starts[:-1], batch.query_starts[1:], strict=True)
+        tokens = sum(_visible(cached, stop - start, self.window) for cached, start, stop in spans)
+        return self.weights + self.row * batch.query_starts[-1] + self.token * tokens
+
+
+def _visible(cached: int, rows: int, window: int | None) -> int:
+    """How many tokens of a sequence any of its rows sees; the first row, at index `cached`, sees back the furthest."""
+    return cached + rows - (0 if window is None else max(0, cached + 1 - window))
+
+
+def _describe(op: str, arguments: dict[str, Any]) -> Call:
+    weights = sum(num_bytes(arguments.get(name)) for name in WEIGHTS)
+    assert weights or op not in ("linear", "gated"), "a packed weight shows its tensors"
+    if op == "embed":
+        table = arguments["table"]
+        return Call(op, row=table.shape[1] * table.element_size())
+    if op == "attention":
+        kv = arguments["kv"]  # [2, slots, kv_heads, d]
+        return Call(op, token=2 * kv.shape[2] * kv.shape[3] * kv.element_size(), window=arguments["window"])
+    return Call(op, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a step's forward pass: its op, named by what it follows where several do like work, and what it took
+    and had to read."""
+
+    name: str
+    seconds: float
+    num_bytes: int
+
+
+class WatchedOps:
+    """A device's ops for one model, whose steps all make the same calls, with each call noted once and timed always.
+    Kernels that record are timed by their recording's own `profile` as they replay, others as they are called."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._recording: _Profiled | None = None
+        self._calls: list[Call] = []
+        self._seconds: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ops, name)
+        return partial(self._note, name, value) if name in OPS else value
+
+    @contextmanager
+    def recording(self) -> Iterator[_Profiled]:
+        with self._ops.recording() as recording:
+            self._recording = _Profiled(recording)
+            yield self._recording
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._seconds.clear()
+
+    def parts(self, batch: Batch) -> list[Part]:
+        """The pieces of the last step, which ran `batch`, in order."""
+        names = [_follow(call.op, before.op) for before, call in _pairs(self._calls)]
+        if self._recording is not None:
+            return self._recording.parts(names, [call.reads(batch) for call in self._calls])
+        timed = zip(names, self._seconds, self._calls, strict=True)
+        return [Part(name, seconds, call.reads(batch)) for name, seconds, call in timed]
+
+    @property
+    def seconds(self) -> float:
+        """What the last step spent on its ops; for a recording with what timing them takes, which is nobody's share."""
+        return sum(self._seconds) if self._recording is None else self._recording.seconds
+
+    def _note(self, name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if len(self._seconds) == len(self._calls) or self._recording is not None:
+            self._calls.append(_describe(name, inspect.signature(op).bind(*args, **kwargs).arguments))
+        if self._recording is not None:
+            self._recording.mark()
+            return op(*args, **kwargs)
+        assert self._calls[len(self._seconds)].op == name, "a model's steps are alike"
+        begun = perf_counter()
+        result = op(*args, **kwargs)
+        if self._ops.device.type == "cuda":
+            torch.cuda.synchronize(self._ops.device)
+        self._seconds.append(perf_counter() - begun)
+        return result
+
+
+def _pairs(calls: list[Call]) -> Iterator[tuple[Call, Call]]:
+    """Each call with the one before it; the first has itself."""
+    return zip(calls[:1] + calls[:-1], calls, strict=True)
+
+
+def _follow(op: str, before: str) -> str:
+    """What a linear layer is for is told by what it reads: attention's output, or that of the gates, or a norm's."""
+    return f"{op} after {before}" if op == "linear" else op
+
+
+class _Profiled:
+    """A recording that times its ops whenever it runs. One call of the contract may have become several."""
+
+    def __init__(self, recording: Any) -> None:
+        self._recording = recording
+        self.seconds = 0.0  # of the last run as a whole
+        self._starts: list[int] = []
+        self._timed: list[tuple[str, float]] = []
+
+    def mark(self) -> None:
+        """A call begins here."""
+        self._starts.append(self._recording.num_ops)
+
+    def run(self, num_rows: int, num_collected: int, plan: Any) -> None:
+        begun = perf_counter()
+        self._timed = self._recording.profile(num_rows, num_collected, plan)
+        self.seconds = perf_counter() - begun
+
+    def parts(self, names: list[str], reads: list[int]) -> list[Part]:
+        """Every recorded op under the name of the call it began; what more came of a call reads nothing."""
+        calls = {start: call for call, start in enumerate(self._starts)}
+        return [
+            Part(names[calls[i]], seconds, reads[calls[i]]) if i in calls else Part(own, seconds, 0)
+            for i, (own, seconds) in enumerate(self._timed)
+        ]
+
+
+class WatchedRunner(Runner):
+    """The runner of a model whose ops are watched."""
+
+    def __init__(self, model: Any, ops: WatchedOps, plain: Runner, max_rows: int) -> None:
+        watched: Any = ops
+        super().__init__(model, watched, plain.storage, max_rows)
+        self.watched = ops
+        self._batch: Batch | None = None
+
+    def run(self, batch: Batch) -> Output:
+        self.watched.begin()
+        self._batch = batch
+        return super().run(batch)
+
+    def parts(self) -> list[Part]:
+        """The pieces of the last step's forward pass."""
+        assert self._batch is not None, "a step has run"
+        return self.watched.parts(self._batch)
+
+
+@contextmanager
+def watched(engine: Engine, max_rows: int) -> Iterator[WatchedRunner]:
+    """Within it every step of the engine is taken apart; `max_rows` as for the runner that it replaces."""
+    plain = engine.runner
+    model: Any = plain.model
+    model.ops = WatchedOps(plain.ops)
+    try:
+        runner = WatchedRunner(model, model.ops, plain, max_rows)
+        engine.runner = runner
+        yield runner
+    finally:
+        engine.runner, model.ops = plain, plain.ops
+
+
+def read_bandwidth(ops: Ops) -> float:
+    """Bytes a second at which the device reads memory: by the kernels' own read loop where they have one, else the best
+    of several sums (CPU) or copies (CUDA, bytes read and written) of a large tensor by torch."""
+    own: Callable[[], float] | None = getattr(ops, "read_bandwidth", None)
+    if own is not None:
+        return own()
+    source = torch.ones(BANDWIDTH_BYTES // 4, dtype=torch.float32, device=ops.device)
+    if ops.device.type == "cuda":
+        target = torch.empty_like(source)
+        return 2 * max(_rate(lambda: target.copy_(source), ops.device) for _ in range(BANDWIDTH_PASSES))
+    return max(_rate(source.sum, ops.device) for _ in range(BANDWIDTH_PASSES))
+
+
+def _rate(read: Callable[[], Any], device: torch.device) -> float:
+    begun = perf_counter()
+    read()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return BANDWIDTH_BYTES / (perf_counter() - begun)

@@ -1,0 +1,238 @@
+"""What a verify step costs by its number of rows, on the engine's own path. Knows the engine and what it counts; knows
+no kernels. `VerifySteps` makes the steps, for other measurements too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence as Many
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from specserve.bench.report import table_of
+from specserve.bench.traffic import read_bandwidth, watched
+from specserve.engine.request import Request
+from specserve.errors import ConfigError, EngineError
+from specserve.speculation.base import NONE, DraftHost
+from specserve.speculation.worker import Outcome
+from specserve.types import Draft, Event, SamplingParams, Sequence, Verdict
+
+if TYPE_CHECKING:
+    from specserve.llm import LLM
+
+WARM_UP_ROUNDS = 2
+REQUEST_ID = "verify-steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One step: its rows, and the seconds of the engine's phases ("total" and "host" among them) in it."""
+
+    rows: int
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return self.seconds["total"]
+
+    @property
+    def forward(self) -> float:
+        """Planning attention, and the kernels."""
+        return self.seconds["forward"]
+
+
+class _WrongDrafter:
+    """Fills every budget with a token that the target never says, so that drafts cost rows and change nothing."""
+
+    wants_hidden = False
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def begin(self, seq: Sequence) -> None: ...
+    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: Any) -> None: ...
+    def end(self, seq: Sequence) -> None: ...
+
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        return [Draft.chain([self.token] * count) for count in budget]
+
+
+class _DirectHost(DraftHost):
+    """Calls its drafter on the engine's thread, as the engine calls those of drafters/."""
+
+    def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:
+        return Outcome(function(), None)
+
+
+class VerifySteps:
+    """Steps of one greedy sequence with exactly as many rows as asked: the last token and a draft that is wrong from
+    its first token on. `ids` are cached before the first step of a round, and each step adds one token.
+
+    A context manager; nothing else may run on the engine meanwhile. Raises ConfigError for rows or a context that the
+    engine's limits do not allow.
+    """
+
+    def __init__(self, llm: LLM, ids: list[int], rows: Many[int]) -> None:
+        _check(llm, len(ids), rows)
+        self._llm = llm
+        self._engine = llm.engine
+        self._ids = ids
+        self._params = SamplingParams(temperature=0.0, max_tokens=_num_tokens(rows), ignore_eos=True)
+
+    def __enter__(self) -> VerifySteps:
+        said = self._llm.generate([self._ids], self._params)[0].outputs[0]
+        if said.finish_reason == "error":
+            raise EngineError(f"Plain decoding failed: {said.error}")
+        vocabulary = self._engine.limits.vocab_size
+        never = next(token for token in range(vocabulary) if token not in said.token_ids)
+        host = _DirectHost(_WrongDrafter(never), vocabulary, self._llm.config.drafter_timeout_s)
+        self._engine.use(host, 0)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._engine.abort(REQUEST_ID)  # of a round that was not taken to its end
+        self._llm.use_drafter(NONE, self._llm.config.num_speculative_tokens)
+
+    def round(self, order: Many[int]) -> Iterator[Timing]:
+        """Compute the prompt's KV, as far as no round before left it in the prefix cache, then run one step for each
+        number of rows in `order`."""
+        self._engine.num_speculative_tokens = 0
+        self._engine.add(Request(id=REQUEST_ID, prompt_ids=self._ids, params=self._params))
+        try:
+            while not _tokens(self._engine.step()):
+                pass
+            for rows in order:
+                yield self._step(rows)
+        finally:
+            self._engine.abort(REQUEST_ID)
+
+    def _step(self, rows: int) -> Timing:
+        engine = self._engine
+        engine.num_speculative_tokens = rows - 1
+        before = engine.counters.snapshot()
+        tokens = _tokens(engine.step())
+        after = engine.counters
+        assert after.num_rows - before.num_rows == rows, "the draft fills its budget, and the budget is what was asked"
+        assert len(tokens) == 1, "no token of the draft is right"
+        return Timing(rows, {phase: after.seconds[phase] - before.seconds[phase] for phase in after.seconds})
+
+
+def _tokens(events: list[Event]) -> list[int]:
+    """What a step of one sequence said; nothing while its prompt is being computed."""
+    for event in events:
+        if event.error is not None:
+            raise EngineError(f"A step failed: {event.error}")
+    return [token for event in events for token in event.tokens]
+
+
+def _num_tokens(rows: Many[int]) -> int:
+    """Output tokens of a round: so many that the last step's draft is not cut short by the end."""
+    return len(rows) + max(rows) + 1
+
+
+def _check(llm: LLM, context: int, rows: Many[int]) -> None:
+    if not rows or min(rows) < 1:
+        raise ConfigError(f"rows are {', '.join(map(str, rows)) or 'none'}; each step has at least 1.")
+    if max(rows) > llm.config.max_num_batched_tokens:
+        raise ConfigError(
+            f"{max(rows)} rows are more than one step may have, max_num_batched_tokens = "
+            f"{llm.config.max_num_batched_tokens}. Raise it, or ask for fewer rows."
+        )
+    needed, limit = context + _num_tokens(rows), llm.engine.limits.max_model_len
+    if needed > limit:
+        raise ConfigError(
+            f"A context of {context} and the steps after it need {needed} tokens, and max_model_len is {limit}. "
+            f"Take a context of at most {limit - _num_tokens(rows)}."
+        )
+
+
+def verify_cost(
+    llm: LLM, ids: list[int], rows: Many[int], repeats: int, on_round: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """Time steps of rows[0] (which is 1), rows[1] and so on, one of each in every round, whose order rotates.
+
+    Figures, medians over `repeats` rounds: step_ms, forward_ms (planning attention, and the kernels), host_ms (the
+    rest), cost = step_ms over that of 1 row. bytes_per_step is what the ops of a 1-row step must read, weights as they
+    are packed and the KV of the context; bandwidth_utilisation = bytes_per_step / (its time * read_bandwidth_gbs), the
+    bandwidth being the better of a measurement before and one after. `on_round` is called before each round.
+    Raises ConfigError.
+    """
+    if not rows or rows[0] != 1 or len(set(rows)) < len(rows):
+        raise ConfigError(
+            f"rows are {', '.join(map(str, rows))}; they must begin with 1, which the others are compared with, and "
+            "name no number twice."
+        )
+    ops = llm.engine.runner.ops
+    with VerifySteps(llm, ids, rows) as steps:
+        bytes_per_step = _bytes_per_step(llm, steps)
+        bandwidth = read_bandwidth(ops)
+        timings: list[Timing] = []
+        for number in range(WARM_UP_ROUNDS + repeats):
+            on_round()
+            shift = number % len(rows)
+            measured = list(steps.round([*rows[shift:], *rows[:shift]]))
+            timings += measured if number >= WARM_UP_ROUNDS else []
+        bandwidth = max(bandwidth, read_bandwidth(ops))
+    return {**settings(llm, len(ids), repeats), **_figures(rows, timings, bytes_per_step, bandwidth)}
+
+
+def _bytes_per_step(llm: LLM, steps: VerifySteps) -> int:
+    """Bytes that a step of one row must read when the context is cached."""
+    with watched(llm.engine, llm.config.max_num_batched_tokens) as runner:
+        (parts,) = [runner.parts() for _ in steps.round([1])]
+    return sum(part.num_bytes for part in parts)
+
+
+def settings(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
+    """What was measured, for the JSON."""
+    return {
+        "model": llm.config.model,
+        "device": llm.device,
+        "kernels": llm.engine.runner.ops.name,
+        "dtype": llm.dtype,
+        "quantization": llm.quantization,
+        "threads": llm.threads,
+        "context": context,
+        "repeats": repeats,
+    }
+
+
+def _figures(rows: Many[int], timings: list[Timing], bytes_per_step: int, bandwidth: float) -> dict[str, Any]:
+    taken = [[t for t in timings if t.rows == count] for count in rows]
+    step = [median(t.total for t in same) * 1e3 for same in taken]
+    return {
+        "rows": list(rows),
+        "step_ms": step,
+        "cost": [value / step[0] for value in step],
+        "forward_ms": [median(t.forward for t in same) * 1e3 for same in taken],
+        "host_ms": [median(t.total - t.forward for t in same) * 1e3 for same in taken],
+        "bytes_per_step": bytes_per_step,
+        "read_bandwidth_gbs": bandwidth / 1e9,
+        "bandwidth_utilisation": bytes_per_step / (step[0] / 1e3 * bandwidth),
+    }
+
+
+def verify_cost_table(figures: dict[str, Any]) -> Table:
+    """One row for each number of rows."""
+    table = table_of("Verify steps", "rows", "step ms", "cost", "forward ms", "host ms")
+    columns = (figures[name] for name in ("rows", "step_ms", "cost", "forward_ms", "host_ms"))
+    for rows, step, cost, forward, host in zip(*columns, strict=True):
+        table.add_row(str(rows), f"{step:.2f}", f"{cost:.2f}", f"{forward:.2f}", f"{host:.2f}")
+    return table
+
+
+def headline(figures: dict[str, Any]) -> str:
+    """What was measured, in a line."""
+    weights = figures["dtype"] if figures["quantization"] == "none" else figures["quantization"]
+    return (
+        f"{figures['model']}, {weights} on {figures['device']} ({figures['kernels']} kernels), {figures['threads']} "
+        f"threads, context {figures['context']}"
+    )
+
+
+def limit_line(figures: dict[str, Any]) -> str:
+    """How close a step comes to what memory allows, in words."""
+    read, bandwidth = figures["bytes_per_step"] / 1e6, figures["read_bandwidth_gbs"]
+    used = figures["bandwidth_utilisation"]
+    return f"A step must read {read:.1f} MB, and memory gives at most {bandwidth:.1f} GB/s: {used:.0%} of that is used."

@@ -1,0 +1,93 @@
+"""Types of the compiled module: see kernels/cpu/module.cpp. Addresses are those of memory that the caller keeps."""
+
+def instruction_sets() -> list[str]: ...
+def tile_bytes(format: int, inputs: int) -> int: ...
+def pack(format: int, rows: int, outputs: int, inputs: int, out: int) -> None: ...
+def weight(format: int, outputs: int, inputs: int, data: int) -> Weight: ...
+def activation(kind: int, width: int, data: int, scales: int, sums: int) -> Activation: ...
+def draw(
+    team: Team,
+    instruction_set: str,
+    scores: int,
+    stride: int,
+    vocab: int,
+    count: int,
+    rows: int,
+    temperature: int,
+    min_p: int,
+    top_p: int,
+    top_k: int,
+    keys: int,
+    hashed: int,
+    out: int,
+) -> None: ...
+
+class Weight:
+    outputs: int
+    inputs: int
+
+class Activation:
+    width: int
+
+class Team:
+    def __init__(self, threads: int) -> None: ...
+    threads: int
+
+def read_bandwidth(team: Team, memory: int, bytes: int, passes: int) -> float: ...
+
+class Plan:
+    def __init__(
+        self,
+        query_starts: list[int],
+        cached: list[int],
+        block_tables: list[list[int]],
+        parents: list[list[int]],
+        block_size: int,
+        max_rows_per_block: int,
+    ) -> None: ...
+
+class Program:
+    def __init__(self, team: Team, instruction_set: str) -> None: ...
+    def embed(self, ids: int, table: int, is_bfloat16: bool, hidden: int, scale: float, out: int) -> None: ...
+    def norm(
+        self, residual: int, delta: int, post: int, weight: int, eps: float, hidden: int, out: Activation
+    ) -> None: ...
+    def collect(self, rows: int, residual: int, delta: int, post: int, eps: float, hidden: int, out: int) -> None: ...
+    def linear(self, weight: Weight, x: Activation, bias: int, out: int) -> None: ...
+    def gated(self, weight: Weight, x: Activation, bias: int, gate: int, out: Activation) -> None: ...
+    def rotate(
+        self,
+        qkv: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        q_norm: int,
+        k_norm: int,
+        eps: float,
+        positions: int,
+        cos: int,
+        sin: int,
+        q: int,
+        is_bfloat16: bool,
+        keys: int,
+        values: int,
+    ) -> None: ...
+    def attention(
+        self,
+        q: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        is_bfloat16: bool,
+        keys: int,
+        values: int,
+        scale: float,
+        window: int,
+        out: Activation,
+    ) -> None: ...
+    def activate(self, x: int, out: Activation) -> None: ...
+    def argmax(self, x: int, n: int, best: int) -> None: ...
+    def softcap(self, x: int, width: int, cap: float) -> None: ...
+    def run(self, rows: int, collected: int = 0, plan: Plan | None = None) -> None: ...
+    def profile(self, rows: int, collected: int = 0, plan: Plan | None = None) -> list[float]: ...
+    def names(self) -> list[str]: ...

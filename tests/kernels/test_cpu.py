@@ -1,0 +1,795 @@
+"""The native kernels, for every instruction set of this machine and every format of weights: against exact products of
+what lies in memory, against the reference, and their promises: a row's bits depend on that row alone, what is not
+finite stays in its row, a recording does what its ops do."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specserve.kernels.reference import Kernels as Reference
+from specserve.models.decoder import Decoder
+from specserve.models.loader import find_architecture
+from specserve.ops import HeadNorms, Rotation
+from specserve.runtime.graph import EagerStep, RecordedStep
+from specserve.testing import Feed, PagedDecoder, random_weights, tiny_config, unequal_rows
+
+if importlib.util.find_spec("specserve.kernels._native") is None and os.environ.get("SPECSERVE_REQUIRE_NATIVE") != "1":
+    pytest.skip("Built without native kernels.", allow_module_level=True)
+_native: Any = importlib.import_module("specserve.kernels._native")
+cpu: Any = importlib.import_module("specserve.kernels.cpu")
+
+SETS = _native.instruction_sets()
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+TILE = GROUP = 32
+REFERENCE = Reference(torch.device("cpu"), torch.float32)
+every_set = pytest.mark.parametrize("isa", SETS)
+every_format = pytest.mark.parametrize("weights", FORMATS)
+sizes = st.sampled_from([36, 100, 32, 64]) | st.integers(1, 130)
+seeds = st.integers(0, 2**31)
+
+
+def examples(n: int) -> settings:
+    return settings(max_examples=n, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make(isa: str, weights: str = "float32", threads: int = 1, kv: torch.dtype = torch.float32) -> Any:
+    """Kernels; `kv` is the dtype of the cache where the weights do not say it."""
+    is_integer = weights.startswith("int")
+    return cpu.Kernels(kv if is_integer else getattr(torch, weights), weights if is_integer else "none", threads, isa)
+
+
+def returned(ops: Any, x: Tensor) -> Tensor:
+    """x, as rows that an op returned: of exactly these numbers."""
+    rows: Tensor = ops.embed(torch.arange(len(x)), x.float().contiguous(), 1.0)
+    return rows
+
+
+def numbers(x: Any) -> Tensor:
+    """What an activation stands for, float64 [rows, width]."""
+    data: Tensor = x.parts[0].double()
+    if len(x.parts) == 3:
+        data = (data.view(len(data), -1, GROUP) * x.parts[1].double()[..., None]).flatten(1)
+    return data[:, : x.width]
+
+
+def rounding(x: Any) -> Tensor:
+    """How far an activation may lie from what it was made of, [rows, width]."""
+    if len(x.parts) == 3:
+        half_steps: Tensor = 0.5 * x.parts[1].double() * (1 + 1e-5)
+        return half_steps.repeat_interleave(GROUP, 1)[:, : x.width]
+    return numbers(x).abs() * (2.0**-8 if x.parts[0].dtype == torch.bfloat16 else 0)
+
+
+def bits(x: Any) -> list[Tensor]:
+    """All that an op returned, to be compared row by row."""
+    return [x] if isinstance(x, Tensor) else list(x.parts)
+
+
+def same(x: Any, y: Any, rows: Any = slice(None)) -> bool:
+    """Whether x has the bits that `rows` of y have; NaN is NaN."""
+    return all(
+        torch.equal(torch.nan_to_num(a), torch.nan_to_num(b[rows])) and torch.equal(a.isnan(), b[rows].isnan())
+        for a, b in zip(bits(x), bits(y), strict=True)
+    )
+
+
+# Packed weights
+
+
+def unpacked(weight: Any, weights: str, inputs: int) -> tuple[Tensor, Tensor | None]:
+    """What packed memory stands for by the layout in kernels/cpu/pack.h: weights, float64 [padded outputs, padded
+    inputs], and the scale of each, if there are any."""
+    memory, width = weight.memory.numpy(), -(-inputs // TILE) * TILE
+    if weights == "float32":
+        tiles = memory.view(np.float32).reshape(-1, width, TILE).transpose(0, 2, 1)
+        return _matrix(tiles, width), None
+    if weights == "bfloat16":
+        words = memory.view(np.uint16).reshape(-1, width // 2, TILE, 2).transpose(0, 2, 1, 3)
+        return _matrix((words.astype(np.uint32) << 16).view(np.float32), width), None
+    groups, header = width // GROUP, 64 if weights == "int8" else 128
+    tiles = memory.reshape(-1, groups, header + GROUP * TILE // (1 if weights == "int8" else 2))
+    halves = np.ascontiguousarray(tiles[..., :header]).view(np.float16).astype(np.float64)  # [tiles, groups, ..]
+    scales = halves[..., :TILE].transpose(0, 2, 1)[..., None]  # [tiles, TILE, groups, 1]
+    stored = tiles[..., header:].reshape(*tiles.shape[:2], -1, TILE, 4).transpose(0, 3, 1, 2, 4)
+    if weights == "int8":
+        values = scales * (stored.reshape(-1, TILE, groups, GROUP).astype(np.float64) - 128)
+    else:
+        nibbles = [part.reshape(-1, TILE, groups, GROUP // 2) for part in (stored & 15, stored >> 4)]
+        values = scales * np.concatenate(nibbles, -1) + halves[..., TILE:].transpose(0, 2, 1)[..., None]
+    return _matrix(values, width), _matrix(np.broadcast_to(scales, values.shape), width)
+
+
+def _matrix(tiles: NDArray[Any], width: int) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(tiles, np.float64).reshape(-1, width))
+
+
+@every_format
+@examples(60)
+@given(outputs=sizes, inputs=sizes, exponent=st.integers(-4, 3), shift=st.floats(-3, 3), seed=seeds)
+def test_packed_weights_are_near(
+    weights: str, outputs: int, inputs: int, exponent: int, shift: float, seed: int
+) -> None:
+    """Within half a step of each group, but for what float16 rounds of its scale and minimum."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = 10.0**exponent * (torch.randn(outputs, inputs, generator=generator) + shift)
+    matrix[torch.rand(outputs, inputs, generator=generator) < 0.2] = 0.0
+    matrix[:, : inputs // 3] = matrix[:1, :1]  # groups that are constant
+    found, scale = unpacked(make(SETS[0], weights).pack(matrix), weights, inputs)
+    wanted = torch.nn.functional.pad(matrix.double(), (0, found.shape[1] - inputs, 0, len(found) - outputs))
+    if scale is None:
+        assert torch.equal(found, wanted.to(getattr(torch, weights)).double())
+        return
+    groups = in_groups(wanted)
+    low, high, peak = groups.amin(-1), groups.amax(-1), groups.abs().amax(-1)
+    if weights == "int8":
+        exact, most, offset = peak / 127, 127, torch.zeros(())
+    else:
+        exact, most, offset = (high - low) / 15, 15, half_error(low)
+    bound = in_groups(scale)[..., 0].abs() / 2 + most * half_error(exact) + offset + 4e-7 * peak
+    error = in_groups((found - wanted).abs()).amax(-1)
+    assert (error <= bound * (1 + 1e-5)).all()
+    assert not found[outputs:].any()
+
+
+def in_groups(x: Tensor) -> Tensor:
+    return x.reshape(len(x), -1, GROUP)
+
+
+def half_error(x: Tensor) -> Tensor:
+    """The most that rounding to float16 changes."""
+    return (x.abs() * 2.0**-11).clamp(min=2.0**-25)
+
+
+@pytest.mark.parametrize(("weights", "most"), [("int8", 127), ("int4", 15)])
+@examples(40)
+@given(steps=st.integers(1, 15), negative=st.booleans(), exponent=st.integers(-3, 1), seed=seeds)
+def test_weights_that_were_rounded_before_are_kept(
+    weights: str, most: int, steps: int, negative: bool, exponent: int, seed: int
+) -> None:
+    """As GGUF rounds them: a float16 step times integers of at most 127; or of at most 15, above or below an end that
+    is float16 as well."""
+    noise = np.random.default_rng(seed)
+    n = noise.integers(-127, 128, (40, 3, GROUP)) if weights == "int8" else noise.integers(0, steps + 1, (40, 3, GROUP))
+    n[..., 5] = most if weights == "int8" else 0
+    n[..., 9] = most if weights == "int8" else steps
+    step, end = (noise.uniform(0.5, 9, (2, 40, 3, 1)) * 10.0**exponent).astype(np.float16).astype(np.float32)
+    step = -step if negative else step
+    matrix = torch.from_numpy((n * step + (0 if weights == "int8" else end)).astype(np.float32)).flatten(1)
+    found, _ = unpacked(make(SETS[0], weights).pack(matrix), weights, matrix.shape[1])
+    assert ((found[:40] - matrix).abs() <= 4e-7 * in_groups(matrix).abs().amax(-1).repeat_interleave(GROUP, 1)).all()
+
+
+# Products
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x w^T + bias in float64, and how far sums in float32, in whatever order, may lie from it. A weight near zero may
+    be the difference of a multiple of a scale and an offset, each up to twice the highest."""
+    offset = torch.zeros(len(w)) if bias is None else bias
+    size = x.abs() @ (4 * w.abs().amax(-1, keepdim=True).expand_as(w).T) + offset.abs()
+    error: Tensor = (x.shape[1] + 8) * 2.0**-23 * size + 1e-30
+    return x @ w.T + offset.double(), error
+
+
+@every_set
+@every_format
+@examples(25)
+@given(rows=st.integers(1, 40), inputs=sizes, outputs=sizes, biased=st.booleans(), seed=seeds)
+def test_linear_is_the_product_of_what_lies_in_memory(
+    isa: str, weights: str, rows: int, inputs: int, outputs: int, biased: bool, seed: int
+) -> None:
+    ops, generator = make(isa, weights), torch.Generator().manual_seed(seed)
+    bias = torch.randn(outputs, generator=generator) if biased else None
+    weight = ops.pack(torch.randn(outputs, inputs, generator=generator), bias)
+    x = ops.activate(torch.randn(rows, inputs, generator=generator))
+    out = ops.linear(x, weight)
+    w = unpacked(weight, weights, inputs)[0][:outputs, :inputs]
+    wanted, bound = product(numbers(x), w, bias)
+    assert out.shape == (rows, outputs)
+    assert ((out - wanted).abs() <= bound).all()
+    padded = out.as_strided((rows, -(-outputs // TILE) * TILE), out.stride())
+    assert not padded[:, outputs:].any(), "the padding stays zero"
+
+
+@every_set
+@every_format
+@examples(16)
+@given(
+    rows=st.integers(1, 20),
+    inputs=sizes,
+    inner=sizes,
+    biased=st.booleans(),
+    activation=st.sampled_from(["silu", "gelu_tanh"]),
+    seed=seeds,
+)
+def test_gated_is_the_product_of_what_lies_in_memory(
+    isa: str, weights: str, rows: int, inputs: int, inner: int, biased: bool, activation: str, seed: int
+) -> None:
+    ops, generator = make(isa, weights), torch.Generator().manual_seed(seed)
+    parts = torch.randn(2, inner, inputs, generator=generator)
+    biases = torch.randn(2, inner, generator=generator) if biased else (None, None)
+    weight = ops.pack_gated(*parts, *biases)
+    x = ops.activate(torch.randn(rows, inputs, generator=generator))
+    tiles = unpacked(weight, weights, inputs)[0]
+    tiles = tiles.view(-1, 2, TILE, tiles.shape[1])
+    halves = [tiles[:, i].flatten(0, 1)[:inner, :inputs] for i in (0, 1)]
+    (gate, gate_error), (up, up_error) = (product(numbers(x), w, b) for w, b in zip(halves, biases, strict=True))
+    curve = torch.nn.functional.silu if activation == "silu" else gelu
+    wanted = curve(gate) * up
+    # Both curves are nowhere steeper than 1.13.
+    bound = 1.13 * gate_error * (up.abs() + up_error) + curve(gate).abs() * up_error + 4e-6 * (gate * up).abs()
+    out = ops.gated(x, weight, activation)
+    assert ((numbers(out) - wanted).abs() <= bound + rounding(out)).all()
+    assert not out.parts[0][:, inner:].any(), "the padding stays zero"
+
+
+def gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@every_set
+@every_format
+@examples(16)
+@given(rows=st.integers(1, 20), width=sizes, exponent=st.integers(-30, 30), seed=seeds)
+def test_activations_are_near(isa: str, weights: str, rows: int, width: int, exponent: int, seed: int) -> None:
+    x = 10.0**exponent * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    x[:, : width // 2] *= torch.rand(rows, 1) > 0.3  # groups of zeros
+    out = make(isa, weights).activate(x)
+    assert ((numbers(out) - x).abs() <= rounding(out)).all()
+    if weights in ("float32", "bfloat16"):
+        assert torch.equal(numbers(out), x.to(getattr(torch, weights)).double())
+        return
+    data, scales, sums = out.parts
+    groups = in_groups(torch.nn.functional.pad(x, (0, data.shape[1] - width)))
+    torch.testing.assert_close(scales, groups.abs().amax(-1) / 127, rtol=1e-6, atol=0)
+    assert torch.equal(sums, in_groups(data).sum(-1, dtype=torch.int32))
+    assert int(data.int().abs().max()) <= 127
+
+
+@every_set
+def test_activations_next_to_nothing_are_near(isa: str) -> None:
+    x = 10.0 ** torch.linspace(-45, -35, 11)[:, None] * torch.randn(11, 64)
+    out = make(isa, "int8").activate(x)
+    data, _, sums = out.parts
+    assert torch.equal(sums, in_groups(data).sum(-1, dtype=torch.int32))
+    assert ((numbers(out) - x).abs() <= rounding(out) + 1e-30).all()
+
+
+@every_set
+def test_curves_are_exact(isa: str) -> None:
+    """Through `gated` with the identity for a gate and ones as `up`. What gelu takes e to the power of is rounded
+    itself, which counts where its value is below a millionth of x."""
+    ops = make(isa)
+    x = torch.cat((torch.linspace(-80, 80, 16001), 10.0 ** torch.linspace(-30, 0, 300), torch.zeros(1)))
+    x = torch.cat((x, -x, torch.tensor([-200.0, 200.0, -1e30, 1e30])))
+    x = torch.nn.functional.pad(x, (0, -len(x) % TILE)).view(-1, TILE)
+    identity = ops.pack_gated(torch.eye(TILE), torch.zeros(TILE, TILE), torch.zeros(TILE), torch.ones(TILE))
+    for activation, curve, floor in (("silu", torch.nn.functional.silu, 1e-33), ("gelu_tanh", gelu, 1e-7)):
+        found = numbers(ops.gated(ops.activate(x), identity, activation))
+        wanted = curve(x.double())
+        assert ((found - wanted).abs() <= 2e-6 * wanted.abs() + floor * x.abs().clamp(max=1)).all()
+        assert not found[x == 0].any()
+        assert not found[x <= -200].any()
+        assert torch.equal(found[x >= 200], x[x >= 200].double())
+
+
+# Against the reference
+
+
+def close(found: Tensor, wanted: Tensor, rounded: Tensor | float = 0.0, tolerance: float = 1e-5) -> None:
+    error = (found.double() - wanted.double()).abs()
+    assert (error <= rounded + tolerance * (1 + wanted.double().abs())).all(), f"error {error.max():.1e}"
+
+
+@every_set
+@every_format
+@examples(10)
+@given(rows=st.integers(1, 40), hidden=sizes, with_post=st.booleans(), seed=seeds)
+def test_rowwise_ops_agree_with_the_reference(
+    isa: str, weights: str, rows: int, hidden: int, with_post: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    ops = make(isa, weights)
+    table, ids = torch.randn(50, hidden).to(ops.dtype), torch.randint(0, 50, (rows,))
+    assert torch.equal(ops.embed(ids, table, 3.5), REFERENCE.embed(ids, table, 3.5))
+    residual, delta, norm = torch.randn(rows, hidden), torch.randn(rows, hidden), torch.randn(hidden)
+    post = torch.randn(hidden) if with_post else None
+    packed, packed_post = ops.pack_vector(norm), None if post is None else ops.pack_vector(post)
+    found, added, chosen = returned(ops, residual), returned(ops, delta), torch.randint(0, rows, (7,))
+    collected = ops.collect(chosen, found, added, packed_post, 1e-5)
+    read = ops.add_norm(found, added, packed_post, packed, 1e-5)
+    wanted = residual.clone()
+    wanted_read = REFERENCE.add_norm(wanted, delta, post, norm, 1e-5)
+    close(found, wanted)
+    close(numbers(read), wanted_read, rounding(read))
+    assert torch.equal(collected, found[chosen])
+    close(ops.norm(collected, packed, 1e-5), REFERENCE.norm(wanted[chosen], norm, 1e-5))
+    assert same(ops.add_norm(found, None, None, packed, 1e-5), read)
+    close(ops.softcap(returned(ops, 30 * residual), 6.0), REFERENCE.softcap(30 * residual, 6.0))
+
+
+@every_set
+def test_norm_takes_rows_of_any_origin(isa: str) -> None:
+    """Also those that no op returned, which are copied first."""
+    ops, weight = make(isa), torch.randn(100)
+    for rows in range(1, 60):
+        x = torch.randn(2 * rows, 100)[::2]
+        wanted = ops.norm(returned(ops, x), ops.pack_vector(weight), 1e-5)
+        assert torch.equal(ops.norm(x, ops.pack_vector(weight), 1e-5), wanted)
+
+
+@every_set
+def test_activate_takes_rows_of_any_origin(isa: str) -> None:
+    ops = make(isa)
+    for rows in range(1, 60):
+        x = torch.randn(2 * rows, 100)[::2]
+        assert torch.equal(numbers(ops.activate(x)), x.double())
+
+
+@every_set
+@examples(30)
+@given(rows=st.integers(1, 9), vocab=sizes, offset=st.sampled_from([-9, 0]), seed=seeds)
+def test_best_tokens_are_the_first_of_the_best(isa: str, rows: int, vocab: int, offset: int, seed: int) -> None:
+    noise = np.random.default_rng(seed)
+    logits = noise.integers(-4, 5, (rows, vocab)).astype(np.float32) + offset  # many equals
+    for row in logits:
+        row[noise.integers(vocab)] = noise.choice([np.nan, np.inf, -np.inf, 0.0, 3.0])
+        row[noise.random(vocab) < noise.choice([0.0, 0.5, 1.0])] = -np.inf
+    wanted = [-1 if np.isnan(row).any() or np.isinf(row.max()) else int(row.argmax()) for row in logits]
+    ops = make(isa)
+    assert ops.argmax(returned(ops, torch.from_numpy(logits))).tolist() == wanted
+    assert REFERENCE.argmax(torch.from_numpy(logits)).tolist() == wanted
+
+
+@dataclass
+class Step:
+    """Sequences of one step: chains and trees over a cache in blocks of shuffled order."""
+
+    cached: list[int]
+    lengths: list[int]
+    is_tree: list[bool]
+    block_size: int
+    kv_heads: int
+    share: int  # query heads that read one kv head
+    d: int
+    window: int | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        noise = np.random.default_rng(self.seed)
+        counts = [-(-(c + n) // self.block_size) for c, n in zip(self.cached, self.lengths, strict=True)]
+        blocks = iter((1 + noise.permutation(sum(counts) + 3)).tolist())
+        self.num_slots = (sum(counts) + 4) * self.block_size
+        self.tables = [list(itertools.islice(blocks, count)) for count in counts]
+        self.parents = [
+            np.array([noise.integers(-1, r) if r else -1 for r in range(n)], np.int32) if tree else None
+            for n, tree in zip(self.lengths, self.is_tree, strict=True)
+        ]
+        self.starts = [0, *np.cumsum(self.lengths).tolist()]
+        torch.manual_seed(self.seed)
+        self.q = torch.randn(self.starts[-1], self.kv_heads * self.share * self.d)
+
+    @property
+    def layout(self) -> SimpleNamespace:
+        return layout(self.lengths, self.cached, self.tables, self.parents)
+
+    def kv(self, dtype: torch.dtype) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(2, self.num_slots, self.kv_heads, self.d, generator=generator).to(dtype)
+
+    def slots(self, s: int) -> list[int]:
+        """The slot of each logical index of sequence s."""
+        slots = [block * self.block_size + i for block in self.tables[s] for i in range(self.block_size)]
+        return slots[: self.cached[s] + self.lengths[s]]
+
+    def seen(self, s: int, r: int) -> list[int]:
+        """The slots that row r of sequence s sees, in order, were there no window."""
+        parents, slots, path = self.parents[s], self.slots(s), [r]
+        while (above := path[-1] - 1 if parents is None else int(parents[path[-1]])) >= 0:
+            path.append(above)
+        return slots[: self.cached[s]] + [slots[self.cached[s] + node] for node in reversed(path)]
+
+    def positions(self) -> Tensor:
+        seqs = range(len(self.lengths))
+        return torch.tensor([len(self.seen(s, r)) - 1 for s in seqs for r in range(self.lengths[s])])
+
+    def attend(self, ops: Any, kv: Tensor, q: Tensor | None = None) -> Any:
+        plan = ops.plan(self.layout, self.block_size)
+        return ops.attention(returned(ops, self.q if q is None else q), kv, plan, 1.5 * self.d**-0.5, self.window)
+
+
+def layout(lengths: list[int], cached: list[int], tables: list[list[int]], parents: list[Any]) -> SimpleNamespace:
+    """One step as specserve.ops.AttentionRows."""
+    starts = [0, *np.cumsum(lengths).tolist()]
+    return SimpleNamespace(
+        num_rows=starts[-1], query_starts=starts, cached=cached, block_tables=tables, parents=parents
+    )
+
+
+contexts = st.sampled_from([0, 1, 50, 63, 64, 65, 127, 128]) | st.integers(0, 300)
+steps = st.integers(1, 3).flatmap(
+    lambda n: st.builds(
+        Step,
+        cached=st.lists(contexts, min_size=n, max_size=n),
+        lengths=st.lists(st.integers(1, 20) | st.integers(30, 40), min_size=n, max_size=n),
+        is_tree=st.lists(st.booleans(), min_size=n, max_size=n),
+        block_size=st.integers(1, 16),
+        kv_heads=st.integers(1, 4),
+        share=st.integers(1, 4),
+        d=st.integers(1, 40).map(lambda half: 2 * half),
+        window=st.sampled_from([None, None, 1, 7, 64, 130]),
+        seed=seeds,
+    )
+)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def with_cache_of(isa: str, weights: str, dtype: torch.dtype, threads: int = 1) -> Any:
+    return make(isa, weights if weights.startswith("int") else str(dtype).removeprefix("torch."), threads, dtype)
+
+
+@every_set
+@examples(50)
+@given(step=steps, dtype=dtypes, weights=st.sampled_from(FORMATS))
+def test_attention_agrees_with_the_reference(isa: str, step: Step, dtype: torch.dtype, weights: str) -> None:
+    """To 1e-5 in float32; in bfloat16 probabilities are rounded too, and their sum is not."""
+    ops, kv = with_cache_of(isa, weights, dtype), step.kv(dtype)
+    found = step.attend(ops, kv)
+    plan = REFERENCE.plan(step.layout, step.block_size)
+    q = step.q.to(dtype).float().view(len(step.q), -1, step.d)
+    wanted = REFERENCE.attention(q, kv.float(), plan, 1.5 * step.d**-0.5, step.window)
+    close(numbers(found), wanted, rounding(found), 1e-5 if dtype == torch.float32 else 2.0**-7)
+    assert not found.parts[0][:, found.width :].any(), "the padding stays zero"
+
+
+@every_set
+@examples(30)
+@given(step=steps, dtype=dtypes, normed=st.booleans())
+def test_rotation_agrees_with_the_reference(isa: str, step: Step, dtype: torch.dtype, normed: bool) -> None:
+    ops, d = with_cache_of(isa, "none", dtype), step.d
+    angles = 6 * torch.rand(400, d // 2)
+    tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    rotation = Rotation(step.positions(), *tables)
+    qkv, norms = torch.randn(len(step.q), (step.share + 2) * step.kv_heads * d), torch.randn(2, d)
+    found_kv, wanted_kv = step.kv(dtype), step.kv(dtype).float()
+    plans = [kernels.plan(step.layout, step.block_size) for kernels in (ops, REFERENCE)]
+    packed = HeadNorms(ops.pack_vector(norms[0]), ops.pack_vector(norms[1]), 1e-5) if normed else None
+    plain = HeadNorms(norms[0], norms[1], 1e-5) if normed else None
+    q = ops.rotate(returned(ops, qkv), packed, rotation, found_kv, plans[0])
+    wanted = REFERENCE.rotate(qkv, plain, rotation, wanted_kv, plans[1])
+    close(q, wanted.flatten(1))
+    close(found_kv, wanted_kv, 0.0 if dtype == torch.float32 else wanted_kv.double().abs() * 2.0**-8)
+    written = [slot for s in range(len(step.lengths)) for slot in step.slots(s)[step.cached[s] :]]
+    untouched = torch.ones(step.num_slots, dtype=torch.bool).index_fill_(0, torch.tensor(written), False)
+    assert torch.equal(found_kv[:, untouched], step.kv(dtype)[:, untouched])
+
+
+# A row's bits depend on that row alone
+
+
+@every_set
+@every_format
+@examples(20)
+@given(rows=st.integers(1, 40), hidden=sizes, inner=sizes, with_post=st.booleans(), data=st.data(), seed=seeds)
+def test_a_row_has_the_same_bits_among_any_rows(
+    isa: str, weights: str, rows: int, hidden: int, inner: int, with_post: bool, data: st.DataObject, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    residual, delta = torch.randn(2, rows, hidden)
+    matrices, biases, vectors = torch.randn(3, inner, hidden), torch.randn(3, inner), torch.randn(2, hidden)
+    alone, together = make(isa, weights), make(isa, weights, threads=data.draw(st.integers(1, 3)))
+    linear, gated = alone.pack(matrices[0], biases[0]), alone.pack_gated(*matrices[1:], *biases[1:])
+    norm, post = (alone.pack_vector(vector) for vector in vectors)
+
+    def run(ops: Any, some: Any) -> list[Any]:
+        """Everything between two attentions, and a head."""
+        stream = returned(ops, residual[some])
+        x = ops.add_norm(stream, returned(ops, delta[some]), post if with_post else None, norm, 1e-5)
+        hidden, logits = ops.norm(stream, norm, 1e-5), ops.linear(x, linear)
+        capped = ops.softcap(returned(ops, logits), 5.0)
+        return [
+            stream,
+            x,
+            hidden,
+            ops.activate(hidden),
+            logits,
+            ops.gated(x, gated, "silu"),
+            capped,
+            ops.argmax(logits),
+        ]
+
+    whole = run(together, slice(None))
+    some = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9))
+    for few in ([data.draw(st.integers(0, rows - 1))], some):
+        assert all(same(x, y, few) for x, y in zip(run(alone, few), whole, strict=True))
+
+
+@every_set
+@examples(40)
+@given(step=steps, dtype=dtypes, weights=st.sampled_from(FORMATS), threads=st.integers(1, 3), data=st.data())
+def test_attention_of_a_row_has_the_same_bits_in_any_step(
+    isa: str, step: Step, dtype: torch.dtype, weights: str, threads: int, data: st.DataObject
+) -> None:
+    """A row alone, whose context is a chain and lies among NaN, against the row in its step: in whatever chunk, tree
+    and company. And what nobody owns may be NaN there too."""
+    kv, nothing = step.kv(dtype), torch.full_like(step.kv(dtype), torch.nan)
+    whole = step.attend(with_cache_of(isa, weights, dtype, threads), kv)
+    owned = [slot for s in range(len(step.lengths)) for slot in step.slots(s)]
+    among = nothing.index_copy(1, torch.tensor(owned), kv[:, owned])
+    assert same(step.attend(with_cache_of(isa, weights, dtype), among), whole)
+    ops = with_cache_of(isa, weights, dtype)
+    for s in range(len(step.lengths)):
+        r = data.draw(st.integers(0, step.lengths[s] - 1))
+        seen, row = step.seen(s, r), step.starts[s] + r
+        chain = nothing.index_copy(1, torch.tensor(step.slots(s)[: len(seen)]), kv[:, seen])
+        plan = ops.plan(layout([1], [len(seen) - 1], [step.tables[s]], [None]), step.block_size)
+        q = returned(ops, step.q[row : row + 1])
+        assert same(ops.attention(q, chain, plan, 1.5 * step.d**-0.5, step.window), whole, slice(row, row + 1))
+
+
+ODD = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 77}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**ODD, "attention_bias": True, "mlp_bias": True, "vocab_size": 301},
+    "mistral": {"sliding_window": 7, "num_key_value_heads": 1},
+    "qwen3": {},
+    "gemma3": {**ODD, "sliding_window": 11, "final_logit_softcapping": 6.0, "tie_word_embeddings": False},
+}
+
+
+def tiny(ops: Any, architecture: str, embedding: dict[int, float] | None = None, **overrides: Any) -> Decoder:
+    """A random model, that embeds some tokens as nothing but one number."""
+    config = tiny_config(architecture, **overrides)
+    tensors = dict(random_weights(config, 1))
+    for token, value in (embedding or {}).items():
+        tensors["model.embed_tokens.weight"][token] = value
+    return Decoder(find_architecture(config).spec(config), tensors, ops)
+
+
+@every_set
+@every_format
+@pytest.mark.parametrize("architecture", MODELS)
+def test_models_have_the_same_bits_in_any_company(isa: str, weights: str, architecture: str) -> None:
+    assert unequal_rows(tiny(make(isa, weights), architecture, **MODELS[architecture])) == []
+
+
+def greedy(model: Decoder, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """The likeliest continuations of prompts that run together."""
+    paged = PagedDecoder(model, len(prompts), 64)
+    tokens = [[int(logits[-1].argmax())] for logits in paged.step(*(Feed(i, p) for i, p in enumerate(prompts)))]
+    for _ in range(count - 1):
+        for i, logits in enumerate(paged.step(*(Feed(i, chain[-1:]) for i, chain in enumerate(tokens)))):
+            tokens[i].append(int(logits[-1].argmax()))
+    return tokens
+
+
+@every_set
+@every_format
+def test_greedy_chains_are_the_same_alone_together_and_on_any_threads(isa: str, weights: str) -> None:
+    prompts = [[5, 9, 200, 31], list(range(20, 50)), [7]]
+    models = [tiny(make(isa, weights, threads, torch.bfloat16), "gemma3", **MODELS["gemma3"]) for threads in (1, 2, 3)]
+    alone = [greedy(models[0], [prompt], 12)[0] for prompt in prompts]
+    assert len(set(alone[1])) > 3, "a chain that repeats itself shows little"
+    assert [greedy(model, prompts, 12) for model in models] == [alone] * 3
+
+
+# Planted faults
+
+
+def split_by_rows(ops: Any) -> Callable[[Any, Any], Tensor]:
+    """With more than 8 rows products are summed in two halves, as a library may well choose to."""
+    linear = ops.linear
+
+    def split(x: Any, weight: Any) -> Tensor:
+        whole: Tensor = linear(x, weight)
+        if x.rows <= 8:
+            return whole
+        left = numbers(x).float()
+        left[:, x.width // 2 :] = 0
+        return whole.copy_(linear(ops.activate(left), weight) + linear(ops.activate(numbers(x).float() - left), weight))
+
+    return split
+
+
+def shifted_tables(ops: Any) -> Callable[[Any, int], Any]:
+    """In steps of several sequences every block is taken for the one after it."""
+    plan = ops.plan
+
+    def shift(rows: Any, block_size: int) -> Any:
+        if len(rows.cached) > 1:
+            rows = dataclasses.replace(rows, block_tables=[[*table[1:], table[0]] for table in rows.block_tables])
+        return plan(rows, block_size)
+
+    return shift
+
+
+@every_set
+@every_format
+def test_planted_faults_are_noticed(isa: str, weights: str) -> None:
+    model = tiny(make(isa, weights), "llama")
+    with mock.patch.object(model.ops, "linear", split_by_rows(model.ops)):
+        assert {"chunks of 9", "chunks of 40", "last of a batch"} <= set(unequal_rows(model))
+    with mock.patch.object(model.ops, "plan", shifted_tables(model.ops)):
+        assert set(unequal_rows(model)) == {"tree in a batch"}
+
+
+# What is not finite
+
+
+@every_set
+@every_format
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row(isa: str, weights: str, bad: float) -> None:
+    ops, hidden = make(isa, weights), 100
+    linear, gated = ops.pack(torch.randn(40, hidden)), ops.pack_gated(*torch.randn(2, 70, hidden), None, None)
+    down, norm = ops.pack(torch.randn(36, 70)), ops.pack_vector(torch.randn(hidden))
+    clean, delta = torch.randn(2, 9, hidden)
+    broken = clean.clone()
+    broken[4, 37] = bad
+
+    def run(x: Tensor) -> list[Any]:
+        read = ops.activate(x)
+        stream = returned(ops, x)
+        normed = ops.add_norm(stream, returned(ops, delta), norm, norm, 1e-5)
+        inner = [ops.gated(read, gated, activation) for activation in ("silu", "gelu_tanh")]
+        products = [ops.linear(read, linear), ops.linear(normed, linear), *(ops.linear(x, down) for x in inner)]
+        return [*products, *inner, normed, ops.norm(stream, norm, 1e-5), read]
+
+    others, results = [0, 1, 2, 3, 5, 6, 7, 8], run(broken)
+    assert all(same(_rows(x, others), y, others) for x, y in zip(results, run(clean), strict=True))
+    for product in results[:4]:
+        assert not product[4].isfinite().any()
+    for x in (*results[4:6], results[7]):
+        assert not (numbers(x) if not isinstance(x, Tensor) else x)[4].isfinite().all()
+    assert not numbers(results[6])[4].isfinite().all()
+    assert not numbers(results[8])[4, 32:64].isfinite().all()
+    assert torch.equal(ops.argmax(results[0])[4:5], torch.tensor([-1]))
+
+
+def _rows(x: Any, rows: list[int]) -> Any:
+    return x[rows] if isinstance(x, Tensor) else dataclasses.replace(x, parts=tuple(part[rows] for part in x.parts))
+
+
+@every_set
+@every_format
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_sequence_that_breaks_breaks_alone(isa: str, weights: str, bad: float) -> None:
+    """Token 7 embeds as what is not finite. Rows of its sequence before it are of earlier steps."""
+    model = tiny(make(isa, weights), "gemma3", {7: bad}, **MODELS["gemma3"])
+    paged, clean = PagedDecoder(model, 3, 64), PagedDecoder(model, 3, 64)
+    for decoder in (paged, clean):
+        decoder.step(Feed(0, [1, 2, 3]), Feed(1, [4, 5]), Feed(2, [9] * 20))
+    left, broken, right = paged.step(Feed(0, [6, 8]), Feed(1, [7, 8, 9]), Feed(2, [10] * 5))
+    assert not broken.isfinite().any()
+    wanted = clean.step(Feed(0, [6, 8]), Feed(1, [8, 8, 9]), Feed(2, [10] * 5))
+    assert torch.equal(left, wanted[0])
+    assert torch.equal(right, wanted[2])
+    assert wanted[1].isfinite().all()
+    assert torch.equal(paged.step(Feed(2, [11]), Feed(1, [5]))[0], clean.step(Feed(2, [11]))[0])
+
+
+# Recordings
+
+
+def batch(steps: SimpleNamespace, tokens: list[int], positions: list[int], num_judged: int) -> Any:
+    """One step as specserve.runtime.batch.Batch; the last rows are judged, in reverse."""
+    rows = list(range(steps.num_rows))[::-1][:num_judged]
+    ids = {"token_ids": tokens, "positions": positions, "logit_rows": rows}
+    tensors = {name: torch.tensor(values, dtype=torch.int64) for name, values in ids.items()}
+    return SimpleNamespace(**vars(steps), **tensors)
+
+
+BROKEN = 7
+TREE = np.array([-1, 0, 0, 1, 2], np.int32)
+# lengths, cached, sequences, parents, and how many rows are judged
+SCRIPT: list[tuple[list[int], list[int], list[int], list[Any], int]] = [
+    ([30, 8], [0, 0], [0, 1], [None, None], 3),
+    ([1], [30], [0], [None], 1),
+    ([1, 5], [0, 8], [2, 1], [None, TREE], 6),
+    ([3], [1], [2], [None], 0),
+    ([40], [4], [2], [None], 40),
+    ([2, 1], [31, 9], [0, 1], [None, None], 2),
+]
+
+
+@every_set
+@every_format
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) -> None:
+    """One recording of 40 rows replays steps of fewer, bit for bit, whatever rows of earlier ones hold, NaN too."""
+    model = tiny(make(isa, weights, threads), "gemma3", {BROKEN: torch.nan}, **MODELS["gemma3"])
+    spec, tables = model.spec, [[1, 4, 6], [2, 5, 8], [3, 7, 9]]
+    shape = (2, 10 * 16, spec.num_kv_heads, spec.head_dim)
+    eager_kv = [torch.randn(shape).to(model.ops.dtype) for _ in range(spec.num_layers)]
+    recorded_kv = [layer.clone() for layer in eager_kv]
+    eager, recorded = EagerStep(model, eager_kv), RecordedStep(model, model.ops, recorded_kv, 40)
+    for lengths, cached, seqs, parents, num_judged in SCRIPT:
+        rows = layout(lengths, cached, [tables[s] for s in seqs], parents)
+        tokens = torch.randint(10, spec.vocab_size, (rows.num_rows,)).tolist()
+        tokens[-1] = BROKEN if rows.num_rows == 40 else tokens[-1]
+        depths = [[0, 1, 1, 2, 2] if tree is not None else range(n) for n, tree in zip(lengths, parents, strict=True)]
+        positions = [c + depth for c, own in zip(cached, depths, strict=True) for depth in own]
+        one = batch(rows, tokens, positions, num_judged)
+        wanted = eager(one, model.ops.plan(one, 16))
+        found = recorded(one, model.ops.plan(one, 16))
+        assert [len(part) for part in found] == [num_judged] * 3
+        assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
+        assert bool(found[1].isfinite().all()) == (rows.num_rows < 40)
+        assert all(same(x, y) for x, y in zip(recorded_kv, eager_kv, strict=True))
+
+
+@every_set
+def test_a_profile_runs_every_op_once(isa: str) -> None:
+    ops = make(isa, threads=2)
+    weight, x = ops.pack(torch.randn(40, 64)), torch.randn(5, 64)
+    wanted, rows = ops.linear(ops.activate(x), weight), returned(ops, x)
+    with ops.recording() as recording:
+        found = ops.linear(ops.activate(rows), weight)
+    assert recording.program.names() == ["activate", "linear"]
+    assert not found.any(), "recorded, not run"
+    assert len(recording.program.profile(4)) == 2
+    assert torch.equal(found[:4], wanted[:4])
+    assert not found[4].any(), "a row that was not asked for"
+
+
+# Teams
+
+
+def test_two_kernels_work_at_the_same_time() -> None:
+    """Each on threads of its own, called by threads of Python."""
+    torch.manual_seed(1)
+    matrix, x = torch.randn(200, 100), torch.randn(2, 17, 100)
+    single = make(SETS[0], "int8")
+    wanted = [single.linear(single.activate(rows), single.pack(matrix)) for rows in x]
+
+    def work(i: int) -> bool:
+        ops = make(SETS[0], "int8", 2)
+        weight = ops.pack(matrix)
+        return all(torch.equal(ops.linear(ops.activate(x[i]), weight), wanted[i]) for _ in range(100))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, (0, 1))) == [True, True]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's threads")
+def test_threads_end_with_their_kernels() -> None:
+    def count() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    x, before = torch.randn(4, 36), count()
+    kept = make(SETS[0], threads=4)
+    kept.activate(x)
+    assert count() >= before + 3, "or this test would see nothing"
+    del kept
+    for _ in range(40):
+        make(SETS[0], threads=4).activate(x)
+    assert count() < before + 40, "at most a few that the system has not buried yet"
+
+
+def test_an_unknown_instruction_set_is_named() -> None:
+    with pytest.raises(ValueError, match="sse9"):
+        make("sse9").activate(torch.zeros(1, 32))

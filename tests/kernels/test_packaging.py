@@ -1,0 +1,92 @@
+"""The native module as it was built: where it lies, and that only the kernels of an instruction set use it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import specserve.kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = os.environ.get("SPECSERVE_REQUIRE_NATIVE") == "1"
+
+
+@pytest.fixture(scope="module")
+def native() -> Path:
+    """The file of the native module. Skips when it was not built; with SPECSERVE_REQUIRE_NATIVE=1 that fails."""
+    try:
+        return Path(str(importlib.import_module("specserve.kernels._native").__file__))
+    except ModuleNotFoundError as error:
+        if NEEDED:
+            pytest.fail(f"SPECSERVE_REQUIRE_NATIVE=1, but: {error}")
+        pytest.skip(f"Built without native kernels: {error}")
+
+
+def instructions(disassembly: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Pairs (function, mnemonic) of what `objdump -d --no-show-raw-insn` prints."""
+    function = ""
+    for line in disassembly:
+        if heading := re.match(r"[0-9a-f]+ <(.+)>:$", line):
+            function = heading[1]
+        elif (operation := re.match(r"\s+[0-9a-f]+:\t(?:\{evex\} )?(\w+)", line)) is not None:
+            yield function, operation[1]
+
+
+def misplaced(disassembly: Iterable[str]) -> set[str]:
+    """Functions with AVX instructions, all of which begin with a v, outside the namespaces avx2 and avx512. What sets
+    up a file's globals runs when the module is loaded, on every processor, whichever file that is."""
+    return {
+        function
+        for function, mnemonic in instructions(disassembly)
+        if mnemonic.startswith("v") and (function.startswith("_GLOBAL_") or not re.search(r"4avx2|6avx512", function))
+    }
+
+
+def test_it_is_not_in_the_source_tree(native: Path) -> None:
+    assert native.parent.parts[-2:] == ("specserve", "kernels")
+    assert not any(folder in native.parents for folder in (ROOT / "specserve", ROOT / "kernels"))
+
+
+def test_its_missing_is_a_missing_module() -> None:
+    with pytest.raises(ModuleNotFoundError, match=re.escape("specserve.kernels.absent")):
+        importlib.import_module(f"{specserve.kernels.__name__}.absent")
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has several sets of instructions")
+def test_wide_instructions_stay_in_their_kernels(native: Path) -> None:
+    """Otherwise a processor without AVX dies of an illegal instruction in code that everybody runs: of an inline
+    function the linker keeps one copy, and that may be the one compiled for AVX-512."""
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        assert not NEEDED, "SPECSERVE_REQUIRE_NATIVE=1, but there is no objdump (package binutils)"
+        pytest.skip("There is no objdump (package binutils).")
+    command = [objdump, "--disassemble", "--no-show-raw-insn", "--section=.text", str(native)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    with_avx = {function for function, mnemonic in instructions(lines) if mnemonic.startswith("v")}
+    assert any("6avx512" in function for function in with_avx)
+    assert any("4avx2" in function for function in with_avx)
+    assert misplaced(lines) == set()
+
+
+def test_misplaced_instructions_are_noticed() -> None:
+    text = """
+0000000000001000 <_ZN9specserve6avx5126linearEv>:
+    1000:\tvaddps %zmm0,%zmm1,%zmm2
+0000000000001010 <_ZN9specserve8portable6linearEv>:
+    1010:\taddps  %xmm0,%xmm1
+    1013:\tret
+0000000000001020 <_ZNSt6vectorIfSaIfEE17_M_default_appendEm>:
+    1020:\tpush   %rbp
+    1021:\tvmovups %ymm0,(%rax)
+0000000000001030 <_GLOBAL__sub_I_6avx512>:
+    1030:\t{evex} vmovd %xmm0,%eax
+"""
+    assert misplaced(text.splitlines()) == {"_ZNSt6vectorIfSaIfEE17_M_default_appendEm", "_GLOBAL__sub_I_6avx512"}
