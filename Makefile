@@ -78,7 +78,7 @@ ifneq ($(shell command -v g++),)
 	@site=$$($(SANITIZE)/venv/bin/python -c '$(SITE_PACKAGES)') && $(BIN)/python -m zipfile -e $(SANITIZE)/*.whl $$site && \
 	  $(BIN)/python -c '$(SITE_PACKAGES)' > $$site/development.pth
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  $(SANITIZE)/venv/bin/python -P -m pytest -q -p no:cacheprovider --capture=sys tests/kernels/test_cpu.py
+	  $(SANITIZE)/venv/bin/python -P -m pytest -q -p no:cacheprovider --capture=sys tests/kernels/test_cpu.py tests/sampling/test_native_draw.py
 else
 	@echo "== no g++: native kernels are not tested under AddressSanitizer"
 endif

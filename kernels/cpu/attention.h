@@ -22,11 +22,12 @@ struct Workspace {
   float* values;       // [kChunk or kChunk / 2, width]
   float* scores;       // [queries, kChunk]
   float* sums;         // [queries, width]
+  float* joined;       // [share * head_dim and a vector]: what one row's heads come to
   float *top, *total;  // [queries]
   int32_t* last;       // [queries]: the last logical index it sees
 };
 
-inline Workspace lay_out(void* scratch, int queries, int head_dim) {
+inline Workspace lay_out(void* scratch, int queries, int share, int head_dim) {
   Workspace w;
   w.queries = queries;
   w.width = int(padded(head_dim));
@@ -41,6 +42,7 @@ inline Workspace lay_out(void* scratch, int queries, int head_dim) {
   w.values = take(int64_t(w.width) * kChunk);
   w.scores = take(int64_t(queries) * kChunk);
   w.sums = take(int64_t(queries) * w.width);
+  w.joined = take(int64_t(share) * head_dim + kLanes);
   w.top = take(queries);
   w.total = take(queries);
   w.last = (int32_t*)take(queries);
@@ -245,24 +247,23 @@ inline void prefetch(const AttentionArgs& args, const Span& span, int start, int
 // Sums over totals, where the next linear layer reads them.
 inline void finish(const AttentionArgs& args, const Workspace& w, int row, int kv_head) {
   const int d = args.head_dim, columns = args.heads / args.kv_heads * d;
-  float* joined = w.keys;  // [columns and a vector], no longer needed for keys
   for (int q = 0; q < w.queries; ++row) {
     for (int column = 0; column < columns; column += d, ++q) {
       const F total = set(w.total[q]);
       for (int i = 0; i < d; i += kLanes)  // what is written beyond d is overwritten by the next
-        store(joined + column + i, div(load(w.sums + int64_t(q) * w.width + i), total));
+        store(w.joined + column + i, div(load(w.sums + int64_t(q) * w.width + i), total));
     }
     if (columns % kTile)
-      std::memcpy((float*)args.out.data + int64_t(row) * args.out.width + kv_head * columns, joined, columns * sizeof(float));
+      std::memcpy((float*)args.out.data + int64_t(row) * args.out.width + kv_head * columns, w.joined, columns * sizeof(float));
     else
-      for (int i = 0; i < columns; i += kTile) store_tile(args.out, row, kv_head * columns + i, joined + i);
+      for (int i = 0; i < columns; i += kTile) store_tile(args.out, row, kv_head * columns + i, w.joined + i);
   }
 }
 
 // Rows [begin, end) of one sequence, at most kRowBlock.
 inline void attention(const AttentionArgs& args, const Span& span, int begin, int end, int kv_head, void* scratch) {
   const int share = args.heads / args.kv_heads, rows = end - begin;
-  const Workspace w = lay_out(scratch, rows * share, args.head_dim);
+  const Workspace w = lay_out(scratch, rows * share, share, args.head_dim);
   load_queries(args, span.first + begin, kv_head, w);
   int first = INT32_MAX, stop = 0;
   for (int q = 0; q < w.queries; ++q) {

@@ -176,8 +176,8 @@ std::vector<double> Program::profile(const Rows& rows) {
 }
 
 int64_t attention_scratch_bytes(int share, int head_dim) {
-  const int64_t width = padded(head_dim), queries = int64_t(kRowBlock) * share, joined = int64_t(share) * head_dim + kLanes;
-  const int64_t floats = queries * (2 * width + kChunk + 3) + 2 * std::max(width * kChunk, joined) + 8 * kLanes;
+  const int64_t width = padded(head_dim), queries = int64_t(kRowBlock) * share;
+  const int64_t floats = queries * (2 * width + kChunk + 3) + 2 * width * kChunk + int64_t(share) * head_dim + 16 * kLanes;
   return floats * int64_t(sizeof(float));
 }
 

@@ -37,16 +37,22 @@ inline float mean_square(const float* x, int width, int n) {
   return hsum(sum) / float(n);
 }
 
-// Symmetric integers of at most 127 for one group. What is not finite makes the scale not finite: it must not vanish.
+// Symmetric integers of at most 127 for one group. What is not finite makes the scale NaN: it must not vanish.
 inline void quantise_group(const float* x, int8_t* out, float* scale, int32_t* sum) {
   const F a = load(x), b = load(x + kLanes);
   const float peak = hmax(max(abs(a), abs(b)));
+  if (any_nan(a, b) || !std::isfinite(peak)) {
+    std::memset(out, 0, kGroup);
+    *sum = 0;
+    *scale = NAN;
+    return;
+  }
   const F inverse = set(peak > kNothing ? 127.0f / peak : 0.0f);
   const I low = to_int(mul(a, inverse)), high = to_int(mul(b, inverse));
   store_int8(out, low);
   store_int8(out + kLanes, high);
   *sum = hsum(iadd(low, high));
-  *scale = any_nan(a, b) ? NAN : peak / 127.0f;
+  *scale = peak / 127.0f;
 }
 
 // Store kTile columns of one row as its linear layer reads them.

@@ -189,10 +189,10 @@ class _Player:
 
 @dataclass(frozen=True)
 class PackedFile(Generic[T]):
-    """The file at `path` for the model in `folder`, an absolute path, and how the model is made: `build` reads `tensors`
-    and packs them with `ops`. `key` has all, as JSON can say it, that the bytes depend on; it is asked for again after packing, as
-    somebody may have changed the tensors' files meanwhile. `progress` is entered for packing, and what it gives called
-    for each tensor that is read.
+    """The file at `path` for the model in `folder`, an absolute path, and how the model is made: `build` reads
+    `tensors` and packs them with `ops`. `key` has all, as JSON can say it, that the bytes depend on; it is asked for
+    again after packing, as somebody may have changed the tensors' files meanwhile. `progress` is entered for packing,
+    and what it gives called for each tensor that is read.
     """
 
     path: Path
