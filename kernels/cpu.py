@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.kernels import _native
+import specserve.kernels._native as _native
 from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, Tape
 
 _TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
@@ -142,6 +142,7 @@ class Kernels:
         return _Weight(native, memory, None if bias is None else self.pack_vector(bias), outputs)
 
     def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> _Weight:
+        assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
         bias = (
             None if gate_bias is None or up_bias is None else _alternating(gate_bias[:, None], up_bias[:, None])[:, 0]
         )

@@ -106,6 +106,7 @@ class Kernels:
         return _Weight(weight, None if bias is None else bias.to(self.device, self.dtype))
 
     def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> _Weight:
+        assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         return self.pack(torch.cat((gate, up)), bias)
 

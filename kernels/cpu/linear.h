@@ -13,6 +13,12 @@ inline void prefetch(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + kPrefetchBytes + i, 0, 3);
 }
 
+template <int R>
+void store_sums(const F (&sum)[R][2], float* out) {
+  for (int r = 0; r < R; ++r)
+    for (int half = 0; half < 2; ++half) store(out + r * kTile + half * kLanes, sum[r][half]);
+}
+
 // R rows from `row` on of one tile, into out [R, kTile].
 template <int R>
 void tile_float32(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out) {
@@ -28,8 +34,7 @@ void tile_float32(const Weight& weight, const uint8_t* tile, const Activation& x
       sum[r][1] = fma(right, value, sum[r][1]);
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) store(out + r * kTile + half * kLanes, sum[r][half]);
+  store_sums(sum, out);
 }
 
 template <int R>
@@ -46,8 +51,7 @@ void tile_bfloat16(const Weight& weight, const uint8_t* tile, const Activation& 
       sum[r][1] = dot2(sum[r][1], right, pair);
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) store(out + r * kTile + half * kLanes, sum[r][half]);
+  store_sums(sum, out);
 }
 
 template <int R>
@@ -79,8 +83,7 @@ void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, i
       sum[r][1] = fma(to_float(dots[r][1]), mul(right, scale), sum[r][1]);
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) store(out + r * kTile + half * kLanes, sum[r][half]);
+  store_sums(sum, out);
 }
 
 template <int R>
@@ -117,8 +120,7 @@ void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, i
       sum[r][1] = fma(right_min, total, fma(to_float(dots[r][1]), mul(right, scale), sum[r][1]));
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) store(out + r * kTile + half * kLanes, sum[r][half]);
+  store_sums(sum, out);
 }
 
 template <int R>

@@ -116,8 +116,8 @@ def _backend(name: str) -> Any:
     """A module of kernels/, or None where its compiled part is missing."""
     try:
         return importlib.import_module(f"specserve.kernels.{name}")
-    except ImportError as error:
-        if error.name != "specserve.kernels" or "_native" not in error.msg:
+    except ModuleNotFoundError as error:  # one that is there and cannot be loaded is an error
+        if error.name != "specserve.kernels._native":
             raise
         return None
 

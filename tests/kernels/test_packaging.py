@@ -8,12 +8,16 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import specserve.kernels
+from specserve.engine import build
+from specserve.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = os.environ.get("SPECSERVE_REQUIRE_NATIVE") == "1"
@@ -58,6 +62,29 @@ def test_it_is_not_in_the_source_tree(native: Path) -> None:
 def test_its_missing_is_a_missing_module() -> None:
     with pytest.raises(ModuleNotFoundError, match=re.escape("specserve.kernels.absent")):
         importlib.import_module(f"{specserve.kernels.__name__}.absent")
+
+
+def test_without_it_the_engine_takes_the_reference_or_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "specserve.kernels._native", None)  # what is None there cannot be imported
+    monkeypatch.delitem(sys.modules, "specserve.kernels.cpu", raising=False)
+    cpu = torch.device("cpu")
+    assert [build.choose_ops(cpu, "auto", quantization, 1).name for quantization in ("auto", "none")] == [
+        "reference"
+    ] * 2
+    for quantization in ("int8", "int4"):
+        with pytest.raises(ConfigError, match=f"{quantization} needs the native kernels"):
+            build.choose_ops(cpu, "auto", quantization, 1)
+
+
+def test_one_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is there and broken must not make the engine slow in silence."""
+
+    def broken(name: str) -> None:
+        raise ImportError("undefined symbol", name="specserve.kernels._native", path="_native.so")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(ImportError, match="undefined symbol"):
+        build.choose_ops(torch.device("cpu"), "auto", "auto", 1)
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has several sets of instructions")
