@@ -222,25 +222,33 @@ class Draft:
     tokens: Ids
     parents: Ids
     q: torch.Tensor | None = None
+    _chain: bool | None = field(default=None, init=False, repr=False)  # is_chain, once somebody has asked
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
     def chain(cls, tokens: Many[int], q: torch.Tensor | None = None) -> Draft:
-        return cls(np.asarray(tokens, np.int32).reshape(-1), np.arange(-1, len(tokens) - 1, dtype=np.int32), q)
+        draft = cls(np.asarray(tokens, np.int32).reshape(-1), np.arange(-1, len(tokens) - 1, dtype=np.int32), q)
+        object.__setattr__(draft, "_chain", True)
+        return draft
 
-    @classmethod
-    def empty(cls) -> Draft:
-        return cls.chain(())
+    @staticmethod
+    def empty() -> Draft:
+        return _EMPTY
 
     @property
     def is_chain(self) -> bool:
-        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+        if self._chain is None:
+            is_chain = bool((self.parents == np.arange(-1, len(self) - 1)).all())
+            object.__setattr__(self, "_chain", is_chain)  # every step asks several times
+        return bool(self._chain)
 
     @property
     def depths(self) -> Ids:
         """Depth of each node, int32 [n]: a child of the last committed token has depth 0."""
+        if self.is_chain:
+            return np.arange(len(self), dtype=np.int32)
         depths = np.zeros(len(self), np.int32)
         for i, parent in enumerate(self.parents):
             depths[i] = depths[parent] + 1 if parent >= 0 else 0
@@ -253,6 +261,9 @@ class Draft:
             path.append(node)
             node = int(self.parents[node])
         return path[::-1]
+
+
+_EMPTY = Draft.chain(())
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,18 @@ struct Weight {
   const uint8_t* data;
 };
 
+// Weights that one thread reads, one tile after the other.
+struct Stretch {
+  const uint8_t *begin, *end;
+};
+
+// Where a thread asks memory for what it will read in a moment: some bytes ahead of its place, past the end of one op's
+// stretch in the next op's, so that memory does not rest while threads wait for each other.
+struct Ahead {
+  const uint8_t *at, *end;
+  const Stretch *next, *last;  // what follows
+};
+
 struct LinearArgs {
   Weight weight;
   Activation x;
@@ -143,13 +155,13 @@ struct DrawArgs {
 // thread's own, of at least scratch_bytes.
 struct Kernels {
   const char* name;
-  void (*linear)(const LinearArgs&, int rows, int begin, int end);
-  void (*gated)(const GatedArgs&, int rows, int begin, int end);
+  void (*linear)(const LinearArgs&, int rows, int begin, int end, Ahead&);
+  void (*gated)(const GatedArgs&, int rows, int begin, int end, Ahead&);
   void (*embed)(const EmbedArgs&, int begin, int end);
   void (*norm)(const NormArgs&, int begin, int end, float* scratch);
   void (*collect)(const CollectArgs&, int begin, int end);
   void (*rotate)(const RotateArgs&, const int64_t* slots, int begin, int end, float* scratch);
-  void (*attention)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, void* scratch);
+  void (*attention)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, void* scratch, Ahead&);
   void (*activate)(const ActivateArgs&, int begin, int end);
   void (*softcap)(float* x, int width, float cap, int begin, int end);
   void (*draw)(const DrawArgs&, int begin, int end, float* scratch);  // of 2 * padded(vocab) floats

@@ -10,9 +10,9 @@
 
 namespace specserve::SPECSERVE_ISA {
 
-constexpr int kQueries = 4;      // query rows that share the registers
 constexpr int kSlice = 4;        // vectors of a head's numbers in registers
 constexpr int kSubs = kChunk / kLanes;
+constexpr int64_t kFetchedBytes = 1024;  // of the weights that follow, with every query of a chunk: memory rests meanwhile
 
 // Views of one thread's scratch. Numbers are float32, or pairs of bfloat16 where the cache holds these.
 struct Workspace {
@@ -95,7 +95,9 @@ inline void gather_bfloat16(const AttentionArgs& args, const int64_t* slots, int
     const uint16_t* even = t < n ? (const uint16_t*)args.values + (slots[t] * args.kv_heads + kv_head) * d : zeros;
     const uint16_t* odd = t + 1 < n ? (const uint16_t*)args.values + (slots[t + 1] * args.kv_heads + kv_head) * d : zeros;
     uint32_t* to = values + int64_t(t / 2) * w.width;
-    for (int i = 0; i < d; ++i) to[i] = uint32_t(even[i]) | uint32_t(odd[i]) << 16;
+    int i = 0;
+    for (; i + 2 * kLanes <= d; i += 2 * kLanes) interleave(even + i, odd + i, to + i);
+    for (; i < d; ++i) to[i] = uint32_t(even[i]) | uint32_t(odd[i]) << 16;
     std::fill(to + d, to + w.width, 0);
   }
 }
@@ -194,36 +196,52 @@ void weigh_some(const Workspace& w, const int* queries, int n, int column, bool 
 }
 
 // Queries [first, last) against the chunk that begins at logical index `start` and lies gathered in w.
-inline void reduce(const AttentionArgs& args, const Workspace& w, int start, int first, int last) {
-  for (int q = first; q < last; q += kQueries) {
-    const int some = std::min(kQueries, last - q);
-    score_some(w, q, some, args.kv_is_bfloat16);
+inline void reduce(const AttentionArgs& args, const Workspace& w, int start, int first, int last, Ahead& ahead) {
+  each_block(last - first, kQueries, [&](int from, int to) {
+    score_some(w, first + from, to - from, args.kv_is_bfloat16);
     int seen[kQueries], n = 0;
-    for (int i = q; i < q + some; ++i)
-      if (soften(w, i, start, args.scale, args.window, args.kv_is_bfloat16)) seen[n++] = i;
+    for (int q = first + from; q < first + to; ++q) {
+      if (soften(w, q, start, args.scale, args.window, args.kv_is_bfloat16)) seen[n++] = q;
+      fetch<false>(ahead, kFetchedBytes);
+    }
     for (int column = 0; n && column < w.width; column += kSlice * kLanes)
       weigh_some(w, seen, n, column, args.kv_is_bfloat16);
+  });
+}
+
+// use(slot, n): runs of n slots in a row, of logical tokens [begin, end). Blocks are walked, since a division for every
+// token would take as long as the tokens' arithmetic.
+template <class Use>
+void each_run(const Span& span, int begin, int end, Use use) {
+  if (begin >= end) return;
+  int block = begin / span.block_size, offset = begin % span.block_size;
+  for (int left = end - begin; left > 0; ++block, offset = 0) {
+    const int n = std::min(left, span.block_size - offset);
+    use(int64_t(span.blocks[block]) * span.block_size + offset, n);
+    left -= n;
   }
 }
 
-inline int64_t slot_of(const Span& span, int index) {
-  return int64_t(span.blocks[index / span.block_size]) * span.block_size + index % span.block_size;
+inline int64_t* write_slots(const Span& span, int begin, int end, int64_t* slots) {
+  each_run(span, begin, end, [&slots](int64_t slot, int n) {
+    for (int i = 0; i < n; ++i) *slots++ = slot + i;
+  });
+  return slots;
 }
 
 // The chunk from `start` on as all rows of a chain see it, up to the last row.
 inline int chain_slots(const Span& span, int start, int stop, int64_t* slots) {
-  const int n = std::min(kChunk, stop - start);
-  for (int t = 0; t < n; ++t) slots[t] = slot_of(span, start + t);
-  return n;
+  return int(write_slots(span, start, std::min(start + kChunk, stop), slots) - slots);
 }
 
 // The chunk as row r of a tree sees it: cached tokens, then its ancestors and itself as if they were a chain.
 inline int tree_slots(const Span& span, int start, int r, int64_t* slots) {
   const int32_t* path = span.paths + span.path_starts[r];
   const int n = std::min(kChunk, span.cached + span.path_starts[r + 1] - span.path_starts[r] - start);
-  for (int t = 0; t < n; ++t) {
-    const int index = start + t;
-    slots[t] = slot_of(span, index < span.cached ? index : span.cached + path[index - span.cached]);
+  int64_t* next = write_slots(span, start, std::min(start + n, span.cached), slots);
+  for (int index = std::max(start, span.cached); index < start + n; ++index) {
+    const int at = span.cached + path[index - span.cached];
+    next = write_slots(span, at, at + 1, next);
   }
   return n;
 }
@@ -232,16 +250,16 @@ inline void gather(const AttentionArgs& args, const int64_t* slots, int n, int k
   args.kv_is_bfloat16 ? gather_bfloat16(args, slots, n, kv_head, w) : gather_float32(args, slots, n, kv_head, w);
 }
 
-// The next chunk's lines, on their way while this one is computed: they lie apart, and no hardware foresees them.
-inline void prefetch(const AttentionArgs& args, const Span& span, int start, int stop, int kv_head) {
+// Asks for the KV of logical tokens [begin, end): they lie apart, and hardware does not foresee them.
+inline void prefetch(const AttentionArgs& args, const Span& span, int begin, int end, int kv_head) {
   const int64_t bytes = args.head_dim * (args.kv_is_bfloat16 ? 2 : 4);
-  for (int index = start; index < std::min(start + kChunk, stop); ++index) {
-    const int64_t at = (slot_of(span, index) * args.kv_heads + kv_head) * bytes;
-    for (int64_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch((const char*)args.keys + at + i);
-      __builtin_prefetch((const char*)args.values + at + i);
-    }
-  }
+  each_run(span, begin, end, [&](int64_t slot, int n) {
+    for (int64_t at = (slot * args.kv_heads + kv_head) * bytes; n > 0; --n, at += args.kv_heads * bytes)
+      for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch((const char*)args.keys + at + i);
+        __builtin_prefetch((const char*)args.values + at + i);
+      }
+  });
 }
 
 // Sums over totals, where the next linear layer reads them.
@@ -261,7 +279,7 @@ inline void finish(const AttentionArgs& args, const Workspace& w, int row, int k
 }
 
 // Rows [begin, end) of one sequence, at most kRowBlock.
-inline void attention(const AttentionArgs& args, const Span& span, int begin, int end, int kv_head, void* scratch) {
+inline void attention(const AttentionArgs& args, const Span& span, int begin, int end, int kv_head, void* scratch, Ahead& ahead) {
   const int share = args.heads / args.kv_heads, rows = end - begin;
   const Workspace w = lay_out(scratch, rows * share, share, args.head_dim);
   load_queries(args, span.first + begin, kv_head, w);
@@ -275,16 +293,17 @@ inline void attention(const AttentionArgs& args, const Span& span, int begin, in
   int64_t slots[kChunk];
   for (int start = std::max(first, 0) / kChunk * kChunk; start < stop; start += kChunk) {
     if (!span.paths || start + kChunk <= span.cached) {
-      prefetch(args, span, start + kChunk, span.paths ? span.cached : stop, kv_head);
+      const int known = span.paths ? span.cached : stop;  // while this chunk is computed the next is on its way
+      prefetch(args, span, start + kChunk, std::min(start + 2 * kChunk, known), kv_head);
       gather(args, slots, chain_slots(span, start, stop, slots), kv_head, w);
-      reduce(args, w, start, 0, w.queries);
+      reduce(args, w, start, 0, w.queries, ahead);
       continue;
     }
     for (int r = 0; r < rows; ++r) {
       const int n = tree_slots(span, start, begin + r, slots);
       if (n <= 0) continue;
       gather(args, slots, n, kv_head, w);
-      reduce(args, w, start, r * share, (r + 1) * share);
+      reduce(args, w, start, r * share, (r + 1) * share, ahead);
     }
   }
   finish(args, w, span.first + begin, kv_head);

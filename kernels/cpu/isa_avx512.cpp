@@ -8,6 +8,6 @@
 #include "rowwise.h"
 
 namespace specserve {
-const Kernels kAvx512 = {"avx512",      avx512::linear,    avx512::gated,    avx512::embed, avx512::norm, avx512::collect,
-                    avx512::rotate, avx512::attention, avx512::activate, avx512::softcap, avx512::draw, avx512::argmax};
+const Kernels kAvx512 = {"avx512",      avx512::linear,  avx512::gated,    avx512::embed,   avx512::norm, avx512::collect, avx512::rotate,
+                    avx512::attention, avx512::activate, avx512::softcap, avx512::draw, avx512::argmax};
 }

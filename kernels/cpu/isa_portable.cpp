@@ -8,6 +8,6 @@
 #include "rowwise.h"
 
 namespace specserve {
-const Kernels kPortable = {"portable",      portable::linear,    portable::gated,    portable::embed, portable::norm, portable::collect,
-                    portable::rotate, portable::attention, portable::activate, portable::softcap, portable::draw, portable::argmax};
+const Kernels kPortable = {"portable",      portable::linear,  portable::gated,    portable::embed,   portable::norm, portable::collect, portable::rotate,
+                    portable::attention, portable::activate, portable::softcap, portable::draw, portable::argmax};
 }

@@ -7,12 +7,6 @@
 
 namespace specserve::SPECSERVE_ISA {
 
-constexpr int64_t kPrefetchBytes = 4096;
-
-inline void prefetch(const uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + kPrefetchBytes + i, 0, 3);
-}
-
 template <int R>
 void store_sums(const F (&sum)[R][2], float* out) {
   for (int r = 0; r < R; ++r)
@@ -21,13 +15,14 @@ void store_sums(const F (&sum)[R][2], float* out) {
 
 // R rows from `row` on of one tile, into out [R, kTile].
 template <int R>
-void tile_float32(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out) {
+void tile_float32(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
   F sum[R][2];
   for (auto& s : sum) s[0] = s[1] = zero();
   const float* w = (const float*)tile;
   const float* in = (const float*)x.data + int64_t(row) * x.width;
   for (int i = 0; i < weight.inputs; ++i, w += kTile) {
     const F left = load(w), right = load(w + kLanes);
+    fetch(ahead, kTile * sizeof(float));
     for (int r = 0; r < R; ++r) {
       const F value = set(in[int64_t(r) * x.width + i]);
       sum[r][0] = fma(left, value, sum[r][0]);
@@ -38,13 +33,13 @@ void tile_float32(const Weight& weight, const uint8_t* tile, const Activation& x
 }
 
 template <int R>
-void tile_bfloat16(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out) {
+void tile_bfloat16(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
   F sum[R][2];
   for (auto& s : sum) s[0] = s[1] = zero();
   const uint16_t* in = (const uint16_t*)x.data + int64_t(row) * x.width;
   for (int i = 0; i < weight.inputs; i += 2, tile += 128) {
     const Bytes left = load_bytes(tile), right = load_bytes(tile + 64);
-    prefetch(tile, 128);
+    fetch(ahead, 128);
     for (int r = 0; r < R; ++r) {
       const Bytes pair = spread(in + int64_t(r) * x.width + i);
       sum[r][0] = dot2(sum[r][0], left, pair);
@@ -55,7 +50,7 @@ void tile_bfloat16(const Weight& weight, const uint8_t* tile, const Activation& 
 }
 
 template <int R>
-void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out) {
+void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
   F sum[R][2];
   for (auto& s : sum) s[0] = s[1] = zero();
   const int groups = weight.inputs / kGroup, stride = x.width / kGroup;
@@ -66,7 +61,7 @@ void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, i
     I dots[R][2];
     for (int r = 0; r < R; ++r)
       dots[r][0] = dots[r][1] = iset(kUnsignedWeights ? -128 * sums[int64_t(r) * stride + g] : 0);
-    prefetch(tile, 64 + kTile * kGroup);
+    fetch(ahead, 64 + kTile * kGroup);
 #pragma GCC unroll 8
     for (int j = 0; j < kGroup / 4; ++j) {
       const Bytes left = load_bytes(tile + 64 + 128 * j), right = load_bytes(tile + 128 + 128 * j);
@@ -87,7 +82,7 @@ void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, i
 }
 
 template <int R>
-void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out) {
+void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
   F sum[R][2];
   for (auto& s : sum) s[0] = s[1] = zero();
   const int groups = weight.inputs / kGroup, stride = x.width / kGroup;
@@ -97,7 +92,7 @@ void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, i
   for (int g = 0; g < groups; ++g, tile += 128 + kTile * kGroup / 2) {
     I dots[R][2];
     for (auto& d : dots) d[0] = d[1] = iset(0);
-    prefetch(tile, 128 + kTile * kGroup / 2);
+    fetch(ahead, 128 + kTile * kGroup / 2);
 #pragma GCC unroll 4
     for (int j = 0; j < kGroup / 8; ++j) {
       const Bytes left = load_bytes(tile + 128 + 128 * j), right = load_bytes(tile + 192 + 128 * j);
@@ -124,28 +119,21 @@ void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, i
 }
 
 template <int R>
-void tile_rows(const Weight& weight, int tile, const Activation& x, int row, float* out) {
+void tile_rows(const Weight& weight, int tile, const Activation& x, int row, float* out, Ahead& ahead) {
   const uint8_t* bytes = weight.data + tile * weight.tile_bytes;
   switch (weight.format) {
-    case Format::kFloat32: return tile_float32<R>(weight, bytes, x, row, out);
-    case Format::kBfloat16: return tile_bfloat16<R>(weight, bytes, x, row, out);
-    case Format::kInt8: return tile_int8<R>(weight, bytes, x, row, out);
-    case Format::kInt4: return tile_int4<R>(weight, bytes, x, row, out);
+    case Format::kFloat32: return tile_float32<R>(weight, bytes, x, row, out, ahead);
+    case Format::kBfloat16: return tile_bfloat16<R>(weight, bytes, x, row, out, ahead);
+    case Format::kInt8: return tile_int8<R>(weight, bytes, x, row, out, ahead);
+    case Format::kInt4: return tile_int4<R>(weight, bytes, x, row, out, ahead);
   }
 }
 
 template <int R = kMaxRows>
-void tile_any(int rows, const Weight& weight, int tile, const Activation& x, int row, float* out) {
+void tile_any(int rows, const Weight& weight, int tile, const Activation& x, int row, float* out, Ahead& ahead) {
   if constexpr (R > 1)
-    if (rows < R) return tile_any<R - 1>(rows, weight, tile, x, row, out);
-  tile_rows<R>(weight, tile, x, row, out);
-}
-
-// Rows by the registers' fill, as even as can be: 8 rows are 4 and 4, not 6 and 2.
-template <class Use>
-void each_block(int rows, Use use) {
-  const int blocks = (rows + kMaxRows - 1) / kMaxRows;
-  for (int b = 0; b < blocks; ++b) use(rows * b / blocks, rows * (b + 1) / blocks);
+    if (rows < R) return tile_any<R - 1>(rows, weight, tile, x, row, out, ahead);
+  tile_rows<R>(weight, tile, x, row, out, ahead);
 }
 
 inline void add_bias(const float* bias, int column, float* x) {
@@ -153,11 +141,12 @@ inline void add_bias(const float* bias, int column, float* x) {
   for (int i = 0; i < kTile; i += kLanes) store(x + i, add(load(x + i), load(bias + column + i)));
 }
 
-inline void linear(const LinearArgs& args, int rows, int begin, int end) {
+inline void linear(const LinearArgs& args, int rows, int begin, int end, Ahead& ahead) {
   float sums[kMaxRows * kTile];
+  Ahead nothing{};  // for the other rows a tile is at hand
   for (int tile = begin; tile < end; ++tile)
-    each_block(rows, [&](int first, int last) {
-      tile_any(last - first, args.weight, tile, args.x, first, sums);
+    each_block(rows, kMaxRows, [&](int first, int last) {
+      tile_any(last - first, args.weight, tile, args.x, first, sums, first ? nothing : ahead);
       for (int r = first; r < last; ++r) {
         float* out = args.out + int64_t(r) * args.weight.outputs + tile * kTile;
         add_bias(args.bias, tile * kTile, sums + (r - first) * kTile);
@@ -167,12 +156,14 @@ inline void linear(const LinearArgs& args, int rows, int begin, int end) {
 }
 
 // Tile t of the result is activation(tile 2t) * tile 2t + 1.
-inline void gated(const GatedArgs& args, int rows, int begin, int end) {
+inline void gated(const GatedArgs& args, int rows, int begin, int end, Ahead& ahead) {
   float gates[kMaxRows * kTile], ups[kMaxRows * kTile];
+  Ahead nothing{};
   for (int tile = begin; tile < end; ++tile)
-    each_block(rows, [&](int first, int last) {
-      tile_any(last - first, args.weight, 2 * tile, args.x, first, gates);
-      tile_any(last - first, args.weight, 2 * tile + 1, args.x, first, ups);
+    each_block(rows, kMaxRows, [&](int first, int last) {
+      Ahead& own = first ? nothing : ahead;
+      tile_any(last - first, args.weight, 2 * tile, args.x, first, gates, own);
+      tile_any(last - first, args.weight, 2 * tile + 1, args.x, first, ups, own);
       for (int r = first; r < last; ++r) {
         float *gate = gates + (r - first) * kTile, *up = ups + (r - first) * kTile;
         add_bias(args.bias, 2 * tile * kTile, gate);

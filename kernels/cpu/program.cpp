@@ -8,6 +8,11 @@ namespace specserve {
 namespace {
 
 constexpr int kPiecesPerThread = 8;  // so many that a thread that is held up leaves its share to the others
+constexpr int kMaxLead = 8192;
+
+// Bytes from what is read to what is asked for: they cover memory's latency and leave most of an L1 to other things. With
+// few rows the hardware itself asks early enough, and more would only be in its way.
+int lead_of(const Rows& rows) { return std::min(kMaxLead, 2048 + 1024 * std::min(rows.step, 8)); }
 
 int path_length(const std::vector<int32_t>& parents, int row) {
   int n = 0;
@@ -45,16 +50,20 @@ void Plan::add_paths(int s, const std::vector<int32_t>& parents) {
   }
 }
 
-Program::Program(std::shared_ptr<Team> team, const Kernels& kernels) : team_(std::move(team)), kernels_(kernels) {}
+Program::Program(std::shared_ptr<Team> team, const Kernels& kernels)
+    : team_(std::move(team)), kernels_(kernels), lanes_(team_->threads()) {}
 
 void Program::add(const char* name, Op op, int64_t scratch_bytes) {
+  for (int thread = 0; thread < team_->threads(); ++thread) {
+    Lane& lane = lanes_[thread];
+    const int begin = share(op.num_items, thread), end = share(op.num_items, thread + 1);
+    if (begin < end) lane.weights.push_back({op.weights + begin * op.item_bytes, op.weights + end * op.item_bytes});
+    lane.num_read.push_back(int(lane.weights.size()));
+    lane.next = std::vector<std::atomic<int>>(ops_.size() + 1);
+    if (scratch_bytes > int64_t(lane.scratch.size())) lane.scratch.resize(scratch_bytes);
+  }
   ops_.push_back(std::move(op));
   names_.push_back(name);
-  next_ = std::vector<std::atomic<int>>(ops_.size());
-  if (scratch_bytes > scratch_stride_) {
-    scratch_stride_ = (scratch_bytes + 127) / 64 * 64;  // and a line between neighbours
-    scratch_.resize(scratch_stride_ * team_->threads());
-  }
 }
 
 std::function<int(const Rows&)> Program::rows_here() const {
@@ -63,11 +72,11 @@ std::function<int(const Rows&)> Program::rows_here() const {
 }
 
 void Program::embed(const EmbedArgs& args) {
-  add("embed", {rows_here(), [this, args](const Rows&, int begin, int end, void*) { kernels_.embed(args, begin, end); }});
+  add("embed", {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.embed(args, begin, end); }});
 }
 
 void Program::norm(const NormArgs& args) {
-  const auto run = [this, args](const Rows&, int begin, int end, void* scratch) {
+  const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) {
     kernels_.norm(args, begin, end, (float*)scratch);
   };
   add("norm", {rows_here(), run}, args.width * sizeof(float));
@@ -76,25 +85,25 @@ void Program::norm(const NormArgs& args) {
 void Program::linear(const LinearArgs& args) {
   const auto count = rows_here();
   const auto items = [args, count](const Rows& rows) { return count(rows) ? args.weight.outputs / kTile : 0; };
-  const auto run = [this, args, count](const Rows& rows, int begin, int end, void*) {
-    kernels_.linear(args, count(rows), begin, end);
+  const auto run = [this, args, count](const Rows& rows, int begin, int end, void*, Ahead& ahead) {
+    kernels_.linear(args, count(rows), begin, end, ahead);
   };
-  add("linear", {items, run});
+  add("linear", {items, run, args.weight.data, args.weight.tile_bytes, args.weight.outputs / kTile});
 }
 
 void Program::gated(const GatedArgs& args) {
   const auto count = rows_here();
   const auto items = [args, count](const Rows& rows) { return count(rows) ? args.weight.outputs / kTile / 2 : 0; };
-  const auto run = [this, args, count](const Rows& rows, int begin, int end, void*) {
-    kernels_.gated(args, count(rows), begin, end);
+  const auto run = [this, args, count](const Rows& rows, int begin, int end, void*, Ahead& ahead) {
+    kernels_.gated(args, count(rows), begin, end, ahead);
   };
-  add("gated", {items, run});
+  add("gated", {items, run, args.weight.data, 2 * args.weight.tile_bytes, args.weight.outputs / kTile / 2});
 }
 
 void Program::rotate(const RotateArgs& args) {
   const int heads = args.heads + 2 * args.kv_heads;
   const auto items = [heads](const Rows& rows) { return rows.plan->rows() * heads; };
-  const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch) {
+  const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch, Ahead&) {
     kernels_.rotate(args, rows.plan->slots(), begin, end, (float*)scratch);
   };
   add("rotate", {items, run}, 2 * args.head_dim * sizeof(float));
@@ -102,10 +111,11 @@ void Program::rotate(const RotateArgs& args) {
 
 void Program::attention(const AttentionArgs& args) {
   const auto items = [args](const Rows& rows) { return int(rows.plan->blocks().size()) * args.kv_heads; };
-  const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch) {
+  const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch, Ahead& ahead) {
     for (int i = begin; i < end; ++i) {
       const Plan::Block& block = rows.plan->blocks()[i / args.kv_heads];
-      kernels_.attention(args, rows.plan->span(block.span), block.begin, block.end, i % args.kv_heads, scratch);
+      kernels_.attention(args, rows.plan->span(block.span), block.begin, block.end, i % args.kv_heads, scratch,
+                         ahead);
     }
   };
   add("attention", {items, run}, attention_scratch_bytes(args.heads / args.kv_heads, args.head_dim));
@@ -113,18 +123,18 @@ void Program::attention(const AttentionArgs& args) {
 
 void Program::activate(const ActivateArgs& args) {
   add("activate",
-      {rows_here(), [this, args](const Rows&, int begin, int end, void*) { kernels_.activate(args, begin, end); }});
+      {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.activate(args, begin, end); }});
 }
 
 void Program::softcap(float* x, int width, float cap) {
-  const auto run = [this, x, width, cap](const Rows&, int begin, int end, void*) {
+  const auto run = [this, x, width, cap](const Rows&, int begin, int end, void*, Ahead&) {
     kernels_.softcap(x, width, cap, begin, end);
   };
   add("softcap", {rows_here(), run});
 }
 
 void Program::argmax(const float* x, int n, int64_t* best) {
-  const auto run = [this, x, n, best](const Rows&, int begin, int end, void*) {
+  const auto run = [this, x, n, best](const Rows&, int begin, int end, void*, Ahead&) {
     kernels_.argmax(x, int(padded(n)), n, best, begin, end);
   };
   add("argmax", {rows_here(), run});
@@ -133,26 +143,67 @@ void Program::argmax(const float* x, int n, int64_t* best) {
 void Program::collect(const CollectArgs& args) {
   collected_ = true;
   add("collect",
-      {rows_here(), [this, args](const Rows&, int begin, int end, void*) { kernels_.collect(args, begin, end); }});
+      {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.collect(args, begin, end); }});
 }
 
-void Program::work(const Op& op, const Rows& rows, std::atomic<int>& next, void* scratch) const {
-  const int items = op.items(rows);
-  const int piece = std::max(1, items / (team_->threads() * kPiecesPerThread));
-  for (int begin; (begin = next.fetch_add(piece, std::memory_order_relaxed)) < items;)
-    op.run(rows, begin, std::min(begin + piece, items), scratch);
+// First the thread's own share, then what the others have left of theirs.
+void Program::work(int index, const Rows& rows, int thread) {
+  const Op& op = ops_[index];
+  const int items = op.items(rows), threads = team_->threads();
+  const int piece = std::max(1, items / (threads * kPiecesPerThread));
+  Ahead ahead = idle(index, thread);
+  for (int turn = 0; turn < threads; ++turn) {
+    const int owner = (thread + turn) % threads, first = share(items, owner), last = share(items, owner + 1);
+    std::atomic<int>& next = lanes_[owner].next[index];
+    for (int begin; (begin = first + next.fetch_add(piece, std::memory_order_relaxed)) < last;) {
+      const int end = std::min(begin + piece, last);
+      if (op.weights) ahead = reading(index, thread, begin, turn ? end : last, lead_of(rows));
+      op.run(rows, begin, end, lanes_[thread].scratch.data(), ahead);
+    }
+  }
+}
+
+// The place `lead` bytes after item `begin`, for a thread that reads up to item `end` and then its shares of later ops.
+Ahead Program::reading(int index, int thread, int begin, int end, int lead) const {
+  const Op& op = ops_[index];
+  const std::vector<Stretch>& weights = lanes_[thread].weights;
+  Ahead ahead{op.weights + begin * op.item_bytes, op.weights + end * op.item_bytes,
+              weights.data() + lanes_[thread].num_read[index], weights.data() + weights.size()};
+  for (; lead >= ahead.end - ahead.at && ahead.next < ahead.last; ++ahead.next) {
+    lead -= int(ahead.end - ahead.at);
+    ahead.at = ahead.next->begin;
+    ahead.end = ahead.next->end;
+  }
+  ahead.at += lead;
+  return ahead;
+}
+
+// What an op that reads no weights may ask for: the thread's share of the next op that does, and no more.
+Ahead Program::idle(int index, int thread) const {
+  const Lane& lane = lanes_[thread];
+  if (lane.num_read[index] == int(lane.weights.size())) return {};
+  const Stretch& next = lane.weights[lane.num_read[index]];
+  return {next.begin, next.end, nullptr, nullptr};
+}
+
+void Program::fetch_first(int thread) const {
+  if (lanes_[thread].weights.empty()) return;
+  const Stretch& first = lanes_[thread].weights[0];
+  for (int64_t i = 0; i < std::min<int64_t>(kMaxLead, first.end - first.begin); i += 64) __builtin_prefetch(first.begin + i);
 }
 
 void Program::reset() {
-  for (std::atomic<int>& next : next_) next.store(0, std::memory_order_relaxed);
+  for (Lane& lane : lanes_)
+    for (std::atomic<int>& next : lane.next) next.store(0, std::memory_order_relaxed);
 }
 
 void Program::run(const Rows& rows) {
   reset();
   team_->run([&](int thread) {
-    for (size_t i = 0; i < ops_.size(); ++i) {
+    fetch_first(thread);
+    for (int i = 0; i < int(ops_.size()); ++i) {
       if (i) team_->barrier();
-      work(ops_[i], rows, next_[i], scratch(thread));
+      work(i, rows, thread);
     }
   });
 }
@@ -162,9 +213,10 @@ std::vector<double> Program::profile(const Rows& rows) {
   std::vector<double> seconds;
   reset();
   team_->run([&](int thread) {
+    fetch_first(thread);
     Clock::time_point begun = Clock::now();
-    for (size_t i = 0; i < ops_.size(); ++i) {
-      work(ops_[i], rows, next_[i], scratch(thread));
+    for (int i = 0; i < int(ops_.size()); ++i) {
+      work(i, rows, thread);
       team_->barrier();
       if (thread) continue;
       const Clock::time_point now = Clock::now();

@@ -1,6 +1,7 @@
 // A recorded step: ops in order, run by a team without any Python in between. Knows pointers and shapes, not models.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -72,12 +73,25 @@ class Program {
  private:
   struct Op {
     std::function<int(const Rows&)> items;  // pieces of work that threads share
-    std::function<void(const Rows&, int begin, int end, void* scratch)> run;
+    std::function<void(const Rows&, int begin, int end, void* scratch, Ahead& ahead)> run;
+    const uint8_t* weights = nullptr;  // what the items read, one after the other
+    int64_t item_bytes = 0;
+    int num_items = 0;  // where there are weights
+  };
+  // One thread's part in all ops.
+  struct Lane {
+    std::vector<Stretch> weights;        // its shares of them, in the order of the ops
+    std::vector<int> num_read;           // of each op, how many of these it and those before it read
+    std::vector<std::atomic<int>> next;  // of each op, how many items of its share have been taken, by anybody
+    std::vector<uint8_t> scratch;
   };
   void add(const char* name, Op op, int64_t scratch_bytes = 0);
   std::function<int(const Rows&)> rows_here() const;
-  void work(const Op& op, const Rows& rows, std::atomic<int>& next, void* scratch) const;
-  void* scratch(int thread) { return scratch_.data() + thread * scratch_stride_; }
+  void work(int index, const Rows& rows, int thread);
+  Ahead reading(int index, int thread, int begin, int end, int lead) const;
+  Ahead idle(int index, int thread) const;
+  void fetch_first(int thread) const;
+  int share(int items, int thread) const { return int(int64_t(items) * thread / team_->threads()); }
   void reset();
 
   std::shared_ptr<Team> team_;
@@ -85,9 +99,7 @@ class Program {
   bool collected_ = false;
   std::vector<Op> ops_;
   std::vector<const char*> names_;
-  std::vector<std::atomic<int>> next_;  // of each op, the first piece that nobody has taken
-  int64_t scratch_stride_ = 0;
-  std::vector<uint8_t> scratch_;
+  std::vector<Lane> lanes_;
 };
 
 }  // namespace specserve

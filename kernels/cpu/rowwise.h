@@ -29,6 +29,24 @@ inline F gelu_tanh(F x) {
   return div(x, add(set(1.0f), exp(mul(add(x, cube), set(-2 * 0.7978845608f)))));
 }
 
+// Blocks [first, last) of n rows, at most so many that they fit the registers and as even as can be: 9 are 5 and 4.
+template <class Use>
+void each_block(int n, int most, Use use) {
+  const int blocks = (n + most - 1) / most;
+  for (int b = 0; b < blocks; ++b) use(n * b / blocks, n * (b + 1) / blocks);
+}
+
+// Asks for so many bytes more: into the innermost cache, or, where other things are in use meanwhile, the one behind it.
+template <bool is_inner = true>
+inline void fetch(Ahead& ahead, int64_t bytes) {
+  if (ahead.at >= ahead.end) return;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead.at + i, 0, is_inner ? 3 : 2);
+  ahead.at += bytes;
+  if (ahead.at < ahead.end || ahead.next == ahead.last) return;
+  ahead.at = ahead.next->begin;
+  ahead.end = ahead.next++->end;
+}
+
 constexpr float kNothing = 1e-30f;  // what is smaller is quantised to 0: its inverse might be infinite
 
 inline float mean_square(const float* x, int width, int n) {

@@ -11,7 +11,8 @@ namespace specserve::SPECSERVE_ISA {
 using F = __m512;
 using I = __m512i;
 constexpr bool kUnsignedWeights = true;  // dot4 reads int8 weights as stored, offset by 128
-constexpr int kMaxRows = 6;              // rows that share the registers of one tile
+constexpr int kMaxRows = 8;              // rows that share the registers of one tile
+constexpr int kQueries = 6;              // query rows that share those of attention
 
 inline F zero() { return _mm512_setzero_ps(); }
 inline F set(float x) { return _mm512_set1_ps(x); }
@@ -82,6 +83,15 @@ inline void transpose(const uint16_t* const* rows, int start, uint32_t* out, int
     _mm512_storeu_si512(out + j * stride, low);
     _mm512_storeu_si512(out + (j + 8) * stride, high);
   }
+}
+
+// out[i] = even[i] and above it odd[i], for 32 words.
+inline void interleave(const uint16_t* even, const uint16_t* odd, uint32_t* out) {
+  const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_set_epi16(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+  const __m512i order = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(32)), 16));
+  _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, order, b));
+  _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi16(a, _mm512_add_epi16(order, _mm512_set1_epi16(16)), b));
 }
 
 }  // namespace specserve::SPECSERVE_ISA

@@ -18,6 +18,7 @@ struct Bytes {
 };
 constexpr bool kUnsignedWeights = true;
 constexpr int kMaxRows = 2;
+constexpr int kQueries = 2;
 
 #define SPECSERVE_LANES(expression)          \
   {                                          \
@@ -146,6 +147,11 @@ inline F dot2(F sum, Bytes weights, Bytes x) {
 inline void transpose(const uint16_t* const* rows, int start, uint32_t* out, int stride) {
   for (int i = 0; i < 16; ++i)
     for (int j = 0; j < 16; ++j) std::memcpy(out + j * stride + i, rows[i] + start + 2 * j, 4);
+}
+
+// out[i] = even[i] and above it odd[i], for 32 words.
+inline void interleave(const uint16_t* even, const uint16_t* odd, uint32_t* out) {
+  for (int i = 0; i < 32; ++i) out[i] = uint32_t(even[i]) | uint32_t(odd[i]) << 16;
 }
 
 }  // namespace specserve::SPECSERVE_ISA

@@ -146,7 +146,11 @@ class KVCache:
         return self.pool.num_published
 
     def usage(self, seqs: Iterable[Sequence]) -> Usage:
-        """How full the blocks of the running sequences are; a shared block counts once."""
+        """How full the blocks in use are; a shared block counts once. `seqs` are all that hold blocks."""
+        seqs = list(seqs)
+        in_use = self.num_blocks - self.num_free
+        if sum(len(seq.blocks.ids) for seq in seqs) == in_use:  # nothing is shared: no need to look at every block
+            return Usage(sum(seq.cached for seq in seqs), in_use * self.block_size)
         filled: dict[int, int] = {}
         for seq in seqs:
             for i, block in enumerate(seq.blocks.ids):

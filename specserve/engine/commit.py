@@ -42,7 +42,7 @@ def _count(seq: Sequence, draft: Draft, accepted: int) -> None:
     stats.first_token = stats.first_token or now
     stats.num_steps += 1
     if len(draft):
-        depth = int(draft.depths.max()) + 1
+        depth = len(draft) if draft.is_chain else int(draft.depths.max()) + 1
         longer = depth - len(stats.drafted_by_position)
         stats.drafted_by_position += [0] * longer
         stats.accepted_by_position += [0] * longer

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 PHASES = ("draft", "mask", "forward", "sample")
+
+
+class _Timer:
+    """Adds the time of a `with` block to a phase; several a step, so not a generator."""
+
+    __slots__ = ("_phase", "_seconds", "_start")
+
+    def __init__(self, seconds: dict[str, float], phase: str) -> None:
+        self._seconds = seconds
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._seconds[self._phase] += time.perf_counter() - self._start
 
 
 @dataclass(slots=True)
@@ -26,13 +40,8 @@ class Counters:
     allocated_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "host", "total"), 0.0))
 
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - start
+    def timed(self, phase: str) -> _Timer:
+        return _Timer(self.seconds, phase)
 
     def snapshot(self) -> Counters:
         return replace(self, seconds=dict(self.seconds))

@@ -86,7 +86,7 @@ class Engine:
             work = self.scheduler.pick(self.num_speculative_tokens if self.drafters.active else 0)
             with timed("draft"):
                 drafts = self.drafters.propose(work.seqs, work.budgets)
-            batch = pack(work, drafts, self.runner.ops.device, self.runner.ops.row_multiple)
+            batch = pack(work, drafts, self.runner.ops.row_multiple)
             with timed("forward"):
                 out = self.runner.run(batch)
             with timed("sample"):

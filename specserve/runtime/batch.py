@@ -1,13 +1,12 @@
-"""Packs scheduled work into device tensors: the only place where host lists become tensors. Knows rows, slots and
-positions; knows nothing of what the tokens mean or who drafted them."""
+"""Packs scheduled work into one step's arrays. Knows rows, slots and positions; knows nothing of what the tokens mean,
+who drafted them or which device will read them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from specserve.types import Draft, Ids, Sequence
 
@@ -40,11 +39,11 @@ class Rows:
 
 @dataclass(slots=True)
 class Batch:
-    """One step as tensors and, on the host, the layout of its rows (what specserve.ops calls AttentionRows)."""
+    """One step on the host, with the layout of its rows (what specserve.ops calls AttentionRows)."""
 
-    token_ids: Tensor  # int64 [num_rows]
-    positions: Tensor  # int64 [num_rows]
-    logit_rows: Tensor  # int64 [rows to be judged, then rows to be scored, padded]
+    token_ids: NDArray[np.int64]  # [num_rows]
+    positions: NDArray[np.int64]  # [num_rows]
+    logit_rows: NDArray[np.int64]  # [rows to be judged, then rows to be scored, padded]
     rows: Rows
     scored: list[tuple[Sequence, list[int]]]  # prompt tokens whose log-probability is asked for, in logit_rows' order
     num_rows: int
@@ -64,7 +63,7 @@ class _Lists:
     scored_rows: list[int]
 
 
-def pack(work: Work, drafts: list[Draft], device: torch.device, multiple: int) -> Batch:
+def pack(work: Work, drafts: list[Draft], multiple: int) -> Batch:
     """Lay out one step: sequence after sequence its own tokens, then its draft, padded to a multiple of rows.
 
     A tree node's position is that of its depth, whatever its row. A sequence is judged when its own tokens reach its
@@ -86,16 +85,14 @@ def pack(work: Work, drafts: list[Draft], device: torch.device, multiple: int) -
             first = starts[-1] + unscored.start - 1 - seq.cached
             lists.scored_rows += range(first, first + len(unscored))
         starts.append(len(lists.token_ids))
-    num_rows = _pad(len(lists.token_ids), multiple)
+    token_ids = _padded(lists.token_ids, multiple)
     return Batch(
-        token_ids=_ids(lists.token_ids, num_rows, device),
-        positions=_ids(lists.positions, num_rows, device),
-        logit_rows=_ids(
-            lists.judged + lists.scored_rows, _pad(len(lists.judged + lists.scored_rows), multiple), device
-        ),
+        token_ids=token_ids,
+        positions=_padded(lists.positions, multiple),
+        logit_rows=_padded(lists.judged + lists.scored_rows, multiple),
         rows=rows,
         scored=scored,
-        num_rows=num_rows,
+        num_rows=len(token_ids),
         query_starts=starts,
         cached=[seq.cached for seq in work.seqs],
         block_tables=[seq.blocks.ids for seq in work.seqs],
@@ -107,8 +104,9 @@ def _append(lists: _Lists, seq: Sequence, count: int, draft: Draft) -> None:
     stop = seq.cached + count
     lists.token_ids += seq.tokens[seq.cached : stop]
     lists.positions += range(seq.cached, stop)
-    lists.token_ids += draft.tokens.tolist()
-    lists.positions += (draft.depths + stop).tolist()
+    if len(draft):
+        lists.token_ids += draft.tokens.tolist()
+        lists.positions += range(stop, stop + len(draft)) if draft.is_chain else (draft.depths + stop).tolist()
 
 
 def _unscored(seq: Sequence, count: int) -> range:
@@ -128,11 +126,6 @@ def _parents(count: int, draft: Draft) -> Ids | None:
     return np.concatenate((own, np.where(draft.parents < 0, count - 1, draft.parents + count))).astype(np.int32)
 
 
-def _pad(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _ids(values: list[int], size: int, device: torch.device) -> Tensor:
-    padded = np.zeros(size, np.int64)
-    padded[: len(values)] = values
-    return torch.from_numpy(padded).to(device)
+def _padded(values: list[int], multiple: int) -> NDArray[np.int64]:
+    """As many zeros after the values as make a multiple."""
+    return np.array(values + [0] * (-len(values) % multiple), np.int64)

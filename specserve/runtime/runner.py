@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from specserve.cache.storage import KVStorage
@@ -33,7 +32,6 @@ class Runner:
             RecordedStep(model, ops, storage.layers, max_rows) if ops.can_record else EagerStep(model, storage.layers)
         )
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> Output:
         """One forward pass; the LM head sees only the rows that are judged or scored."""
         hidden, logits, best = self._step(batch, self.ops.plan(batch, self.storage.block_size))

@@ -34,13 +34,13 @@ _FIRST_NUCLEUS = 512  # top-p looks at this many best tokens before it sorts the
 def process(logits: Tensor, rows: Rows, masks: Tensor | None) -> Tensor:
     """Everything before temperature. logits float32 [rows, vocab], left as they are; masks int32 [rows, words], bit t
     of a row set where token t may come. The result is `logits` itself if there is nothing to do."""
+    if not is_processed(rows, masks):
+        return logits
     entries = list(zip(rows.seqs, rows.drafts, rows.starts, strict=True))
     penalised = [e for e in entries if _has_penalty(e[0].params)]
     biased = [e for e in entries if e[0].params.logit_bias]
     limited = [e for e in entries if e[0].params.allowed_token_ids is not None]
     forbidden = [pair for e in entries for pair in _forbidden(*e)]
-    if masks is None and not (penalised or biased or limited or forbidden):
-        return logits
     scores = logits.clone()
     _penalise(scores, penalised)
     _add_bias(scores, biased)
@@ -48,6 +48,22 @@ def process(logits: Tensor, rows: Rows, masks: Tensor | None) -> Tensor:
     _forbid(scores, forbidden)
     _apply_masks(scores, masks)
     return scores
+
+
+def is_processed(rows: Rows, masks: Tensor | None) -> bool:
+    """Whether any row may come out of `process` as another."""
+    return masks is not None or any(_changes_logits(seq) for seq in rows.seqs)
+
+
+def _changes_logits(seq: Sequence) -> bool:
+    params = seq.params
+    return bool(
+        _has_penalty(params)
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or seq.bad_ids
+        or params.min_tokens > seq.num_output
+    )
 
 
 def _has_penalty(params: SamplingParams) -> bool:

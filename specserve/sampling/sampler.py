@@ -19,7 +19,7 @@ from specserve.errors import ConfigError, unknown
 from specserve.ops import Laws
 from specserve.runtime.batch import Rows
 from specserve.sampling import verify
-from specserve.sampling.filters import laws, normalise, process, row_depths, shape
+from specserve.sampling.filters import is_processed, laws, normalise, process, row_depths, shape
 from specserve.sampling.logprobs import token_logprobs
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys, unit
 from specserve.sampling.verify import Failure
@@ -84,20 +84,20 @@ class Sampler:
         caller to trim. `best` int64 [rows.num_rows or more] spares a search where all is greedy and nothing processed:
         each row's best token, -1 where its logits are NaN or infinite.
         """
-        assert logits.shape[1] == self.vocab_size, "logits are not of this vocabulary"
-        assert len(logits) >= rows.num_rows, "logits are not of this batch"
+        num_rows, vocab_size = logits.shape
+        assert vocab_size == self.vocab_size, "logits are not of this vocabulary"
+        assert num_rows >= rows.num_rows, "logits are not of this batch"
         assert masks is None or masks.shape == (rows.num_rows, -(-self.vocab_size // 32)), "masks are not of this batch"
-        raw = logits[: rows.num_rows].float()
-        scores = process(raw, rows, masks)
+        known = None if is_processed(rows, masks) else best
         tried = [self._tries(seq, draft) for seq, draft in zip(rows.seqs, rows.drafts, strict=True)]
-        known = best[: rows.num_rows] if best is not None and scores is raw else None
         if known is not None and all(seq.params.temperature == 0 for seq in rows.seqs):
             said, residual = _greedy(known), None
         else:
-            said, residual = self._first_pass(raw, scores, rows, tried, known)
+            raw = logits[: rows.num_rows].float()
+            said, residual = self._first_pass(raw, process(raw, rows, masks), rows, tried, known)
         paths = [self._walk(said, rows, i, tried[i]) for i in range(len(tried))]
         self._second_pass(said, rows, paths, tried, residual)
-        return self._verdicts(raw, rows, said, paths)
+        return self._verdicts(logits, rows, said, paths)
 
     def score(self, logits: Tensor, tokens: list[int], k: int) -> list[TokenLogprobs]:
         """How likely the model found tokens[i] under logits[i] [rows, vocab_size], with the k best: for prompts. A row
@@ -119,8 +119,12 @@ class Sampler:
     ) -> tuple[_Said, Tensor | None]:
         """Everything that needs no walk, and the only transfer of a step unless a draft is tried. The second result is
         what is left to draw from in the rows of tried drafts, float64, one after the other."""
-        tokens = scores.argmax(-1) if known is None else known.clamp(min=0)
-        faults = _faults(raw, scores, tokens) if known is None else torch.where(known < 0, _BROKEN, 0)
+        if known is None:
+            tokens = scores.argmax(-1)
+            faults = _faults(raw, scores, tokens)
+        else:
+            known = known[: rows.num_rows]
+            tokens, faults = known.clamp(min=0), torch.where(known < 0, _BROKEN, 0)
         sampled = [i for i, seq in enumerate(rows.seqs) if seq.params.temperature > 0]
         self._sample(scores, tokens, rows, [i for i in sampled if not tried[i]])
         stands = torch.zeros_like(faults)
@@ -166,6 +170,8 @@ class Sampler:
     def _walk(self, said: _Said, rows: Rows, index: int, tried: bool) -> list[int]:
         """The accepted path of one sequence."""
         draft, start = rows.drafts[index], rows.starts[index]
+        if not len(draft):
+            return []
         own = slice(start, start + len(draft) + 1)
         bad = [fault > 0 for fault in said.faults[own]]
         if not tried:
@@ -195,7 +201,7 @@ class Sampler:
         for i, end, token in zip(which, ends, drawn, strict=True):
             said.tokens[rows.starts[i] + end] = token
 
-    def _verdicts(self, raw: Tensor, rows: Rows, said: _Said, paths: list[list[int]]) -> list[Verdict | Failure]:
+    def _verdicts(self, logits: Tensor, rows: Rows, said: _Said, paths: list[list[int]]) -> list[Verdict | Failure]:
         found: list[Verdict | Failure] = []
         for seq, draft, start, path in zip(rows.seqs, rows.drafts, rows.starts, paths, strict=True):
             faults = said.faults[start : start + len(draft) + 1]
@@ -204,11 +210,12 @@ class Sampler:
                 continue
             extra = said.tokens[start + verify.last_row(path)]
             found.append(Verdict(*verify.conclude(draft, path, [fault > 0 for fault in faults], extra)))
-        return _with_logprobs(raw, rows, found)
+        return _with_logprobs(logits, rows, found)
 
 
 def _greedy(best: Tensor) -> _Said:
-    """What greedy rows say whose best tokens are known."""
+    """What greedy rows say whose best tokens are known: one call of torch, since after a step that has flushed every
+    cache each costs as much as all the Python here."""
     tokens = best.tolist()
     return _Said(tokens, [_BROKEN if token < 0 else 0 for token in tokens], [False] * len(tokens))
 
@@ -246,7 +253,7 @@ def _packed_starts(drafts: Many[Draft]) -> list[int]:
     return [0, *np.cumsum([len(draft) + 1 for draft in drafts])[:-1].tolist()]
 
 
-def _with_logprobs(raw: Tensor, rows: Rows, found: list[Verdict | Failure]) -> list[Verdict | Failure]:
+def _with_logprobs(logits: Tensor, rows: Rows, found: list[Verdict | Failure]) -> list[Verdict | Failure]:
     """Add what the model itself thought of each emitted token, read from the row that judged it."""
     asking = [
         (i, v) for i, v in enumerate(found) if isinstance(v, Verdict) and rows.seqs[i].params.logprobs is not None
@@ -256,7 +263,7 @@ def _with_logprobs(raw: Tensor, rows: Rows, found: list[Verdict | Failure]) -> l
     at = [rows.starts[i] + row for i, verdict in asking for row in (0, *(node + 1 for node in verdict.path))]
     tokens = [token for _, verdict in asking for token in verdict.tokens]
     widest = max(rows.seqs[i].params.logprobs or 0 for i, _ in asking)
-    entries = iter(token_logprobs(raw[at], tokens, widest))
+    entries = iter(token_logprobs(logits[at].float(), tokens, widest))
     for i, verdict in asking:
         k = rows.seqs[i].params.logprobs or 0
         own = [_narrow(next(entries), k) for _ in verdict.tokens]

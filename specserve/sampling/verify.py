@@ -46,6 +46,8 @@ class Round:
 
 def children(draft: Draft) -> list[list[int]]:
     """The child nodes of each row, in order."""
+    if draft.is_chain:
+        return [*([node] for node in range(len(draft))), []]
     found: list[list[int]] = [[] for _ in range(len(draft) + 1)]
     for node, parent in enumerate(draft.parents.tolist()):
         found[parent + 1].append(node)
@@ -123,7 +125,8 @@ def _subtract(wanted: Tensor, trial: Round) -> Tensor:
 
 def walk_coupled(draft: Draft, sampled: Many[int], bad: Many[bool]) -> list[int]:
     """The accepted path: down to the child that is the row's own sample, while there is one. sampled, bad: [rows]."""
-    return _descend(draft, bad, lambda row, node: bool(draft.tokens[node] == sampled[row]))
+    tokens = draft.tokens.tolist()
+    return _descend(draft, bad, lambda row, node: tokens[node] == sampled[row])
 
 
 def walk_rejection(draft: Draft, stands: Many[bool], bad: Many[bool]) -> list[int]:

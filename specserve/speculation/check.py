@@ -37,12 +37,12 @@ def fault(draft: Any, budget: int, vocab_size: int) -> str | None:
 def _tree_fault(tokens: Ids, parents: Ids, vocab_size: int) -> str | None:
     if len(tokens) == 0:
         return None
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
+    ids, before = tokens.tolist(), parents.tolist()  # so few that numpy would take longer
+    if min(ids) < 0 or max(ids) >= vocab_size:
         return "vocabulary"
-    if parents.min() < -1 or (parents >= np.arange(len(parents))).any():
+    if any(not -1 <= parent < node for node, parent in enumerate(before)):
         return "parents"
-    nodes = set(zip(parents.tolist(), tokens.tolist(), strict=True))
-    return "siblings" if len(nodes) < len(tokens) else None
+    return "siblings" if len(set(zip(before, ids, strict=True))) < len(ids) else None
 
 
 def _q_fault(draft: Draft, vocab_size: int) -> str | None:

@@ -699,8 +699,7 @@ def batch(steps: SimpleNamespace, tokens: list[int], positions: list[int], num_j
     """One step as specserve.runtime.batch.Batch; the last rows are judged, in reverse."""
     rows = list(range(steps.num_rows))[::-1][:num_judged]
     ids = {"token_ids": tokens, "positions": positions, "logit_rows": rows}
-    tensors = {name: torch.tensor(values, dtype=torch.int64) for name, values in ids.items()}
-    return SimpleNamespace(**vars(steps), **tensors)
+    return SimpleNamespace(**vars(steps), **{name: np.array(values, np.int64) for name, values in ids.items()})
 
 
 BROKEN = 7
