@@ -149,10 +149,10 @@ NB_MODULE(_native, m) {
         std::vector<float> scratch(2 * padded(vocab) * (count == 1 ? 1 : team.threads()));
         if (count == 1) return kernels.draw(args, 0, 1, scratch.data());  // waking the others takes as long
         std::atomic<int> next{0};
-        team.run([&](int thread) {
+        team.run({[&](int thread) {
           float* own = scratch.data() + 2 * padded(vocab) * thread;
           for (int row; (row = next.fetch_add(1)) < count;) kernels.draw(args, row, row + 1, own);
-        });
+        }});
       },
       nb::call_guard<nb::gil_scoped_release>());
   bind_program(m);

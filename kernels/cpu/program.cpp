@@ -9,6 +9,8 @@ namespace {
 
 constexpr int kPiecesPerThread = 8;  // so many that a thread that is held up leaves its share to the others
 constexpr int kMaxLead = 8192;
+constexpr int64_t kFetchedAtOnce = 4096;       // bytes, between two looks for the next step
+constexpr int64_t kFetchedMeanwhile = 2 << 20;  // bytes, while the host prepares that: as much as any L3 has room for
 
 // Bytes from what is read to what is asked for: they cover memory's latency and leave most of an L1 to other things. With
 // few rows the hardware itself asks early enough, and more would only be in its way.
@@ -52,6 +54,10 @@ void Plan::add_paths(int s, const std::vector<int32_t>& parents) {
 
 Program::Program(std::shared_ptr<Team> team, const Kernels& kernels)
     : team_(std::move(team)), kernels_(kernels), lanes_(team_->threads()) {}
+
+Program::~Program() {
+  if (ops_.size() > 1) team_->run({[](int) {}});  // nobody is in fetch_next after it
+}
 
 void Program::add(const char* name, Op op, int64_t scratch_bytes) {
   for (int thread = 0; thread < team_->threads(); ++thread) {
@@ -192,6 +198,24 @@ void Program::fetch_first(int thread) const {
   for (int64_t i = 0; i < std::min<int64_t>(kMaxLead, first.end - first.begin); i += 64) __builtin_prefetch(first.begin + i);
 }
 
+// While the host works, the threads that wait for it bring what the next step reads first closer, for themselves and the
+// caller's thread. A thread may have to do it for two.
+bool Program::fetch_next(int thread, int turn) const {
+  const int threads = team_->threads(), helpers = threads - 1;
+  const int64_t offset = turn * kFetchedAtOnce;
+  for (int lane = thread - 1; lane < threads; lane += helpers) {
+    int64_t before = 0;
+    for (const Stretch& stretch : lanes_[lane].weights) {
+      const int64_t bytes = stretch.end - stretch.begin, first = offset - before;
+      for (int64_t i = first; i >= 0 && i < std::min(bytes, first + kFetchedAtOnce); i += 64)
+        __builtin_prefetch(stretch.begin + i, 0, 2);
+      before += bytes;
+      if (before > offset) break;
+    }
+  }
+  return offset + kFetchedAtOnce < kFetchedMeanwhile / threads;
+}
+
 void Program::reset() {
   for (Lane& lane : lanes_)
     for (std::atomic<int>& next : lane.next) next.store(0, std::memory_order_relaxed);
@@ -199,20 +223,22 @@ void Program::reset() {
 
 void Program::run(const Rows& rows) {
   reset();
-  team_->run([&](int thread) {
+  const auto run = [&](int thread) {
     fetch_first(thread);
     for (int i = 0; i < int(ops_.size()); ++i) {
       if (i) team_->barrier();
       work(i, rows, thread);
     }
-  });
+  };
+  if (ops_.size() == 1) return team_->run({run});
+  team_->run({run, [this](int thread, int turn) { return fetch_next(thread, turn); }});
 }
 
 std::vector<double> Program::profile(const Rows& rows) {
   using Clock = std::chrono::steady_clock;
   std::vector<double> seconds;
   reset();
-  team_->run([&](int thread) {
+  team_->run({[&](int thread) {
     fetch_first(thread);
     Clock::time_point begun = Clock::now();
     for (int i = 0; i < int(ops_.size()); ++i) {
@@ -223,7 +249,7 @@ std::vector<double> Program::profile(const Rows& rows) {
       seconds.push_back(std::chrono::duration<double>(now - begun).count());
       begun = now;
     }
-  });
+  }});
   return seconds;
 }
 

@@ -49,6 +49,7 @@ struct Rows {
 class Program {
  public:
   Program(std::shared_ptr<Team> team, const Kernels& kernels);
+  ~Program();
   Program(const Program&) = delete;  // ops point to it
   Program& operator=(const Program&) = delete;
 
@@ -91,6 +92,7 @@ class Program {
   Ahead reading(int index, int thread, int begin, int end, int lead) const;
   Ahead idle(int index, int thread) const;
   void fetch_first(int thread) const;
+  bool fetch_next(int thread, int turn) const;
   int share(int items, int thread) const { return int(int64_t(items) * thread / team_->threads()); }
   void reset();
 

@@ -33,15 +33,15 @@ Team::~Team() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void Team::run(const std::function<void(int)>& job) {
+void Team::run(Job job) {
   std::lock_guard<std::mutex> only(one_caller_);
-  job_ = &job;
+  job_ = std::make_shared<const Job>(std::move(job));
   job_number_.fetch_add(1);
   if (sleeping_.load() > 0) {
     std::lock_guard<std::mutex> lock(mutex_);  // whoever was about to sleep is asleep now
     wake_.notify_all();
   }
-  job(0);
+  job_->run(0);
   barrier();
 }
 
@@ -78,8 +78,11 @@ bool Team::await(unsigned seen) {
 
 void Team::work(int index) {
   for (unsigned seen = 0; await(seen); ++seen) {
-    (*job_)(index);
+    const std::shared_ptr<const Job> job = job_;  // what it does meanwhile outlives the call
+    job->run(index);
     barrier();
+    for (int turn = 0; job->meanwhile && job_number_.load(std::memory_order_acquire) == seen + 1; ++turn)
+      if (!job->meanwhile(index, turn)) break;
   }
 }
 

@@ -4,11 +4,20 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace specserve {
+
+// What threads do together. `run` gets the thread's index. `meanwhile`, if there is one, is for the time until the next
+// job: all threads but the caller's call it, with their index and 0, 1, 2 and so on, while it says that there is more to
+// do. Its calls are short; the last one may end after the job's caller has gone on, but before its next job does.
+struct Job {
+  std::function<void(int thread)> run;
+  std::function<bool(int thread, int turn)> meanwhile = nullptr;
+};
 
 class Team {
  public:
@@ -19,8 +28,8 @@ class Team {
 
   int threads() const { return threads_; }
 
-  // Every thread calls job(its index); returns when all have returned. One caller at a time; the job must not throw.
-  void run(const std::function<void(int)>& job);
+  // Returns when all threads have run the job, which must not throw. One caller at a time.
+  void run(Job job);
 
   // Within a job: waits until every thread has come here.
   void barrier();
@@ -30,7 +39,7 @@ class Team {
   bool await(unsigned seen);
 
   const int threads_;
-  const std::function<void(int)>* job_ = nullptr;
+  std::shared_ptr<const Job> job_;  // changes only while no thread is in a job
   alignas(64) std::atomic<unsigned> job_number_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> phase_{0};

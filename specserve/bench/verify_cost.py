@@ -153,10 +153,11 @@ def verify_cost(
     """Time steps of rows[0] (which is 1), rows[1] and so on, one of each in every round, whose order rotates.
 
     Figures, medians over `repeats` rounds: step_ms, forward_ms (planning attention, and the kernels), host_ms (the
-    rest), cost = step_ms over that of 1 row. bytes_per_step is what the ops of a 1-row step must read, weights as they
-    are packed and the KV of the context; bandwidth_utilisation = bytes_per_step / (its time * read_bandwidth_gbs), the
-    bandwidth being the better of a measurement before and one after. `on_round` is called before each round.
-    Raises ConfigError.
+    rest), cost (a step's time over that of 1 row in the same round), read_bandwidth_gbs (measured after each round),
+    bandwidth_utilisation (bytes_per_step over what memory gives at that bandwidth in the time of the round's 1-row
+    step). Ratios are taken within a round because a shared machine's memory may be twice as fast a second later.
+    bytes_per_step is what the ops of a 1-row step must read, weights as they are packed and the KV of the context.
+    `on_round` is called before each round. Raises ConfigError.
     """
     if not rows or rows[0] != 1 or len(set(rows)) < len(rows):
         raise ConfigError(
@@ -166,15 +167,13 @@ def verify_cost(
     ops = llm.engine.runner.ops
     with VerifySteps(llm, ids, rows) as steps:
         bytes_per_step = _bytes_per_step(llm, steps)
-        bandwidth = read_bandwidth(ops)
-        timings: list[Timing] = []
+        measured: list[_Round] = []
         for number in range(WARM_UP_ROUNDS + repeats):
             on_round()
             shift = number % len(rows)
-            measured = list(steps.round([*rows[shift:], *rows[:shift]]))
-            timings += measured if number >= WARM_UP_ROUNDS else []
-        bandwidth = max(bandwidth, read_bandwidth(ops))
-    return {**settings(llm, len(ids), repeats), **_figures(rows, timings, bytes_per_step, bandwidth)}
+            timings = {timing.rows: timing for timing in steps.round([*rows[shift:], *rows[:shift]])}
+            measured.append(_Round(timings, read_bandwidth(ops)))
+    return {**settings(llm, len(ids), repeats), **_figures(rows, measured[WARM_UP_ROUNDS:], bytes_per_step)}
 
 
 def _bytes_per_step(llm: LLM, steps: VerifySteps) -> int:
@@ -198,18 +197,27 @@ def settings(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def _figures(rows: Many[int], timings: list[Timing], bytes_per_step: int, bandwidth: float) -> dict[str, Any]:
-    taken = [[t for t in timings if t.rows == count] for count in rows]
-    step = [median(t.total for t in same) * 1e3 for same in taken]
+@dataclass(frozen=True, slots=True)
+class _Round:
+    timings: dict[int, Timing]  # by rows
+    bandwidth: float  # bytes a second
+
+
+def _figures(rows: Many[int], rounds: list[_Round], bytes_per_step: int) -> dict[str, Any]:
+    def each(value: Callable[[Timing, _Round], float]) -> list[float]:
+        return [median(value(one.timings[count], one) for one in rounds) for count in rows]
+
     return {
         "rows": list(rows),
-        "step_ms": step,
-        "cost": [value / step[0] for value in step],
-        "forward_ms": [median(t.forward for t in same) * 1e3 for same in taken],
-        "host_ms": [median(t.total - t.forward for t in same) * 1e3 for same in taken],
+        "step_ms": each(lambda step, _: step.total * 1e3),
+        "cost": each(lambda step, one: step.total / one.timings[1].total),
+        "forward_ms": each(lambda step, _: step.forward * 1e3),
+        "host_ms": each(lambda step, _: (step.total - step.forward) * 1e3),
         "bytes_per_step": bytes_per_step,
-        "read_bandwidth_gbs": bandwidth / 1e9,
-        "bandwidth_utilisation": bytes_per_step / (step[0] / 1e3 * bandwidth),
+        "read_bandwidth_gbs": median(one.bandwidth for one in rounds) / 1e9,
+        "bandwidth_utilisation": median(
+            bytes_per_step / (one.timings[1].total * one.bandwidth) for one in rounds
+        ),
     }
 
 
@@ -235,4 +243,4 @@ def limit_line(figures: dict[str, Any]) -> str:
     """How close a step comes to what memory allows, in words."""
     read, bandwidth = figures["bytes_per_step"] / 1e6, figures["read_bandwidth_gbs"]
     used = figures["bandwidth_utilisation"]
-    return f"A step must read {read:.1f} MB, and memory gives at most {bandwidth:.1f} GB/s: {used:.0%} of that is used."
+    return f"A step must read {read:.1f} MB, and memory gives {bandwidth:.1f} GB/s: {used:.0%} of that is used."

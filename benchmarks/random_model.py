@@ -1,0 +1,44 @@
+"""Write a random model of a given shape, with a vocabulary of a few hundred tokens: for measuring what steps of larger
+models cost where the models themselves are not at hand. The default is the shape of Qwen2.5-1.5B.
+
+    python benchmarks/random_model.py FOLDER
+    specserve bench verify-cost --model FOLDER --quantization int4
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from specserve.testing import write_tiny_model
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--architecture", default="qwen2")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=1536)
+    parser.add_argument("--intermediate", type=int, default=8960)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parse()
+    write_tiny_model(
+        given.folder,
+        given.architecture,
+        num_hidden_layers=given.layers,
+        hidden_size=given.hidden,
+        intermediate_size=given.intermediate,
+        num_attention_heads=given.heads,
+        num_key_value_heads=given.kv_heads,
+        head_dim=given.head_dim,
+    )
+
+
+if __name__ == "__main__":
+    main()
