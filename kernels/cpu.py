@@ -22,13 +22,15 @@ from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, Tape
 
 _TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
 _GROUP = 32  # inputs that share a scale
+_LANES = 16  # tokens of a group in the cache
+_PLAIN_FLOAT32, _PLAIN_BFLOAT16, _GROUPS = range(3)
 _FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
 _FORMATS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int8": _INT8, "int4": _INT4}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _ALIGNMENT = 64
 _BANDWIDTH_BYTES = 2**28  # no cache holds so much
 _BANDWIDTH_PASSES = 7
-_MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than gathering their context
+_MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than reading their context
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ class Kernels:
         by itself. Half of them lie on a grid, which int4 keeps."""
         numbers = (torch.arange(45 * 70) * 7919 % 2003 / 1001.5 - 1).view(45, 70)
         grid, vector = (numbers * 8).round() / 8, numbers[:, 0]
-        weights = self.pack(numbers, vector), self.pack(grid), self.pack_gated(numbers, grid, vector, vector)
+        gated = self.pack_gated(numbers, grid, vector, vector)
+        weights = self.pack(numbers, vector), self.pack(grid), gated, self.pack_head(numbers)
         parts = [part for weight in weights for part in (weight.memory, weight.bias) if part is not None]
         digest = hashlib.sha256()
         for part in (*parts, self.pack_vector(vector), self.pack_table(numbers)):
@@ -130,15 +133,21 @@ class Kernels:
             self._tape = None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> _Weight:
+        return self._pack(self._format, weight, bias)
+
+    def pack_head(self, weight: Tensor) -> _Weight:
+        return self._pack(min(self._format, _INT8), weight, None)
+
+    def _pack(self, form: int, weight: Tensor, bias: Tensor | None) -> _Weight:
         outputs, inputs = weight.shape
-        zeros = _zeros((_pad(outputs) // _TILE * _native.tile_bytes(self._format, inputs),), torch.uint8)
+        zeros = _zeros((_pad(outputs) // _TILE * _native.tile_bytes(form, inputs),), torch.uint8)
 
         def fill() -> None:
             rows = weight.to(torch.float32).contiguous()
-            _native.pack(self._format, rows.data_ptr(), outputs, inputs, zeros.data_ptr())
+            _native.pack(form, rows.data_ptr(), outputs, inputs, zeros.data_ptr())
 
         memory = self._keep(zeros, fill)
-        native = _native.weight(self._format, outputs, inputs, memory.data_ptr())
+        native = _native.weight(form, outputs, inputs, memory.data_ptr())
         return _Weight(native, memory, None if bias is None else self.pack_vector(bias), outputs)
 
     def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> _Weight:
@@ -257,12 +266,11 @@ class Kernels:
         q = self._floats("rotate", len(qkv), heads * d)
         q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
         positions, cos, sin = rotation.positions.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
-        is_bfloat16, keys, values = self._cache(kv)
         assert _is_padded(qkv), "queries come from linear"
         with self._program(len(qkv), qkv, norms, rotation, kv, plan=plan) as program:
             program.rotate(
                 qkv.data_ptr(), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, q.data_ptr(),
-                is_bfloat16, keys, values,
+                *self._cache(kv),
             )  # fmt: skip
         return q[:, : heads * d]
 
@@ -292,9 +300,26 @@ class Kernels:
         memory = _zeros((_BANDWIDTH_BYTES,), torch.uint8)
         return _native.read_bandwidth(self._team, memory.data_ptr(), len(memory), _BANDWIDTH_PASSES)
 
-    def _cache(self, kv: Tensor) -> tuple[bool, int, int]:
+    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
+        if _layout(kv) != _GROUPS:
+            return kv.index_select(1, slots)
+        group, place = slots // _LANES, slots % _LANES
+        keys, values = _groups(kv)
+        key = keys[group, :, :, place].flatten(2)  # [n, kv_heads, d / 2, 2]
+        return torch.stack((key, values[group, :, place // 2, :, place % 2]))
+
+    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
+        if _layout(kv) != _GROUPS:
+            kv.index_copy_(1, slots, values)
+            return
+        group, place = slots // _LANES, slots % _LANES
+        own_keys, own_values = _groups(kv)
+        own_keys[group, :, :, place] = values[0].view(*values.shape[1:3], -1, 2)
+        own_values[group, :, place // 2, :, place % 2] = values[1]
+
+    def _cache(self, kv: Tensor) -> tuple[int, int, int]:
         assert kv.is_contiguous() and kv.dtype == self.dtype, "the cache holds the kernels' dtype"
-        return kv.dtype == torch.bfloat16, kv[0].data_ptr(), kv[1].data_ptr()
+        return _layout(kv), kv[0].data_ptr(), kv[1].data_ptr()
 
     @contextmanager
     def _program(
@@ -332,6 +357,20 @@ class Kernels:
             parts.append(self._buffer(f"{op} sums", rows, columns // _GROUP, torch.int32))
         addresses = [part.data_ptr() for part in parts] + [0] * (3 - len(parts))
         return _Activation(_native.activation(kind, width, *addresses), tuple(parts), width)
+
+
+def _layout(kv: Tensor) -> int:
+    """How a cache [2, slots, kv_heads, d] is laid out inside, as Cache in kernels/cpu/args.h."""
+    if kv.dtype == torch.float32:
+        return _PLAIN_FLOAT32
+    return _PLAIN_BFLOAT16 if kv.shape[1] % _LANES or kv.shape[3] % _TILE else _GROUPS
+
+
+def _groups(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """A cache in groups as keys [groups, kv_heads, d / 2, 16 slots, 2] and values [groups, kv_heads, 8, d, 2 slots]."""
+    _, slots, kv_heads, d = kv.shape
+    groups = slots // _LANES
+    return kv[0].view(groups, kv_heads, d // 2, _LANES, 2), kv[1].view(groups, kv_heads, _LANES // 2, d, 2)
 
 
 def _pad(n: int) -> int:

@@ -105,6 +105,9 @@ class Kernels:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         return _Weight(weight, None if bias is None else bias.to(self.device, self.dtype))
 
+    def pack_head(self, weight: Tensor) -> _Weight:
+        return self.pack(weight)
+
     def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> _Weight:
         assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
@@ -174,6 +177,12 @@ class Kernels:
 
     def draw(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor:
         raise NotImplementedError("the sampler draws with torch; see can_draw")
+
+    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
+        return kv.index_select(1, slots)
+
+    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
+        kv.index_copy_(1, slots, values)
 
     def rotate(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _Plan) -> Tensor:
         kv_heads, d = kv.shape[2:]

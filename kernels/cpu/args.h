@@ -54,6 +54,9 @@ struct LinearArgs {
   float* out;         // [rows, outputs]
 };
 
+// How the cache holds keys and values; see context.h. Groups need a whole number of kLanes slots and head_dim % kTile == 0.
+enum class Cache : int { kFloat32 = 0, kBfloat16 = 1, kBfloat16Groups = 2 };
+
 enum class Gate : int { kSilu = 0, kGeluTanh = 1 };
 
 // weight alternates tiles of gate and up.
@@ -107,7 +110,7 @@ struct RotateArgs {
   const float* sin;
   float* q;  // [rows, q_stride]
   int q_stride;
-  bool kv_is_bfloat16;
+  Cache cache;
   void* keys;  // [slots, kv_heads, head_dim]
   void* values;
 };
@@ -125,7 +128,7 @@ struct Span {
 struct AttentionArgs {
   const float* q;
   int q_stride, heads, kv_heads, head_dim;
-  bool kv_is_bfloat16;
+  Cache cache;
   const void* keys;
   const void* values;
   float scale;

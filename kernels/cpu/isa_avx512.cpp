@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "draw.h"
 #include "linear.h"
+#include "rotate.h"
 #include "rowwise.h"
 
 namespace specserve {

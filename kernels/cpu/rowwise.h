@@ -1,4 +1,4 @@
-// What happens to rows one by one: embedding, norms, rotary embedding, quantised activations. Included once per
+// What happens to rows one by one: embedding, norms, quantised activations. Included once per
 // instruction set, after its simd header.
 #pragma once
 
@@ -175,18 +175,7 @@ inline void argmax(const float* x, int width, int n, int64_t* best, int begin, i
   }
 }
 
-// A head of d numbers, normed if it has a weight, into `out`.
-inline void take_head(const float* x, const float* weight, float eps, int d, float* out) {
-  float scale = 1.0f;
-  if (weight) {
-    float sum = 0;
-    for (int i = 0; i < d; ++i) sum += x[i] * x[i];
-    scale = 1.0f / std::sqrt(sum / float(d) + eps);
-  }
-  for (int i = 0; i < d; ++i) out[i] = weight ? x[i] * scale * weight[i] : x[i];
-}
-
-// A head of d numbers in the cache's dtype.
+// A head of d numbers, in bfloat16 or as they are.
 inline void store_head(bool is_bfloat16, void* to, int64_t at, const float* x, int d) {
   if (!is_bfloat16) {
     std::memcpy((float*)to + at, x, d * sizeof(float));
@@ -200,31 +189,6 @@ inline void store_head(bool is_bfloat16, void* to, int64_t at, const float* x, i
   std::memcpy(rest, x + i, (d - i) * sizeof(float));
   store_bfloat(rounded, load(rest));
   std::memcpy((uint16_t*)to + at + i, rounded, (d - i) * sizeof(uint16_t));
-}
-
-// Item = row * heads of qkv + head. q is rotated into args.q, k rotated and v as it is into the cache.
-inline void rotate(const RotateArgs& args, const int64_t* slots, int begin, int end, float* scratch) {
-  const int d = args.head_dim, half = d / 2, all = args.heads + 2 * args.kv_heads;
-  float* turned = scratch + d;
-  for (int item = begin; item < end; ++item) {
-    const int row = item / all, head = item % all;
-    const bool is_q = head < args.heads, is_v = head >= args.heads + args.kv_heads;
-    take_head(args.qkv + int64_t(row) * args.stride + head * d, is_v ? nullptr : is_q ? args.q_norm : args.k_norm,
-              args.eps, d, scratch);
-    const int64_t kv_head = head - args.heads - (is_v ? args.kv_heads : 0);
-    const int64_t at = (slots[row] * args.kv_heads + kv_head) * d;
-    if (is_v) {
-      store_head(args.kv_is_bfloat16, args.values, at, scratch, d);
-      continue;
-    }
-    const float* cos = args.cos + args.positions[row] * d;
-    const float* sin = args.sin + args.positions[row] * d;
-    for (int i = 0; i < d; ++i) turned[i] = scratch[i] * cos[i] + scratch[i < half ? i + half : i - half] * sin[i];
-    if (is_q)
-      std::memcpy(args.q + int64_t(row) * args.q_stride + head * d, turned, d * sizeof(float));
-    else
-      store_head(args.kv_is_bfloat16, args.keys, at, turned, d);
-  }
 }
 
 }  // namespace specserve::SPECSERVE_ISA

@@ -215,9 +215,7 @@ def _figures(rows: Many[int], rounds: list[_Round], bytes_per_step: int) -> dict
         "host_ms": each(lambda step, _: (step.total - step.forward) * 1e3),
         "bytes_per_step": bytes_per_step,
         "read_bandwidth_gbs": median(one.bandwidth for one in rounds) / 1e9,
-        "bandwidth_utilisation": median(
-            bytes_per_step / (one.timings[1].total * one.bandwidth) for one in rounds
-        ),
+        "bandwidth_utilisation": median(bytes_per_step / (one.timings[1].total * one.bandwidth) for one in rounds),
     }
 
 

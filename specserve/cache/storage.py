@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
+
+
+class Access(Protocol):
+    """How what a layer's slots hold is read and written: see specserve.ops."""
+
+    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor: ...
+    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None: ...
+
+
+class PlainAccess:
+    """Of a layer that holds at each slot what is written there."""
+
+    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
+        return kv.index_select(1, slots)
+
+    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
+        kv.index_copy_(1, slots, values)
 
 
 class KVStorage:
     """Keys and values of every layer: `layers[l]` is [2, num_blocks * block_size, num_kv_heads, head_dim], zeroed.
 
     Slot `block * block_size + offset` holds one token. Block 0 is the null block: padding rows write there and nobody
-    reads it. On a CPU the pages are committed by the system when first written, so an idle cache costs no memory.
+    reads it. `access` is the kernels' own way to a slot, by default the plain one. On a CPU the pages are committed by the system when first written, so an idle cache costs no memory.
     """
 
     def __init__(
@@ -24,11 +43,13 @@ class KVStorage:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        access: Access | None = None,
     ) -> None:
         assert num_blocks >= 2, "one null block and at least one block to hand out"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
+        self._access = access or PlainAccess()
         shape = (2, num_blocks * block_size, num_kv_heads, head_dim)
         self.layers = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
 
@@ -38,7 +59,7 @@ class KVStorage:
         src = torch.tensor(src_slots, dtype=torch.int64, device=self.device)
         dst = torch.tensor(dst_slots, dtype=torch.int64, device=self.device)
         for layer in self.layers:
-            layer.index_copy_(1, dst, layer.index_select(1, src))
+            self._access.write_kv(layer, dst, self._access.read_kv(layer, src))
 
     @staticmethod
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -49,7 +70,7 @@ class KVStorage:
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register of a CPU
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of `shape`. torch.zeros writes every page on a CPU; numpy's are mapped and left to the system."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

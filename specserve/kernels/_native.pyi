@@ -68,7 +68,7 @@ class Program:
         cos: int,
         sin: int,
         q: int,
-        is_bfloat16: bool,
+        cache: int,
         keys: int,
         values: int,
     ) -> None: ...
@@ -78,7 +78,7 @@ class Program:
         heads: int,
         kv_heads: int,
         head_dim: int,
-        is_bfloat16: bool,
+        cache: int,
         keys: int,
         values: int,
         scale: float,

@@ -48,7 +48,7 @@ class Decoder:
         # Rounded as transformers rounds it: Gemma was trained with the scale in the compute dtype.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))
         head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
-        self._head = ops.pack(weights[head])
+        self._head = ops.pack_head(weights[head])
         self._norm = _Reader(spec, weights, ops, "model").norm("norm")
         self._layers = [_layer(_Reader(spec, weights, ops, f"model.layers.{i}"), i) for i in range(spec.num_layers)]
         self._tables = {rope: rotary_tables(rope, spec.head_dim, spec.max_len, ops.device) for rope in set(spec.ropes)}

@@ -104,6 +104,9 @@ class Ops(Protocol):
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """A weight [out, in] with its bias [out] as `linear` wants them; called once at load."""
 
+    def pack_head(self, weight: Tensor) -> Any:
+        """The LM head [vocab, hidden] for `linear`, in no less than 8 bits: its errors are the tokens' own."""
+
     def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> Any:
         """Two weights [n, in] with their biases as `gated` wants them."""
 
@@ -147,9 +150,16 @@ class Ops(Protocol):
         """A token for each of n rows of scores float32 [all rows, vocab] -> int64 [n]: what sampling.filters.shape and
         sampling.noise.draw define, with noise keys int64 [n] and hashed token ids int64 [vocab]. Only if can_draw."""
 
+    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
+        """A copy of what some slots int64 [n] hold -> [2, n, kv_heads, d]. How `kv` is laid out inside is the backend's
+        own affair, as long as nothing leaves its multiple of 16 slots."""
+
+    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
+        """Let slots int64 [n], each named once, hold values [2, n, kv_heads, d]."""
+
     def rotate(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: Any) -> Any:
         """qkv [rows, (heads + 2 kv_heads) d]: norm q and k by head, rotate them by halves (GPT-NeoX layout), store k, v
-        in kv [2, slots, kv_heads, d] at the rows' slots -> q for `attention`."""
+        in kv, a tensor [2, slots, kv_heads, d], at the rows' slots -> q for `attention`."""
 
     def attention(self, q: Any, kv: Tensor, plan: Any, scale: float, window: int | None) -> Any:
         """q over the cached KV -> [rows, heads d] for a linear layer to read. Grouped heads: query head h reads kv head

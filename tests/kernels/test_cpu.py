@@ -438,15 +438,27 @@ steps = st.integers(1, 3).flatmap(
         cached=st.lists(contexts, min_size=n, max_size=n),
         lengths=st.lists(st.integers(1, 20) | st.integers(30, 40), min_size=n, max_size=n),
         is_tree=st.lists(st.booleans(), min_size=n, max_size=n),
-        block_size=st.integers(1, 16),
+        block_size=st.integers(1, 16) | st.sampled_from([16, 32]),
         kv_heads=st.integers(1, 4),
         share=st.integers(1, 4),
-        d=st.integers(1, 40).map(lambda half: 2 * half),
+        d=st.integers(1, 40).map(lambda half: 2 * half) | st.sampled_from([32, 64, 96]),
         window=st.sampled_from([None, None, 1, 7, 64, 130]),
         seed=seeds,
     )
 )
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def held(ops: Any, kv: Tensor) -> Tensor:
+    """A cache that holds `kv` [2, slots, kv_heads, d] as the kernels do."""
+    cache = torch.zeros_like(kv)
+    ops.write_kv(cache, torch.arange(kv.shape[1]), kv)
+    return cache
+
+
+def read(ops: Any, cache: Tensor) -> Tensor:
+    found: Tensor = ops.read_kv(cache, torch.arange(cache.shape[1]))
+    return found
 
 
 def with_cache_of(isa: str, weights: str, dtype: torch.dtype, threads: int = 1) -> Any:
@@ -459,7 +471,7 @@ def with_cache_of(isa: str, weights: str, dtype: torch.dtype, threads: int = 1) 
 def test_attention_agrees_with_the_reference(isa: str, step: Step, dtype: torch.dtype, weights: str) -> None:
     """To 1e-5 in float32; in bfloat16 probabilities are rounded too, and their sum is not."""
     ops, kv = with_cache_of(isa, weights, dtype), step.kv(dtype)
-    found = step.attend(ops, kv)
+    found = step.attend(ops, held(ops, kv))
     plan = REFERENCE.plan(step.layout, step.block_size)
     q = step.q.to(dtype).float().view(len(step.q), -1, step.d)
     wanted = REFERENCE.attention(q, kv.float(), plan, 1.5 * step.d**-0.5, step.window)
@@ -476,17 +488,35 @@ def test_rotation_agrees_with_the_reference(isa: str, step: Step, dtype: torch.d
     tables = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
     rotation = Rotation(step.positions(), *tables)
     qkv, norms = torch.randn(len(step.q), (step.share + 2) * step.kv_heads * d), torch.randn(2, d)
-    found_kv, wanted_kv = step.kv(dtype), step.kv(dtype).float()
+    cache, wanted_kv = held(ops, step.kv(dtype)), step.kv(dtype).float()
     plans = [kernels.plan(step.layout, step.block_size) for kernels in (ops, REFERENCE)]
     packed = HeadNorms(ops.pack_vector(norms[0]), ops.pack_vector(norms[1]), 1e-5) if normed else None
     plain = HeadNorms(norms[0], norms[1], 1e-5) if normed else None
-    q = ops.rotate(returned(ops, qkv), packed, rotation, found_kv, plans[0])
+    q = ops.rotate(returned(ops, qkv), packed, rotation, cache, plans[0])
     wanted = REFERENCE.rotate(qkv, plain, rotation, wanted_kv, plans[1])
     close(q, wanted.flatten(1))
+    found_kv = read(ops, cache)
     close(found_kv, wanted_kv, 0.0 if dtype == torch.float32 else wanted_kv.double().abs() * 2.0**-8)
     written = [slot for s in range(len(step.lengths)) for slot in step.slots(s)[step.cached[s] :]]
     untouched = torch.ones(step.num_slots, dtype=torch.bool).index_fill_(0, torch.tensor(written), False)
     assert torch.equal(found_kv[:, untouched], step.kv(dtype)[:, untouched])
+
+
+@every_set
+@examples(30)
+@given(step=steps, dtype=dtypes, data=st.data())
+def test_slots_hold_what_is_written_to_them(isa: str, step: Step, dtype: torch.dtype, data: st.DataObject) -> None:
+    ops, kv = with_cache_of(isa, "none", dtype), step.kv(dtype)
+    cache = held(ops, kv)
+    assert torch.equal(read(ops, cache), kv)
+    some = data.draw(st.permutations(range(step.num_slots)))[: data.draw(st.integers(0, 40))]
+    slots, values = torch.tensor(some, dtype=torch.int64), torch.randn(2, len(some), *kv.shape[2:]).to(dtype)
+    ops.write_kv(cache, slots, values)
+    assert torch.equal(ops.read_kv(cache, slots), values)
+    assert torch.equal(read(ops, cache), kv.index_copy(1, slots, values))
+    group, others = cache[:, :16].clone(), torch.arange(min(16, step.num_slots), step.num_slots)
+    ops.write_kv(cache, others, kv[:, others])
+    assert torch.equal(cache[:, :16], group), "a group of 16 slots lies in the memory of these slots"
 
 
 # A row's bits depend on that row alone
@@ -538,18 +568,20 @@ def test_attention_of_a_row_has_the_same_bits_in_any_step(
     """A row alone, whose context is a chain and lies among NaN, against the row in its step: in whatever chunk, tree
     and company. And what nobody owns may be NaN there too."""
     kv, nothing = step.kv(dtype), torch.full_like(step.kv(dtype), torch.nan)
-    whole = step.attend(with_cache_of(isa, weights, dtype, threads), kv)
+    ops = with_cache_of(isa, weights, dtype)
+    whole = step.attend(with_cache_of(isa, weights, dtype, threads), held(ops, kv))
     owned = [slot for s in range(len(step.lengths)) for slot in step.slots(s)]
     among = nothing.index_copy(1, torch.tensor(owned), kv[:, owned])
-    assert same(step.attend(with_cache_of(isa, weights, dtype), among), whole)
-    ops = with_cache_of(isa, weights, dtype)
+    assert same(step.attend(ops, held(ops, among)), whole)
     for s in range(len(step.lengths)):
         r = data.draw(st.integers(0, step.lengths[s] - 1))
         seen, row = step.seen(s, r), step.starts[s] + r
         chain = nothing.index_copy(1, torch.tensor(step.slots(s)[: len(seen)]), kv[:, seen])
         plan = ops.plan(layout([1], [len(seen) - 1], [step.tables[s]], [None]), step.block_size)
         q = returned(ops, step.q[row : row + 1])
-        assert same(ops.attention(q, chain, plan, 1.5 * step.d**-0.5, step.window), whole, slice(row, row + 1))
+        assert same(
+            ops.attention(q, held(ops, chain), plan, 1.5 * step.d**-0.5, step.window), whole, slice(row, row + 1)
+        )
 
 
 ODD = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 77}
