@@ -23,7 +23,7 @@ from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, Tape
 _TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
 _GROUP = 32  # inputs that share a scale
 _LANES = 16  # tokens of a group in the cache
-_PLAIN_FLOAT32, _PLAIN_BFLOAT16, _GROUPS = range(3)
+_PLAIN_FLOAT32, _PLAIN_BFLOAT16, _GROUPS = range(3)  # as Cache in kernels/cpu/args.h
 _FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
 _FORMATS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int8": _INT8, "int4": _INT4}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -188,18 +188,14 @@ class Kernels:
         out = self._activation("add_norm", rows, hidden, self._kind)
         assert _is_padded(residual), "a residual comes from embed"
         with self._program(rows, residual, delta, post, weight) as program:
-            program.norm(
-                residual.data_ptr(), _at(delta), _at(post), weight.data_ptr(), eps, hidden, out.native
-            )  # fmt: skip
+            program.norm(_at(residual), _at(delta), _at(post), _at(weight), eps, hidden, out.native)
         return out
 
     def collect(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         hidden = residual.shape[1]
         out = self._floats("collect", len(rows), hidden)
         with self._program(0, rows, residual, delta, post, collected=len(rows)) as program:
-            program.collect(
-                rows.data_ptr(), residual.data_ptr(), _at(delta), _at(post), eps, hidden, out.data_ptr()
-            )  # fmt: skip
+            program.collect(_at(rows), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
         return out[:, :hidden]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -282,9 +278,7 @@ class Kernels:
         is_split = width // kv_heads % _TILE != 0  # two kv heads would write one group
         out = self._activation("attention", rows, width, _FLOAT32 if is_split else self._kind)
         with self._program(rows, q, kv, plan=plan) as program:
-            program.attention(
-                q.data_ptr(), width // d, kv_heads, d, *self._cache(kv), scale, window or 0, out.native
-            )  # fmt: skip
+            program.attention(_at(q), width // d, kv_heads, d, *self._cache(kv), scale, window or 0, out.native)
         return self._activated(out.parts[0], width) if is_split and self._kind != _FLOAT32 else out
 
     def plan(self, rows: AttentionRows, block_size: int) -> _native.Plan:
@@ -301,21 +295,11 @@ class Kernels:
         return _native.read_bandwidth(self._team, memory.data_ptr(), len(memory), _BANDWIDTH_PASSES)
 
     def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
-        if _layout(kv) != _GROUPS:
-            return kv.index_select(1, slots)
-        group, place = slots // _LANES, slots % _LANES
-        keys, values = _groups(kv)
-        key = keys[group, :, :, place].flatten(2)  # [n, kv_heads, d / 2, 2]
-        return torch.stack((key, values[group, :, place // 2, :, place % 2]))
+        places = _places(kv, slots)
+        return kv.view(2, -1).gather(1, places.flatten(1)).view(places.shape)
 
     def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
-        if _layout(kv) != _GROUPS:
-            kv.index_copy_(1, slots, values)
-            return
-        group, place = slots // _LANES, slots % _LANES
-        own_keys, own_values = _groups(kv)
-        own_keys[group, :, :, place] = values[0].view(*values.shape[1:3], -1, 2)
-        own_values[group, :, place // 2, :, place % 2] = values[1]
+        kv.view(2, -1).scatter_(1, _places(kv, slots).flatten(1), values.flatten(1))
 
     def _cache(self, kv: Tensor) -> tuple[int, int, int]:
         assert kv.is_contiguous() and kv.dtype == self.dtype, "the cache holds the kernels' dtype"
@@ -360,17 +344,20 @@ class Kernels:
 
 
 def _layout(kv: Tensor) -> int:
-    """How a cache [2, slots, kv_heads, d] is laid out inside, as Cache in kernels/cpu/args.h."""
+    """How kernels/cpu/context.h lays out a cache [2, slots, kv_heads, d] inside."""
     if kv.dtype == torch.float32:
         return _PLAIN_FLOAT32
     return _PLAIN_BFLOAT16 if kv.shape[1] % _LANES or kv.shape[3] % _TILE else _GROUPS
 
 
-def _groups(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """A cache in groups as keys [groups, kv_heads, d / 2, 16 slots, 2] and values [groups, kv_heads, 8, d, 2 slots]."""
-    _, slots, kv_heads, d = kv.shape
-    groups = slots // _LANES
-    return kv[0].view(groups, kv_heads, d // 2, _LANES, 2), kv[1].view(groups, kv_heads, _LANES // 2, d, 2)
+def _places(kv: Tensor, slots: Tensor) -> Tensor:
+    """Where the keys and the values of slots [n] lie in kv[0] and kv[1], int64 [2, n, kv_heads, d]."""
+    kv_heads, d = kv.shape[2:]
+    slot, head, i = slots[:, None, None], torch.arange(kv_heads)[:, None], torch.arange(d)
+    if _layout(kv) != _GROUPS:
+        return ((slot * kv_heads + head) * d + i).expand(2, -1, -1, -1)
+    start, place = (slot // _LANES * kv_heads + head) * d * _LANES, slot % _LANES
+    return start + torch.stack((i // 2 * 2 * _LANES + 2 * place + i % 2, place // 2 * 2 * d + 2 * i + place % 2))
 
 
 def _pad(n: int) -> int:

@@ -31,7 +31,8 @@ class KVStorage:
     """Keys and values of every layer: `layers[l]` is [2, num_blocks * block_size, num_kv_heads, head_dim], zeroed.
 
     Slot `block * block_size + offset` holds one token. Block 0 is the null block: padding rows write there and nobody
-    reads it. `access` is the kernels' own way to a slot, by default the plain one. On a CPU the pages are committed by the system when first written, so an idle cache costs no memory.
+    reads it. `access` is the kernels' own way to a slot, by default the plain one. On a CPU the pages are committed by
+    the system when first written, so an idle cache costs no memory.
     """
 
     def __init__(

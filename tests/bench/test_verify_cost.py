@@ -172,10 +172,25 @@ def test_everybody_goes_first_equally_often_and_warm_up_is_not_counted(
     assert found["cost"] == pytest.approx([1, 2, 6])
 
 
-def test_the_better_bandwidth_counts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = iter([3e9, 7e9])
+def test_ratios_are_taken_within_a_round(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is ten times slower in one round, steps and memory alike, changes no ratio."""
+    slow = [1.0] * WARM_UP_ROUNDS + [1.0, 10.0, 10.0, 1.0, 10.0]
+    number = iter(range(100))
+    play = VerifySteps.round
+
+    def spy(self: VerifySteps, order: list[int]) -> Any:
+        pace = slow[next(number)] if len(order) > 1 else 1.0
+        for timing in play(self, order):
+            yield module.Timing(timing.rows, {**timing.seconds, "total": pace * (1 + timing.rows), "forward": pace})
+
+    measured = iter(1e9 / pace for pace in slow)
+    monkeypatch.setattr(VerifySteps, "round", spy)
     monkeypatch.setattr(module, "read_bandwidth", lambda ops: next(measured))
-    assert verify_cost(llm, ids_of(llm), [1], 1)["read_bandwidth_gbs"] == 7.0
+    found = verify_cost(llm, ids_of(llm), [1, 3], 5)
+    assert found["cost"] == [1.0, 2.0]
+    assert found["bandwidth_utilisation"] == pytest.approx(found["bytes_per_step"] / (2.0 * 1e9))
+    assert found["read_bandwidth_gbs"] == pytest.approx(0.1)
+    assert found["step_ms"] == [20e3, 40e3]
 
 
 def tiles(outputs: int) -> int:
@@ -185,7 +200,8 @@ def tiles(outputs: int) -> int:
 
 @pytest.mark.parametrize(("quantization", "bits"), [("none", 32), ("int8", 8 + 16 / 32), ("int4", 4 + 2 * 16 / 32)])
 def test_bytes_are_those_of_the_packed_weights_and_the_kv(folder: Path, quantization: str, bits: float) -> None:
-    """Counted by hand from config.json and the formats of kernels/cpu/pack.h: one scale a group of 32, two for int4."""
+    """Counted by hand from config.json and the formats of kernels/cpu/pack.h: one scale a group of 32, two for int4,
+    whose head is int8."""
     pytest.importorskip("specserve.kernels._native", reason="Built without native kernels.")
     hidden, intermediate, heads, kv_heads, d, layers = 64, 128, 4, 2, 16, 3
     with small(folder, quantization=quantization) as llm:
@@ -193,7 +209,7 @@ def test_bytes_are_those_of_the_packed_weights_and_the_kv(folder: Path, quantiza
         vocabulary = llm.engine.limits.vocab_size
     linear = tiles((heads + 2 * kv_heads) * d) * hidden + tiles(hidden) * heads * d
     linear += 2 * tiles(intermediate) * hidden + tiles(hidden) * intermediate
-    weights = (layers * linear + tiles(vocabulary) * hidden) * bits / 8
+    weights = (layers * linear * bits + tiles(vocabulary) * hidden * max(bits, 8 + 16 / 32)) / 8
     norms, row = (2 * layers + 1) * hidden * 4, hidden * 4
     kv = layers * 2 * (CONTEXT + 1) * kv_heads * d * 4
     assert found == weights + norms + row + kv
