@@ -40,13 +40,15 @@ def report(llm: LLM, questions: Sequence[Question], concurrency: int, runs: Sequ
 
 
 def _run(run: Run, plain: Run, questions: Sequence[Question], num_mismatched: int) -> dict[str, Any]:
+    after_first, base = _time_per_output_token(run.replies), _time_per_output_token(plain.replies)
     return {
         "drafter": run.drafter,
         "output_tokens": _tokens(run.replies),
         "tokens_per_second": median(_rates(run)),
-        "time_per_output_token_ms": _median_ms(_time_per_output_token(reply) for reply in run.replies),
-        "time_to_first_token_ms": _median_ms(_time_to_first_token(reply) for reply in run.replies),
-        "speedup": median(rate / base for rate, base in zip(_rates(run), _rates(plain), strict=True)),
+        "time_per_output_token_ms": None if after_first is None else after_first * 1e3,
+        "time_to_first_token_ms": median(map(_time_to_first_token, run.replies)) * 1e3,
+        "speedup": median(rate / other for rate, other in zip(_rates(run), _rates(plain), strict=True)),
+        "decode_speedup": None if after_first is None or base is None else base / after_first,
         "mean_acceptance_length": _acceptance_length(run.replies),
         "acceptance_by_position": acceptance_by_position(run.replies),
         "draft_tokens": sum(reply.stats.num_draft_tokens for reply in run.replies),
@@ -74,20 +76,15 @@ def _times(reply: Reply) -> tuple[float, float, float]:
     return stats.arrived, stats.first_token, stats.finished
 
 
-def _time_per_output_token(reply: Reply) -> float | None:
-    """Seconds; None with a single token, which has nothing after the first."""
-    _, first, finished = _times(reply)
-    return (finished - first) / (len(reply.token_ids) - 1) if len(reply.token_ids) > 1 else None
+def _time_per_output_token(replies: Sequence[Reply]) -> float | None:
+    """Seconds, over all tokens but the first of each reply, whose time is the prompt's; None if there are no others."""
+    tokens = sum(len(reply.token_ids) - 1 for reply in replies)
+    return sum(end - first for _, first, end in map(_times, replies)) / tokens if tokens else None
 
 
 def _time_to_first_token(reply: Reply) -> float:
     arrived, first, _ = _times(reply)
     return first - arrived
-
-
-def _median_ms(seconds: Iterable[float | None]) -> float | None:
-    known = [value * 1e3 for value in seconds if value is not None]
-    return median(known) if known else None
 
 
 def _acceptance_length(replies: Sequence[Reply]) -> float:
@@ -152,19 +149,19 @@ def overview(figures: dict[str, Any]) -> Table:
     """One row a run."""
     weights = figures["dtype"] if figures["quantization"] == "none" else figures["quantization"]
     title = f"{figures['model']}, {weights} on {figures['device']}, {figures['threads']} threads, "
-    columns = ("tok/s", "speed-up", "ms/tok", "first ms", "tok/step", "accept", "differ", "waste")
+    columns = ("tok/s", "speed-up", "decode", "ms/tok", "first ms", "tok/step", "accept", "differ")
     table = table_of(title + f"{figures['prompts']} prompts, {figures['concurrency']} at a time", "drafter", *columns)
     for run in figures["runs"]:
         table.add_row(
             run["drafter"],
             f"{run['tokens_per_second']:.1f}",
             f"{run['speedup']:.2f}x",
+            "-" if run["decode_speedup"] is None else f"{run['decode_speedup']:.2f}x",
             _number(run["time_per_output_token_ms"]),
             _number(run["time_to_first_token_ms"]),
             f"{run['mean_acceptance_length']:.2f}",
             _percent(run["accepted_tokens"], run["draft_tokens"]),
             str(run["mismatched_requests"]),
-            f"{run['kv_waste']:.1%}",
         )
     return table
 

@@ -25,7 +25,7 @@ QUESTIONS = [Question([1, 2], "a"), Question([3], "a"), Question([4], "b")]
 KEYS = {
     *("drafter", "output_tokens", "tokens_per_second", "time_per_output_token_ms", "time_to_first_token_ms", "speedup"),
     *("mean_acceptance_length", "acceptance_by_position", "draft_tokens", "accepted_tokens", "mismatched_requests"),
-    *("kv_waste", "step_ms", "categories"),
+    *("kv_waste", "step_ms", "categories", "decode_speedup"),
 }
 
 
@@ -157,6 +157,8 @@ def test_figures(llm: FakeLLM) -> None:
     assert two["speedup"] == pytest.approx(0.17 / 0.09)
     assert plain["speedup"] == 1.0
     assert one["time_per_output_token_ms"] == pytest.approx(60 / 11)
+    assert one["decode_speedup"] == pytest.approx(plain["time_per_output_token_ms"] / (60 / 11))
+    assert plain["decode_speedup"] == 1.0
     assert one["time_to_first_token_ms"] == pytest.approx(50)
     assert [each["mean_acceptance_length"] for each in found["runs"]] == [1, 2, 3]
     assert two["acceptance_by_position"] == [1, 1, 0]
