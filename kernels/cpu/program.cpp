@@ -56,7 +56,7 @@ Program::Program(std::shared_ptr<Team> team, const Kernels& kernels)
     : team_(std::move(team)), kernels_(kernels), lanes_(team_->threads()) {}
 
 Program::~Program() {
-  if (ops_.size() > 1) team_->run({[](int) {}});  // nobody is in fetch_next after it
+  team_->run({[](int) {}});  // nobody is in here after it
 }
 
 void Program::add(const char* name, Op op, int64_t scratch_bytes) {
@@ -65,11 +65,12 @@ void Program::add(const char* name, Op op, int64_t scratch_bytes) {
     const int begin = share(op.num_items, thread), end = share(op.num_items, thread + 1);
     if (begin < end) lane.weights.push_back({op.weights + begin * op.item_bytes, op.weights + end * op.item_bytes});
     lane.num_read.push_back(int(lane.weights.size()));
-    lane.next = std::vector<std::atomic<int>>(ops_.size() + 1);
+    lane.taken = std::vector<Count>(ops_.size() + 1);
     if (scratch_bytes > int64_t(lane.scratch.size())) lane.scratch.resize(scratch_bytes);
   }
   ops_.push_back(std::move(op));
   names_.push_back(name);
+  done_ = std::vector<Count>(ops_.size());
 }
 
 std::function<int(const Rows&)> Program::rows_here() const {
@@ -152,21 +153,50 @@ void Program::collect(const CollectArgs& args) {
       {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.collect(args, begin, end); }});
 }
 
-// First the thread's own share, then what the others have left of theirs.
-void Program::work(int index, const Rows& rows, int thread) {
+int Program::Count::take(uint32_t pass, int most, int limit) {
+  for (uint64_t value = value_.load(std::memory_order_relaxed);;) {
+    const int32_t newer = int32_t(uint32_t(value >> 32) - pass);
+    const int taken = newer < 0 ? 0 : int(uint32_t(value));
+    if (newer > 0 || taken >= limit) return -1;
+    const uint64_t wanted = uint64_t(pass) << 32 | uint32_t(taken + most);
+    if (value_.compare_exchange_weak(value, wanted, std::memory_order_relaxed)) return taken;
+  }
+}
+
+void Program::Count::add(uint32_t pass, int items) {
+  for (uint64_t value = value_.load(std::memory_order_relaxed);;) {
+    const uint32_t before = uint32_t(value >> 32) == pass ? uint32_t(value) : 0;
+    const uint64_t wanted = uint64_t(pass) << 32 | (before + items);
+    if (value_.compare_exchange_weak(value, wanted, std::memory_order_acq_rel, std::memory_order_relaxed)) return;
+  }
+}
+
+bool Program::Count::has(uint32_t pass, int items) const {
+  const uint64_t value = value_.load(std::memory_order_acquire);
+  const int32_t newer = int32_t(uint32_t(value >> 32) - pass);
+  return newer > 0 || (newer == 0 && int(uint32_t(value)) >= items) || items == 0;
+}
+
+// First the thread's own share, then what the others have left of theirs; then waits until all of the op is computed. Only
+// those are waited for who are computing: a thread that lost its core leaves its share to the others.
+void Program::work(int index, const Pass& pass, int thread) {
   const Op& op = ops_[index];
-  const int items = op.items(rows), threads = team_->threads();
+  const int items = pass.items[index], threads = team_->threads();
   const int piece = std::max(1, items / (threads * kPiecesPerThread));
   Ahead ahead = idle(index, thread);
+  int computed = 0;
   for (int turn = 0; turn < threads; ++turn) {
     const int owner = (thread + turn) % threads, first = share(items, owner), last = share(items, owner + 1);
-    std::atomic<int>& next = lanes_[owner].next[index];
-    for (int begin; (begin = first + next.fetch_add(piece, std::memory_order_relaxed)) < last;) {
-      const int end = std::min(begin + piece, last);
-      if (op.weights) ahead = reading(index, thread, begin, turn ? end : last, lead_of(rows));
-      op.run(rows, begin, end, lanes_[thread].scratch.data(), ahead);
+    Count& taken = lanes_[owner].taken[index];
+    for (int at; (at = taken.take(pass.number, piece, last - first)) >= 0;) {
+      const int begin = first + at, end = std::min(begin + piece, last);
+      if (op.weights) ahead = reading(index, thread, begin, turn ? end : last, lead_of(pass.rows));
+      op.run(pass.rows, begin, end, lanes_[thread].scratch.data(), ahead);
+      computed += end - begin;
     }
   }
+  if (computed) done_[index].add(pass.number, computed);
+  for (Wait wait; !done_[index].has(pass.number, items);) wait.once();
 }
 
 // The place `lead` bytes after item `begin`, for a thread that reads up to item `end` and then its shares of later ops.
@@ -216,34 +246,30 @@ bool Program::fetch_next(int thread, int turn) const {
   return offset + kFetchedAtOnce < kFetchedMeanwhile / threads;
 }
 
-void Program::reset() {
-  for (Lane& lane : lanes_)
-    for (std::atomic<int>& next : lane.next) next.store(0, std::memory_order_relaxed);
+std::shared_ptr<const Program::Pass> Program::begin(const Rows& rows) {
+  auto pass = std::make_shared<Pass>(Pass{++number_, rows, {}});
+  pass->items.reserve(ops_.size());
+  for (const Op& op : ops_) pass->items.push_back(op.items(rows));
+  return pass;
 }
 
 void Program::run(const Rows& rows) {
-  reset();
-  const auto run = [&](int thread) {
+  const auto run = [this, pass = begin(rows)](int thread) {
     fetch_first(thread);
-    for (int i = 0; i < int(ops_.size()); ++i) {
-      if (i) team_->barrier();
-      work(i, rows, thread);
-    }
+    for (int i = 0; i < int(ops_.size()); ++i) work(i, *pass, thread);
   };
-  if (ops_.size() == 1) return team_->run({run});
-  team_->run({run, [this](int thread, int turn) { return fetch_next(thread, turn); }});
+  if (ops_.size() == 1) return team_->run({run, false});
+  team_->run({run, false, [this](int thread, int turn) { return fetch_next(thread, turn); }});
 }
 
 std::vector<double> Program::profile(const Rows& rows) {
   using Clock = std::chrono::steady_clock;
   std::vector<double> seconds;
-  reset();
-  team_->run({[&](int thread) {
+  team_->run({[this, &seconds, pass = begin(rows)](int thread) {
     fetch_first(thread);
     Clock::time_point begun = Clock::now();
     for (int i = 0; i < int(ops_.size()); ++i) {
-      work(i, rows, thread);
-      team_->barrier();
+      work(i, *pass, thread);
       if (thread) continue;
       const Clock::time_point now = Clock::now();
       seconds.push_back(std::chrono::duration<double>(now - begun).count());

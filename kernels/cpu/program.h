@@ -79,22 +79,40 @@ class Program {
     int64_t item_bytes = 0;
     int num_items = 0;  // where there are weights
   };
+  // One run. Threads that come to it late keep it alive.
+  struct Pass {
+    uint32_t number;
+    Rows rows;
+    std::vector<int> items;  // of each op
+  };
+  // A number of items in the newest pass that has changed it: nothing has to be reset, and whoever is late notices.
+  class Count {
+   public:
+    // Adds at most `most` while it is below `limit`; how many were there, or -1: nothing is left.
+    int take(uint32_t pass, int most, int limit);
+    void add(uint32_t pass, int items);
+    // Whether there are `items`, or a newer pass has begun.
+    bool has(uint32_t pass, int items) const;
+
+   private:
+    std::atomic<uint64_t> value_{0};  // pass << 32 | items
+  };
   // One thread's part in all ops.
   struct Lane {
     std::vector<Stretch> weights;        // its shares of them, in the order of the ops
     std::vector<int> num_read;           // of each op, how many of these it and those before it read
-    std::vector<std::atomic<int>> next;  // of each op, how many items of its share have been taken, by anybody
+    std::vector<Count> taken;            // of each op, items of its share, by anybody
     std::vector<uint8_t> scratch;
   };
   void add(const char* name, Op op, int64_t scratch_bytes = 0);
   std::function<int(const Rows&)> rows_here() const;
-  void work(int index, const Rows& rows, int thread);
+  std::shared_ptr<const Pass> begin(const Rows& rows);
+  void work(int index, const Pass& pass, int thread);
   Ahead reading(int index, int thread, int begin, int end, int lead) const;
   Ahead idle(int index, int thread) const;
   void fetch_first(int thread) const;
   bool fetch_next(int thread, int turn) const;
   int share(int items, int thread) const { return int(int64_t(items) * thread / team_->threads()); }
-  void reset();
 
   std::shared_ptr<Team> team_;
   const Kernels& kernels_;
@@ -102,6 +120,8 @@ class Program {
   std::vector<Op> ops_;
   std::vector<const char*> names_;
   std::vector<Lane> lanes_;
+  std::vector<Count> done_;  // of each op, items that are computed
+  uint32_t number_ = 0;      // of the newest pass
 };
 
 }  // namespace specserve

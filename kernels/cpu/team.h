@@ -11,12 +11,31 @@
 
 namespace specserve {
 
-// What threads do together. `run` gets the thread's index. `meanwhile`, if there is one, is for the time until the next
-// job: all threads but the caller's call it, with their index and 0, 1, 2 and so on, while it says that there is more to
-// do. Its calls are short; the last one may end after the job's caller has gone on, but before its next job does.
+// What threads do together. `run` gets the thread's index. If it does not need all, its caller goes on when its own call
+// returns: a thread that has no core at the moment calls it late, or not at all, and must then find nothing to do.
+// `meanwhile`, if there is one, is for the time until the next job: all threads but the caller's call it, with their index
+// and 0, 1, 2 and so on, while it says that there is more to do. Its calls are short. Nothing of a job is still running
+// after a later one that needs all.
 struct Job {
   std::function<void(int thread)> run;
+  bool needs_all = true;
   std::function<bool(int thread, int turn)> meanwhile = nullptr;
+};
+
+// Spins for a moment, then lets others have the core: it may be needed by the thread that is waited for.
+class Wait {
+ public:
+  void once() {
+    if (++turns_ < kSpins)
+      pause();
+    else
+      std::this_thread::yield();
+  }
+
+ private:
+  static constexpr int kSpins = 4096;
+  static void pause();
+  int turns_ = 0;
 };
 
 class Team {
@@ -28,26 +47,32 @@ class Team {
 
   int threads() const { return threads_; }
 
-  // Returns when all threads have run the job, which must not throw. One caller at a time.
+  // Runs the job, which must not throw. One caller at a time.
   void run(Job job);
 
-  // Within a job: waits until every thread has come here.
-  void barrier();
-
  private:
+  void barrier();
   void work(int index);
   bool await(unsigned seen);
 
   const int threads_;
-  std::shared_ptr<const Job> job_;  // changes only while no thread is in a job
+  std::shared_ptr<const Job> job_;  // under mutex_
   alignas(64) std::atomic<unsigned> job_number_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> phase_{0};
-  std::atomic<int> sleeping_{0};
+  int sleeping_ = 0;  // under mutex_
   std::atomic<bool> stopping_{false};
   std::mutex one_caller_, mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;
 };
+
+inline void Wait::pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
 
 }  // namespace specserve

@@ -749,7 +749,7 @@ SCRIPT: list[tuple[list[int], list[int], list[int], list[Any], int]] = [
 
 @every_set
 @every_format
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 9])
 def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) -> None:
     """One recording of 40 rows replays steps of fewer, bit for bit, whatever rows of earlier ones hold, NaN too."""
     model = tiny(make(isa, weights, threads), "gemma3", {BROKEN: torch.nan}, **MODELS["gemma3"])
@@ -771,6 +771,23 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
         assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
         assert bool(found[1].isfinite().all()) == (rows.num_rows < 40)
         assert all(same(x, y) for x, y in zip(recorded_kv, eager_kv, strict=True))
+
+
+@every_set
+def test_threads_that_come_late_find_nothing_to_do(isa: str) -> None:
+    """More threads than any machine has cores for: most come to a run when it is over, and the next one has begun."""
+    ops, alone = make(isa, "int8", threads=24), make(isa, "int8")
+    matrix = torch.randn(300, 96)
+    x, few = torch.randn(40, 9, 96), torch.randint(1, 10, (40,)).tolist()
+    wanted = [alone.linear(alone.activate(rows), alone.pack(matrix)).clone() for rows in x]
+    rows, weight = returned(ops, x[0].clone()), ops.pack(matrix)
+    with ops.recording() as recording:
+        found = ops.linear(ops.activate(rows), weight)
+    for turn in range(400):
+        which, n = turn % len(x), few[turn % len(x)]
+        rows[:n] = x[which, :n]
+        recording.run(n, 0, None)
+        assert torch.equal(found[:n], wanted[which][:n])
 
 
 @every_set
