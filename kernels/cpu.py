@@ -8,7 +8,7 @@ are padded to a multiple of 32 columns with zeros.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -294,12 +294,10 @@ class Kernels:
         memory = _zeros((_BANDWIDTH_BYTES,), torch.uint8)
         return _native.read_bandwidth(self._team, memory.data_ptr(), len(memory), _BANDWIDTH_PASSES)
 
-    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
-        places = _places(kv, slots)
-        return kv.view(2, -1).gather(1, places.flatten(1)).view(places.shape)
-
-    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
-        kv.view(2, -1).scatter_(1, _places(kv, slots).flatten(1), values.flatten(1))
+    def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+        (key_from, value_from), (key_to, value_to) = _places(kvs[0], sources), _places(kvs[0], targets)
+        for keys, values in (kv.view(2, -1) for kv in kvs):
+            keys[key_to], values[value_to] = keys[key_from], values[value_from]
 
     def _cache(self, kv: Tensor) -> tuple[int, int, int]:
         assert kv.is_contiguous() and kv.dtype == self.dtype, "the cache holds the kernels' dtype"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -178,11 +179,9 @@ class Kernels:
     def draw(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor:
         raise NotImplementedError("the sampler draws with torch; see can_draw")
 
-    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
-        return kv.index_select(1, slots)
-
-    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
-        kv.index_copy_(1, slots, values)
+    def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+        for kv in kvs:
+            kv.index_copy_(1, targets, kv.index_select(1, sources))
 
     def rotate(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _Plan) -> Tensor:
         kv_heads, d = kv.shape[2:]

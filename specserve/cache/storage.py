@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,28 +11,23 @@ import torch
 from torch import Tensor
 
 
-class Access(Protocol):
-    """How what a layer's slots hold is read and written: see specserve.ops."""
+class CopyKV(Protocol):
+    """What ops.copy_kv does."""
 
-    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor: ...
-    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None: ...
+    def __call__(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None: ...
 
 
-class PlainAccess:
-    """Of a layer that holds at each slot what is written there."""
-
-    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
-        return kv.index_select(1, slots)
-
-    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
-        kv.index_copy_(1, slots, values)
+def copy_slots(kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """As ops.copy_kv, for layers that hold at each slot what was written there."""
+    for kv in kvs:
+        kv.index_copy_(1, targets, kv.index_select(1, sources))
 
 
 class KVStorage:
     """Keys and values of every layer: `layers[l]` is [2, num_blocks * block_size, num_kv_heads, head_dim], zeroed.
 
     Slot `block * block_size + offset` holds one token. Block 0 is the null block: padding rows write there and nobody
-    reads it. `access` is the kernels' own way to a slot, by default the plain one. On a CPU the pages are committed by
+    reads it. `copy_kv` is the kernels' own way from slot to slot. On a CPU the pages are committed by
     the system when first written, so an idle cache costs no memory.
     """
 
@@ -44,13 +40,13 @@ class KVStorage:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        access: Access | None = None,
+        copy_kv: CopyKV = copy_slots,
     ) -> None:
         assert num_blocks >= 2, "one null block and at least one block to hand out"
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
-        self._access = access or PlainAccess()
+        self._copy_kv = copy_kv
         shape = (2, num_blocks * block_size, num_kv_heads, head_dim)
         self.layers = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
 
@@ -59,8 +55,7 @@ class KVStorage:
         assert len(src_slots) == len(dst_slots) == len(set(dst_slots)), "each destination is written once"
         src = torch.tensor(src_slots, dtype=torch.int64, device=self.device)
         dst = torch.tensor(dst_slots, dtype=torch.int64, device=self.device)
-        for layer in self.layers:
-            self._access.write_kv(layer, dst, self._access.read_kv(layer, src))
+        self._copy_kv(self.layers, src, dst)
 
     @staticmethod
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -61,7 +61,14 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
         free, per_block, config.block_size, spec.max_len, config.max_num_seqs, config.kv_cache_gib
     )
     storage = KVStorage(
-        spec.num_layers, num_blocks, config.block_size, spec.num_kv_heads, spec.head_dim, ops.dtype, ops.device, ops
+        spec.num_layers,
+        num_blocks,
+        config.block_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+        ops.dtype,
+        ops.device,
+        ops.copy_kv,
     )
     cache = KVCache(storage, config.prefix_caching)
     engine = Engine(

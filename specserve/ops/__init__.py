@@ -10,7 +10,7 @@ Ops are as large as the passes over memory that a fast backend wants to save. Wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -150,12 +150,9 @@ class Ops(Protocol):
         """A token for each of n rows of scores float32 [all rows, vocab] -> int64 [n]: what sampling.filters.shape and
         sampling.noise.draw define, with noise keys int64 [n] and hashed token ids int64 [vocab]. Only if can_draw."""
 
-    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
-        """A copy of what some slots int64 [n] hold -> [2, n, kv_heads, d]. How `kv` is laid out inside is the backend's
-        own affair, as long as nothing leaves its multiple of 16 slots."""
-
-    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
-        """Let slots int64 [n], each named once, hold values [2, n, kv_heads, d]."""
+    def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+        """Let slots `targets` of every kv [2, slots, kv_heads, d] hold what `sources` hold, int64 [n] each, no target
+        named twice; all are read before any is written. How a kv is laid out inside is the backend's own affair."""
 
     def rotate(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: Any) -> Any:
         """qkv [rows, (heads + 2 kv_heads) d]: norm q and k by head, rotate them by halves (GPT-NeoX layout), store k, v
