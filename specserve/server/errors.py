@@ -1,0 +1,152 @@
+"""Every failure as the client sees it: HTTP status, headers and OpenAI's error object. Knows no routes and no sockets.
+
+Types: invalid_request_error (400, 404, 405, 413, 415), authentication_error (401), rate_limit_error (429), server_error
+(500), service_unavailable (503), timeout_error (408, 504). What an unforeseen exception says stays in the server's log.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pydantic import ValidationError
+
+from specserve.errors import CapacityError, EngineError, InputError, PromptTooLongError, SpecserveError, unknown
+from specserve.server.fields import well_formed
+from specserve.server.sentences import as_input_error
+
+_RETRIED = (408, 409, 429)  # what client SDKs send again, besides every status from 500 on
+_RETRY_SECONDS = 1.0
+
+
+class WireError(SpecserveError):
+    """A failure in the client's terms. `retry_after` is in seconds, for 429 and 503."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.message = status, kind, well_formed(message)
+        self.param, self.code, self.retry_after = None if param is None else well_formed(param), code, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body, and the body of the event when the stream has begun."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Whether and when to send the request again, as OpenAI's SDKs read it."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(math.ceil(self.retry_after))
+        if self.status < 500 and self.status not in _RETRIED:
+            headers["x-should-retry"] = "false"
+        return headers
+
+
+def wire_error(error: BaseException) -> WireError:
+    """What the client is told about any exception; nothing of one that nobody foresaw."""
+    if isinstance(error, WireError):
+        return error
+    for kind, told in _TOLD:
+        if isinstance(error, kind):
+            return told(error)
+    return WireError(500, "server_error", "The server failed on this request; its log says why.", code="internal_error")
+
+
+def _bad_request(error: Any) -> WireError:
+    return WireError(400, "invalid_request_error", str(error), param=error.param)
+
+
+def _too_long(error: Any) -> WireError:
+    return WireError(400, "invalid_request_error", str(error), param=error.param, code="context_length_exceeded")
+
+
+def _invalid_fields(error: Any) -> WireError:
+    return _bad_request(as_input_error(error))
+
+
+def _engine_failed(error: Any) -> WireError:
+    return WireError(500, "server_error", str(error), code="engine_error")
+
+
+def _no_room(error: Any) -> WireError:
+    return unavailable(str(error), code="insufficient_capacity")
+
+
+def _timed_out(error: Any) -> WireError:
+    return timed_out(504, "The request took longer than this server allows.")
+
+
+# The more special first.
+_TOLD: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (
+    (PromptTooLongError, _too_long),
+    (InputError, _bad_request),
+    (ValidationError, _invalid_fields),
+    (EngineError, _engine_failed),
+    (CapacityError, _no_room),
+    (TimeoutError, _timed_out),
+)
+
+
+# --- what only a server can find wrong --------------------------------------------------------------------------------
+
+
+def model_not_found(name: str, served: Iterable[str]) -> WireError:
+    return _invalid(404, unknown("model", _short(name), served), param="model", code="model_not_found")
+
+
+def route_not_found(path: str) -> WireError:
+    return _invalid(404, f"There is no {_short(path)} here. GET /openapi.json lists what there is.", code="not_found")
+
+
+def method_not_allowed(method: str, allowed: Iterable[str]) -> WireError:
+    message = f"{_short(method)} does not work here. Allowed: {', '.join(sorted(allowed))}."
+    return _invalid(405, message, code="method_not_allowed")
+
+
+def body_too_large(limit: int) -> WireError:
+    """`limit` in bytes."""
+    return _invalid(413, f"The body is larger than {limit} bytes, the most this server takes.", code="body_too_large")
+
+
+def unsupported_media_type(sent: str) -> WireError:
+    message = f"The body is {_short(sent) or 'of no stated type'}. Send JSON as application/json, not compressed."
+    return _invalid(415, message, code="unsupported_media_type")
+
+
+def unauthorized() -> WireError:
+    message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or in x-api-key."
+    return WireError(401, "authentication_error", message, code="invalid_api_key")
+
+
+def overloaded(message: str, retry_after: float = _RETRY_SECONDS) -> WireError:
+    return WireError(429, "rate_limit_error", message, code="overloaded", retry_after=retry_after)
+
+
+def unavailable(message: str, *, code: str = "unavailable", retry_after: float = _RETRY_SECONDS) -> WireError:
+    return WireError(503, "service_unavailable", message, code=code, retry_after=retry_after)
+
+
+def timed_out(status: int, message: str) -> WireError:
+    """408: the client was too slow to send; 504: the server was too slow to answer."""
+    assert status in (408, 504)
+    return WireError(status, "timeout_error", message, code="timeout")
+
+
+def _invalid(status: int, message: str, *, code: str, param: str | None = None) -> WireError:
+    return WireError(status, "invalid_request_error", message, param=param, code=code)
+
+
+def _short(name: str) -> str:
+    """Client strings are shown, but not whole."""
+    return name if len(name) <= 100 else f"{name[:100]}..."

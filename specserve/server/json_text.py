@@ -1,0 +1,112 @@
+"""A request's body, bytes that anyone may have sent, as one JSON object within limits. Knows JSON and no fields."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from specserve.errors import InputError
+
+MAX_DEPTH = 64  # of lists and objects inside each other
+MAX_DIGITS = 20  # of an integer; 2^64 has 20
+
+# A string, closed or not, or a bracket. Possessive, so that hostile text is read once and never again.
+_BRACKET = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[\]{}]', re.DOTALL)
+_MAX_PATH = 100  # characters of a path that a message shows
+
+
+def json_object(text: bytes, what: str = "The body") -> dict[str, Any]:
+    """The object that `text` holds; messages call it `what`.
+
+    Raises InputError when it is no valid UTF-8, no JSON or no object, is nested deeper than MAX_DEPTH, or has a number
+    that is too long or not finite; `param` is then the field that has it.
+    """
+    decoded = _decoded(text, what)
+    _check_depth(decoded, what)
+    numbers = _Numbers()
+    try:
+        value = json.loads(
+            decoded, parse_int=numbers.integer, parse_float=numbers.float, parse_constant=numbers.constant
+        )
+    except json.JSONDecodeError as error:
+        raise InputError(f"{what} is not valid JSON: {error.msg} at character {error.pos}.") from error
+    if not isinstance(value, dict):
+        raise InputError(f'{what} must be a JSON object, such as {{"name": "value"}}.')
+    if numbers.refused_any:
+        _refuse_number(value)
+    return value
+
+
+def _decoded(text: bytes, what: str) -> str:
+    if not text.strip():
+        raise InputError(f"{what} is empty. Send a JSON object.")
+    try:
+        decoded = text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+    if decoded.startswith("\ufeff"):
+        raise InputError(f"{what} begins with a byte order mark. JSON is sent without one.")
+    return decoded
+
+
+def _check_depth(text: str, what: str) -> None:
+    """Before parsing, as parsers call themselves for each level."""
+    depth = 0
+    for match in _BRACKET.finditer(text):
+        first = text[match.start()]
+        depth += (first in "[{") - (first in "]}")
+        if depth > MAX_DEPTH:
+            raise InputError(f"{what} is nested more than {MAX_DEPTH} levels deep. Send a flatter object.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Stands where a number was that is not taken: only the parsed whole tells which field that is."""
+
+    reason: str
+
+
+class _Numbers:
+    """How the parser reads numbers."""
+
+    def __init__(self) -> None:
+        self.refused_any = False
+
+    def integer(self, text: str) -> int | _Refused:
+        digits = len(text.lstrip("-"))
+        return (
+            int(text) if digits <= MAX_DIGITS else self._refuse(f"has {digits} digits; at most {MAX_DIGITS} are taken")
+        )
+
+    def float(self, text: str) -> float | _Refused:
+        value = float(text)
+        return value if math.isfinite(value) else self._refuse("is too large for a number")
+
+    def constant(self, text: str) -> _Refused:
+        return self._refuse(f"is {text}; it must be a finite number")
+
+    def _refuse(self, reason: str) -> _Refused:
+        self.refused_any = True
+        return _Refused(reason)
+
+
+def _refuse_number(fields: dict[str, Any]) -> None:
+    """Raise for the first refused number; one that a later equal key has hidden is gone and does no harm."""
+    for name, value in fields.items():
+        for path, refused in _refused(value, name):
+            raise InputError(f"{path[:_MAX_PATH]} {refused.reason}.", name[:_MAX_PATH])
+
+
+def _refused(value: Any, path: str) -> Iterator[tuple[str, _Refused]]:
+    if isinstance(value, _Refused):
+        yield path, value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _refused(item, path)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _refused(item, f"{path}.{key}")
