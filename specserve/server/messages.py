@@ -1,0 +1,123 @@
+"""A conversation as OpenAI's clients send it, and as a chat template reads it. Knows roles, content parts and tool
+calls; renders nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, ValidationInfo
+
+from specserve.errors import InputError
+from specserve.server.fields import Wire, well_formed
+from specserve.server.json_text import json_object
+from specserve.server.sentences import shown
+
+MAX_MESSAGES = 10_000
+MAX_PARTS = 10_000  # of one message
+MAX_TOOLS = 128  # a request's tools, and a message's tool calls
+
+
+def text_of(value: Any) -> str:
+    """The text of a string, or of a list of text parts, joined by line ends as vLLM does.
+
+    Raises ValueError for anything else, images and audio among them.
+    """
+    if isinstance(value, str):
+        return well_formed(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"is {shown(value)}; it must be text or a list of text parts.")
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"has {len(value)} parts; it may have at most {MAX_PARTS}.")
+    return "\n".join(_text_of_part(part) for part in value)
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        what = f"a part of type {shown(kind)}" if isinstance(part, Mapping) else shown(part)
+        raise ValueError(f'holds {what}; this model reads text alone: {{"type": "text", "text": ...}}.')
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"holds a text part whose text is {shown(part.get('text'))}; it must be text.")
+    return well_formed(part["text"])
+
+
+def _content(value: Any, info: ValidationInfo) -> Any:
+    """None, not sent, stands for no text where an assistant called tools, and is an error everywhere else."""
+    if value is not None:
+        return text_of(value)
+    if info.data.get("role") == "assistant" and info.data.get("tool_calls"):
+        return ""
+    raise ValueError("is missing or null; only an assistant's message with tool_calls may be without text.")
+
+
+def _tool_calls(value: Any) -> Any:
+    """Calls whose arguments are objects afterwards: templates print objects, and OpenAI sends JSON text."""
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise ValueError(f"is {shown(value)}; it must be a list of at most {MAX_TOOLS} calls.")
+    return tuple(_tool_call(call) for call in value)
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError('holds a call without a function; send {"id", "type": "function", "function": {"name", ...}}.')
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(f"holds a call whose arguments are {shown(arguments)}; they must be a JSON object as text.")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parsed(arguments: str) -> dict[str, Any]:
+    try:
+        return json_object(arguments.encode("utf-8", "surrogatepass"), "Its text")
+    except InputError as error:
+        raise ValueError(f"holds a call whose arguments cannot be read. {error}") from error
+
+
+def _no_content() -> Any:
+    """Stands for a content that was not sent until `_content` has judged it."""
+    return None
+
+
+class Message(Wire):
+    """One message. Fields with other names, such as reasoning_content or name, are kept for the template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tool_calls)] = ()
+    content: Annotated[str, BeforeValidator(_content)] = Field(default_factory=_no_content, validate_default=True)
+
+    def for_template(self) -> dict[str, Any]:
+        """What a chat template reads. developer is OpenAI's newer name for system; templates know the older one, and
+        many leave out a role they do not know."""
+        role = "system" if self.role == "developer" else self.role
+        calls = {"tool_calls": list(self.tool_calls)} if self.tool_calls else {}
+        return {**(self.model_extra or {}), "role": role, "content": self.content, **calls}
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, list) and not 1 <= len(value) <= MAX_MESSAGES:
+        raise ValueError(f"has {len(value)} messages; a conversation has 1 to {MAX_MESSAGES}.")
+    return value
+
+
+def _tools(value: Any) -> Any:
+    """Tools that have a name; always a tuple afterwards."""
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise ValueError(f"is {shown(value)}; it must be a list of at most {MAX_TOOLS} tools.")
+    for tool in value:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError('holds a tool without a name; send {"type": "function", "function": {"name", ...}}.')
+    return tuple(value)
+
+
+Messages: TypeAlias = Annotated[list[Message], BeforeValidator(_bounded)]
+Tools: TypeAlias = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tools)]
+
+
+def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """All messages as a chat template reads them."""
+    return [message.for_template() for message in messages]

@@ -1,0 +1,214 @@
+"""The bodies of chat completions and completions, and how they are read: every field with its type, its limits and its
+default. Knows OpenAI's and vLLM's names; knows no HTTP.
+
+    request = read(ChatCompletionRequest, body, limits)
+    request.conversation(), request.template_options(), request.sampling_params()
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, ValidationInfo, model_validator
+
+from specserve.errors import InputError
+from specserve.server.fields import (
+    ClosedWire,
+    Count,
+    Limits,
+    Logprobs,
+    Name,
+    Wire,
+    check_ids,
+    limits_of,
+    well_formed,
+)
+from specserve.server.json_text import json_object
+from specserve.server.messages import Messages, Tools, conversation, text_of
+from specserve.server.sampling_fields import SamplingFields
+from specserve.server.sentences import as_input_error, shown
+from specserve.server.unsupported import refuse_unsupported
+from specserve.types import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context
+
+_MAX_TEMPLATE_VALUES = 64
+# What a template is given by the server itself; a client may not put something else in its place.
+_RESERVED = {
+    "self",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+}
+
+AnyRequest = TypeVar("AnyRequest", bound=Wire)
+
+
+def read(kind: type[AnyRequest], body: bytes, limits: Limits) -> AnyRequest:
+    """The request that `body` holds. Raises InputError naming the field that is wrong or not supported."""
+    return checked(kind, json_object(body), limits)
+
+
+def checked(kind: type[AnyRequest], fields: dict[str, Any], limits: Limits) -> AnyRequest:
+    """As `read`, of JSON that was parsed already."""
+    refuse_unsupported(fields)
+    try:
+        return kind.model_validate(fields, context=limits)
+    except ValidationError as error:
+        raise as_input_error(error) from error
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+def _template_values(value: Any) -> Any:
+    if not isinstance(value, dict) or len(value) > _MAX_TEMPLATE_VALUES:
+        raise ValueError(f"is {shown(value)}; it must be an object of at most {_MAX_TEMPLATE_VALUES} entries.")
+    for name in value:
+        if not name.isidentifier() or name in _RESERVED or name.endswith("_token"):
+            raise ValueError(f"may not set {shown(name)}: it is no name, or the server sets it itself.")
+    return value
+
+
+TemplateValues: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_template_values)]
+
+
+class TemplateFields(Wire):
+    """What becomes of messages, for chat and for /tokenize."""
+
+    messages: Messages
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateValues = Field(default_factory=dict)
+    tools: Tools = ()
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as Tokenizer.render_chat takes them."""
+        return conversation(self.messages)
+
+    def template_options(self) -> dict[str, Any]:
+        """The keyword arguments of Tokenizer.render_chat."""
+        return {
+            **self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "tools": list(self.tools) or None,
+        }
+
+    @model_validator(mode="after")
+    def _one_end(self) -> TemplateFields:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InputError(
+                "continue_final_message goes on with the last message and add_generation_prompt begins a new one. Send "
+                "one of them as false.",
+                "continue_final_message",
+            )
+        return self
+
+
+class Prediction(ClosedWire):
+    """OpenAI's predicted output: text that the answer will probably repeat, which is a draft and changes nothing."""
+
+    type: Literal["content"]
+    content: Annotated[str, BeforeValidator(text_of)]
+
+
+class ChatCompletionRequest(TemplateFields, SamplingFields):
+    """POST /v1/chat/completions."""
+
+    misplaced: ClassVar[dict[str, str]] = {"prompt": "Send messages, or the prompt to /v1/completions."}
+
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Logprobs | None = None
+    tool_choice: Any = None  # refused unless it is none or auto
+    parallel_tool_calls: bool = True
+    response_format: Any = None  # refused unless it is text
+    prediction: Prediction | None = None
+    reasoning_effort: Name | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n
+
+    def ignored(self, limits: Limits) -> list[str]:
+        """As SamplingFields; a prediction too, where no drafter reads it."""
+        unread = self.prediction is not None and "prediction" not in limits.drafters
+        return [*super().ignored(limits), *(["prediction"] if unread else [])]
+
+    def template_options(self) -> dict[str, Any]:
+        """As TemplateFields; a template that knows no reasoning_effort does not read it."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **super().template_options()}
+
+    def sampling_params(self) -> SamplingParams:
+        limit = self.max_completion_tokens
+        if limit is not None and self.max_tokens not in (None, limit):
+            raise InputError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {limit}, and they mean the same. Send "
+                "one of them.",
+                "max_tokens",
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise InputError("top_logprobs needs logprobs true.", "top_logprobs")
+        logprobs = self.top_logprobs or 0 if self.logprobs else None
+        return self._params(max_tokens=limit or self.max_tokens, logprobs=logprobs)
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+def _prompts(value: Any, info: ValidationInfo) -> Any:
+    """Text, ids, or a list of either: always a tuple of prompts afterwards."""
+    limits = limits_of(info)
+    if isinstance(value, str):
+        return (_prompt_text(value),)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"is {shown(value)}; it must be text, token ids, or a list of texts or of lists of ids.")
+    if not isinstance(value[0], str | list):
+        return (_prompt_ids(value, limits),)
+    if len(value) > limits.max_completions:
+        raise ValueError(f"has {len(value)} prompts; at most {limits.max_completions} fit in one request. Split it.")
+    if isinstance(value[0], str):
+        return tuple(_prompt_text(prompt) for prompt in value)
+    return tuple(_prompt_ids(prompt, limits) for prompt in value)
+
+
+def _prompt_text(prompt: Any) -> str:
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f"holds {shown(prompt)}; each prompt must be text that is not empty, and all of one kind.")
+    return well_formed(prompt)
+
+
+def _prompt_ids(prompt: Any, limits: Limits) -> list[int]:
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"holds {shown(prompt)}; each prompt must be a list of ids, not empty, and all of one kind.")
+    check_ids(prompt, limits.vocab_size)
+    return prompt
+
+
+Prompts: TypeAlias = Annotated[tuple[str | list[int], ...], PlainValidator(_prompts)]
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions. `prompt` is a tuple of texts or of lists of ids, one entry where one prompt was sent."""
+
+    misplaced: ClassVar[dict[str, str]] = {"messages": "Send a prompt, or the messages to /v1/chat/completions."}
+
+    prompt: Prompts
+    logprobs: Logprobs | None = None
+    echo: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompt) * self.n
+
+    def sampling_params(self) -> SamplingParams:
+        return self._params(
+            max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )

@@ -1,0 +1,70 @@
+"""The bodies of /tokenize and /detokenize, both ways, as vLLM has them. Knows no tokenizer: whoever has one turns the
+text of `TokenizeTextRequest`, or the messages of `TokenizeChatRequest`, into ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo
+
+from specserve.errors import InputError
+from specserve.server.fields import Limits, Name, Wire, check_ids, limits_of, well_formed
+from specserve.server.json_text import json_object
+from specserve.server.requests import TemplateFields, checked
+from specserve.server.sentences import shown
+
+
+class TokenizeTextRequest(Wire):
+    """POST /tokenize with a prompt. `return_token_strs` asks for the tokens' spelling too."""
+
+    model: Name | None = None
+    prompt: Annotated[str, AfterValidator(well_formed)]
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(TemplateFields):
+    """POST /tokenize with messages. The template has written the special tokens, so none are added by default."""
+
+    model: Name | None = None
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+TokenizeRequest: TypeAlias = TokenizeTextRequest | TokenizeChatRequest
+
+
+def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
+    """The request that `body` holds. Raises InputError."""
+    fields = json_object(body)
+    if fields.get("messages") is None:
+        return checked(TokenizeTextRequest, fields, limits)
+    if fields.get("prompt") is not None:
+        raise InputError("prompt and messages were both sent. Send one of them.", "prompt")
+    return checked(TokenizeChatRequest, fields, limits)
+
+
+def tokenize_body(ids: Sequence[int], max_model_len: int, strings: Sequence[str] | None = None) -> dict[str, Any]:
+    """The response of /tokenize; `strings` are the tokens' spelling, if asked for."""
+    strs = None if strings is None else list(strings)
+    return {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids), "token_strs": strs}
+
+
+def _tokens(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, list):
+        raise ValueError(f"is {shown(value)}; it must be a list of token ids.")
+    check_ids(value, limits_of(info).vocab_size)
+    return value
+
+
+class DetokenizeRequest(Wire):
+    """POST /detokenize; no tokens are an empty text."""
+
+    model: Name | None = None
+    tokens: Annotated[list[int], BeforeValidator(_tokens)]
+
+
+def detokenize_body(text: str) -> dict[str, Any]:
+    """The response of /detokenize."""
+    return {"prompt": text}

@@ -1,0 +1,71 @@
+"""The request fields that other servers know and this one refuses, each with what to do instead. Knows no types: it
+looks at a request before anything else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specserve.errors import InputError
+
+
+def _stated(value: Any) -> bool:
+    return value is not None and value != "" and value != []
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """`why` follows the field's name; `applies` tells the values that ask for something from those that do not."""
+
+    why: str
+    applies: Callable[[Any], bool] = _stated
+
+
+_CONSTRAINED = _Refusal("asks for structured output, which is not supported yet. Leave it out.")
+_TEMPLATE = _Refusal("is not taken from requests: the model's own chat template is used.")
+_CALLS = 'asks for tool calls, which are not supported yet. Leave it out, or send tool_choice "none".'
+
+REFUSED: dict[str, _Refusal] = {
+    # structured output
+    "response_format": _Refusal(
+        'asks for structured output, which is not supported yet. Leave it out, or send {"type": "text"}.',
+        lambda value: value not in (None, {"type": "text"}),
+    ),
+    "structured_outputs": _CONSTRAINED,
+    "guided_json": _CONSTRAINED,
+    "guided_regex": _CONSTRAINED,
+    "guided_choice": _CONSTRAINED,
+    "guided_grammar": _CONSTRAINED,
+    "json_schema": _CONSTRAINED,
+    "regex": _CONSTRAINED,
+    "ebnf": _CONSTRAINED,
+    "structural_tag": _CONSTRAINED,
+    # tools
+    "tool_choice": _Refusal(_CALLS, lambda value: value not in (None, "none", "auto")),
+    "functions": _Refusal("is OpenAI's old name for tools, which are not supported yet. Leave it out."),
+    "function_call": _Refusal(
+        "is OpenAI's old name for tool_choice; tool calls are not supported yet. Leave it out.",
+        lambda value: value not in (None, "none", "auto"),
+    ),
+    # other ways to search and to fill in
+    "best_of": _Refusal("is not supported. Send n and choose among the answers.", lambda value: value not in (None, 1)),
+    "use_beam_search": _Refusal("is not supported. Leave it out.", lambda value: value not in (None, False)),
+    "suffix": _Refusal("is not supported: the model continues a prompt and does not fill a gap. Leave it out."),
+    # what a client may not hand in
+    "chat_template": _TEMPLATE,
+    "prompt_embeds": _Refusal("is not taken: a prompt is text or token ids."),
+    "modalities": _Refusal(
+        'asks for more than text. Leave it out, or send ["text"].', lambda value: value not in (None, ["text"])
+    ),
+    "audio": _Refusal("is not supported: answers are text. Leave it out."),
+}
+
+
+def refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    """Raise InputError for the first field that asks for something this server does not do."""
+    for name, refusal in REFUSED.items():
+        if name in fields and refusal.applies(fields[name]):
+            raise InputError(f"{name} {refusal.why}", name)
+    if fields.get("tools") and fields.get("tool_choice") != "none":
+        raise InputError(f"tools {_CALLS}", "tools")
