@@ -1,0 +1,97 @@
+"""Log-probabilities in OpenAI's two shapes: of chat, with bytes, and of completions, with text offsets. Knows what
+bytes a token stands for; knows no responses."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from specserve.types import TokenLogprobs
+
+LEAST = -9999.0  # for what cannot be: JSON has no -inf, and OpenAI sends this
+
+
+class Vocabulary(Protocol):
+    """What a Tokenizer knows of tokens."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+def chat_logprobs(entries: Iterable[TokenLogprobs], vocabulary: Vocabulary) -> dict[str, Any]:
+    """`logprobs` of a chat choice, whole or streamed."""
+    content = [
+        {**_spelled(e.token, e.logprob, vocabulary), "top_logprobs": [_spelled(*t, vocabulary) for t in e.top.items()]}
+        for e in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _spelled(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
+    spelling = vocabulary.token_bytes(token)
+    return {
+        "token": spelling.decode("utf-8", "replace"),
+        "logprob": max(logprob, LEAST),
+        "bytes": list(spelling),
+    }
+
+
+class CompletionLogprobs:
+    """`logprobs` of one choice of a completion, part by part: a text offset counts the characters before it, the echoed
+    prompt's too. A special token that is not shown has no width."""
+
+    def __init__(self, vocabulary: Vocabulary, hidden: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._hidden = hidden
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def skip(self, num_characters: int) -> None:
+        """Text that has no entries, such as a prompt echoed without log-probabilities."""
+        self._offset += num_characters
+
+    def prompt(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str) -> dict[str, Any]:
+        """Of the echoed prompt; nothing predicts its first token, which has null. The completion then begins behind
+        `text`, however the tokens spell it."""
+        part = self.part(ids, entries)
+        self._offset = len(text)
+        part["text_offset"] = [min(offset, len(text)) for offset in part["text_offset"]]
+        return part
+
+    def part(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """Of the next tokens."""
+        return {
+            "tokens": [self._name(token) for token in ids],
+            "token_logprobs": [None if e is None else max(e.logprob, LEAST) for e in entries],
+            "top_logprobs": [None if e is None else self._top(e) for e in entries],
+            "text_offset": [self._advance(token) for token in ids],
+        }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The k best and the token itself, best first; of two tokens with the same bytes the likelier."""
+        top: dict[str, float] = {}
+        for token, logprob in [*entry.top.items(), (entry.token, entry.logprob)]:
+            top.setdefault(self._name(token), max(logprob, LEAST))
+        return top
+
+    def _name(self, token: int) -> str:
+        """Its text; where that is part of a character, its bytes, as OpenAI names them, lest two share a name."""
+        spelling = self._vocabulary.token_bytes(token)
+        try:
+            return spelling.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+    def _advance(self, token: int) -> int:
+        """Where the token begins."""
+        offset = self._offset
+        if token not in self._hidden:
+            self._offset += len(self._utf8.decode(self._vocabulary.token_bytes(token)))
+        return offset
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two parts as one."""
+    return {name: first[name] + second[name] for name in first}

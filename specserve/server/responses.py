@@ -1,0 +1,145 @@
+"""The bodies of chat completions and completions, whole, and of the list of models. Knows what OpenAI's clients read;
+knows no sockets.
+
+A completion that ended by an error, or because the server had to drop it, is an error of the whole response: a client
+that looks at `choices` alone shall not take it for an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.server.errors import WireError, unavailable
+from specserve.server.logprobs import CompletionLogprobs, Vocabulary, chat_logprobs, joined
+from specserve.server.usage import metrics, usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What all bodies of one response share. `created` is in seconds since 1970; `num_spec_tokens` the longest draft
+    the engine makes, 0 without a drafter; the rest is as in the request."""
+
+    id: str
+    created: int
+    model: str
+    vocabulary: Vocabulary
+    num_spec_tokens: int = 0
+    echo: bool = False
+    return_token_ids: bool = False
+    include_usage: bool = False
+    skip_special_tokens: bool = True
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that every body begins with; `kind` is its `object`."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def totals(self, outputs: Sequence[RequestOutput], now: float) -> dict[str, Any]:
+        """`usage` and `metrics`; `now` is time.perf_counter()."""
+        return {"usage": usage(outputs), "metrics": metrics(outputs, self.num_spec_tokens, now)}
+
+    @property
+    def hidden(self) -> frozenset[int]:
+        """Ids that are not part of the text."""
+        return self.vocabulary.special_ids if self.skip_special_tokens else frozenset()
+
+
+def chat_body(reply: Reply, output: RequestOutput, now: float) -> dict[str, Any]:
+    """`chat.completion`. Raises WireError for an output that did not end well."""
+    raise_failure(output.outputs)
+    choices = [_chat_choice(reply, completion) for completion in output.outputs]
+    ids = {"prompt_token_ids": output.prompt_token_ids} if reply.return_token_ids else {}
+    return {**reply.head("chat.completion"), "choices": choices, **ids, **reply.totals([output], now)}
+
+
+def _chat_choice(reply: Reply, completion: CompletionOutput) -> dict[str, Any]:
+    logprobs = completion.logprobs
+    return {
+        "index": completion.index,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": None if logprobs is None else chat_logprobs(logprobs, reply.vocabulary),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        **({"token_ids": completion.token_ids} if reply.return_token_ids else {}),
+    }
+
+
+def completion_body(reply: Reply, outputs: Sequence[RequestOutput], now: float) -> dict[str, Any]:
+    """`text_completion` of all prompts of a call, in order: prompt p's completion i is choice p * n + i. Raises
+    WireError for an output that did not end well."""
+    for output in outputs:
+        raise_failure(output.outputs)
+    choices = [_completion_choice(reply, output, completion) for output in outputs for completion in output.outputs]
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    return {**reply.head("text_completion"), "choices": choices, **reply.totals(outputs, now)}
+
+
+def _completion_choice(reply: Reply, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    beginning = Beginning(reply, output)
+    prompt_ids = {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
+    return {
+        "index": 0,
+        "text": beginning.text + completion.text,
+        "logprobs": beginning.logprobs_with(completion),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        **(prompt_ids if reply.return_token_ids else {}),
+    }
+
+
+class Beginning:
+    """What stands before a completion's own text: nothing, or the prompt if it was to be echoed. `scores` goes on with
+    the completion's tokens."""
+
+    def __init__(self, reply: Reply, output: RequestOutput) -> None:
+        self.text = prompt_text(reply, output) if reply.echo else ""
+        self.scores = CompletionLogprobs(reply.vocabulary, reply.hidden)
+        self.logprobs: dict[str, Any] | None = None  # the prompt's
+        if reply.echo and output.prompt_logprobs is not None:
+            self.logprobs = self.scores.prompt(output.prompt_token_ids, output.prompt_logprobs, self.text)
+        else:
+            self.scores.skip(len(self.text))
+
+    def logprobs_with(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """`logprobs` of the prompt and the completion after it; None if none were asked for."""
+        if completion.logprobs is None:
+            return self.logprobs
+        part = self.scores.part(completion.token_ids, completion.logprobs)
+        return part if self.logprobs is None else joined(self.logprobs, part)
+
+
+def prompt_text(reply: Reply, output: RequestOutput) -> str:
+    """The prompt as it was sent; of a prompt that came as ids, what they spell."""
+    if output.prompt is not None:
+        return output.prompt
+    shown = (token for token in output.prompt_token_ids if token not in reply.hidden)
+    return b"".join(map(reply.vocabulary.token_bytes, shown)).decode("utf-8", "replace")
+
+
+def raise_failure(completions: Sequence[CompletionOutput | Chunk]) -> None:
+    """Raise WireError for the first of these that did not end well."""
+    for completion in completions:
+        if completion.finish_reason == "error":
+            message = completion.error or "The completion failed; the server's log says why."
+            raise WireError(500, "server_error", message, code="completion_failed")
+        if completion.finish_reason == "abort":
+            raise unavailable("The server dropped this request before its end. Send it again.", code="aborted")
+
+
+def model_list(names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
+    """GET /v1/models."""
+    return {"object": "list", "data": [model_card(name, created, max_model_len) for name in names]}
+
+
+def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """GET /v1/models/{id}; `max_model_len` is vLLM's addition, in tokens."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "specserve",
+        "max_model_len": max_model_len,
+    }

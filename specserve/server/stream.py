@@ -1,0 +1,155 @@
+"""A response as a sequence of events: what goes behind `data: ` of each, as JSON text. Knows chunks and OpenAI's rules
+for streams; puts no bytes on a wire.
+
+Rules: a chat choice begins with an assistant's empty text; finish_reason is null until a choice's last chunk, which has
+no text; one chunk may carry several tokens. At the end comes usage, if asked for, with no choices, then [DONE]. After
+an error event nothing comes, not even [DONE].
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from specserve.engine.outputs import Chunk, RequestOutput
+from specserve.server.errors import WireError
+from specserve.server.logprobs import CompletionLogprobs, chat_logprobs
+from specserve.server.responses import Beginning, Reply, raise_failure
+
+DONE = "[DONE]"
+
+
+def event_text(body: dict[str, Any]) -> str:
+    """One line of JSON."""
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class Stream(ABC):
+    """The events of one call. `outputs` are its prompts' outputs, which a Collector fills while the chunks come."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, reply: Reply, outputs: Sequence[RequestOutput]) -> None:
+        self._reply = reply
+        self._outputs = outputs
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        self.failed = False  # after it, no more events; the connection is closed
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has had its last chunk: time for `end`."""
+        return len(self._ended) == sum(len(output.outputs) for output in self._outputs)
+
+    def push(self, chunk: Chunk, prompt: int = 0) -> list[str]:
+        """The events of one chunk of a completion of the prompt with this index. One that did not end well is an error
+        event and the end of the stream."""
+        assert not self.failed, "push after an error event"
+        index = sum(len(output.outputs) for output in self._outputs[:prompt]) + chunk.index
+        assert index not in self._ended, "push after a choice's last chunk"
+        try:
+            raise_failure([chunk])
+        except WireError as error:
+            return self.fail(error)
+        events = [] if index in self._begun else self._begin(index, self._outputs[prompt])
+        self._begun.add(index)
+        if chunk.text or chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids):
+            events.append(self._event([self._tokens(index, chunk)]))
+        if chunk.finish_reason is not None:
+            self._ended.add(index)
+            events.append(self._event([self._ending(index, chunk)]))
+        return events
+
+    def end(self, now: float) -> list[str]:
+        """Usage if it was asked for, and the end mark; `now` is time.perf_counter()."""
+        assert self.finished and not self.failed, "end before the end"
+        if not self._reply.include_usage:
+            return [DONE]
+        return [self._event([], **self._reply.totals(self._outputs, now)), DONE]
+
+    def fail(self, error: WireError) -> list[str]:
+        """The error event, and nothing after it."""
+        self.failed = True
+        return [event_text(error.body)]
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        unknown = {"usage": None} if self._reply.include_usage else {}  # OpenAI: null until the last chunk
+        return event_text({**self._reply.head(self.kind), "choices": choices, **unknown, **more})
+
+    def _choice(self, index: int, said: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, **said, "logprobs": None, "finish_reason": None}
+
+    def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(token_ids)} if self._reply.return_token_ids else {}
+
+    def _ending(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """A choice's last chunk, which has no text: that came before."""
+        reasons = {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
+        return {**self._choice(index, self._nothing), **reasons}
+
+    @property
+    @abstractmethod
+    def _nothing(self) -> dict[str, Any]:
+        """What stands in a choice that has no text."""
+
+    @abstractmethod
+    def _begin(self, index: int, output: RequestOutput) -> list[str]:
+        """The events a choice begins with."""
+
+    @abstractmethod
+    def _tokens(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """A choice with new text, and log-probabilities and ids if they were asked for."""
+
+
+class ChatStream(Stream):
+    """`chat.completion.chunk`; the first event has the prompt's ids, if ids were asked for."""
+
+    kind = "chat.completion.chunk"
+
+    def __init__(self, reply: Reply, output: RequestOutput) -> None:
+        super().__init__(reply, [output])
+
+    @property
+    def _nothing(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def _begin(self, index: int, output: RequestOutput) -> list[str]:
+        wanted = self._reply.return_token_ids and not self._begun
+        ids = {"prompt_token_ids": output.prompt_token_ids} if wanted else {}
+        return [self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})], **ids)]
+
+    def _tokens(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        choice = {**self._choice(index, {"delta": {"content": chunk.text}}), **self._ids(chunk.token_ids)}
+        if chunk.logprobs is not None:
+            choice["logprobs"] = chat_logprobs(chunk.logprobs, self._reply.vocabulary)
+        return choice
+
+
+class CompletionStream(Stream):
+    """`text_completion`, streamed. An echoed prompt is an event of its own before the completion's text."""
+
+    kind = "text_completion"
+
+    def __init__(self, reply: Reply, outputs: Sequence[RequestOutput]) -> None:
+        super().__init__(reply, outputs)
+        self._scores: dict[int, CompletionLogprobs] = {}
+
+    @property
+    def _nothing(self) -> dict[str, Any]:
+        return {"text": ""}
+
+    def _begin(self, index: int, output: RequestOutput) -> list[str]:
+        beginning = Beginning(self._reply, output)
+        self._scores[index] = beginning.scores
+        ids = {"prompt_token_ids": output.prompt_token_ids} if self._reply.return_token_ids else {}
+        if not ids and not self._reply.echo:
+            return []
+        return [self._event([{**self._choice(index, {"text": beginning.text}), "logprobs": beginning.logprobs, **ids}])]
+
+    def _tokens(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        choice = {**self._choice(index, {"text": chunk.text}), **self._ids(chunk.token_ids)}
+        if chunk.logprobs is not None:
+            choice["logprobs"] = self._scores[index].part(chunk.token_ids, chunk.logprobs)
+        return choice
