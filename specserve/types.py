@@ -187,6 +187,8 @@ class Sequence:
     priority: int = 0  # lower runs first
     order: int = 0  # arrival counter, set by the engine
     salt: bytes = b""  # prefix-cache salt: sequences with different salts share nothing
+    drafter: str | None = None  # whose drafts it gets, by name; None: those of the engine's own drafter
+    prediction: tuple[int, ...] = ()  # what the output will mostly be, says who asked; a hint for drafters
     parent: Sequence | None = None  # the completion whose prompt KV this one shares (n > 1)
     blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
     cached: int = 0  # set by the cache

@@ -1,0 +1,108 @@
+"""Follow the text that a request says its answer will mostly be, and find the place again after an edit. Knows one
+sequence and its prediction at a time; no model, nothing of the prompt.
+
+What is predicted is OpenAI's `prediction` parameter (platform.openai.com/docs/guides/predicted-outputs); the matching
+is our own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from weakref import WeakValueDictionary
+
+import torch
+
+from specserve.errors import ConfigError
+from specserve.types import Draft, Sequence, Verdict
+
+
+class PredictionDrafter:
+    """Chains of the prediction's next tokens, from its first one on, for as long as the output follows it.
+
+    Where the output departs, drafts are empty until its newest tokens stand somewhere in the prediction: `match_max` of
+    them if possible, else fewer, but at least `match_min`; of several places the nearest after the last token that was
+    followed, else the nearest before. The place depends on the output alone, not on how many tokens a step brought.
+
+    A begin costs O(prediction) in time and memory, once for all running sequences of the same prediction and salt; a
+    commit O(new tokens), a proposal O(draft). Raises ConfigError unless 1 <= match_min <= match_max.
+    """
+
+    wants_hidden = False
+
+    def __init__(self, match_max: int = 8, match_min: int = 2) -> None:
+        whole = all(type(value) is int for value in (match_max, match_min))
+        if not whole or not 1 <= match_min <= match_max:
+            raise ConfigError(
+                f"match_min is {match_min!r} and match_max is {match_max!r}; both must be whole numbers, with "
+                "1 <= match_min <= match_max."
+            )
+        self._sizes = range(match_max, match_min - 1, -1)
+        self._texts: WeakValueDictionary[tuple[bytes, tuple[int, ...]], _Text] = WeakValueDictionary()
+        self._places: dict[Sequence, _Place] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        if seq.prediction:
+            key = (seq.salt, seq.prediction)  # by salt: how long a begin takes must not tell tenants of each other
+            text = self._texts.get(key) or _Text(seq.prediction, self._sizes)
+            self._texts[key] = text
+            self._places[seq] = _Place(text, seq.num_prompt)
+            self._places[seq].read(seq)
+
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        return [self._draft(seq, limit) for seq, limit in zip(seqs, budget, strict=True)]
+
+    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
+        for seq in seqs:
+            if seq in self._places:
+                self._places[seq].read(seq)
+
+    def end(self, seq: Sequence) -> None:
+        self._places.pop(seq, None)
+
+    def _draft(self, seq: Sequence, limit: int) -> Draft:
+        place = self._places.get(seq)
+        if place is None or place.next is None:
+            return Draft.empty()
+        return Draft.chain(place.text.tokens[place.next : place.next + limit])
+
+
+class _Text:
+    """A prediction, and where its n-grams end, for every n in `sizes` (longest first)."""
+
+    def __init__(self, tokens: tuple[int, ...], sizes: range) -> None:
+        self.tokens = tokens
+        self.sizes = sizes
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram -> indexes of the tokens after it, ascending
+        for size in sizes:
+            for end in range(size, len(tokens)):  # the one that ends the text leads nowhere
+                self._ends.setdefault(tokens[end - size : end], []).append(end)
+
+    def find(self, newest: tuple[int, ...], reached: int) -> int | None:
+        """Index of the token after the longest end of `newest` that stands in the text: of the first one after
+        `reached`, else of the last one before."""
+        for size in self.sizes:
+            ends = self._ends.get(newest[-size:]) if size <= len(newest) else None
+            if ends is not None:
+                return ends[min(bisect_right(ends, reached), len(ends) - 1)]
+        return None
+
+
+class _Place:
+    """Where one output stands in its prediction."""
+
+    def __init__(self, text: _Text, num_read: int) -> None:
+        self.text = text
+        self.next: int | None = 0  # index of the predicted token that should come next; None: lost
+        self._reached = 0  # index after the last predicted token that did come: a place found by chance does not count
+        self._num_read = num_read
+
+    def read(self, seq: Sequence) -> None:
+        """Follow what is new of the output, token by token."""
+        text, tokens = self.text, seq.tokens
+        for index in range(self._num_read, len(tokens)):
+            if self.next is not None and text.tokens[self.next : self.next + 1] == (tokens[index],):
+                self.next = self._reached = self.next + 1
+            else:
+                first = max(seq.num_prompt, index + 1 - text.sizes[0])
+                self.next = text.find(tuple(tokens[first : index + 1]), self._reached)
+        self._num_read = len(tokens)
