@@ -66,8 +66,7 @@ def draft_with(llm: LLM, drafter: str, prompts: list[Tokens], right: list[Tokens
     vocab_size = engine.limits.vocab_size
     scripts = {tuple(prompt): answer for prompt, answer in zip(prompts, right, strict=True)}
     scripted = ScriptedDrafter(scripts, vocab_size, accuracy=0.8, decoys=1)
-    engine.drafters.close()
-    engine.drafters = DraftHost(scripted, vocab_size, timeout_s=10.0)
+    engine.use(DraftHost(scripted, vocab_size, timeout_s=10.0), engine.num_speculative_tokens)
 
 
 def differing(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

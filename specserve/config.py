@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 VERIFICATIONS = ("coupled", "rejection", "block")
 DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 
 
 @strict_fields("option", ConfigError)
@@ -20,8 +21,9 @@ class EngineConfig:
     """Everything an engine is told at start. Sizes are tokens, sequences or GiB as their names say.
 
     `drafter` is a file name in drafters/ or an entry point of the group `specserve.drafters`; "none" is plain decoding.
-    `drafter_options` go to that drafter unread. `quantization="auto"` is int8 where native kernels serve the CPU and no
-    dtype is asked for, else none. `kv_cache_gib=None` sizes the cache from free memory.
+    `drafter_options` go to that drafter unread. A request may name another drafter for itself, which drafts
+    `num_speculative_tokens` as well, or 5 where that is 0. `quantization="auto"` is int8 where native kernels serve the
+    CPU and no dtype is asked for, else none. `kv_cache_gib=None` sizes the cache from free memory.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
@@ -31,7 +33,7 @@ class EngineConfig:
     device: str = "auto"
     threads: int | None = None
     drafter: str = "none"
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     drafter_timeout_s: float = 2.0
     verification: str = "coupled"

@@ -161,6 +161,17 @@ class SequenceStats:
     drafted_by_position: list[int] = field(default_factory=list)  # [i]: drafts that had a token at depth i
     num_preemptions: int = 0
     num_prefix_cached_tokens: int = 0
+    predicted: bool = False  # whether drafts come from the request's own prediction
+
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """As in OpenAI's usage: tokens drafted from the request's prediction that the target agreed with."""
+        return self.num_accepted_tokens if self.predicted else 0
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """As in OpenAI's usage: tokens drafted from the request's prediction that did not become output."""
+        return self.num_draft_tokens - self.num_accepted_tokens if self.predicted else 0
 
     @property
     def mean_acceptance_length(self) -> float:

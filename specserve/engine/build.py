@@ -27,6 +27,7 @@ from specserve.ops import Ops
 from specserve.runtime.runner import Runner
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.base import DraftHost, create
+from specserve.speculation.drafters import Drafters
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
         cache,
         Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, spec.max_len),
         Sampler(spec.vocab_size, config.verification, ops.device, ops.draw if ops.can_draw else None),
-        DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s),
+        Drafters(DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s, config.drafter)),
         Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),
         config.num_speculative_tokens,
     )

@@ -7,6 +7,7 @@ import time
 from torch import Tensor
 
 from specserve.cache.cache import KVCache
+from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.engine.commit import event, extend
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
@@ -17,6 +18,7 @@ from specserve.runtime.runner import Output, Runner
 from specserve.sampling.sampler import Sampler
 from specserve.sampling.verify import Failure
 from specserve.speculation.base import DraftHost
+from specserve.speculation.drafters import Drafters
 from specserve.types import Event, Sequence, Verdict
 
 
@@ -29,7 +31,7 @@ class Engine:
         cache: KVCache,
         scheduler: Scheduler,
         sampler: Sampler,
-        drafters: DraftHost,
+        drafters: Drafters,
         limits: Limits,
         num_speculative_tokens: int,
     ) -> None:
@@ -43,15 +45,13 @@ class Engine:
         self.counters = Counters()
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
         self._num_arrived = 0
-        self._num_dropped_before = 0  # by drafters that were replaced
 
-    def use(self, drafters: DraftHost, num_speculative_tokens: int) -> None:
-        """Draft with another drafter from now on. Raises ConfigError while a request is running."""
+    def use(self, drafter: DraftHost, num_speculative_tokens: int) -> None:
+        """Draft with another drafter from now on, where a request names none. Raises ConfigError while a request is
+        running."""
         if self.has_work:
             raise ConfigError("The drafter can only be changed while no request is running.")
-        self._num_dropped_before += self.drafters.num_dropped
-        self.drafters.close()
-        self.drafters = drafters
+        self.drafters.replace(drafter)
         self.num_speculative_tokens = num_speculative_tokens
 
     def add(self, request: Request) -> None:
@@ -59,6 +59,7 @@ class Engine:
         if request.id in self.requests:
             raise InputError(f"Request id {request.id!r} is in use; every running request needs its own.", "request_id")
         group = sequences(request, self.limits)
+        self.drafters.require(group[0].drafter)
         self.requests[request.id] = list(group)
         for seq in group:
             seq.order = self._num_arrived
@@ -83,7 +84,7 @@ class Engine:
         """Verify one draft, possibly empty, of every sequence whose prompt is computed; returns what each said."""
         timed = self.counters.timed
         with timed("total"):
-            work = self.scheduler.pick(self.num_speculative_tokens if self.drafters.active else 0)
+            work = self.scheduler.pick(self._draft_limit)
             with timed("draft"):
                 drafts = self.drafters.propose(work.seqs, work.budgets)
             batch = pack(work, drafts, self.runner.ops.row_multiple)
@@ -97,6 +98,14 @@ class Engine:
             self._close(work, batch)
         self.counters.settle()
         return events
+
+    def _draft_limit(self, seq: Sequence) -> int:
+        """How many tokens its draft may have. A drafter that the request names drafts although the engine's number is
+        0, which stands for those that name none."""
+        if not self.drafters.can_draft(seq):
+            return 0
+        count = self.num_speculative_tokens
+        return count if count or seq.drafter is None else DEFAULT_NUM_SPECULATIVE_TOKENS
 
     def _judge(self, batch: Batch, out: Output) -> dict[Sequence, Verdict | Failure]:
         """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
@@ -146,7 +155,7 @@ class Engine:
         counters.num_rows += batch.query_starts[-1]
         counters.num_prefill_chunks += len(work.seqs) - len(batch.rows.seqs)
         counters.num_preemptions = self.scheduler.num_preemptions
-        counters.num_drafts_dropped = self._num_dropped_before + self.drafters.num_dropped
+        counters.num_drafts_dropped = self.drafters.num_dropped
         usage = self.cache.usage(self.scheduler.running)
         counters.live_tokens += usage.live_tokens
         counters.allocated_tokens += usage.allocated_tokens

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from specserve.errors import InputError, PromptTooLongError
 from specserve.types import SamplingParams, Sequence, SequenceStats
 
+PREDICTION = "prediction"  # the drafter of a request that has a prediction and names none
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the completions of one seed over the 64-bit range
 
 
@@ -25,7 +27,9 @@ class Limits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt as ids with its parameters; `bad_ids` are params.bad_words as token ids. `priority`: lower is first.
-    `salt` separates prefix caches."""
+    `salt` separates prefix caches. `drafter` is the name of its drafter, "none" for plain decoding; None leaves it to
+    the engine. `prediction` is what the answer will mostly be, as ids: without a `drafter` the request drafts from it;
+    a drafter that is named may make use of it or not."""
 
     id: str
     prompt_ids: list[int]
@@ -33,6 +37,8 @@ class Request:
     bad_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     salt: bytes = b""
+    drafter: str | None = None
+    prediction: tuple[int, ...] = ()
 
 
 def sequences(request: Request, limits: Limits) -> list[Sequence]:
@@ -40,8 +46,11 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
     params = request.params
     params.check_ids(limits.vocab_size)
     _check_prompt(request.prompt_ids, limits)
+    _check_prediction(request.prediction, limits)
     space = limits.max_model_len - len(request.prompt_ids)
     seed = secrets.randbits(64) if params.seed is None else params.seed
+    prediction = tuple(request.prediction)
+    drafter = PREDICTION if request.drafter is None and prediction else request.drafter
     first: Sequence | None = None
     group: list[Sequence] = []
     for index in range(params.n):
@@ -57,8 +66,10 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
             bad_ids=request.bad_ids,
             priority=request.priority,
             salt=request.salt,
+            drafter=drafter,
+            prediction=prediction,
             parent=first,
-            stats=SequenceStats(arrived=time.perf_counter()),
+            stats=SequenceStats(arrived=time.perf_counter(), predicted=drafter == PREDICTION and bool(prediction)),
         )
         first = first or seq
         group.append(seq)
@@ -68,12 +79,26 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
 def _check_prompt(ids: list[int], limits: Limits) -> None:
     if not ids:
         raise InputError("The prompt is empty: there is no token to continue from.", "prompt")
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < limits.vocab_size:
-            raise InputError(
-                f"The prompt holds token id {token!r}; ids are whole numbers from 0 to {limits.vocab_size - 1}.",
-                "prompt",
-            )
+    _check_ids("prompt", ids, limits)
     if len(ids) >= limits.max_model_len:
         reason = f"the context is {limits.max_model_len} tokens and needs room for one more"
         raise PromptTooLongError(len(ids), limits.max_model_len - 1, reason)
+
+
+def _check_prediction(ids: Many[int], limits: Limits) -> None:
+    """One longer than the context could never be said, and finding one's place in it would delay everybody."""
+    if len(ids) > limits.max_model_len:
+        raise InputError(
+            f"The prediction has {len(ids)} tokens and the context is {limits.max_model_len}; an answer cannot be "
+            "longer. Leave out what is not likely to come.",
+            "prediction",
+        )
+    _check_ids("prediction", ids, limits)
+
+
+def _check_ids(name: str, ids: Many[int], limits: Limits) -> None:
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < limits.vocab_size:
+            raise InputError(
+                f"The {name} holds token id {token!r}; ids are whole numbers from 0 to {limits.vocab_size - 1}.", name
+            )

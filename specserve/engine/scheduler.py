@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Callable
 
 from specserve.cache.cache import KVCache
 from specserve.runtime.batch import Work
@@ -45,11 +46,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def pick(self, num_speculative_tokens: int) -> Work:
-        """The next step's work, with KV slots reserved for every token and draft in it."""
+    def pick(self, draft_limit: Callable[[Sequence], int]) -> Work:
+        """The next step's work, with KV slots reserved for every token and draft in it. `draft_limit` says how many
+        tokens a sequence's draft may have at most; the request may have asked for fewer."""
         plan = _Plan(self.max_num_batched_tokens)
         self._decode(plan)
-        self._drafts(plan, num_speculative_tokens)
+        self._drafts(plan, draft_limit)
         preempted = self._prefill(plan)
         if not preempted:
             self._admit(plan)
@@ -60,20 +62,20 @@ class Scheduler:
             if seq in self.running and len(seq.tokens) - seq.cached == 1:
                 self._reserve(plan, seq, 1)
 
-    def _drafts(self, plan: _Plan, num_speculative_tokens: int) -> None:
+    def _drafts(self, plan: _Plan, draft_limit: Callable[[Sequence], int]) -> None:
         """Drafts take only free blocks: nobody is preempted for a guess."""
         for seq in list(plan.counts):
-            draft = min(self._useful_draft(seq, num_speculative_tokens), plan.left)
+            draft = min(self._useful_draft(seq, draft_limit(seq)), plan.left)
             while draft > 0 and not self.cache.reserve(seq, 1 + draft):
                 draft //= 2
             plan.budgets[seq] = draft
             plan.left -= draft
 
-    def _useful_draft(self, seq: Sequence, num_speculative_tokens: int) -> int:
+    def _useful_draft(self, seq: Sequence, limit: int) -> int:
         """A step emits one token more than the draft, and none past max_tokens or the context."""
         asked = seq.params.num_speculative_tokens
         left = min(seq.max_tokens - seq.num_output, self.max_model_len - len(seq.tokens))
-        return max(0, min(num_speculative_tokens if asked is None else min(asked, num_speculative_tokens), left - 1))
+        return max(0, min(limit if asked is None else min(asked, limit), left - 1))
 
     def _prefill(self, plan: _Plan) -> bool:
         before = self.num_preemptions

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 def available() -> list[str]:
     """Names of all drafters, files and entry points, sorted; none of them is imported."""
-    return sorted({*_files(), *_installed()})
+    return sorted({*files(), *_installed()})
 
 
 def find(name: str) -> type[Drafter]:
@@ -42,7 +42,7 @@ def find(name: str) -> type[Drafter]:
 
     Raises ConfigError for an unknown name (with near misses), a missing package, or a class that is not a drafter.
     """
-    if name in _files():
+    if name in files():
         found = _only_drafter(_import(name))
     elif name in _installed():
         found = _installed()[name].load()
@@ -75,7 +75,8 @@ def create(name: str, options: Mapping[str, Any]) -> Drafter | None:
     return drafter(**options)
 
 
-def _files() -> set[str]:
+def files() -> set[str]:
+    """Names of the drafters that are files of drafters/; none of them is imported."""
     return {module.name for module in pkgutil.iter_modules(specserve.drafters.__path__)}
 
 
@@ -112,30 +113,26 @@ class DraftHost:
     `timeout_s` seconds switches it off for good. One of drafters/ is ours and is called directly: two hand-overs
     between threads a step cost a small model a tenth of its speed. Without a drafter every method returns at once.
 
-    `dropped` counts lost drafts by reason: those of `check.fault`, "count" (not one draft for each
-    sequence), "exception" and "timeout"; a begin, commit or end that failed counts one.
+    `name` is what requests and logs call the drafter; without one, "none" or the name of its class. `active`: whether a
+    proposal can come, as there is a drafter that was neither switched off nor closed. `dropped` counts lost drafts by
+    reason: those of `check.fault`, "count" (not one draft for each sequence), "exception" and "timeout"; a begin,
+    commit or end that failed counts one.
     """
 
-    def __init__(self, drafter: Drafter | None, vocab_size: int, timeout_s: float) -> None:
+    def __init__(self, drafter: Drafter | None, vocab_size: int, timeout_s: float, name: str | None = None) -> None:
+        self.name = name or (NONE if drafter is None else type(drafter).__name__)
+        self.active = drafter is not None
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
         self.wants_hidden = bool(getattr(drafter, "wants_hidden", False))
         self.dropped: Counter[str] = Counter()
+        self.num_dropped = 0  # the sum of `dropped`
         self._drafter = drafter
         self._begun: set[Sequence] = set()
         self._worker: Worker | Inline | None = None
         if drafter is not None:
             is_ours = type(drafter).__module__.startswith(f"{specserve.drafters.__name__}.")
             self._worker = Inline() if is_ours else Worker("specserve-drafter", timeout_s)
-
-    @property
-    def active(self) -> bool:
-        """Whether a proposal can come: there is a drafter, and it was neither switched off nor closed."""
-        return self._drafter is not None
-
-    @property
-    def num_dropped(self) -> int:
-        return self.dropped.total()
 
     def begin(self, seq: Sequence) -> None:
         """A sequence whose begin fails gets no drafts and the drafter does not hear of it again."""
@@ -144,9 +141,11 @@ class DraftHost:
 
     def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
         """One draft for each sequence, of at most budget[i] tokens; the drafter hears only of those with a budget."""
-        drafts = [Draft.empty() for _ in seqs]
+        drafts = [Draft.empty()] * len(seqs)
+        if self._drafter is None:
+            return drafts
         asked = [i for i, seq in enumerate(seqs) if budget[i] > 0 and seq in self._begun]
-        if self._drafter is None or not asked:
+        if not asked:
             return drafts
         limits = [budget[i] for i in asked]
         propose = partial(_propose, self._drafter, [seqs[i] for i in asked], limits, self.vocab_size)
@@ -162,10 +161,11 @@ class DraftHost:
         hidden states: their rows belong to all of `seqs`."""
         if self._drafter is None:
             return
-        known = [i for i, seq in enumerate(seqs) if hidden is not None or seq in self._begun]
-        if known:
-            told = [seqs[i] for i in known], [verdicts[i] for i in known]
-            self._call(partial(self._drafter.commit, *told, hidden))
+        if hidden is None and not self._begun.issuperset(seqs):
+            known = [i for i, seq in enumerate(seqs) if seq in self._begun]
+            seqs, verdicts = [seqs[i] for i in known], [verdicts[i] for i in known]
+        if seqs:
+            self._call(partial(self._drafter.commit, seqs, verdicts, hidden))
 
     def end(self, seq: Sequence) -> None:
         if seq in self._begun:
@@ -178,6 +178,7 @@ class DraftHost:
         if self._worker is not None:
             self._worker.stop()
         self._drafter = self._worker = None
+        self.active = False
         self._begun.clear()
 
     def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:
@@ -194,16 +195,17 @@ class DraftHost:
     def _drop(self, reason: str, what: str, num_drafts: int = 1, error: BaseException | None = None) -> None:
         """Count by reason; the first of each reason is logged, with the traceback if there is one."""
         if reason not in self.dropped:
-            _log.warning("Draft dropped (%s): %s.", reason, what, exc_info=error)
+            _log.warning("Drafter %s, draft dropped (%s): %s.", self.name, reason, what, exc_info=error)
         self.dropped[reason] += num_drafts
+        self.num_dropped += num_drafts
 
 
 def _propose(drafter: Drafter, seqs: list[Sequence], budget: list[int], vocab_size: int) -> list[Draft | str]:
     """For each sequence its draft, or the word for what is wrong with it. Runs on the drafter's thread, where even the
     checks of a foreign object may fail or hang."""
-    drafts: Any = drafter.propose(list(seqs), list(budget))
+    drafts: Any = drafter.propose(seqs, list(budget))
     if not isinstance(drafts, list):
-        return ["type"] * len(seqs)
-    if len(drafts) != len(seqs):
-        return ["count"] * len(seqs)
+        return ["type"] * len(budget)
+    if len(drafts) != len(budget):
+        return ["count"] * len(budget)
     return [fault(draft, limit, vocab_size) or draft for draft, limit in zip(drafts, budget, strict=True)]

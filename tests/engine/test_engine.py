@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
-from specserve.errors import InputError, PromptTooLongError
+from specserve.errors import ConfigError, InputError, PromptTooLongError
 from specserve.speculation.base import DraftHost, create
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
-from specserve.types import Event, SamplingParams
+from specserve.types import Draft, Event, SamplingParams, Sequence, Verdict
 
 VOCAB = tiny_config("llama")["vocab_size"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -38,7 +39,7 @@ def make(tiny: Path, drafter: Any = None, k: int = 5, blocks: int | None = None,
         ).engine
         assert engine.cache.num_blocks == blocks - 1
     if drafter is not None:
-        engine.drafters = DraftHost(drafter, engine.limits.vocab_size, 10.0)
+        engine.use(DraftHost(drafter, engine.limits.vocab_size, 10.0), k)
     return engine
 
 
@@ -347,7 +348,7 @@ def test_logprobs_equal_a_prefill_of_the_same_ids(tiny: Path, alone, drafted: bo
 def test_any_order_of_arrivals_and_aborts_keeps_the_invariants(tiny: Path, alone, data: st.DataObject) -> None:
     drafter = scripted(alone, accuracy=0.7, decoys=data.draw(st.sampled_from([0, 2])))
     engine = make(tiny, drafter, blocks=data.draw(st.integers(12, 30)), max_num_batched_tokens=24)
-    coming = data.draw(st.permutations(requests(16)))[:8]
+    coming = data.draw(st.permutations(wishes(alone)))[:8]
     got: dict[tuple[str, int], list[int]] = {}
     aborted: set[str] = set()
     while coming or engine.has_work:
@@ -366,3 +367,186 @@ def test_any_order_of_arrivals_and_aborts_keeps_the_invariants(tiny: Path, alone
     for (name, index), tokens in got.items():
         whole = alone[name, index]
         assert tokens == whole or (name in aborted and tokens == whole[: len(tokens)])
+
+
+# --- each request with its own drafter -------------------------------------------------------------------------------
+
+
+def edited(tokens: list[int], at: int) -> list[int]:
+    """A prediction that is nearly right: one token replaced, one deleted, two inserted."""
+    return [
+        *tokens[:at],
+        (tokens[at] + 1) % VOCAB,
+        *tokens[at + 1 : at + 4],
+        *tokens[at + 5 :][:3],
+        7,
+        8,
+        *tokens[at + 8 :],
+    ]
+
+
+def wishes(alone: dict[tuple[str, int], list[int]]) -> list[Request]:
+    """The same requests, in turn with the engine's drafter, a right and a wrong prediction, n-grams, and none."""
+    found = []
+    for i, request in enumerate(requests(16)):
+        output = alone[request.id, 0]
+        predicted = {1: tuple(output), 2: tuple(edited(output, 3))}.get(i % 5, ())
+        drafter = {3: "ngram", 4: "none"}.get(i % 5)
+        found.append(dataclasses.replace(request, prediction=predicted, drafter=drafter))
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("name", ["plain", "lucky", "tree"])
+def test_requests_with_different_drafters_in_one_batch(tiny: Path, alone, name: str, batch: int) -> None:
+    """Greedy and seeded, whoever drafts for them and for their neighbours: the same bits as plain decoding alone."""
+    drafter = scripted(alone, **DRAFTERS[name]) if name != "plain" else None
+    engine = make(tiny, drafter, k=5, max_num_seqs=batch)
+    for request in wishes(alone):
+        engine.add(request)
+    seqs = [engine.requests[f"r{i}"][0] for i in range(16)]
+    assert drive(engine, []) == alone
+    drafted = [sum(seq.stats.num_draft_tokens for seq in seqs[who::5]) for who in range(5)]
+    accepted = [sum(seq.stats.num_accepted_tokens for seq in seqs[who::5]) for who in range(5)]
+    assert (drafted[0] > 20) == (name != "plain"), "the engine's own drafter, where it has one"
+    assert accepted[1] == drafted[1] > 40, "a right prediction"
+    assert drafted[2] > accepted[2] > 10, "a prediction with errors"
+    assert drafted[3] > 0, "n-grams"
+    assert drafted[4] == 0, "plain decoding"
+    assert engine.drafters.num_dropped == 0
+    if drafter is not None:
+        assert not drafter.live
+        assert drafter.num_drafted == drafted[0], "it heard of its own sequences only"
+
+
+def test_different_drafters_survive_preemption_and_chunks(tiny: Path, alone) -> None:
+    engine = make(tiny, scripted(alone, accuracy=0.7), blocks=14, max_num_batched_tokens=24, max_num_seqs=16)
+    assert drive(engine, wishes(alone)) == alone
+    assert engine.counters.num_preemptions > 0, "the cache was to be too small"
+
+
+class Hostile:
+    """Breaks every promise of a drafter in turn."""
+
+    wants_hidden = False
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def begin(self, seq: Sequence) -> None: ...
+    def end(self, seq: Sequence) -> None: ...
+
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> Any:
+        self.num_calls += 1
+        if self.num_calls % 3 == 0:
+            raise RuntimeError("planted")
+        return [Draft.chain([VOCAB] * n) for n in budget] if self.num_calls % 3 == 1 else []
+
+    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: Any) -> None:
+        raise RuntimeError("planted")
+
+
+def test_a_hostile_drafter_costs_its_neighbours_nothing(tiny: Path, alone) -> None:
+    def run(drafter: Any) -> tuple[Engine, list[list[int]]]:
+        engine = make(tiny, drafter)
+        for request in wishes(alone):
+            engine.add(request)
+        seqs = [engine.requests[f"r{i}"][0] for i in range(16) if i % 5 in (1, 2, 3)]
+        assert drive(engine, []) == alone
+        return engine, [[s.stats.num_steps, s.stats.num_draft_tokens, s.stats.num_accepted_tokens] for s in seqs]
+
+    hostile = Hostile()
+    engine, stats = run(hostile)
+    assert hostile.num_calls > 10
+    assert engine.counters.num_drafts_dropped > hostile.num_calls
+    calm, wanted = run(None)
+    assert calm.counters.num_drafts_dropped == 0
+    assert stats == wanted
+
+
+@pytest.mark.parametrize(("own", "k", "expected"), [("none", 5, 5), ("ngram", 0, 5), ("none", 0, 5), ("ngram", 3, 3)])
+def test_a_request_that_asks_for_drafts_gets_them(tiny: Path, alone, own: str, k: int, expected: int) -> None:
+    """Also where the engine itself drafts nothing; and with a cap of its own, no more than that."""
+    engine = make(tiny, create(own, {}), k=k)
+    first = alone["r0", 0]
+    capped = dataclasses.replace(GREEDY, num_speculative_tokens=2)
+    for name, params, more in (
+        ("plain", GREEDY, {}),
+        ("predicted", GREEDY, {"prediction": tuple(first)}),
+        ("capped", capped, {"prediction": tuple(first)}),
+        ("off", GREEDY, {"prediction": tuple(first), "drafter": "none"}),
+    ):
+        engine.add(Request(id=name, prompt_ids=prompt(0), params=params, **more))
+    stats = {name: group[0].stats for name, group in engine.requests.items()}
+    outputs = drive(engine, [])
+    assert set(map(tuple, outputs.values())) == {tuple(first)}
+    assert len(stats["predicted"].drafted_by_position) == expected
+    assert len(stats["capped"].drafted_by_position) == 2
+    assert stats["off"].num_drafts == 0
+    assert len(stats["plain"].drafted_by_position) <= (0 if own == "none" else k)
+
+
+def test_a_right_prediction_takes_the_fewest_steps_and_is_counted(tiny: Path, alone) -> None:
+    """The step that ends the prompt has no draft, then 23 tokens by sixes."""
+    engine, first = make(tiny), alone["r0", 0]
+    never = next(token for token in range(VOCAB) if token not in first)
+    for name, prediction, drafter in (
+        ("right", first, None),
+        ("wrong", [first[0], *[never] * 20], None),
+        ("unused", first, "ngram"),
+    ):
+        engine.add(Request(id=name, prompt_ids=prompt(0), params=GREEDY, prediction=tuple(prediction), drafter=drafter))
+    right, wrong, unused = (engine.requests[name][0].stats for name in ("right", "wrong", "unused"))
+    drive(engine, [])
+    assert right.num_steps == 1 + 4
+    assert (right.accepted_prediction_tokens, right.rejected_prediction_tokens) == (24 - 5, 0)
+    assert wrong.accepted_prediction_tokens == 0
+    assert wrong.rejected_prediction_tokens == wrong.num_draft_tokens == 5, "lost after the first token"
+    assert (unused.accepted_prediction_tokens, unused.rejected_prediction_tokens) == (0, 0)
+
+
+def test_every_completion_of_a_request_has_its_drafter(tiny: Path) -> None:
+    params = SamplingParams(n=3, temperature=0, max_tokens=12, ignore_eos=True)
+    request = Request(id="n", prompt_ids=prompt(3, 50), params=params)
+    outputs = drive(make(tiny), [request])
+    engine = make(tiny)
+    engine.add(dataclasses.replace(request, prediction=tuple(outputs["n", 0])))
+    seqs = list(engine.requests["n"])
+    assert drive(engine, []) == outputs
+    assert [seq.stats.num_steps for seq in seqs] == [1 + 2] * 3, "12 tokens: one, then 11 by sixes"
+
+
+@pytest.mark.parametrize(
+    ("wish", "param", "message"),
+    [
+        ({"drafter": "ngrams"}, "drafter", r"Unknown drafter 'ngrams'\. Did you mean 'ngram'"),
+        ({"drafter": 3}, "drafter", "drafter is 3"),
+        ({"drafter": "ngram", "prediction": (1, VOCAB)}, "prediction", f"prediction holds token id {VOCAB}"),
+        ({"prediction": (1, -1)}, "prediction", "prediction holds token id -1"),
+        ({"prediction": (1.5,)}, "prediction", "prediction holds token id 1.5"),
+        ({"prediction": (1,) * 161}, "prediction", "prediction has 161 tokens and the context is 160"),
+    ],
+)
+def test_wrong_wishes_are_refused_and_leave_nothing(tiny: Path, wish: dict[str, Any], param: str, message: str) -> None:
+    engine = make(tiny)
+    with pytest.raises(InputError, match=message) as caught:
+        engine.add(Request(id="x", prompt_ids=[1, 2], params=GREEDY, **wish))
+    assert caught.value.param == param
+    assert not engine.has_work
+    assert not engine.requests
+    assert engine.cache.num_free == engine.cache.num_blocks
+    drive(engine, [Request(id="x", prompt_ids=[1, 2], params=GREEDY)])
+
+
+def test_the_engines_drafter_can_be_replaced_between_requests(tiny: Path, alone) -> None:
+    engine = make(tiny)
+    predicted = dataclasses.replace(requests(1)[0], prediction=tuple(alone["r0", 0]))
+    engine.add(predicted)
+    with pytest.raises(ConfigError, match="while no request is running"):
+        engine.use(DraftHost(create("ngram", {}), VOCAB, 10.0, "ngram"), 5)
+    assert drive(engine, [])["r0", 0] == alone["r0", 0]
+    script = scripted(alone)
+    engine.use(DraftHost(script, VOCAB, 10.0), 5)
+    outputs = drive(engine, [predicted, requests(2)[1]])
+    assert outputs == {("r0", 0): alone["r0", 0], ("r1", 0): alone["r1", 0]}
+    assert script.num_accepted > 10

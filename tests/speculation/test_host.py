@@ -430,3 +430,14 @@ def test_a_forgotten_host_leaves_no_thread() -> None:
     gc.collect()
     thread.join(LONG)
     assert not thread.is_alive()
+
+
+def test_a_host_has_a_name_for_requests_and_logs(
+    make_host: Callable[..., DraftHost], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert DraftHost(None, VOCABULARY, LONG).name == "none"
+    assert make_host(Scripted()).name == "Scripted"
+    host = DraftHost(NgramDrafter(), VOCABULARY, LONG, "ngram")
+    with caplog.at_level(logging.WARNING):
+        host.commit([make_seq()], [Verdict([1], [])], torch.zeros(1, 1))
+    assert "Drafter ngram, draft dropped (exception)" in caplog.text
