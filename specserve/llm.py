@@ -9,10 +9,9 @@ rest.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence as Many
 from contextlib import aclosing, contextmanager, suppress
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import Progress
@@ -21,57 +20,23 @@ from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
+from specserve.engine.inputs import Messages, Prediction, Prompt, Requests
 from specserve.engine.loop import EngineLoop
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
-from specserve.models.tokenizer import Tokenizer
 from specserve.speculation.base import DraftHost, create
 from specserve.types import Event, SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "Chunk", "CompletionOutput", "RequestOutput"]
 
-# Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
-Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
-Messages: TypeAlias = Many[Mapping[str, Any]]
-
-
-class _Requests:
-    """Makes requests from prompts, each with an id of its own."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._ids = itertools.count()
-
-    def of_prompt(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> tuple[Request, RequestOutput]:
-        if isinstance(prompt, Mapping):
-            return self.of_prompt(_unwrap(prompt), params, priority)
-        if isinstance(prompt, str):
-            return self._make(prompt, self.tokenizer.encode(prompt), params, priority)
-        return self._make(None, list(prompt), params, priority)
-
-    def of_chat(
-        self, messages: Messages, params: SamplingParams, priority: int = 0, **template: Any
-    ) -> tuple[Request, RequestOutput]:
-        text = self.tokenizer.render_chat(messages, **template)
-        return self._make(text, self.tokenizer.encode(text, add_special_tokens=False), params, priority)
-
-    def _make(
-        self, text: str | None, ids: list[int], params: SamplingParams, priority: int
-    ) -> tuple[Request, RequestOutput]:
-        name = f"request-{next(self._ids)}"
-        request = Request(id=name, prompt_ids=ids, params=params, bad_ids=self._bad_ids(params), priority=priority)
-        completions = [CompletionOutput(index) for index in range(params.n)]
-        return request, RequestOutput(request.id, text, ids, completions)
-
-    def _bad_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word as it is written at the start of a text and after a space, as vLLM does."""
-        forms = (form for word in params.bad_words for form in (word.lstrip(), " " + word.lstrip()))
-        return tuple(tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms)
-
 
 class LLM:
     """An engine in this process. Options are the fields of EngineConfig. A context manager; close() frees the memory.
+
+    Every call that generates takes, for all its prompts, `drafter`: a name to draft with instead of the engine's own
+    drafter, "none" for plain decoding; and `prediction`: text or token ids that the answer will mostly be, which it
+    drafts from unless a drafter is named. Neither changes an answer (with the default verification), only its time.
 
     Raises ConfigError, ModelError or CapacityError when it cannot start.
     """
@@ -83,7 +48,7 @@ class LLM:
         self.device, self.dtype, self.threads = self._built.device, self._built.dtype, self._built.threads
         self.quantization = self._built.quantization
         self.summary = self._built.summary
-        self._requests = _Requests(self.tokenizer)
+        self._requests = Requests(self.tokenizer)
         self._collectors: dict[str, Collector] = {}
 
     @property
@@ -98,19 +63,25 @@ class LLM:
         prompts: Prompt | Many[Prompt],
         params: SamplingParams | Many[SamplingParams] | None = None,
         *,
+        drafter: str | None = None,
+        prediction: Prediction | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in order. A prompt is text or a list of token ids; `params` is one for all or
         one for each. Raises InputError for the first bad one, before anything runs."""
         batch = _prompts(prompts)
         each = _each(params, len(batch))
-        return self._run([self._requests.of_prompt(p, s) for p, s in zip(batch, each, strict=True)], each, progress)
+        wishes = self._requests.wishes(drafter, prediction)
+        made = [self._requests.of_prompt(p, s, wishes) for p, s in zip(batch, each, strict=True)]
+        return self._run(made, each, progress)
 
     def chat(
         self,
         messages: Messages | Many[Messages],
         params: SamplingParams | Many[SamplingParams] | None = None,
         *,
+        drafter: str | None = None,
+        prediction: Prediction | None = None,
         progress: bool = False,
         **template: Any,
     ) -> list[RequestOutput]:
@@ -118,23 +89,42 @@ class LLM:
         template; `template` goes to it."""
         batch = _conversations(messages)
         each = _each(params, len(batch))
-        made = [self._requests.of_chat(m, s, **template) for m, s in zip(batch, each, strict=True)]
+        wishes = self._requests.wishes(drafter, prediction)
+        made = [self._requests.of_chat(m, s, wishes, **template) for m, s in zip(batch, each, strict=True)]
         return self._run(made, each, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        prediction: Prediction | None = None,
+    ) -> Iterator[Chunk]:
         """Complete one prompt and yield its text as it comes. Leaving the loop early aborts the request."""
         chosen = params or SamplingParams()
-        return self._stream(self._requests.of_prompt(prompt, chosen), chosen)
+        wishes = self._requests.wishes(drafter, prediction)
+        return self._stream(self._requests.of_prompt(prompt, chosen, wishes), chosen)
 
-    def stream_chat(self, messages: Messages, params: SamplingParams | None = None, **template: Any) -> Iterator[Chunk]:
+    def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        prediction: Prediction | None = None,
+        **template: Any,
+    ) -> Iterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
         chosen = params or SamplingParams()
-        return self._stream(self._requests.of_chat(messages, chosen, **template), chosen)
+        wishes = self._requests.wishes(drafter, prediction)
+        return self._stream(self._requests.of_chat(messages, chosen, wishes, **template), chosen)
 
     def use_drafter(self, name: str, num_speculative_tokens: int | None = None, **options: Any) -> None:
-        """Draft with another drafter from now on; "none" is plain decoding. Only while nothing runs."""
+        """Draft with another drafter from now on where a call names none; "none" is plain decoding. Only while nothing
+        runs."""
         engine = self.engine
-        host = DraftHost(create(name, options), engine.limits.vocab_size, self.config.drafter_timeout_s)
+        host = DraftHost(create(name, options), engine.limits.vocab_size, self.config.drafter_timeout_s, name)
         k = engine.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         engine.use(host, k)
 
@@ -199,39 +189,69 @@ class LLM:
 
 class AsyncLLM:
     """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request. Calls of
-    a lower `priority` run first, and are preempted last when memory is short."""
+    a lower `priority` run first, and are preempted last when memory is short. `drafter` and `prediction` as for LLM."""
 
     def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = False, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
         built = build(self.config, progress=progress)
         self.tokenizer, self.summary = built.tokenizer, built.summary
         self.engine = built.engine  # its counters may be read; everything else belongs to the loop's thread
-        self._requests = _Requests(self.tokenizer)
+        self._requests = Requests(self.tokenizer)
         self._loop = EngineLoop(built.engine)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        drafter: str | None = None,
+        prediction: Prediction | None = None,
     ) -> RequestOutput:
         """Complete one prompt; many calls at once are batched by the engine."""
-        return await self._whole(*self._requests.of_prompt(prompt, params or SamplingParams(), priority))
+        wishes = self._requests.wishes(drafter, prediction, priority)
+        return await self._whole(*self._requests.of_prompt(prompt, params or SamplingParams(), wishes))
 
     async def chat(
-        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0, **template: Any
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        drafter: str | None = None,
+        prediction: Prediction | None = None,
+        **template: Any,
     ) -> RequestOutput:
         """Answer one conversation."""
-        return await self._whole(*self._requests.of_chat(messages, params or SamplingParams(), priority, **template))
+        wishes = self._requests.wishes(drafter, prediction, priority)
+        return await self._whole(*self._requests.of_chat(messages, params or SamplingParams(), wishes, **template))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        drafter: str | None = None,
+        prediction: Prediction | None = None,
     ) -> AsyncIterator[Chunk]:
         """Complete one prompt and yield its text as it comes."""
-        return self._stream(*self._requests.of_prompt(prompt, params or SamplingParams(), priority))
+        wishes = self._requests.wishes(drafter, prediction, priority)
+        return self._stream(*self._requests.of_prompt(prompt, params or SamplingParams(), wishes))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0, **template: Any
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        drafter: str | None = None,
+        prediction: Prediction | None = None,
+        **template: Any,
     ) -> AsyncIterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
-        return self._stream(*self._requests.of_chat(messages, params or SamplingParams(), priority, **template))
+        wishes = self._requests.wishes(drafter, prediction, priority)
+        return self._stream(*self._requests.of_chat(messages, params or SamplingParams(), wishes, **template))
 
     async def close(self) -> None:
         """Stop after the step that is running; requests that are still open get an EngineError."""
@@ -266,15 +286,6 @@ class AsyncLLM:
         finally:
             if not collector.finished:
                 self._loop.abort(request.id)
-
-
-def _unwrap(prompt: Mapping[str, Any]) -> str | list[int]:
-    for key in ("prompt_token_ids", "prompt"):
-        if key in prompt:
-            return cast("str | list[int]", prompt[key])
-    raise InputError(
-        f"A prompt mapping has 'prompt' or 'prompt_token_ids', not {', '.join(map(repr, prompt))}.", "prompt"
-    )
 
 
 def _prompts(prompts: Prompt | Many[Prompt]) -> list[Prompt]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,124 @@ def test_acceptance_is_reported_per_request(llm: LLM) -> None:
     assert stats.first_token is not None
     assert stats.finished is not None
     assert stats.arrived < stats.first_token <= stats.finished
+
+
+def test_every_verb_takes_a_prediction(llm: LLM) -> None:
+    """The step that ends the prompt has no draft, then 19 tokens by sixes: five steps; the text stays the same."""
+    (plain,) = llm.generate("The cat sat on the", GREEDY)[0].outputs
+    ids = plain.token_ids
+    assert (plain.stats.num_steps, plain.stats.accepted_prediction_tokens) == (20, 0)
+    messages = [{"role": "user", "content": "Hello"}]
+    answer = llm.chat(messages, GREEDY)[0].outputs[0].token_ids
+    found = [
+        (ids, *(r.outputs[0] for r in llm.generate(["The cat sat on the"] * 2, GREEDY, prediction=ids))),
+        (answer, llm.chat(messages, GREEDY, prediction=answer)[0].outputs[0]),
+    ]
+    for tokens, *outputs in found:
+        for output in outputs:
+            assert output.token_ids == tokens
+            assert output.stats.num_steps == 1 + 4
+            assert output.stats.accepted_prediction_tokens == 20 - 5
+    last = [*llm.stream("The cat sat on the", GREEDY, prediction=ids)][-1]
+    assert last.stats is not None
+    assert last.stats.num_steps == 5
+    last = [*llm.stream_chat(messages, GREEDY, prediction=answer)][-1]
+    assert last.stats is not None
+    assert last.stats.num_steps == 5
+
+
+def test_a_predicted_text_is_encoded_without_special_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids that reach the engine, once for all prompts of a call."""
+    text, seen = "The cat sat", []
+    add, encode = llm.engine.add, llm.tokenizer.encode
+
+    def marked(text: str, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + encode(text, False)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", marked)
+    monkeypatch.setattr(llm.engine, "add", lambda request: (seen.append(request), add(request)))
+    llm.generate(["a", [5, 6]], GREEDY, prediction=text)
+    assert [request.prediction for request in seen] == [tuple(encode(text, False))] * 2
+    assert seen[0].prompt_ids[0] == 0
+    assert [request.drafter for request in seen] == [None, None]
+
+
+def test_a_call_may_name_its_drafter(llm: LLM) -> None:
+    """Two streams with different drafters and a plain one share their steps, and say what they say alone."""
+    prompt = "one two three four five. " * 6
+    (plain,) = llm.generate(prompt, GREEDY)[0].outputs
+    streams = {name: llm.stream(prompt, GREEDY, drafter=name) for name in ("ngram", "none", "prediction")}
+    texts = dict.fromkeys(streams, "")
+    drafts = {}
+    while streams:
+        for name, stream in list(streams.items()):
+            chunk = next(stream, None)
+            if chunk is None:
+                del streams[name]
+                continue
+            texts[name] += chunk.text
+            drafts[name] = chunk.stats.num_draft_tokens if chunk.stats else 0
+    assert texts == dict.fromkeys(texts, plain.text)
+    assert drafts["ngram"] > 0
+    assert (drafts["none"], drafts["prediction"]) == (0, 0), "a prediction was not given"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "param", "message"),
+    [
+        ({"drafter": "ngrma"}, "drafter", "Did you mean 'ngram'"),
+        ({"prediction": 5}, "prediction", "prediction is 5; it must be text or a list of token ids"),
+        ({"prediction": {"content": "x"}}, "prediction", "must be text or a list of token ids"),
+        ({"prediction": [-1]}, "prediction", "prediction holds token id -1"),
+        ({"prediction": "x" * 3000}, "prediction", "the context is 256"),
+    ],
+)
+def test_wrong_wishes_are_input_errors(llm: LLM, tiny: Path, wishes: dict[str, Any], param: str, message: str) -> None:
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(InputError, match=message) as caught:
+            list(call("fine", GREEDY, **wishes))
+        assert caught.value.param == param
+    assert not llm.engine.has_work
+
+
+def test_an_empty_prediction_is_none(llm: LLM) -> None:
+    for prediction in ("", [], None):
+        (output,) = llm.generate("abc", GREEDY, prediction=prediction)[0].outputs
+        assert not output.stats.predicted
+
+
+def test_async_calls_take_wishes_too(tiny: Path, llm: LLM) -> None:
+    (plain,) = llm.generate("abc", GREEDY)[0].outputs
+    messages = [{"role": "user", "content": "Hello"}]
+    (answer,) = llm.chat(messages, GREEDY)[0].outputs
+
+    async def main() -> None:
+        async with AsyncLLM(str(tiny), dtype="float32", max_model_len=256) as served:
+            outputs = await asyncio.gather(
+                served.generate("abc", GREEDY, prediction=plain.token_ids),
+                served.generate("abc", GREEDY, drafter="ngram", priority=1),
+                served.chat(messages, GREEDY, prediction=answer.token_ids),
+                served.generate("abc", GREEDY),
+            )
+            found = [output.outputs[0] for output in outputs]
+            assert [each.token_ids for each in found] == [each.token_ids for each in (plain, plain, answer, plain)], (
+                "whoever drafted"
+            )
+            assert [each.stats.predicted for each in found] == [True, False, True, False]
+            assert [each.stats.num_steps for each in found][::2] == [5, 5]
+            for stream in (
+                served.stream("abc", GREEDY, prediction=plain.token_ids),
+                served.stream_chat(messages, GREEDY, prediction=answer.token_ids),
+            ):
+                chunks = [chunk async for chunk in stream]
+                assert chunks[-1].stats is not None
+                assert chunks[-1].stats.num_steps == 5
+            with pytest.raises(InputError, match="Did you mean 'ngram'"):
+                await served.generate("abc", GREEDY, drafter="ngrm")
+            again = await served.generate("abc", GREEDY)
+            assert again.outputs[0].text == plain.text, "nobody else notices"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_n_completions_and_logprobs(llm: LLM) -> None:

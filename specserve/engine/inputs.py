@@ -1,0 +1,86 @@
+"""Turns what a caller gives (text, ids, conversations, a prediction) into requests. Knows the tokenizer; no engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence as Many
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from specserve.engine.outputs import CompletionOutput, RequestOutput
+from specserve.engine.request import Request
+from specserve.errors import InputError
+from specserve.models.tokenizer import Tokenizer
+from specserve.types import SamplingParams
+
+# Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
+Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
+Messages: TypeAlias = Many[Mapping[str, Any]]
+Prediction: TypeAlias = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a call asks for all its prompts beside how they are sampled; the fields are Request's."""
+
+    drafter: str | None
+    prediction: tuple[int, ...]
+    priority: int = 0
+
+
+class Requests:
+    """Makes requests from prompts, each with an id of its own."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._ids = itertools.count()
+
+    def wishes(self, drafter: str | None, prediction: Prediction | None, priority: int = 0) -> Wishes:
+        """A predicted text gets no special tokens: it stands inside an answer. Raises InputError."""
+        if isinstance(prediction, str):
+            prediction = self.tokenizer.encode(prediction, add_special_tokens=False)
+        elif not isinstance(prediction, list | tuple | None):
+            raise InputError(f"prediction is {prediction!r}; it must be text or a list of token ids.", "prediction")
+        return Wishes(drafter, tuple(prediction or ()), priority)
+
+    def of_prompt(self, prompt: Prompt, params: SamplingParams, wishes: Wishes) -> tuple[Request, RequestOutput]:
+        if isinstance(prompt, Mapping):
+            return self.of_prompt(_unwrap(prompt), params, wishes)
+        if isinstance(prompt, str):
+            return self._make(prompt, self.tokenizer.encode(prompt), params, wishes)
+        return self._make(None, list(prompt), params, wishes)
+
+    def of_chat(
+        self, messages: Messages, params: SamplingParams, wishes: Wishes, **template: Any
+    ) -> tuple[Request, RequestOutput]:
+        text = self.tokenizer.render_chat(messages, **template)
+        return self._make(text, self.tokenizer.encode(text, add_special_tokens=False), params, wishes)
+
+    def _make(
+        self, text: str | None, ids: list[int], params: SamplingParams, wishes: Wishes
+    ) -> tuple[Request, RequestOutput]:
+        request = Request(
+            id=f"request-{next(self._ids)}",
+            prompt_ids=ids,
+            params=params,
+            bad_ids=self._bad_ids(params),
+            priority=wishes.priority,
+            drafter=wishes.drafter,
+            prediction=wishes.prediction,
+        )
+        completions = [CompletionOutput(index) for index in range(params.n)]
+        return request, RequestOutput(request.id, text, ids, completions)
+
+    def _bad_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each bad word as it is written at the start of a text and after a space, as vLLM does."""
+        forms = (form for word in params.bad_words for form in (word.lstrip(), " " + word.lstrip()))
+        return tuple(tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+
+
+def _unwrap(prompt: Mapping[str, Any]) -> str | list[int]:
+    for key in ("prompt_token_ids", "prompt"):
+        if key in prompt:
+            return cast("str | list[int]", prompt[key])
+    raise InputError(
+        f"A prompt mapping has 'prompt' or 'prompt_token_ids', not {', '.join(map(repr, prompt))}.", "prompt"
+    )
