@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from specserve.bench.replay import accepted_path
 from specserve.drafters.prediction import PredictionDrafter
@@ -87,6 +88,7 @@ def test_of_repeated_passages_the_next_one_is_meant() -> None:
     assert drafts_along(text, [1, 2, 30, 31, 1, 2, 40, 77, 1, 2], limit=2)[-1] == [50, 51]
     back = drafts_along(text, [1, 2, 30, 31, 1, 2, 40, 41, 1, 2, 50, 77, 1, 2], limit=2)
     assert back[-1] == [50, 51], "none comes after, so the nearest before"
+    assert drafts_along(text, [1, 2, 77, 1, 2], limit=2)[-1] == [40, 41], "what was just refused is not the first guess"
 
 
 def test_a_longer_match_goes_before_a_nearer_one() -> None:
@@ -100,6 +102,11 @@ def test_a_place_found_by_chance_does_not_move_the_search() -> None:
     text = [10, 11, 3, 4, 20, 12, 1, 2, 13, 3, 4, 21]
     drafts = drafts_along(text, [10, 11, 1, 2, 3, 4], limit=1)
     assert drafts[-3:] == [[13], [], [20]]
+
+
+def test_the_prompt_says_nothing_about_the_place() -> None:
+    """It ends with 10, 11, 12, as a prompt may that holds the text to be edited."""
+    assert drafts_along(TEXT, [13, 14]) == [[10, 11, 12], [], [15, 16, 17]]
 
 
 def test_shortest_match_is_an_option() -> None:
@@ -153,24 +160,25 @@ def stands_in(piece: list[int], text: list[int]) -> bool:
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 5))
 
 
-@given(edited(), SIZES, st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1))
+@settings(max_examples=200)
+@given(edited(), SIZES, st.lists(st.integers(1, 4), min_size=1), st.integers(1, 6))
 def test_drafts_are_pieces_of_the_prediction_and_equal_a_rescan(
-    texts: tuple[list[int], list[int]], sizes: tuple[int, int], steps: list[tuple[int, int]]
+    texts: tuple[list[int], list[int]], sizes: tuple[int, int], counts: list[int], budget: int
 ) -> None:
-    """Whatever the steps were: some tokens at once, with or without a proposal between."""
+    """However many tokens a step brings. The prompt's tokens are such as the prediction has."""
     prediction, output = texts
-    drafter, seq = PredictionDrafter(max(sizes), min(sizes)), make_seq(prediction)
+    drafter, seq = PredictionDrafter(max(sizes), min(sizes)), make_seq(prediction, prompt=[0, 1, 0])
     drafter.begin(seq)
-    for count, budget in steps:
-        if budget:
-            (draft,) = drafter.propose([seq], [budget])
-            place = rescan(prediction, seq.tokens[seq.num_prompt :], max(sizes), min(sizes))
-            assert draft.tokens.tolist() == ([] if place is None else prediction[place : place + budget])
-            assert fault(draft, budget, 51) is None
-            assert draft.is_chain
-            assert stands_in(draft.tokens.tolist(), prediction)
-        if fresh := output[seq.num_output : seq.num_output + count]:
-            say(drafter, seq, fresh)
+    for count in itertools.cycle(counts):
+        (draft,) = drafter.propose([seq], [budget])
+        place = rescan(prediction, output[: seq.num_output], max(sizes), min(sizes))
+        assert draft.tokens.tolist() == ([] if place is None else prediction[place : place + budget])
+        assert fault(draft, budget, 51) is None
+        assert draft.is_chain
+        assert stands_in(draft.tokens.tolist(), prediction)
+        if seq.num_output == len(output):
+            break
+        say(drafter, seq, output[seq.num_output : seq.num_output + count])
     drafter.end(seq)
 
 
