@@ -3,6 +3,7 @@ nor messages."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -119,9 +120,9 @@ class SamplingFields(Wire):
     store: Any = None
 
     @property
+    @abstractmethod
     def num_choices(self) -> int:
         """Completions that the response has."""
-        raise NotImplementedError
 
     @property
     def include_usage(self) -> bool:
@@ -139,9 +140,9 @@ class SamplingFields(Wire):
         unknown_names = (name for name in self.model_extra or {} if name not in REFUSED)
         return [*unknown_names, *(f"stream_options.{name}" for name in nested)]
 
+    @abstractmethod
     def sampling_params(self) -> SamplingParams:
         """What the engine is asked for. Raises InputError."""
-        raise NotImplementedError
 
     def _params(self, **own: Any) -> SamplingParams:
         same = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}

@@ -15,15 +15,14 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     stats = [completion.stats for completion in _completions(outputs)]
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(completion.token_ids) for completion in _completions(outputs))
-    accepted = sum(s.num_accepted_tokens for s in stats)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": sum(_num_cached(output) for output in outputs)},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(s.num_draft_tokens for s in stats) - accepted,
+            "accepted_prediction_tokens": sum(s.accepted_prediction_tokens for s in stats),
+            "rejected_prediction_tokens": sum(s.rejected_prediction_tokens for s in stats),
         },
     }
 

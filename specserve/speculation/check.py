@@ -31,6 +31,8 @@ def fault(draft: Any, budget: int, vocab_size: int) -> str | None:
             return "shape"
     if len(draft) > budget:
         return "budget"
+    if draft.is_chain != (draft.parents.tolist() == list(range(-1, len(draft) - 1))):
+        return "parents"  # changed in place since somebody asked whether it is a chain
     return _tree_fault(draft.tokens, draft.parents, vocab_size) or _q_fault(draft, vocab_size)
 
 

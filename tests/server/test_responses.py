@@ -54,7 +54,7 @@ def stats(**changed: Any) -> SequenceStats:
         "drafted_by_position": [3, 3, 1],
         "num_prefix_cached_tokens": 2,
     }
-    return SequenceStats(**fields | changed)
+    return SequenceStats(**{"predicted": True} | fields | changed)
 
 
 def scored(token: int, *top: tuple[int, float], logprob: float = -0.5) -> TokenLogprobs:
@@ -243,6 +243,11 @@ def test_what_did_not_end_well_is_no_answer(completion: CompletionOutput, status
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_drafts_that_no_prediction_gave_are_no_predicted_tokens() -> None:
+    details = usage([output(ended(stats=stats(predicted=False)), ended(1))])["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}, "the second choice's alone"
 
 
 def test_without_a_drafter_there_is_nothing_to_say_about_drafts() -> None:

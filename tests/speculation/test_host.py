@@ -91,7 +91,14 @@ def q_of_zero_at_the_token() -> Draft:
     return Draft.chain([2], q)
 
 
+def changed_in_place() -> Draft:
+    draft = Draft.chain([1, 2])
+    draft.parents[1] = -1
+    return draft
+
+
 HOSTILE = {
+    "a chain made a tree in place": (changed_in_place(), "parents"),
     "a list": ([1, 2], "type"),
     "None": (None, "type"),
     "tokens are a list": (Draft([1], [-1]), "type"),  # type: ignore[arg-type]
