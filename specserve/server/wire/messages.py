@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from specserve.errors import InputError
-from specserve.server.fields import Wire, well_formed
-from specserve.server.json_text import json_object
-from specserve.server.sentences import shown
+from specserve.server.wire.fields import Wire, well_formed
+from specserve.server.wire.json_text import json_object
+from specserve.server.wire.sentences import shown
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 10_000  # of one message

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
-from specserve.server.errors import WireError, unavailable
-from specserve.server.logprobs import LEAST, CompletionLogprobs, chat_logprobs
-from specserve.server.responses import Reply, chat_body, completion_body, model_card, model_list
-from specserve.server.stream import DONE, ChatStream, CompletionStream, Stream, event_text
-from specserve.server.usage import metrics, speculative_decoding, usage
+from specserve.server.wire.errors import WireError, unavailable
+from specserve.server.wire.logprobs import LEAST, CompletionLogprobs, chat_logprobs
+from specserve.server.wire.responses import Reply, chat_body, completion_body, model_card, model_list
+from specserve.server.wire.stream import DONE, ChatStream, CompletionStream, Stream, event_text
+from specserve.server.wire.usage import metrics, speculative_decoding, usage
 from specserve.types import SequenceStats, TokenLogprobs
 
 END, NOW = 9, 20.0

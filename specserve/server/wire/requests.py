@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, ValidationInfo, model_validator
 
 from specserve.errors import InputError
-from specserve.server.fields import (
+from specserve.server.wire.fields import (
     ClosedWire,
     Count,
     Limits,
@@ -23,11 +23,11 @@ from specserve.server.fields import (
     limits_of,
     well_formed,
 )
-from specserve.server.json_text import json_object
-from specserve.server.messages import Messages, Tools, conversation, text_of
-from specserve.server.sampling_fields import SamplingFields
-from specserve.server.sentences import as_input_error, shown
-from specserve.server.unsupported import refuse_unsupported
+from specserve.server.wire.json_text import json_object
+from specserve.server.wire.messages import Messages, Tools, conversation, text_of
+from specserve.server.wire.sampling_fields import SamplingFields
+from specserve.server.wire.sentences import as_input_error, shown
+from specserve.server.wire.unsupported import refuse_unsupported
 from specserve.types import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context

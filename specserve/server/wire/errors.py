@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from specserve.errors import CapacityError, EngineError, InputError, PromptTooLongError, SpecserveError, unknown
-from specserve.server.fields import well_formed
-from specserve.server.sentences import as_input_error
+from specserve.server.wire.fields import well_formed
+from specserve.server.wire.sentences import as_input_error
 
 _RETRIED = (408, 409, 429)  # what client SDKs send again, besides every status from 500 on
 _RETRY_SECONDS = 1.0

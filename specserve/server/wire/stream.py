@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from specserve.engine.outputs import Chunk, RequestOutput
-from specserve.server.errors import WireError
-from specserve.server.logprobs import CompletionLogprobs, chat_logprobs
-from specserve.server.responses import Beginning, Reply, raise_failure
+from specserve.server.wire.errors import WireError
+from specserve.server.wire.logprobs import CompletionLogprobs, chat_logprobs
+from specserve.server.wire.responses import Beginning, Reply, raise_failure
 
 DONE = "[DONE]"
 

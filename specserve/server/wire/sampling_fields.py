@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field, ValidationInfo, model_validator
 
 from specserve.errors import InputError, unknown
-from specserve.server.fields import (
+from specserve.server.wire.fields import (
     MAX_COUNT,
     AnyIds,
     Biases,
@@ -24,7 +24,7 @@ from specserve.server.fields import (
     Words,
     limits_of,
 )
-from specserve.server.unsupported import REFUSED
+from specserve.server.wire.unsupported import REFUSED
 from specserve.types import SamplingParams
 
 # Wire fields that SamplingParams has under the same name; null leaves its default.

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from specserve.errors import InputError
-from specserve.server.errors import wire_error
-from specserve.server.fields import MAX_HEADER, Limits, header_names
-from specserve.server.json_text import json_object
-from specserve.server.messages import MAX_MESSAGES
-from specserve.server.requests import ChatCompletionRequest, CompletionRequest, checked, read
-from specserve.server.stream import event_text
-from specserve.server.tokenization import (
+from specserve.server.wire.errors import wire_error
+from specserve.server.wire.fields import MAX_HEADER, Limits, header_names
+from specserve.server.wire.json_text import json_object
+from specserve.server.wire.messages import MAX_MESSAGES
+from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, checked, read
+from specserve.server.wire.stream import event_text
+from specserve.server.wire.tokenization import (
     DetokenizeRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
@@ -26,7 +26,7 @@ from specserve.server.tokenization import (
     read_tokenize,
     tokenize_body,
 )
-from specserve.server.unsupported import REFUSED
+from specserve.server.wire.unsupported import REFUSED
 from specserve.types import SamplingParams
 
 LIMITS = Limits(vocab_size=1000, max_model_len=256, max_completions=8, drafters=frozenset({"ngram"}))
@@ -575,12 +575,12 @@ def test_junk_is_taken_or_refused_and_nothing_else(junk: dict[str, Any], is_chat
 
 def test_nothing_heavy_is_loaded() -> None:
     """The process that talks HTTP starts fast; who serves these bodies is nothing they know."""
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(__file__).resolve().parents[3]
     names = ["errors", "json_text", "requests", "responses", "stream", "tokenization"]
-    code = f"import sys, {', '.join(f'specserve.server.{name}' for name in names)}; print(*sys.modules)"
+    code = f"import sys, {', '.join(f'specserve.server.wire.{name}' for name in names)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert "specserve.server.stream" in loaded
+    assert "specserve.server.wire.stream" in loaded
     assert not {"torch", "transformers", "aiohttp", "specserve.engine.engine", "specserve.engine.build"} & loaded
 
 

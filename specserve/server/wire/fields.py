@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
-from specserve.server.sentences import shown
+from specserve.server.wire.sentences import shown
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 4096

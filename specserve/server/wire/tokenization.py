@@ -9,10 +9,10 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo
 
 from specserve.errors import InputError
-from specserve.server.fields import Limits, Name, Wire, check_ids, limits_of, well_formed
-from specserve.server.json_text import json_object
-from specserve.server.requests import TemplateFields, checked
-from specserve.server.sentences import shown
+from specserve.server.wire.fields import Limits, Name, Wire, check_ids, limits_of, well_formed
+from specserve.server.wire.json_text import json_object
+from specserve.server.wire.requests import TemplateFields, checked
+from specserve.server.wire.sentences import shown
 
 
 class TokenizeTextRequest(Wire):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
-from specserve.server.errors import WireError, unavailable
-from specserve.server.logprobs import CompletionLogprobs, Vocabulary, chat_logprobs, joined
-from specserve.server.usage import metrics, usage
+from specserve.server.wire.errors import WireError, unavailable
+from specserve.server.wire.logprobs import CompletionLogprobs, Vocabulary, chat_logprobs, joined
+from specserve.server.wire.usage import metrics, usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

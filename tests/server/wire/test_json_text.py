@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from specserve.errors import InputError
-from specserve.server.json_text import _BRACKET, MAX_DEPTH, json_object
+from specserve.server.wire.json_text import _BRACKET, MAX_DEPTH, json_object
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(1 - 10**20, 10**20 - 1) | st.floats(-1e300, 1e300) | st.text(max_size=5)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from specserve.errors import CapacityError, EngineError, InputError, ModelError, PromptTooLongError
-from specserve.server.errors import (
+from specserve.server.wire.errors import (
     WireError,
     body_too_large,
     method_not_allowed,

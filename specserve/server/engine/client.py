@@ -1,0 +1,164 @@
+"""The API process's end of the socket: sends commands, and hands what the engine says to whoever asked. Knows messages
+and asyncio; knows no process and no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from specserve.errors import EngineError, InputError, SpecserveError
+from specserve.server.engine.messages import (
+    Abort,
+    Command,
+    Failed,
+    Gauges,
+    Ready,
+    Refused,
+    Report,
+    ResetPrefixCache,
+    Said,
+    Stepped,
+    Stop,
+    Submit,
+)  # fmt: skip
+
+
+class Subscription:
+    """What the engine says of one request, in order. Ends after the last completion's end, or raises what ended it."""
+
+    def __init__(self, number: int, num_completions: int) -> None:
+        self.number = number
+        self._left = num_completions
+        self._said: deque[Said] = deque()
+        self._error: SpecserveError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self._left == 0 or self._error is not None
+
+    def push(self, said: Said) -> None:
+        self._said.append(said)
+        self._left -= said.finish_reason is not None
+        self._news.set()
+
+    def fail(self, error: SpecserveError) -> None:
+        self._error = error
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[Said]]:
+        """All that has come since the last time, at least one."""
+        while self._said or not self.ended:
+            await self._news.wait()
+            self._news.clear()
+            if self._said:
+                some = list(self._said)
+                self._said.clear()
+                yield some
+        if self._error is not None:
+            raise self._error
+
+
+class EngineClient:
+    """One incarnation of the engine as the API process sees it: from `bind` to `close`.
+
+    `gauges` is the engine after its last step. `last_progress` is time.monotonic() of the last message that shows
+    that it moves while requests are open: a step that ran rows or said something, an answer, or a new request to none.
+    """
+
+    def __init__(self, address: str, numbers: itertools.count[int]) -> None:
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.gauges: Gauges | None = None
+        self.last_progress = time.monotonic()
+        self.failure: Failed | None = None
+        self._numbers = numbers
+        self._open: dict[int, Subscription] = {}
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Report).decode
+        self._listener = asyncio.create_task(self._listen())
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def submit(self, asked: Submit, num_completions: int) -> Subscription:
+        """Ask for a request; its id is given here."""
+        number = next(self._numbers)
+        subscription = Subscription(number, num_completions)
+        if not self._open:
+            self.last_progress = time.monotonic()
+        self._open[number] = subscription
+        self._send(msgspec.structs.replace(asked, id=number))
+        return subscription
+
+    def abort(self, subscription: Subscription, index: int | None = None) -> None:
+        """End a request, or one of its completions. Nothing more is heard of one that is aborted whole."""
+        if index is None and self._open.pop(subscription.number, None) is None:
+            return
+        self._send(Abort(subscription.number, index))
+
+    def reset_prefix_cache(self) -> None:
+        self._send(ResetPrefixCache())
+
+    def stop(self) -> None:
+        """Ask the engine to end after its step."""
+        self._send(Stop())
+
+    def fail(self, error: EngineError) -> None:
+        """Tell everybody who waits that the engine is gone."""
+        for subscription in self._open.values():
+            subscription.fail(error)
+        self._open.clear()
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # looked at, so that a start that nobody waits for any more is no warning
+
+    def close(self) -> None:
+        self._listener.cancel()
+        self._socket.close()
+
+    def _send(self, command: Command) -> None:
+        self._socket.send(self._encode(command))
+
+    async def _listen(self) -> None:
+        while True:
+            self._hear(self._decode(await self._socket.recv()))
+
+    def _hear(self, report: Report) -> None:
+        match report:
+            case Stepped(said=said, gauges=gauges):
+                if said or self.gauges is None or gauges.num_rows != self.gauges.num_rows:
+                    self.last_progress = time.monotonic()
+                self.gauges = gauges
+                for each in said:
+                    self._deliver(each)
+            case Refused(id=number, message=message, param=param):
+                subscription = self._open.pop(number, None)
+                if subscription is not None:
+                    subscription.fail(InputError(message, param))
+            case Ready():
+                self.ready.set_result(report)
+            case Failed():
+                self.failure = report
+
+    def _deliver(self, said: Said) -> None:
+        subscription = self._open.get(said.id)
+        if subscription is None:
+            return
+        subscription.push(said)
+        if subscription.ended:
+            del self._open[said.id]

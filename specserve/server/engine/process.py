@@ -1,0 +1,204 @@
+"""The engine's process: one thread that obeys, steps and reports. Knows the engine and the messages; knows no HTTP.
+
+    python -m specserve.server.engine.process ADDRESS OPTIONS.json
+
+It ends with the process that started it, however that one ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import zmq
+
+from specserve.config import EngineConfig
+from specserve.engine.build import Built, build
+from specserve.engine.engine import Engine
+from specserve.engine.request import Request
+from specserve.errors import CapacityError, ConfigError, InputError, ModelError, PromptTooLongError, SpecserveError
+from specserve.server.engine.messages import (
+    Abort,
+    Command,
+    Failed,
+    Gauges,
+    Ready,
+    Refused,
+    Report,
+    ResetPrefixCache,
+    Said,
+    Stepped,
+    Stop,
+    Submit,
+)  # fmt: skip
+from specserve.types import Event
+
+_PR_SET_PDEATHSIG = 1
+_HOPELESS = (ConfigError, ModelError, CapacityError)
+
+
+class Wire:
+    """The engine's end of the socket. A command that is none is dropped: whoever could send one is not ours."""
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # the reports of a step are few, and none may be lost
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Command).decode
+
+    def send(self, report: Report) -> None:
+        self._socket.send(self._encode(report), copy=False)
+
+    def commands(self, wait: bool) -> Iterator[Command]:
+        """All that have come; with `wait` at least one, or none after a second."""
+        if wait:
+            self._socket.poll(1000)
+        while True:
+            try:
+                yield self._decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except msgspec.DecodeError:
+                continue
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class EngineProcess:
+    """Steps the engine while there is work, and obeys between steps."""
+
+    def __init__(self, wire: Wire, built: Built) -> None:
+        self._wire = wire
+        self._engine: Engine = built.engine
+        self._ids: dict[str, int] = {}  # the engine's names of requests -> the other side's numbers
+        self._stopping = False
+
+    def run(self) -> None:
+        while not self._stopping:
+            for command in self._wire.commands(wait=not self._engine.has_work):
+                self._obey(command)
+            if self._engine.has_work:
+                self._report(self._engine.step())
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Abort(id=number, index=index):
+                self._report(self._engine.abort(str(number), index))
+            case ResetPrefixCache():
+                self._engine.cache.reset_prefix_cache()
+            case Stop():
+                self._stopping = True
+
+    def _submit(self, asked: Submit) -> None:
+        request = Request(
+            id=str(asked.id),
+            prompt_ids=asked.prompt_ids,
+            params=asked.params,
+            bad_ids=tuple(map(tuple, asked.bad_ids)),
+            priority=asked.priority,
+            salt=asked.salt,
+            drafter=asked.drafter,
+            prediction=tuple(asked.prediction),
+        )
+        try:
+            self._engine.add(request)
+        except InputError as error:
+            code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+            self._wire.send(Refused(asked.id, str(error), error.param, code))
+
+    def _report(self, events: list[Event]) -> None:
+        self._wire.send(Stepped([_said(event) for event in events], self._gauges()))
+
+    def _gauges(self) -> Gauges:
+        engine, counters, stats = self._engine, self._engine.counters, self._engine.cache.stats
+        return Gauges(
+            num_running=len(engine.scheduler.running),
+            num_waiting=len(engine.scheduler.waiting),
+            num_free_blocks=engine.cache.num_free,
+            num_blocks=engine.cache.num_blocks,
+            num_steps=counters.num_steps,
+            num_rows=counters.num_rows,
+            num_preemptions=counters.num_preemptions,
+            num_prefix_query_tokens=stats.num_prefix_query_tokens,
+            num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
+            num_drafts_dropped=counters.num_drafts_dropped,
+            seconds=counters.seconds,
+        )
+
+
+def _said(event: Event) -> Said:
+    stats = event.stats if event.finish_reason else None
+    return Said(
+        int(event.request_id), event.index, event.tokens, event.logprobs, event.prompt_logprobs, event.finish_reason,
+        event.stop_reason, event.error, stats,
+    )  # fmt: skip
+
+
+def main(address: str, options: dict[str, Any]) -> int:
+    """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a key press reaches the whole group; the other side decides
+    wire = Wire(address)
+    try:
+        begun = time.perf_counter()
+        built = build(EngineConfig(**options))
+        wire.send(_ready(built, time.perf_counter() - begun))
+        EngineProcess(wire, built).run()
+        return 0
+    except SpecserveError as error:
+        wire.send(Failed(str(error), isinstance(error, _HOPELESS)))
+    except Exception as error:
+        wire.send(Failed(f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        wire.close()
+    return 1
+
+
+@contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    phases[name] = time.perf_counter() - begun
+
+
+def _ready(built: Built, seconds: float) -> Ready:
+    limits = built.engine.limits
+    about = {
+        "device": built.device,
+        "dtype": built.dtype,
+        "quantization": built.quantization,
+        "threads": str(built.threads),
+        "kernels": built.engine.runner.ops.name,
+    }
+    return Ready(
+        limits.vocab_size, limits.max_model_len, sorted(limits.eos_ids), built.summary, about, {"engine": seconds}
+    )
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends, and look once whether it has already."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("The process that started this engine has ended.")
+
+
+if __name__ == "__main__":
+    with open(sys.argv[2], encoding="utf-8") as stream:
+        chosen = json.load(stream)
+    sys.exit(main(sys.argv[1], chosen))

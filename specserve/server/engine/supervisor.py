@@ -1,0 +1,179 @@
+"""Keeps an engine running: starts its process, notices when it has died or no longer moves, tells who waits, and starts
+another. Knows processes; knows no HTTP and nothing of what is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from specserve.errors import EngineError
+from specserve.server.engine.client import EngineClient, Subscription
+from specserve.server.engine.messages import Ready, Submit
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.25  # between two looks at whether the engine moves
+_FIRST_PAUSE_S = 0.5  # before the first restart; twice as long before each further one
+_LONGEST_PAUSE_S = 30.0
+_END_S = 5.0  # an engine that was asked to end is killed after so long
+
+
+class State(Enum):
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # for good
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds and numbers of attempts after which a supervisor gives up on something."""
+
+    start_s: float = 900.0  # until the engine is ready
+    stall_s: float = 10.0  # without progress while requests are open
+    attempts: int = 3  # starts in a row that fail before the engine was ready
+
+
+class Supervisor:
+    """One engine after another, in processes of their own that die with this one.
+
+    `finished` is done when there will be no engine any more: its exception says why, None after `close`.
+    """
+
+    def __init__(self, options: Mapping[str, Any], patience: Patience | None = None) -> None:
+        self.state = State.LOADING
+        self.ready: Ready | None = None  # of the engine that runs, or of the last one
+        self.num_restarts = 0
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._patience = patience or Patience()
+        self._numbers = itertools.count()
+        self._starts = itertools.count()
+        self._folder = Path(tempfile.mkdtemp(prefix="specserve-"))  # readable by this user alone
+        (self._folder / "options.json").write_text(json.dumps(dict(options)), "utf-8")
+        self._client: EngineClient | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._first = asyncio.Event()  # the first start has succeeded, or all have failed
+        self._keeper = asyncio.create_task(self._keep())
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process, while there is one."""
+        return None if self._process is None or self._process.returncode is not None else self._process.pid
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine that takes requests now. Raises EngineError when there is none."""
+        if self.state is not State.READY or self._client is None:
+            raise EngineError(f"The engine is {self.state.value}; try again in a moment.")
+        return self._client
+
+    def submit(self, asked: Submit, num_completions: int) -> Subscription:
+        """Raises EngineError when there is no engine."""
+        return self.client.submit(asked, num_completions)
+
+    async def wait_until_ready(self) -> Ready:
+        """What the first engine said when it was ready. Raises EngineError with the cause when none could start."""
+        await self._first.wait()
+        if self.ready is None:
+            await asyncio.shield(self.finished)
+        assert self.ready is not None, "an end before the first start has a cause"
+        return self.ready
+
+    async def close(self) -> None:
+        """End the engine after the step it is in, and everything else with it."""
+        self.state = State.STOPPED
+        self._keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._keeper
+        await self._end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if not self.finished.done():
+            self.finished.set_result(None)
+
+    async def _keep(self) -> None:
+        """Run one engine after another until starting has failed too often."""
+        failures = 0
+        while True:
+            cause = await self._run_one()
+            was_ready, self.state = self.state is State.READY, State.RESTARTING
+            failures = 0 if was_ready else failures + 1
+            final = self._client is not None and self._client.failure is not None and self._client.failure.is_final
+            await self._drop(cause)
+            if final or failures >= self._patience.attempts:
+                self._give_up(cause)
+                return
+            pause = min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S)
+            _log.error("%s Starting another in %.1f s.", cause, pause)
+            self.num_restarts += 1
+            await asyncio.sleep(pause)
+
+    async def _run_one(self) -> str:
+        """Start an engine and watch it until it is gone; why it is."""
+        address = f"ipc://{self._folder}/engine-{next(self._starts)}.sock"
+        self._client = EngineClient(address, self._numbers)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "specserve.server.engine.process", address, str(self._folder / "options.json"),
+            stdin=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        begun = time.monotonic()
+        ended = asyncio.create_task(self._process.wait())
+        while not ended.done():
+            await asyncio.wait([ended], timeout=_LOOK_S)
+            self._notice_ready()
+            if (trouble := self._trouble(begun)) and not ended.done():
+                self._process.kill()
+                await ended
+                return trouble
+        said = "" if self._client.failure is None else f" It said: {self._client.failure.message}"
+        return f"The engine's process ended with status {ended.result()}.{said}"
+
+    def _notice_ready(self) -> None:
+        assert self._client is not None, "an engine is running"
+        if self.state is not State.READY and self._client.ready.done():
+            self.ready = self._client.ready.result()
+            self.state = State.READY
+            self._first.set()
+
+    def _trouble(self, begun: float) -> str | None:
+        """Why the running engine has to go, if it has."""
+        assert self._client is not None, "an engine is running"
+        now, patience = time.monotonic(), self._patience
+        if self.state is not State.READY:
+            late = now - begun > patience.start_s
+            return f"The engine was not ready after {patience.start_s:.0f} s." if late else None
+        stalled = self._client.num_open and now - self._client.last_progress > patience.stall_s
+        return f"The engine made no progress for {patience.stall_s:.0f} s." if stalled else None
+
+    async def _drop(self, cause: str) -> None:
+        """Tell everybody who waits for the engine that has gone."""
+        if self._client is not None:
+            self._client.fail(EngineError(f"{cause} The request is lost; send it again."))
+            self._client.close()
+            self._client = None
+
+    def _give_up(self, cause: str) -> None:
+        self.state = State.FAILED
+        self.finished.set_exception(EngineError(cause))
+        self._first.set()
+
+    async def _end(self) -> None:
+        if self._client is not None and self._process is not None and self._process.returncode is None:
+            self._client.stop()
+            try:
+                await asyncio.wait_for(self._process.wait(), _END_S)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        await self._drop("The server is ending.")

@@ -1,0 +1,203 @@
+"""The engine in a process of its own: what it says, and what happens when it dies, hangs or cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specserve.errors import EngineError, InputError
+from specserve.llm import LLM
+from specserve.models.tokenizer import Tokenizer
+from specserve.server.engine.supervisor import Patience, State, Supervisor
+from specserve.server.service import Ask, Service
+from specserve.testing import write_tiny_model
+from specserve.types import SamplingParams
+
+OPTIONS: dict[str, Any] = {"threads": 1, "max_num_seqs": 4, "kv_cache_gib": 0.01, "max_model_len": 256}
+PATIENCE = Patience(stall_s=1.5)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[int]:
+    with LLM(str(folder), **OPTIONS) as llm:
+        return llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+
+
+@asynccontextmanager
+async def running(folder: Path, **options: Any) -> AsyncIterator[Service]:
+    supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, PATIENCE)
+    service = Service(supervisor, Tokenizer(folder))
+    try:
+        await supervisor.wait_until_ready()
+        yield service
+    finally:
+        await supervisor.close()
+        service.close()
+
+
+async def answer(service: Service, params: SamplingParams = GREEDY) -> list[int]:
+    with service.start(Ask(prompt_ids=PROMPT, params=params), "canary") as running:
+        return (await running.whole()).outputs[0].token_ids
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def running_again(service: Service, pid: int | None) -> None:
+    supervisor = service.supervisor
+    await until(lambda: supervisor.state is State.READY and supervisor.pid not in (pid, None))
+
+
+def test_answers_are_those_of_the_sdk(folder: Path, expected: list[int]) -> None:
+    async def play() -> None:
+        async with running(folder) as service:
+            many = [answer(service) for _ in range(6)]
+            assert await asyncio.gather(*many) == [expected] * 6
+            gauges = service.supervisor.client.gauges
+            assert gauges is not None
+            assert (gauges.num_running, gauges.num_waiting, gauges.num_free_blocks) == (0, 0, gauges.num_blocks)
+            assert service.supervisor.client.num_open == 0
+
+    asyncio.run(play())
+
+
+def test_a_request_that_is_wrong_is_refused_alone(folder: Path, expected: list[int]) -> None:
+    async def play() -> None:
+        async with running(folder) as service:
+            good = asyncio.create_task(answer(service))
+            with pytest.raises(InputError, match="token id 100000") as caught:
+                await service.start(Ask(prompt_ids=[100_000], params=GREEDY), "bad").whole()
+            assert caught.value.param == "prompt"
+            assert await good == expected
+            assert service.supervisor.num_restarts == 0
+
+    asyncio.run(play())
+
+
+def test_an_answer_that_is_left_is_aborted(folder: Path) -> None:
+    async def play() -> None:
+        async with running(folder) as service:
+            client = service.supervisor.client
+            with service.start(Ask(prompt_ids=PROMPT, params=ENDLESS), "left") as left:
+                async for _ in left:
+                    break
+            assert client.num_open == 0
+            await until(lambda: client.gauges is not None and client.gauges.num_free_blocks == client.gauges.num_blocks)
+
+    asyncio.run(play())
+
+
+async def _kill(service: Service) -> None:
+    os.kill(service.supervisor.pid or 0, signal.SIGKILL)
+
+
+async def _hang(service: Service) -> None:
+    os.kill(service.supervisor.pid or 0, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(("fault", "words"), [(_kill, "status -9"), (_hang, "no progress")])
+def test_a_lost_engine_is_told_and_replaced(
+    folder: Path, expected: list[int], fault: Callable[[Service], Awaitable[None]], words: str
+) -> None:
+    """Everybody who waits hears of it, and the next engine gives the same answers."""
+
+    async def play() -> None:
+        async with running(folder) as service:
+            pid = service.supervisor.pid
+            open_ = [service.start(Ask(prompt_ids=PROMPT, params=ENDLESS), str(i)) for i in range(6)]
+            async for _ in open_[0]:
+                break
+            await fault(service)
+            for result in await asyncio.gather(*(each.whole() for each in open_), return_exceptions=True):
+                assert isinstance(result, EngineError)
+                assert words in str(result)
+            with pytest.raises(EngineError, match="restarting"):
+                service.start(Ask(prompt_ids=PROMPT, params=GREEDY), "early")
+            await running_again(service, pid)
+            assert await answer(service) == expected
+            assert service.supervisor.num_restarts == 1
+
+    asyncio.run(play())
+
+
+def test_an_idle_engine_is_never_thought_to_hang(folder: Path, expected: list[int]) -> None:
+    async def play() -> None:
+        async with running(folder) as service:
+            pid = service.supervisor.pid
+            await asyncio.sleep(2 * PATIENCE.stall_s)
+            assert service.supervisor.pid == pid
+            assert await answer(service) == expected
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    async def play() -> None:
+        supervisor = Supervisor({"model": str(tmp_path / "nothing"), **OPTIONS}, PATIENCE)
+        with pytest.raises(EngineError, match="nothing"):
+            await supervisor.wait_until_ready()
+        assert supervisor.state is State.FAILED
+        assert supervisor.num_restarts == 0, "another start would fail the same way"
+        await supervisor.close()
+
+    asyncio.run(play())
+
+
+def test_bytes_that_are_no_message_are_dropped(folder: Path, expected: list[int]) -> None:
+    async def play() -> None:
+        async with running(folder) as service:
+            socket = service.supervisor.client._socket
+            for junk in (b"", b"\x80\x04\x95.", b"\xff" * 100, b"\x81\xa4type\xa5eval!"):
+                await socket.send(junk)
+            assert await answer(service) == expected
+
+    asyncio.run(play())
+
+
+def test_the_engine_ends_with_its_parent(folder: Path) -> None:
+    """Even when that is killed and can tell nobody."""
+    program = (
+        "import asyncio, sys\n"
+        "from specserve.server.engine.supervisor import Supervisor\n"
+        "async def main():\n"
+        "    s = Supervisor(eval(sys.argv[1]))\n"
+        "    await s.wait_until_ready()\n"
+        "    print(s.pid, flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+
+    async def play() -> None:
+        import sys
+
+        options = repr({"model": str(folder), **OPTIONS})
+        parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, options, stdout=-1)
+        assert parent.stdout is not None
+        pid = int(await parent.stdout.readline())
+        parent.kill()
+        await parent.wait()
+        await until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), 5)
+
+    asyncio.run(play())
+
+
+def _is_zombie(pid: int) -> bool:
+    return " Z " in Path(f"/proc/{pid}/stat").read_text("utf-8")
