@@ -34,6 +34,11 @@ class ChatTemplate:
         self._special = special
         self._compiled: dict[str, jinja2.Template] = {}
 
+    @property
+    def source(self) -> str | None:
+        """The template's own text, the one without tools; None where the model has none."""
+        return self._sources.get("default")
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -61,8 +66,8 @@ class ChatTemplate:
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise InputError(
-                f"The model in {self._folder} has no chat template. Send a plain prompt, or put the template of its "
-                "family into that folder as chat_template.jinja.",
+                "This model has no chat template. Send a plain prompt, or put the template of its family into the "
+                f"model's folder ({self._folder.name}) as chat_template.jinja.",
                 "messages",
             )
         return name

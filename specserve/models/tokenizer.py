@@ -39,6 +39,8 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_id = self._id(special.get("bos_token"))
         self.eos_ids = _eos_ids(folder, self._id(special.get("eos_token")))
+        self._special = special
+        self._kind = str(config.get("tokenizer_class", "PreTrainedTokenizerFast"))
         self._chat = ChatTemplate(folder, config, special)
         self._to_bytes = _byte_decoder(self._backend, folder)
         self._bytes: dict[int, bytes] = {}
@@ -91,6 +93,11 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Ids of `render_chat(messages, **options)`; the template has written the special tokens already."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def info(self) -> dict[str, Any]:
+        """What a client needs to build prompts itself, under the names of tokenizer_config.json."""
+        tokens = {role: self._special.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        return {"tokenizer_class": self._kind, **tokens, "chat_template": self._chat.source}
 
     def _id(self, token: str | None) -> int | None:
         token_id: int | None = None if token is None else self._backend.token_to_id(token)

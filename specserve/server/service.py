@@ -10,18 +10,23 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
+from specserve.errors import PromptTooLongError
 from specserve.models.tokenizer import Tokenizer
-from specserve.server.engine.client import EngineClient, Subscription
-from specserve.server.engine.messages import Said, Submit
-from specserve.server.engine.supervisor import Supervisor
+from specserve.server.engine.client import EngineClient, RefusedError, Subscription
+from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Said, Submit
+from specserve.server.engine.supervisor import State, Supervisor
+from specserve.server.metrics import Metrics
+from specserve.server.wire.errors import WireError, unavailable
 from specserve.types import Event, SamplingParams
 
 T = TypeVar("T")
+_INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
+_WORDS = {State.LOADING: "is loading", State.RESTARTING: "has failed and is being started again"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One prompt as ids, and everything that goes with it."""
+    """One prompt as ids, and everything that goes with it; the fields are Request's."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -32,59 +37,97 @@ class Ask:
     prediction: Sequence[int] = ()
 
 
-class Answer:
-    """A request that runs. Iterate over its chunks; `output` grows with them. A context manager: whatever still runs
-    when it is left is aborted."""
+class _Answer:
+    """One prompt's request while it runs."""
 
-    def __init__(
-        self, ask: Ask, name: str, client: EngineClient, subscription: Subscription, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, ask: Ask, name: str, client: EngineClient, subscription: Subscription, tokenizer: Tokenizer):
         completions = [CompletionOutput(index) for index in range(ask.params.n)]
         self.output = RequestOutput(name, ask.prompt, ask.prompt_ids, completions)
-        self._name = name
-        self._client = client
-        self._subscription = subscription
+        self.subscription = subscription
+        self.client = client
         self._collector = Collector(self.output, ask.params, tokenizer, self._stop)
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        async for said in self._subscription:
-            for each in said:
-                self._collector.push(_event(self._name, each))
-            while self._collector.chunks:
-                yield self._collector.chunks.popleft()
-            if self._collector.finished:
-                return
-
-    async def whole(self) -> RequestOutput:
-        """The output when all its completions have ended."""
-        async for _ in self:
-            pass
-        return self.output
-
-    def __enter__(self) -> Answer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._client.abort(self._subscription)
+    def take(self) -> list[Chunk]:
+        for said in self.subscription.take():
+            self._collector.push(_event(self.output.request_id, said))
+        chunks = list(self._collector.chunks)
+        self._collector.chunks.clear()
+        return chunks
 
     def _stop(self, name: str, index: int) -> None:
         """A stop string, which the engine cannot see, has ended a completion."""
-        self._client.abort(self._subscription, index)
+        self.client.abort(self.subscription, index)
+
+
+class Answers:
+    """The requests of one call, one for each prompt. Iterate over what they say; `outputs` grow with it. A context
+    manager: whatever still runs when it is left is aborted."""
+
+    def __init__(self, answers: list[_Answer], news: asyncio.Event) -> None:
+        self.outputs = [answer.output for answer in answers]
+        self._answers = answers
+        self._news = news
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
+        """What has come since the last time, as (prompt, chunk); nothing after `poke`. Raises EngineError when the
+        engine is gone, and WireError when it refused one of the requests or one has waited too long."""
+        while not all(output.finished for output in self.outputs):
+            await self._news.wait()
+            self._news.clear()
+            yield [(prompt, chunk) for prompt, answer in enumerate(self._answers) for chunk in _taken(answer)]
+
+    async def whole(self) -> list[RequestOutput]:
+        """The outputs when all completions have ended."""
+        async for _ in self:
+            pass
+        return self.outputs
+
+    def poke(self) -> None:
+        """Let whoever iterates look up, though there is nothing new."""
+        self._news.set()
+
+    def expire(self) -> None:
+        """End those that still wait for their first step."""
+        for answer in self._answers:
+            answer.client.expire(answer.subscription)
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for answer in self._answers:
+            answer.client.abort(answer.subscription)
+
+
+def _taken(answer: _Answer) -> list[Chunk]:
+    try:
+        return answer.take()
+    except RefusedError as error:
+        if error.code == QUEUE_TIMEOUT:
+            raise unavailable(f"{error} Send it again.", code=QUEUE_TIMEOUT) from error
+        raise WireError(400, "invalid_request_error", str(error), param=error.param, code=error.code) from error
 
 
 class Service:
-    """What all routes share. Tokenizing and templates run on threads: long texts must not hold up other streams."""
+    """What all routes share. Long texts are tokenized on threads: they must not hold up other streams."""
 
-    def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer, num_threads: int = 2) -> None:
+    def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer, metrics: Metrics, num_threads: int = 2) -> None:
         self.supervisor = supervisor
         self.tokenizer = tokenizer
+        self.metrics = metrics
         self._pool = ThreadPoolExecutor(num_threads, "specserve-text")
 
-    async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+    @property
+    def ready(self) -> Ready:
+        """The engine that takes requests. Raises WireError while there is none."""
+        supervisor = self.supervisor
+        if supervisor.state is not State.READY or supervisor.ready is None:
+            what = _WORDS.get(supervisor.state, "has ended")
+            raise unavailable(f"The engine {what}. Send the request again in a moment.", code=supervisor.state.value)
+        return supervisor.ready
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self.on_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await self.run(len(text), self.tokenizer.encode, text, add_special_tokens)
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """A conversation through the chat template, as text and ids."""
@@ -93,11 +136,27 @@ class Service:
             text = self.tokenizer.render_chat(messages, **template)
             return text, self.tokenizer.encode(text, add_special_tokens=False)
 
-        return await self.on_thread(render)
+        size = sum(len(message.get("content") or "") for message in messages)
+        return await self.run(size, render)
 
-    def start(self, ask: Ask, name: str) -> Answer:
-        """Ask the engine. Raises EngineError while there is none."""
-        client = self.supervisor.client
+    async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function whose work grows with `size`, a number of characters: on a thread if there are many."""
+        if size <= _INLINE_CHARACTERS:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def start(self, asks: Sequence[Ask], name: str) -> Answers:
+        """Ask the engine; `name` is the answer's. Raises WireError while there is none, and PromptTooLongError; then
+        nothing was asked."""
+        ready = self.ready
+        for ask in asks:
+            if len(ask.prompt_ids) >= ready.max_model_len:
+                reason = f"the context is {ready.max_model_len} tokens and needs room for one more"
+                raise PromptTooLongError(len(ask.prompt_ids), ready.max_model_len - 1, reason)
+        news = asyncio.Event()
+        return Answers([self._submit(ask, name, news) for ask in asks], news)
+
+    def _submit(self, ask: Ask, name: str, news: asyncio.Event) -> _Answer:
         submit = Submit(
             id=0,
             prompt_ids=ask.prompt_ids,
@@ -108,7 +167,11 @@ class Service:
             drafter=ask.drafter,
             prediction=list(ask.prediction),
         )
-        return Answer(ask, name, client, client.submit(submit, ask.params.n), self.tokenizer)
+        client = self.supervisor.client
+        subscription = client.submit(submit, ask.params.n, news)
+        drafter = ask.drafter or ("prediction" if ask.prediction else self.ready.drafter)
+        self.metrics.begin(subscription.number, ask.params.n, len(ask.prompt_ids), drafter)
+        return _Answer(ask, name, client, subscription, self.tokenizer)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -17,6 +16,7 @@ from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.server.engine.messages import (
     Abort,
     Command,
+    Expire,
     Failed,
     Gauges,
     Ready,
@@ -30,15 +30,23 @@ from specserve.server.engine.messages import (
 )  # fmt: skip
 
 
-class Subscription:
-    """What the engine says of one request, in order. Ends after the last completion's end, or raises what ended it."""
+class RefusedError(InputError):
+    """What the engine itself found wrong with a request; `code` is that of the message."""
 
-    def __init__(self, number: int, num_completions: int) -> None:
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message, refused.param)
+        self.code = refused.code
+
+
+class Subscription:
+    """What the engine says of one request, in order. `news` is set whenever there is something to take."""
+
+    def __init__(self, number: int, num_completions: int, news: asyncio.Event) -> None:
         self.number = number
         self._left = num_completions
-        self._said: deque[Said] = deque()
+        self._said: list[Said] = []
         self._error: SpecserveError | None = None
-        self._news = asyncio.Event()
+        self._news = news
 
     @property
     def ended(self) -> bool:
@@ -54,17 +62,14 @@ class Subscription:
         self._error = error
         self._news.set()
 
-    async def __aiter__(self) -> AsyncIterator[list[Said]]:
-        """All that has come since the last time, at least one."""
-        while self._said or not self.ended:
-            await self._news.wait()
-            self._news.clear()
-            if self._said:
-                some = list(self._said)
-                self._said.clear()
-                yield some
-        if self._error is not None:
+    def take(self) -> list[Said]:
+        """All that has come since the last time. Raises what ended the request, once everything before was taken."""
+        if self._error is not None and not self._said:
             raise self._error
+        said, self._said = self._said, []
+        if self._error is not None:
+            self._news.set()
+        return said
 
 
 class EngineClient:
@@ -72,14 +77,16 @@ class EngineClient:
 
     `gauges` is the engine after its last step. `last_progress` is time.monotonic() of the last message that shows
     that it moves while requests are open: a step that ran rows or said something, an answer, or a new request to none.
+    `hear_said` is called with all that is said of any request, also of those that nobody waits for any more.
     """
 
-    def __init__(self, address: str, numbers: itertools.count[int]) -> None:
+    def __init__(self, address: str, numbers: itertools.count[int], hear_said: Callable[[Said], None]) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gauges: Gauges | None = None
         self.last_progress = time.monotonic()
         self.failure: Failed | None = None
         self._numbers = numbers
+        self._hear_said = hear_said
         self._open: dict[int, Subscription] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -95,10 +102,10 @@ class EngineClient:
         """Requests that have not ended."""
         return len(self._open)
 
-    def submit(self, asked: Submit, num_completions: int) -> Subscription:
+    def submit(self, asked: Submit, num_completions: int, news: asyncio.Event) -> Subscription:
         """Ask for a request; its id is given here."""
         number = next(self._numbers)
-        subscription = Subscription(number, num_completions)
+        subscription = Subscription(number, num_completions, news)
         if not self._open:
             self.last_progress = time.monotonic()
         self._open[number] = subscription
@@ -110,6 +117,11 @@ class EngineClient:
         if index is None and self._open.pop(subscription.number, None) is None:
             return
         self._send(Abort(subscription.number, index))
+
+    def expire(self, subscription: Subscription) -> None:
+        """End a request if it still waits for its first step; it then raises RefusedError."""
+        if subscription.number in self._open:
+            self._send(Expire(subscription.number))
 
     def reset_prefix_cache(self) -> None:
         self._send(ResetPrefixCache())
@@ -145,11 +157,12 @@ class EngineClient:
                     self.last_progress = time.monotonic()
                 self.gauges = gauges
                 for each in said:
+                    self._hear_said(each)
                     self._deliver(each)
-            case Refused(id=number, message=message, param=param):
-                subscription = self._open.pop(number, None)
+            case Refused():
+                subscription = self._open.pop(report.id, None)
                 if subscription is not None:
-                    subscription.fail(InputError(message, param))
+                    subscription.fail(RefusedError(report))
             case Ready():
                 self.ready.set_result(report)
             case Failed():

@@ -12,6 +12,9 @@ import msgspec
 
 from specserve.types import FinishReason, SamplingParams, SequenceStats, TokenLogprobs
 
+CONTEXT_LENGTH = "context_length_exceeded"  # codes of Refused
+QUEUE_TIMEOUT = "queue_timeout"
+
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Generate. `id` is the API process's own count: what a client calls its request never gets this far."""
@@ -31,6 +34,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     index: int | None = None  # which completion; None: all
 
 
+class Expire(msgspec.Struct, frozen=True, tag="expire"):
+    """End a request if none of its completions has begun to run; it is then refused."""
+
+    id: int
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
     pass
 
@@ -39,7 +48,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-Command: TypeAlias = Submit | Abort | ResetPrefixCache | Stop
+Command: TypeAlias = Submit | Abort | Expire | ResetPrefixCache | Stop
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -81,7 +90,7 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A request that the engine's own checks did not let in."""
+    """A request that the engine's own checks did not let in, or that waited too long (QUEUE_TIMEOUT)."""
 
     id: int
     message: str
@@ -90,11 +99,15 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine takes requests. `phases` are the seconds that its start took, in order."""
+    """The engine takes requests. `drafters` are the names that a request may ask for, `drafter` the engine's own;
+    `num_spec_tokens` the longest draft it makes. `phases` are the seconds that its start took, in order."""
 
     vocab_size: int
     max_model_len: int
-    eos_ids: list[int]
+    max_num_seqs: int
+    drafter: str
+    drafters: list[str]
+    num_spec_tokens: int
     summary: str
     about: dict[str, str]
     phases: dict[str, float]

@@ -14,20 +14,23 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import zmq
 
-from specserve.config import EngineConfig
+from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineConfig
 from specserve.engine.build import Built, build
+from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, PromptTooLongError, SpecserveError
 from specserve.server.engine.messages import (
+    CONTEXT_LENGTH,
+    QUEUE_TIMEOUT,
     Abort,
     Command,
+    Expire,
     Failed,
     Gauges,
     Ready,
@@ -39,7 +42,8 @@ from specserve.server.engine.messages import (
     Stop,
     Submit,
 )  # fmt: skip
-from specserve.types import Event
+from specserve.speculation.base import NONE, files
+from specserve.types import Event, SamplingParams
 
 _PR_SET_PDEATHSIG = 1
 _HOPELESS = (ConfigError, ModelError, CapacityError)
@@ -82,7 +86,6 @@ class EngineProcess:
     def __init__(self, wire: Wire, built: Built) -> None:
         self._wire = wire
         self._engine: Engine = built.engine
-        self._ids: dict[str, int] = {}  # the engine's names of requests -> the other side's numbers
         self._stopping = False
 
     def run(self) -> None:
@@ -98,6 +101,8 @@ class EngineProcess:
                 self._submit(command)
             case Abort(id=number, index=index):
                 self._report(self._engine.abort(str(number), index))
+            case Expire(id=number):
+                self._expire(number)
             case ResetPrefixCache():
                 self._engine.cache.reset_prefix_cache()
             case Stop():
@@ -117,8 +122,15 @@ class EngineProcess:
         try:
             self._engine.add(request)
         except InputError as error:
-            code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+            code = CONTEXT_LENGTH if isinstance(error, PromptTooLongError) else None
             self._wire.send(Refused(asked.id, str(error), error.param, code))
+
+    def _expire(self, number: int) -> None:
+        """What has begun to run is let finish: the work that was put into it would be lost."""
+        group = self._engine.requests.get(str(number), ())
+        if group and all(seq.stats.first_scheduled is None for seq in group):
+            self._engine.abort(str(number))
+            self._wire.send(Refused(number, "No request before this one ended in time.", None, QUEUE_TIMEOUT))
 
     def _report(self, events: list[Event]) -> None:
         self._wire.send(Stepped([_said(event) for event in events], self._gauges()))
@@ -141,11 +153,17 @@ class EngineProcess:
 
 
 def _said(event: Event) -> Said:
-    stats = event.stats if event.finish_reason else None
     return Said(
-        int(event.request_id), event.index, event.tokens, event.logprobs, event.prompt_logprobs, event.finish_reason,
-        event.stop_reason, event.error, stats,
-    )  # fmt: skip
+        id=int(event.request_id),
+        index=event.index,
+        tokens=event.tokens,
+        logprobs=event.logprobs,
+        prompt_logprobs=event.prompt_logprobs,
+        finish_reason=event.finish_reason,
+        stop_reason=event.stop_reason,
+        error=event.error,
+        stats=event.stats if event.finish_reason else None,
+    )
 
 
 def main(address: str, options: dict[str, Any]) -> int:
@@ -154,9 +172,13 @@ def main(address: str, options: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a key press reaches the whole group; the other side decides
     wire = Wire(address)
     try:
+        config = EngineConfig(**options)
         begun = time.perf_counter()
-        built = build(EngineConfig(**options))
-        wire.send(_ready(built, time.perf_counter() - begun))
+        built = build(config)
+        loaded = time.perf_counter()
+        _warm_up(built.engine)
+        phases = {"load": loaded - begun, "warm-up": time.perf_counter() - loaded}
+        wire.send(_ready(built, config, phases))
         EngineProcess(wire, built).run()
         return 0
     except SpecserveError as error:
@@ -169,24 +191,33 @@ def main(address: str, options: dict[str, Any]) -> int:
     return 1
 
 
-@contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    begun = time.perf_counter()
-    yield
-    phases[name] = time.perf_counter() - begun
+def _warm_up(engine: Engine) -> None:
+    """Two steps, so that the first request does not pay for what is made once; nothing of them remains."""
+    engine.add(Request(id="warm-up", prompt_ids=[0], params=SamplingParams(max_tokens=2, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    engine.cache.reset_prefix_cache()
+    engine.counters = Counters()
 
 
-def _ready(built: Built, seconds: float) -> Ready:
-    limits = built.engine.limits
-    about = {
-        "device": built.device,
-        "dtype": built.dtype,
-        "quantization": built.quantization,
-        "threads": str(built.threads),
-        "kernels": built.engine.runner.ops.name,
-    }
+def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Ready:
+    engine = built.engine
     return Ready(
-        limits.vocab_size, limits.max_model_len, sorted(limits.eos_ids), built.summary, about, {"engine": seconds}
+        vocab_size=engine.limits.vocab_size,
+        max_model_len=engine.limits.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        drafter=config.drafter,
+        drafters=sorted({NONE, config.drafter, *files()}),
+        num_spec_tokens=config.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS,
+        summary=built.summary,
+        about={
+            "device": built.device,
+            "dtype": built.dtype,
+            "quantization": built.quantization,
+            "threads": str(built.threads),
+            "kernels": engine.runner.ops.name,
+        },
+        phases=phases,
     )
 
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from specserve.errors import EngineError
-from specserve.server.engine.client import EngineClient, Subscription
-from specserve.server.engine.messages import Ready, Submit
+from specserve.server.engine.client import EngineClient
+from specserve.server.engine.messages import Ready, Said
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25  # between two looks at whether the engine moves
@@ -49,15 +49,24 @@ class Patience:
 class Supervisor:
     """One engine after another, in processes of their own that die with this one.
 
+    `hear_said` hears all that any engine says of a request, `lost` when one is gone.
+
     `finished` is done when there will be no engine any more: its exception says why, None after `close`.
     """
 
-    def __init__(self, options: Mapping[str, Any], patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        patience: Patience | None = None,
+        hear_said: Callable[[Said], None] = lambda said: None,
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
         self.state = State.LOADING
         self.ready: Ready | None = None  # of the engine that runs, or of the last one
         self.num_restarts = 0
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._patience = patience or Patience()
+        self._hear_said, self._lost = hear_said, lost
         self._numbers = itertools.count()
         self._starts = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="specserve-"))  # readable by this user alone
@@ -78,10 +87,6 @@ class Supervisor:
         if self.state is not State.READY or self._client is None:
             raise EngineError(f"The engine is {self.state.value}; try again in a moment.")
         return self._client
-
-    def submit(self, asked: Submit, num_completions: int) -> Subscription:
-        """Raises EngineError when there is no engine."""
-        return self.client.submit(asked, num_completions)
 
     async def wait_until_ready(self) -> Ready:
         """What the first engine said when it was ready. Raises EngineError with the cause when none could start."""
@@ -122,7 +127,7 @@ class Supervisor:
     async def _run_one(self) -> str:
         """Start an engine and watch it until it is gone; why it is."""
         address = f"ipc://{self._folder}/engine-{next(self._starts)}.sock"
-        self._client = EngineClient(address, self._numbers)
+        self._client = EngineClient(address, self._numbers, self._hear_said)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "specserve.server.engine.process", address, str(self._folder / "options.json"),
             stdin=asyncio.subprocess.DEVNULL,
@@ -130,7 +135,10 @@ class Supervisor:
         begun = time.monotonic()
         ended = asyncio.create_task(self._process.wait())
         while not ended.done():
-            await asyncio.wait([ended], timeout=_LOOK_S)
+            news: list[asyncio.Future[Any]] = [ended]
+            if self.state is not State.READY:
+                news.append(self._client.ready)
+            await asyncio.wait(news, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             self._notice_ready()
             if (trouble := self._trouble(begun)) and not ended.done():
                 self._process.kill()
@@ -159,6 +167,7 @@ class Supervisor:
     async def _drop(self, cause: str) -> None:
         """Tell everybody who waits for the engine that has gone."""
         if self._client is not None:
+            self._lost()
             self._client.fail(EngineError(f"{cause} The request is lost; send it again."))
             self._client.close()
             self._client = None
@@ -171,8 +180,9 @@ class Supervisor:
     async def _end(self) -> None:
         if self._client is not None and self._process is not None and self._process.returncode is None:
             self._client.stop()
+            patience = _END_S if self._client.ready.done() else 0  # one that loads does not listen yet
             try:
-                await asyncio.wait_for(self._process.wait(), _END_S)
+                await asyncio.wait_for(self._process.wait(), patience)
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()

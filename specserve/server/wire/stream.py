@@ -38,6 +38,14 @@ class Stream(ABC):
         self._ended: set[int] = set()
         self.failed = False  # after it, no more events; the connection is closed
 
+    def frame(self, event: str) -> bytes:
+        """What goes on the wire for one event."""
+        return f"data: {event}\n\n".encode()
+
+    def ping(self) -> bytes:
+        """What goes on the wire while there is nothing to say: a comment."""
+        return b": ping\n\n"
+
     @property
     def finished(self) -> bool:
         """Whether every choice has had its last chunk: time for `end`."""

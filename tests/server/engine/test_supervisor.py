@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from specserve.errors import EngineError, InputError
+from specserve.errors import EngineError
 from specserve.llm import LLM
 from specserve.models.tokenizer import Tokenizer
 from specserve.server.engine.supervisor import Patience, State, Supervisor
+from specserve.server.metrics import Metrics
 from specserve.server.service import Ask, Service
+from specserve.server.wire.errors import WireError
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
 
@@ -40,8 +42,9 @@ def expected(folder: Path) -> list[int]:
 
 @asynccontextmanager
 async def running(folder: Path, **options: Any) -> AsyncIterator[Service]:
-    supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, PATIENCE)
-    service = Service(supervisor, Tokenizer(folder))
+    metrics = Metrics("tiny")
+    supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, PATIENCE, metrics.hear, metrics.lost)
+    service = Service(supervisor, Tokenizer(folder), metrics)
     try:
         await supervisor.wait_until_ready()
         yield service
@@ -51,8 +54,8 @@ async def running(folder: Path, **options: Any) -> AsyncIterator[Service]:
 
 
 async def answer(service: Service, params: SamplingParams = GREEDY) -> list[int]:
-    with service.start(Ask(prompt_ids=PROMPT, params=params), "canary") as running:
-        return (await running.whole()).outputs[0].token_ids
+    with service.start([Ask(prompt_ids=PROMPT, params=params)], "canary") as running:
+        return (await running.whole())[0].outputs[0].token_ids
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -83,8 +86,8 @@ def test_a_request_that_is_wrong_is_refused_alone(folder: Path, expected: list[i
     async def play() -> None:
         async with running(folder) as service:
             good = asyncio.create_task(answer(service))
-            with pytest.raises(InputError, match="token id 100000") as caught:
-                await service.start(Ask(prompt_ids=[100_000], params=GREEDY), "bad").whole()
+            with pytest.raises(WireError, match="token id 100000") as caught:
+                await service.start([Ask(prompt_ids=[100_000], params=GREEDY)], "bad").whole()
             assert caught.value.param == "prompt"
             assert await good == expected
             assert service.supervisor.num_restarts == 0
@@ -96,7 +99,7 @@ def test_an_answer_that_is_left_is_aborted(folder: Path) -> None:
     async def play() -> None:
         async with running(folder) as service:
             client = service.supervisor.client
-            with service.start(Ask(prompt_ids=PROMPT, params=ENDLESS), "left") as left:
+            with service.start([Ask(prompt_ids=PROMPT, params=ENDLESS)], "left") as left:
                 async for _ in left:
                     break
             assert client.num_open == 0
@@ -122,15 +125,15 @@ def test_a_lost_engine_is_told_and_replaced(
     async def play() -> None:
         async with running(folder) as service:
             pid = service.supervisor.pid
-            open_ = [service.start(Ask(prompt_ids=PROMPT, params=ENDLESS), str(i)) for i in range(6)]
+            open_ = [service.start([Ask(prompt_ids=PROMPT, params=ENDLESS)], str(i)) for i in range(6)]
             async for _ in open_[0]:
                 break
             await fault(service)
             for result in await asyncio.gather(*(each.whole() for each in open_), return_exceptions=True):
                 assert isinstance(result, EngineError)
                 assert words in str(result)
-            with pytest.raises(EngineError, match="restarting"):
-                service.start(Ask(prompt_ids=PROMPT, params=GREEDY), "early")
+            with pytest.raises(WireError, match="being started again"):
+                service.start([Ask(prompt_ids=PROMPT, params=GREEDY)], "early")
             await running_again(service, pid)
             assert await answer(service) == expected
             assert service.supervisor.num_restarts == 1

@@ -1,0 +1,1 @@
+"""The server's sockets, routes and rules of HTTP."""

@@ -1,0 +1,41 @@
+"""The application: which path leads where, and what every request passes. Knows no socket."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from specserve.server.http import completions, info, tokens
+from specserve.server.http.context import CONTEXT, Context
+from specserve.server.http.middleware import add_headers, cross_origin, keys_required, tell
+
+PUBLIC = frozenset({info.health})  # needs no key
+
+
+def make_app(server: Context) -> web.Application:
+    """Raises ConfigError for a file of keys that cannot be read."""
+    options = server.options
+    app = web.Application(
+        middlewares=[tell, cross_origin(options.cors_origin), keys_required(options.keys(), PUBLIC)],
+        client_max_size=options.max_body_bytes,
+    )
+    app[CONTEXT] = server
+    app.on_response_prepare.append(add_headers)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", completions.chat),
+            web.post("/v1/completions", completions.completions),
+            web.get("/v1/models", info.models),
+            web.get("/v1/models/{id:.+}", info.model),
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
+            web.get("/tokenizer_info", tokens.tokenizer_info),
+            web.get("/health", info.health),
+            web.get("/ready", info.health),
+            web.get("/metrics", info.metrics),
+            web.get("/stats", info.stats),
+            web.get("/version", info.version),
+            web.get("/server_info", info.server_info),
+            web.post("/reset_prefix_cache", info.reset_prefix_cache),
+        ]
+    )
+    return app

@@ -1,0 +1,105 @@
+"""POST /v1/chat/completions and /v1/completions: from the request's fields to what the engine is asked. Knows OpenAI's
+two endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from specserve.server.http.bodies import parsed
+from specserve.server.http.context import Context, context
+from specserve.server.http.respond import Call, respond
+from specserve.server.service import Ask
+from specserve.server.wire.fields import Limits, header_names
+from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
+from specserve.server.wire.responses import chat_body, completion_body
+from specserve.server.wire.sampling_fields import SamplingFields
+from specserve.server.wire.stream import ChatStream, CompletionStream
+
+IGNORED = web.RequestKey("ignored", str)  # a header's value: names in the request that mean nothing here
+
+_read_chat = functools.partial(read, ChatCompletionRequest)
+_read_completion = functools.partial(read, CompletionRequest)
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions."""
+    server = context(request)
+    server.admission.check()
+    asked: ChatCompletionRequest = await parsed(request, _read_chat)
+    accept(request, asked)
+    with server.admission.enter(asked.num_choices):
+        ask = await chat_ask(server, asked)
+        reply = server.reply(response_id("chatcmpl", asked), asked)
+        call = Call(
+            name=reply.id,
+            asks=[ask],
+            stream=asked.stream,
+            body=lambda outputs, now: chat_body(reply, outputs[0], now),
+            events=lambda outputs: ChatStream(reply, outputs[0]),
+        )
+        return await respond(request, call)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions."""
+    server = context(request)
+    server.admission.check()
+    asked: CompletionRequest = await parsed(request, _read_completion)
+    accept(request, asked)
+    with server.admission.enter(asked.num_choices):
+        asks = await _completion_asks(server, asked)
+        reply = server.reply(response_id("cmpl", asked), asked, echo=asked.echo)
+        call = Call(
+            name=reply.id,
+            asks=asks,
+            stream=asked.stream,
+            body=functools.partial(completion_body, reply),
+            events=functools.partial(CompletionStream, reply),
+        )
+        return await respond(request, call)
+
+
+def accept(request: web.Request, asked: SamplingFields) -> None:
+    """Checks what only a server knows of a request, and keeps for the answer's headers what of it is ignored."""
+    server = context(request)
+    server.check_model(asked.model)
+    limits: Limits = server.limits
+    request[IGNORED] = header_names(asked.ignored(limits))
+
+
+def response_id(prefix: str, asked: SamplingFields) -> str:
+    """The request's own id where it has one, behind OpenAI's prefix."""
+    return f"{prefix}-{asked.request_id or secrets.token_hex(12)}"
+
+
+async def chat_ask(server: Context, asked: ChatCompletionRequest) -> Ask:
+    """A conversation as the engine is asked for its next message."""
+    prompt, ids = await server.service.chat_ids(asked.conversation(), **asked.template_options())
+    predicted = asked.prediction.content if asked.prediction else ""
+    prediction = await server.service.encode(predicted, add_special_tokens=False) if predicted else []
+    return _ask(asked, ids, prompt, prediction)
+
+
+async def _completion_asks(server: Context, asked: CompletionRequest) -> list[Ask]:
+    prompts = [prompt for prompt in asked.prompt if isinstance(prompt, str)]
+    if not prompts:
+        return [_ask(asked, ids, None) for ids in asked.prompt if not isinstance(ids, str)]
+    encoded = await asyncio.gather(*map(server.service.encode, prompts))
+    return [_ask(asked, ids, prompt) for ids, prompt in zip(encoded, prompts, strict=True)]
+
+
+def _ask(asked: SamplingFields, ids: list[int], prompt: str | None, prediction: Sequence[int] = ()) -> Ask:
+    return Ask(
+        prompt_ids=ids,
+        params=asked.sampling_params(),
+        prompt=prompt,
+        priority=asked.priority,
+        salt=asked.salt,
+        drafter=asked.speculative.drafter if asked.speculative else None,
+        prediction=prediction,
+    )

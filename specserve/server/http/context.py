@@ -1,0 +1,80 @@
+"""What all routes of one server share. Knows no route."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from specserve.server.admission import Admission
+from specserve.server.engine.messages import Ready
+from specserve.server.options import ServeOptions
+from specserve.server.service import Service
+from specserve.server.wire.errors import model_not_found
+from specserve.server.wire.fields import Limits
+from specserve.server.wire.responses import Reply
+
+VERSION = importlib.metadata.version("specserve")
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
+    """`names` are those that requests may use for the model; the first is the one in answers. `timeline` has the
+    seconds that the server's start took, by phase."""
+
+    options: ServeOptions
+    names: Sequence[str]
+    service: Service
+    admission: Admission
+    timeline: dict[str, float] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are held to. Raises WireError while there is no engine."""
+        ready = self.service.ready
+        return Limits(
+            vocab_size=min(ready.vocab_size, self.service.tokenizer.vocab_size),
+            max_model_len=ready.max_model_len,
+            drafters=frozenset(ready.drafters) - {"none"},
+        )
+
+    def check_model(self, name: str | None) -> None:
+        """Raises WireError for a model that is not served; no name means the one that is."""
+        if name is not None and name not in self.names:
+            raise model_not_found(name, self.names)
+
+    def reply(self, response_id: str, asked: Any, **own: Any) -> Reply:
+        """What the bodies of an answer to `asked`, a request with sampling fields, share."""
+        return Reply(
+            id=response_id,
+            created=int(time.time()),
+            model=self.names[0],
+            vocabulary=self.service.tokenizer,
+            num_spec_tokens=_longest_draft(self.service.ready, asked),
+            return_token_ids=asked.return_token_ids,
+            include_usage=asked.include_usage,
+            skip_special_tokens=asked.skip_special_tokens,
+            **own,
+        )
+
+
+def _longest_draft(ready: Ready, asked: Any) -> int:
+    """0 where nothing can draft."""
+    speculative = asked.speculative
+    named = speculative.drafter if speculative else None
+    predicted = getattr(asked, "prediction", None) is not None
+    drafter = named or ("prediction" if predicted else ready.drafter)
+    return 0 if drafter == "none" else ready.num_spec_tokens
+
+
+CONTEXT = web.AppKey("specserve", Context)
+
+
+def context(request: web.Request) -> Context:
+    """The server that this request came to."""
+    return request.app[CONTEXT]

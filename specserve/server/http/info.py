@@ -1,0 +1,97 @@
+"""What a server says of itself: health, models, versions, metrics, the live view's figures; and what an operator may
+tell it. Knows no prompts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from specserve.server.engine.supervisor import State
+from specserve.server.http.context import VERSION, Context, context
+from specserve.server.http.respond import json_response
+from specserve.server.metrics import CONTENT_TYPE
+from specserve.server.wire.errors import route_not_found, unavailable
+from specserve.server.wire.responses import model_card, model_list
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health and /ready: 200 while requests are taken, else 503."""
+    state = _state(context(request))
+    return json_response({"status": state}, 200 if state == State.READY.value else 503)
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    server = context(request)
+    return json_response(model_list(server.names, server.created, server.limits.max_model_len))
+
+
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}."""
+    server = context(request)
+    name = request.match_info["id"]
+    server.check_model(name)
+    return json_response(model_card(name, server.created, server.limits.max_model_len))
+
+
+async def version(request: web.Request) -> web.Response:
+    """GET /version."""
+    return json_response({"version": VERSION})
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """GET /server_info: how the server was started; keys are not told."""
+    server = context(request)
+    options = {name: _plain(value) for name, value in asdict(server.options).items() if not name.startswith("api_key")}
+    ready = server.service.ready
+    engine = {**ready.about, "drafter": ready.drafter, "drafters": ready.drafters}
+    limits = {"max_model_len": ready.max_model_len, "max_num_seqs": ready.max_num_seqs}
+    return json_response(
+        {
+            "version": VERSION,
+            "models": list(server.names),
+            "engine": {**engine, **limits},
+            "options": options,
+            "timeline": server.timeline,
+        }
+    )
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, for Prometheus."""
+    server = context(request)
+    supervisor = server.service.supervisor
+    ready = supervisor.state is State.READY
+    gauges = supervisor.client.gauges if ready else None
+    body = server.service.metrics.exposition(gauges, supervisor.num_restarts, ready)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def stats(request: web.Request) -> web.Response:
+    """GET /stats, for the live view."""
+    server = context(request)
+    supervisor = server.service.supervisor
+    gauges = supervisor.client.gauges if supervisor.state is State.READY else None
+    return json_response(server.service.metrics.stats(gauges, supervisor.num_restarts, _state(server)))
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """POST /reset_prefix_cache, with --admin."""
+    server = context(request)
+    if not server.options.admin:
+        raise route_not_found(request.path)
+    if server.service.supervisor.state is not State.READY:
+        raise unavailable("There is no engine now. Try again in a moment.")
+    server.service.supervisor.client.reset_prefix_cache()
+    return json_response({"status": "ok"})
+
+
+def _state(server: Context) -> str:
+    return "draining" if server.admission.draining else server.service.supervisor.state.value
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,120 @@
+"""The sockets: TCP or Unix, TLS, and the end of clients that connect and say nothing. Knows no routes."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from aiohttp import web
+
+from specserve.errors import ConfigError
+from specserve.server.options import ServeOptions
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_KEEPALIVE_S = 75.0
+_SHUTDOWN_S = 1.0  # for handlers that still run when the drain is over
+
+
+class Listener:
+    """An application behind a socket. `address` is what a client connects to."""
+
+    def __init__(self, app: web.Application, options: ServeOptions) -> None:
+        self._options = options
+        self._silent: set[object] = set()  # new connections that have not yet sent the head of a request
+        app.middlewares.insert(0, self._note)
+        # Without handler_cancellation the work for a client that has left would go on to its end.
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=_KEEPALIVE_S,
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+        self._server: asyncio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        if self._options.uds is not None:
+            return f"unix:{self._options.uds}"
+        assert self._server is not None, "an address belongs to a server that listens"
+        host, port = self._server.sockets[0].getsockname()[:2]
+        scheme = "http" if self._options.tls_cert is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError for an address or a certificate that cannot be used."""
+        options = self._options
+        context = _tls(options)
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        try:
+            if options.uds is not None:
+                _remove_stale(options)
+                self._server = await loop.create_unix_server(self._protocol, str(options.uds), ssl=context)
+                options.uds.chmod(0o600)
+            else:
+                self._server = await loop.create_server(self._protocol, options.host, options.port, ssl=context)
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(_cannot_listen(options, error)) from error
+
+    async def close(self) -> None:
+        """Let go of the socket and of whoever is still connected."""
+        if self._server is not None:
+            self._server.close()
+        await self._runner.cleanup()
+        if self._options.uds is not None:
+            self._options.uds.unlink(missing_ok=True)
+
+    @web.middleware
+    async def _note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._silent.discard(request.protocol)
+        return await handler(request)
+
+    def _protocol(self) -> asyncio.Protocol:
+        """A connection; aiohttp itself would wait for a first request as long as it takes to come."""
+        server = self._runner.server
+        assert server is not None, "connections come after setup"
+        protocol = server()
+        self._silent.add(protocol)
+        asyncio.get_running_loop().call_later(self._options.header_timeout_s, self._end_silent, protocol)
+        return protocol
+
+    def _end_silent(self, protocol: web.RequestHandler) -> None:
+        if protocol in self._silent:
+            self._silent.remove(protocol)
+            protocol.force_close()
+
+
+def _tls(options: ServeOptions) -> ssl.SSLContext | None:
+    if options.tls_cert is None or options.tls_key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.tls_cert, options.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--tls-cert {options.tls_cert} and --tls-key {options.tls_key} cannot be used: {error}."
+        ) from error
+    return context
+
+
+def _remove_stale(options: ServeOptions) -> None:
+    """A socket that an ended server left; one that is listened on is not ours to take."""
+    assert options.uds is not None, "only for Unix sockets"
+    if options.uds.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
+            probe.connect(str(options.uds))
+            raise OSError(errno.EADDRINUSE, "another server listens on it")
+        options.uds.unlink()
+
+
+def _cannot_listen(options: ServeOptions, error: OSError) -> str:
+    if options.uds is not None:
+        return f"--uds {options.uds} cannot be listened on: {error.strerror}. Choose another path."
+    what = f"{options.host}:{options.port} cannot be listened on: {error.strerror or error}."
+    return f"{what} Choose another --port (0: any that is free) or --host."

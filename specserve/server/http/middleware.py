@@ -1,0 +1,177 @@
+"""What happens to every request, whatever its route: an id, a line in the log, the right to be here, errors as JSON.
+Knows no bodies."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from specserve.server.http.completions import IGNORED
+from specserve.server.http.context import VERSION, context
+from specserve.server.http.respond import OUTPUTS, json_response
+from specserve.server.logs import log_request, request_id
+from specserve.server.wire.errors import (
+    WireError,
+    body_too_large,
+    method_not_allowed,
+    route_not_found,
+    unauthorized,
+    wire_error,
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+REQUEST_ID = web.RequestKey("request_id", str)
+CLIENT_CLOSED = 499  # nginx's status for a client that left; only in the log
+
+_POLLED = ("/health", "/ready", "/metrics", "/stats")
+_log = logging.getLogger(__name__)
+_PRINTABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@web.middleware
+async def tell(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives the request an id, its errors the shape that clients read, and the log a line."""
+    begun = time.perf_counter()
+    sent = request.headers.get("X-Request-Id", "")
+    request[REQUEST_ID] = sent if _PRINTABLE_ID.fullmatch(sent) else secrets.token_hex(8)
+    token = request_id.set(request[REQUEST_ID])
+    status = CLIENT_CLOSED
+    try:
+        response = await _answered(request, handler)
+        status = response.status
+        return response
+    finally:
+        _record(request, status, 1e3 * (time.perf_counter() - begun))
+        request_id.reset(token)
+
+
+def _record(request: web.Request, status: int, milliseconds: float) -> None:
+    """The log's line; what is asked for every few seconds by machines gets none unless it failed."""
+    if status == 200 and request.path in _POLLED:
+        return
+    stats = [completion.stats for output in request.get(OUTPUTS, ()) for completion in output.outputs]
+    num_steps = sum(s.num_steps for s in stats)
+    log_request(
+        method=request.method,
+        path=request.path,
+        status=status,
+        milliseconds=milliseconds,
+        num_prompt_tokens=_total(len(output.prompt_token_ids) for output in request.get(OUTPUTS, ())),
+        num_output_tokens=_total(len(c.token_ids) for output in request.get(OUTPUTS, ()) for c in output.outputs),
+        mean_acceptance_length=1 + sum(s.num_accepted_tokens for s in stats) / num_steps if num_steps else None,
+    )
+
+
+def _total(counts: Iterable[int]) -> int | None:
+    """None for a request that never reached the engine."""
+    known = list(counts)
+    return sum(known) if known else None
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ConnectionError:
+        raise  # nobody is there who could be told
+    except web.HTTPException as error:
+        failure = _http_failure(request, error)
+    except Exception as error:
+        failure = wire_error(error)
+        if failure.code == "internal_error":
+            _log.exception("A request failed in a way that nobody foresaw.")
+    return error_response(request, failure)
+
+
+def error_response(request: web.Request, failure: WireError) -> web.Response:
+    """The response that tells of a failure."""
+    context(request).service.metrics.refused(failure.status)
+    response = json_response(failure.body, failure.status, failure.headers)
+    if failure.status in (408, 413):  # the rest of the body is not waited for
+        response.force_close()
+    return response
+
+
+def _http_failure(request: web.Request, error: web.HTTPException) -> WireError:
+    """aiohttp's own findings."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return method_not_allowed(request.method, error.allowed_methods)
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return body_too_large(context(request).options.max_body_bytes)
+    if error.status == 404:
+        return route_not_found(request.path)
+    return WireError(error.status, "invalid_request_error", error.reason, code="bad_request")
+
+
+def keys_required(keys: Collection[str], public: Collection[object]) -> Middleware:
+    """Lets in whoever has one of the keys, and everybody to the handlers in `public`; without keys, everybody. Digests
+    are compared, so the time says nothing of a key."""
+    digests = [_digest(key) for key in keys]
+
+    @web.middleware
+    async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if digests and request.match_info.handler not in public and not _has_key(request, digests):
+            raise unauthorized()
+        return await handler(request)
+
+    return authorize
+
+
+def _has_key(request: web.Request, digests: Collection[bytes]) -> bool:
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    sent = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
+    given = _digest(sent)
+    matches = [hmac.compare_digest(given, digest) for digest in digests]  # every one is compared
+    return any(matches)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def cross_origin(origins: Collection[str]) -> Middleware:
+    """Answers the browser's question whether a page of another origin may call, for the pages of `origins` or, with
+    "*", all."""
+
+    @web.middleware
+    async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not (asks and _is_allowed(request, origins)):
+            return await handler(request)
+        sent = request.headers.get("Access-Control-Request-Headers", "authorization, content-type")
+        return web.Response(
+            status=204,
+            headers={
+                "Access-Control-Allow-Methods": "GET, POST",
+                "Access-Control-Allow-Headers": sent,
+                "Access-Control-Max-Age": "600",
+            },
+        )
+
+    return answer_preflight
+
+
+def _is_allowed(request: web.Request, origins: Collection[str]) -> bool:
+    return "*" in origins or request.headers.get("Origin") in origins
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """A signal's receiver: headers that every response has, streams too."""
+    response.headers["Server"] = f"specserve/{VERSION}"
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+    if request.get(IGNORED):
+        response.headers["X-Specserve-Ignored"] = request[IGNORED]
+    origin = request.headers.get("Origin")
+    if origin is not None and _is_allowed(request, context(request).options.cors_origin):
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Vary"] = "Origin"

@@ -1,0 +1,131 @@
+"""Answers a call, whole or as a stream, within its deadlines; whoever leaves is aborted. Knows the engine's answers and
+HTTP; knows no endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from specserve.engine.outputs import RequestOutput
+from specserve.errors import SpecserveError
+from specserve.server.http.context import context
+from specserve.server.service import Answers, Ask
+from specserve.server.wire.errors import wire_error
+from specserve.server.wire.stream import Stream, event_text
+
+PING_S = 10.0  # of silence, after which a stream gets a comment so that nobody between takes it for dead
+
+OUTPUTS = web.RequestKey("outputs", Sequence[RequestOutput])  # for the log, of requests that reached the engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What is asked of the engine, and how its outputs become a body, or events when `stream` is true."""
+
+    name: str
+    asks: Sequence[Ask]
+    stream: bool
+    body: Callable[[Sequence[RequestOutput], float], Mapping[str, Any]]
+    events: Callable[[Sequence[RequestOutput]], Stream]
+
+
+async def respond(request: web.Request, call: Call) -> web.StreamResponse:
+    """The response to a call. Raises what the engine's answers do, and TimeoutError, unless a stream has begun: then
+    the error is its last event."""
+    server = context(request)
+    with server.service.start(call.asks, call.name) as answers, _deadline(answers, server.options.queue_timeout_s):
+        request[OUTPUTS] = answers.outputs
+        if call.stream:
+            return await _Streaming(request, call, answers).run()
+        async with asyncio.timeout(server.options.request_timeout_s or None):
+            outputs = await answers.whole()
+        return json_response(call.body(outputs, time.perf_counter()))
+
+
+def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(text=event_text(dict(body)), status=status, headers=headers, content_type="application/json")
+
+
+@contextmanager
+def _deadline(answers: Answers, seconds: float) -> Iterator[None]:
+    """Asks for the end of what has not begun after so many seconds; 0 is no limit."""
+    if not seconds:
+        yield
+        return
+    timer = asyncio.get_running_loop().call_later(seconds, answers.expire)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _pinging(answers: Answers) -> Iterator[None]:
+    """Lets whoever follows the answers look up from time to time, however silent they are."""
+
+    async def poke() -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            answers.poke()
+
+    pings = asyncio.create_task(poke())
+    try:
+        yield
+    finally:
+        pings.cancel()
+
+
+class _Streaming:
+    """One response as server-sent events. Its head is sent with the first event, or the first ping: an error that comes
+    before has a status of its own."""
+
+    def __init__(self, request: web.Request, call: Call, answers: Answers) -> None:
+        self._request = request
+        self._options = context(request).options
+        self._answers = answers
+        self._stream = call.events(answers.outputs)
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+
+    async def run(self) -> web.StreamResponse:
+        try:
+            with _pinging(self._answers):
+                async with asyncio.timeout(self._options.request_timeout_s or None):
+                    await self._follow()
+        except (SpecserveError, TimeoutError) as error:
+            if not self._response.prepared:
+                raise
+            self._response.force_close()
+            await self._send(self._stream.fail(wire_error(error)))
+        await self._response.write_eof()
+        return self._response
+
+    async def _follow(self) -> None:
+        async for said in self._answers:
+            events = [event for prompt, chunk in said for event in self._stream.push(chunk, prompt)]
+            if self._stream.finished and not self._stream.failed:
+                events += self._stream.end(time.perf_counter())
+            await self._send(events)
+            if self._stream.failed:
+                self._response.force_close()
+                return
+
+    async def _send(self, events: Sequence[str]) -> None:
+        """One write for all of them; a ping if there are none. A client that does not read is left."""
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+        frames = b"".join(map(self._stream.frame, events)) or self._stream.ping()
+        try:
+            async with asyncio.timeout(self._options.write_timeout_s):
+                await self._response.write(frames)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("The client did not read.") from None

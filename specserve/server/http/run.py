@@ -1,0 +1,128 @@
+"""A server from start to end: engine, socket, signals, drain. Knows no routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specserve.errors import EngineError
+from specserve.models import catalog
+from specserve.models.tokenizer import Tokenizer
+from specserve.server.admission import Admission
+from specserve.server.engine.supervisor import Patience, State, Supervisor
+from specserve.server.http.app import make_app
+from specserve.server.http.context import Context
+from specserve.server.http.listen import Listener
+from specserve.server.metrics import Metrics
+from specserve.server.options import ServeOptions
+from specserve.server.service import Service
+
+_log = logging.getLogger("specserve")
+_LOOK_S = 0.05  # between two looks at whether all requests have ended, while draining
+
+
+def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float) -> None:
+    """Serve until a signal ends it. `engine` are EngineConfig's fields; `begun` is when the process started, in seconds
+    of time.perf_counter(). Raises EngineError with the cause when the engine cannot start or cannot be kept running,
+    and what is wrong with model and options before anything listens."""
+    imported = time.perf_counter()
+    options.keys()
+    folder = catalog.resolve(engine["model"], progress=sys.stderr.isatty())
+    timeline = {"process and imports": imported - begun, "model folder": time.perf_counter() - imported}
+
+    async def live() -> None:
+        await _Life(engine, options, folder, timeline, begun).run()
+
+    asyncio.run(live())
+
+
+class _Life:
+    """One run of a server."""
+
+    def __init__(
+        self,
+        engine: Mapping[str, Any],
+        options: ServeOptions,
+        folder: Path,
+        timeline: dict[str, float],
+        begun: float,
+    ) -> None:
+        names = options.served_model_name or (str(engine["model"]),)
+        metrics = Metrics(names[0])
+        patience = Patience(options.start_timeout_s, options.stall_timeout_s)
+        self._options = options
+        self._begun = begun
+        self._supervisor = Supervisor({**engine, "model": str(folder)}, patience, metrics.hear, metrics.lost)
+        self._spawned = time.perf_counter()
+        self._service = Service(self._supervisor, Tokenizer(folder), metrics)
+        admission = Admission(engine["max_num_seqs"] + options.max_queue)
+        self._context = Context(
+            options=options, names=names, service=self._service, admission=admission, timeline=timeline
+        )
+        self._listener = Listener(make_app(self._context), options)
+        self._asked_to_end = asyncio.Event()
+        self._asked_again = asyncio.Event()
+
+    async def run(self) -> None:
+        self._catch_signals()
+        reporter = asyncio.create_task(self._report())
+        try:
+            await self._listener.start()
+            _log.info("Listening on %s; the engine is loading.", self._listener.address)
+            ended = asyncio.create_task(self._asked_to_end.wait())
+            ends: list[asyncio.Future[Any]] = [ended, self._supervisor.finished]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not self._supervisor.finished.done():
+                await self._drain()
+        finally:
+            reporter.cancel()
+            await self._supervisor.close()
+            await self._listener.close()
+            self._service.close()
+        error = self._supervisor.finished.exception()
+        if error is not None:
+            raise EngineError(str(error)) from error
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end)
+
+    def _end(self) -> None:
+        if self._asked_to_end.is_set():
+            self._asked_again.set()
+        self._asked_to_end.set()
+
+    async def _report(self) -> None:
+        """Says when the engine is ready and how long what took, and from then on how it goes."""
+        ready = await self._supervisor.wait_until_ready()
+        now = time.perf_counter()
+        waited = now - self._spawned - sum(ready.phases.values())
+        self._context.timeline.update({"engine process and imports": waited, **ready.phases})
+        self._context.timeline["total"] = now - self._begun
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._context.timeline.items())
+        _log.info("%s", ready.summary)
+        _log.info("Ready on %s (seconds: %s).", self._listener.address, phases)
+        while self._options.status_interval_s:
+            await asyncio.sleep(self._options.status_interval_s)
+            gauges = self._supervisor.client.gauges if self._supervisor.state is State.READY else None
+            line = self._service.metrics.status_line(gauges)
+            if line is not None:
+                _log.info("%s", line)
+
+    async def _drain(self) -> None:
+        """Take nothing new and let finish what runs, for as long as the options say or until a second signal."""
+        admission = self._context.admission
+        admission.draining = True
+        _log.info("Draining %d requests; a second signal ends them at once.", admission.num_requests)
+        deadline = time.monotonic() + self._options.drain_timeout_s
+        while admission.num_requests and time.monotonic() < deadline and not self._asked_again.is_set():
+            await asyncio.sleep(_LOOK_S)
+        if admission.num_requests:
+            _log.warning("%d requests did not end in time and are told so.", admission.num_requests)

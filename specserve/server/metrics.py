@@ -1,0 +1,205 @@
+"""What the server has done, counted from what the engine says: for /metrics, /stats and the log. Knows the engine's
+messages; knows no HTTP. One thread calls everything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, get_args
+
+from specserve.server import metrics_report
+from specserve.server.engine.messages import Gauges, Said
+from specserve.server.metrics_families import CONTENT_TYPE, Service, exposition
+from specserve.server.metrics_totals import (
+    FIRST_TOKEN_BOUNDS,
+    GAP_BOUNDS,
+    REQUEST_BOUNDS,
+    Acceptance,
+    Engines,
+    Flow,
+    Histogram,
+    Traffic,
+    Window,
+)
+from specserve.types import FinishReason, SequenceStats
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+REFUSALS = (400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 500, 501, 503, 504)
+_ENDED_WELL = ("stop", "length")
+_MOST_OPEN = 65_536  # far above any queue; who forgets to end requests here cannot fill the memory
+
+
+class _Open:
+    """A request whose completions have not all ended."""
+
+    __slots__ = ("acceptance", "last_heard", "num_left", "num_prompt_tokens", "num_tokens", "stopped")
+
+    def __init__(self, num_completions: int, num_prompt_tokens: int, acceptance: Acceptance) -> None:
+        self.num_left = num_completions
+        self.num_prompt_tokens = num_prompt_tokens  # 0 once they are counted
+        self.acceptance = acceptance
+        self.last_heard: list[float | None] = [None] * num_completions
+        self.num_tokens = [0] * num_completions
+        self.stopped: set[int] = set()
+
+
+class Times:
+    """Histograms of seconds, under the names that they have in the exposition, and windows for percentiles.
+
+    How long until the scheduler took a completion, and until its first token, is told of each that came so far; the
+    times that end with its end, of those that were not cut off by an abort or an error.
+    """
+
+    def __init__(self) -> None:
+        self.time_to_first_token = Histogram(FIRST_TOKEN_BOUNDS)
+        self.inter_token_latency = Histogram(GAP_BOUNDS)
+        self.e2e_request_latency = Histogram(REQUEST_BOUNDS)
+        self.request_queue_time = Histogram(REQUEST_BOUNDS)
+        self.request_prefill_time = Histogram(REQUEST_BOUNDS)
+        self.request_decode_time = Histogram(REQUEST_BOUNDS)
+        self.windows = {name: Window() for name in ("time_to_first_token", "per_token", "end_to_end")}
+
+    def add(self, stats: SequenceStats, num_tokens: int, ended_well: bool) -> None:
+        if stats.first_scheduled is None:
+            return
+        self.request_queue_time.observe(stats.first_scheduled - stats.arrived)
+        if stats.first_token is None:
+            return
+        self.request_prefill_time.observe(stats.first_token - stats.first_scheduled)
+        self.time_to_first_token.observe(stats.first_token - stats.arrived)
+        self.windows["time_to_first_token"].add(stats.first_token - stats.arrived)
+        if ended_well and stats.finished is not None:
+            self._add_end(stats.arrived, stats.first_token, stats.finished, num_tokens)
+
+    def _add_end(self, arrived: float, first_token: float, finished: float, num_tokens: int) -> None:
+        self.request_decode_time.observe(finished - first_token)
+        self.e2e_request_latency.observe(finished - arrived)
+        self.windows["end_to_end"].add(finished - arrived)
+        if num_tokens > 1:
+            self.windows["per_token"].add((finished - first_token) / (num_tokens - 1))
+
+
+class Metrics:
+    """Counts for one served model. `clock` gives seconds, on the scale of SequenceStats.
+
+    Its memory is bounded: one entry a request that is open, one a drafter, and windows of fixed size.
+    """
+
+    def __init__(self, model: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.model = model
+        self.clock = clock
+        self.started = clock()
+        self.traffic = Traffic(self.started)
+        self.times = Times()
+        self.acceptance: dict[str, Acceptance] = {}  # by drafter
+        self.ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
+        self.refusals: dict[str, int] = dict.fromkeys([*map(str, REFUSALS), "other"], 0)
+        self.engines = Engines()
+        self._open: dict[int, _Open] = {}
+        self._line = metrics_report.Line(self.started)
+
+    def begin(self, number: int, num_completions: int, num_prompt_tokens: int, drafter: str) -> None:
+        """A request goes to the engine under this number. `drafter` is one that the engine has loaded, or "none"."""
+        acceptance = self.acceptance.setdefault(drafter, Acceptance())
+        self._open[number] = _Open(num_completions, num_prompt_tokens, acceptance)
+        if len(self._open) > _MOST_OPEN:
+            del self._open[next(iter(self._open))]
+
+    def hear(self, said: Said) -> None:
+        """The engine said this. Also to be called for requests that nobody waits for any more."""
+        request = self._open.get(said.id)
+        if request is None:
+            return
+        if said.tokens:
+            self._count_tokens(request, said.index, len(said.tokens))
+        if said.finish_reason is not None:
+            self._end(request, said)
+
+    def stopped(self, number: int, index: int) -> None:
+        """A stop string has ended this completion: the abort that the engine will report counts as "stop"."""
+        if (request := self._open.get(number)) is not None:
+            request.stopped.add(index)
+
+    def forget(self, number: int) -> None:
+        """The engine has not let the request in: it will say nothing of it."""
+        self._open.pop(number, None)
+
+    def lost(self) -> None:
+        """The engine has died, and with it everything open. The gauges that it left must not come again."""
+        self.ended["error"] += sum(request.num_left for request in self._open.values())
+        self._open.clear()
+        self.engines.lost()
+
+    def refused(self, status: int) -> None:
+        """An error response was sent."""
+        self.refusals[str(status) if status in REFUSALS else "other"] += 1
+
+    def exposition(self, gauges: Gauges | None, num_restarts: int, ready: bool) -> bytes:
+        """The body of /metrics, in Prometheus' text format; its type is CONTENT_TYPE. Without an engine, or before its
+        first step, `gauges` is None."""
+        service = Service(
+            model=self.model,
+            engine=self.engines.look(gauges),
+            num_restarts=num_restarts,
+            ready=ready,
+            flow=self.traffic.total,
+            ended=self.ended,
+            refusals=self.refusals,
+            acceptance=self.acceptance,
+            times=vars(self.times),
+        )
+        return exposition(service)
+
+    def stats(self, gauges: Gauges | None, num_restarts: int, state: str) -> dict[str, Any]:
+        """The JSON of GET /stats. Times are in ms; what there is no value of yet is None."""
+        now = self.clock()
+        flow, seconds = self.traffic.recent(now)
+        return {
+            "model": self.model,
+            "state": state,
+            "uptime_s": now - self.started,
+            "num_restarts": num_restarts,
+            **metrics_report.engine(self.engines.look(gauges)),
+            "tokens": metrics_report.tokens(self.traffic.total, flow, seconds),
+            "latency_ms": metrics_report.latency(self.times.windows),
+            "speculation": metrics_report.speculation(self.acceptance, flow),
+            "requests": dict(self.ended),
+            "refused": {status: count for status, count in self.refusals.items() if count},
+        }
+
+    def status_line(self, gauges: Gauges | None) -> str | None:
+        """One line for the log about the time since the last call; None when nothing has happened in it and no request
+        is open."""
+        ended, refused = sum(self.ended.values()), sum(self.refusals.values())
+        happened = (self.traffic.total, ended, refused)
+        return self._line.make(self.clock(), self.engines.look(gauges), happened, is_busy=bool(self._open))
+
+    def _count_tokens(self, request: _Open, index: int, count: int) -> None:
+        now = self.clock()
+        flow = self.traffic.at(now)
+        flow.num_generated_tokens += count
+        flow.num_steps += 1
+        last = request.last_heard[index]
+        request.last_heard[index] = now
+        request.num_tokens[index] += count
+        if last is None:
+            self._count_prompt(request, flow)
+        else:
+            self.times.inter_token_latency.observe(now - last)
+
+    def _count_prompt(self, request: _Open, flow: Flow) -> None:
+        """Once a request, whatever n is, when its prompt is computed."""
+        flow.num_prompt_tokens += request.num_prompt_tokens
+        request.num_prompt_tokens = 0
+
+    def _end(self, request: _Open, said: Said) -> None:
+        assert said.finish_reason is not None, "only an end ends"
+        reason = "stop" if said.index in request.stopped else said.finish_reason
+        self.ended[reason] += 1
+        if said.stats is not None:
+            request.acceptance.add(said.stats)
+            self.times.add(said.stats, request.num_tokens[said.index], reason in _ENDED_WELL)
+        request.num_left -= 1
+        if request.num_left == 0:
+            del self._open[said.id]

@@ -1,0 +1,170 @@
+"""The exposition: names, types, texts and labels of every metric. Knows Prometheus' text format; counts nothing itself.
+
+What vLLM has as well is there under both names, for its dashboards and benchmarks read theirs:
+https://docs.vllm.ai/en/latest/usage/metrics.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from specserve.server.engine.messages import Gauges
+from specserve.server.metrics_totals import STEP_PHASES, Acceptance, Flow, Histogram, together
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+OWN, SHARED = "specserve:", ("specserve:", "vllm:")
+Values = Mapping[str, float]  # by the value of the one label besides model_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Everything that is exposed, as it is now. `times` holds the histograms by name."""
+
+    model: str
+    engine: Gauges
+    num_restarts: int
+    ready: bool
+    flow: Flow
+    ended: Mapping[str, int]
+    refusals: Mapping[str, int]
+    acceptance: Mapping[str, Acceptance]
+    times: Mapping[str, Any]
+
+
+def exposition(service: Service) -> bytes:
+    """The whole text."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(_families(service)))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _families(service: Service) -> Iterator[Metric]:
+    make = _Maker(service.model)
+    for prefix in SHARED:
+        yield from _shared(service, prefix, make)
+    yield from _own(service, make)
+
+
+def _shared(service: Service, prefix: str, make: _Maker) -> Iterator[Metric]:
+    """What vLLM has under the same name, type and labels."""
+    engine, flow, whole = service.engine, service.flow, together(service.acceptance.values())
+    by_position = {str(i): count for i, count in enumerate(whole.accepted_by_position)}
+    for name, text, value in (
+        ("num_requests_running", "Completions in the running batch.", engine.num_running),
+        ("num_requests_waiting", "Completions that wait for a place in it.", engine.num_waiting),
+        ("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage(engine)),
+    ):
+        yield make.gauge(prefix + name, text, value)
+    for name, text, value in (
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", engine.num_prefix_query_tokens),
+        ("prefix_cache_hits", "Prompt tokens found there.", engine.num_prefix_hit_tokens),
+        ("num_preemptions", "Sequences that had to give up their KV blocks.", engine.num_preemptions),
+        ("prompt_tokens", "Prompt tokens of requests that came to their first token.", flow.num_prompt_tokens),
+        ("generation_tokens", "Output tokens.", flow.num_generated_tokens),
+        ("spec_decode_num_drafts", "Drafts that were verified, of ended completions.", whole.num_drafts),
+        ("spec_decode_num_draft_tokens", "Their tokens.", whole.num_draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Those of them that were accepted.", whole.num_accepted_tokens),
+    ):
+        yield make.counter(prefix + name, text, value)
+    name = "spec_decode_num_accepted_tokens_per_pos"
+    yield make.counters(prefix + name, "Accepted tokens by place in the draft, from 0.", "position", by_position)
+    yield make.counters(prefix + "request_success", "Ended completions.", "finished_reason", service.ended)
+    for name, text in _TIMES.items():
+        yield make.histogram(f"{prefix}{name}_seconds", text, service.times[name])
+
+
+_TIMES = {
+    "time_to_first_token": "From a completion's arrival in the engine to its first token.",
+    "inter_token_latency": "Between two outputs of a completion; an output may be several tokens.",
+    "e2e_request_latency": "From a completion's arrival in the engine to its end.",
+    "request_queue_time": "From a completion's arrival in the engine to its first step.",
+    "request_prefill_time": "From a completion's first step to its first token.",
+    "request_decode_time": "From a completion's first token to its end.",
+}
+
+
+def _own(service: Service, make: _Maker) -> Iterator[Metric]:
+    engine = service.engine
+    yield make.gauge(OWN + "up", "1 while this process answers.", 1)
+    yield make.gauge(OWN + "ready", "1 while requests are taken.", service.ready)
+    for name, text, value in (
+        ("engine_restarts", "Engines started after one had died.", service.num_restarts),
+        ("engine_steps", "Steps of the engine.", engine.num_steps),
+        ("engine_step_rows", "Rows of these steps: prompt tokens, last tokens and draft tokens.", engine.num_rows),
+        ("drafts_dropped", "Drafts that broke the contract and were not verified.", engine.num_drafts_dropped),
+    ):
+        yield make.counter(OWN + name, text, value)
+    seconds = {phase: engine.seconds[phase] for phase in STEP_PHASES}
+    yield make.counters(OWN + "step_time_seconds", "Time of the engine's steps by phase.", "phase", seconds)
+    yield make.counters(OWN + "refused", "Error responses by HTTP status.", "status", service.refusals)
+    for name, text in _BY_DRAFTER.items():
+        values = {drafter: getattr(each, name) for drafter, each in service.acceptance.items()}
+        yield make.counters(f"{OWN}drafter_{name}", text, "drafter", values)
+
+
+_BY_DRAFTER = {
+    "num_steps": "Verify steps of ended completions by drafter, without a draft too.",
+    "num_drafts": "Drafts that were verified, by drafter.",
+    "num_draft_tokens": "Tokens of these drafts by drafter.",
+    "num_accepted_tokens": "Accepted tokens of these drafts by drafter.",
+}
+
+
+def usage(engine: Gauges) -> float:
+    """Share of the KV blocks in use, 0 to 1."""
+    return 1 - engine.num_free_blocks / engine.num_blocks if engine.num_blocks else 0.0
+
+
+class _Maker:
+    """Metrics with the label model_name and at most one other."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def counters(self, name: str, text: str, label: str, values: Values) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model_name", label))
+        for key, value in values.items():
+            family.add_metric((self._model, key), value)
+        return family
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), _buckets(histogram), histogram.total)
+        return family
+
+
+def _buckets(histogram: Histogram) -> Sequence[tuple[str, float]]:
+    """Cumulative, under their upper bounds."""
+    bounds = (*map(str, histogram.bounds), "+Inf")
+    return list(zip(bounds, accumulate(histogram.counts), strict=True))

@@ -1,0 +1,89 @@
+"""What a server is told at start, besides what its engine is told. Knows no sockets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specserve.errors import ConfigError, strict_fields, unknown
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@strict_fields("option", ConfigError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where to listen, whom to let in, how long to be patient. Times are in seconds, 0 is no limit where it says so.
+
+    `uds` is listened on instead of host and port. `served_model_name`: names that requests may use, the first of them
+    is the one in answers; without any it is the model's. `max_queue`: completions that may wait for the engine beside
+    those that run. `api_key` and the lines of `api_key_file` are keys; with any, all routes but /health need one.
+    Raises ConfigError naming the field, what it was and what is allowed.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None
+    served_model_name: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
+    api_key_file: Path | None = None
+    cors_origin: tuple[str, ...] = ()
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    max_queue: int = 512
+    max_body_mib: float = 16.0
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    queue_timeout_s: float = 120.0
+    request_timeout_s: float = 0.0
+    write_timeout_s: float = 30.0
+    drain_timeout_s: float = 30.0
+    stall_timeout_s: float = 10.0
+    start_timeout_s: float = 900.0
+    status_interval_s: float = 10.0
+    log_format: Literal["text", "json"] = "text"
+    log_level: str = "info"
+    admin: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
+        _between("port", self.port, 0, 65535)
+        _between("max_queue", self.max_queue, 0, 2**20)
+        for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "stall_timeout_s", "start_timeout_s"):
+            _between(name, getattr(self, name), 0.05, 1e6)
+        for name in ("queue_timeout_s", "request_timeout_s", "drain_timeout_s", "status_interval_s"):
+            _between(name, getattr(self, name), 0, 1e6)
+        _between("max_body_mib", self.max_body_mib, 0.001, 1024)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key belong together. Give both or none of them.")
+        if any(not key.strip() for key in self.api_key):
+            raise ConfigError("--api-key is empty. Give a key, or leave the option out.")
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mib * 2**20)
+
+    def keys(self) -> list[str]:
+        """All API keys. Raises ConfigError for a file that cannot be read or has none."""
+        return [*self.api_key, *([] if self.api_key_file is None else _read_keys(self.api_key_file))]
+
+
+def _read_keys(path: Path) -> list[str]:
+    """One key a line; empty lines and those that begin with # are none."""
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error}.") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} has no keys; write one a line.")
+    return keys
+
+
+def _between(name: str, value: Any, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}.")

@@ -1,0 +1,198 @@
+"""The running server's routes: answers as the SDK gives them, streams as the bodies, errors in one shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specserve.llm import LLM
+from specserve.types import SamplingParams
+
+CHAT = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 12, "temperature": 0}
+COMPLETION = {"prompt": "the cat sat", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def sdk(tiny: Path) -> Any:
+    with LLM(str(tiny), threads=1, max_num_seqs=4, kv_cache_gib=0.01, max_model_len=256) as llm:
+        yield llm
+
+
+def test_completions_are_those_of_the_sdk(server: Any, sdk: LLM) -> None:
+    expected = sdk.generate("the cat sat", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs[0]
+    got = server.post("/v1/completions", {**COMPLETION, "return_token_ids": True})
+    assert got.status == 200
+    choice = got.json["choices"][0]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == (
+        expected.text,
+        expected.token_ids,
+        "length",
+    )
+    assert got.json["usage"]["completion_tokens"] == 12
+    assert got.json["model"] == "tiny"
+
+
+def test_chat_is_that_of_the_sdk(server: Any, sdk: LLM) -> None:
+    params = SamplingParams(temperature=0.9, seed=7, max_tokens=12, n=2)
+    expected = sdk.chat(CHAT["messages"], params)[0]  # type: ignore[arg-type]
+    got = server.post("/v1/chat/completions", {**CHAT, "temperature": 0.9, "seed": 7, "n": 2})
+    assert [c["message"]["content"] for c in got.json["choices"]] == [o.text for o in expected.outputs]
+    assert got.json["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    "speculative", [{"drafter": "ngram"}, {"enabled": False}, {"drafter": "ngram", "num_tokens": 2}]
+)
+def test_drafts_change_nothing(server: Any, speculative: dict[str, Any]) -> None:
+    long = {**COMPLETION, "max_tokens": 64}
+    plain = server.post("/v1/completions", long).json["choices"]
+    drafted = server.post("/v1/completions", {**long, "speculative": speculative})
+    assert drafted.json["choices"] == plain
+
+
+def test_a_prediction_is_counted(server: Any) -> None:
+    plain = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 40, "ignore_eos": True}).json
+    text = plain["choices"][0]["message"]["content"]
+    predicted = server.post(
+        "/v1/chat/completions",
+        {**CHAT, "max_tokens": 40, "ignore_eos": True, "prediction": {"type": "content", "content": text}},
+    ).json
+    assert predicted["choices"] == plain["choices"]
+    details = predicted["usage"]["completion_tokens_details"]
+    metrics = predicted["metrics"]["speculative_decoding"]
+    assert details["accepted_prediction_tokens"] == metrics["num_accepted_draft_tokens"]
+    assert details["rejected_prediction_tokens"] == (metrics["num_draft_tokens"] - metrics["num_accepted_draft_tokens"])
+
+
+def test_a_stream_says_what_the_body_says(server: Any) -> None:
+    asked = {**CHAT, "n": 2, "temperature": 1, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    whole = server.post("/v1/chat/completions", asked).json
+    reply = server.post("/v1/chat/completions", {**asked, "stream": True, "stream_options": {"include_usage": True}})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.events[-1] == "[DONE]"
+    assert reply.events[-2]["choices"] == []
+    assert reply.events[-2]["usage"] == {**whole["usage"], "prompt_tokens_details": {"cached_tokens": 32}} or (
+        reply.events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    )
+    for choice in whole["choices"]:
+        chunks = [c for event in reply.events[:-2] for c in event["choices"] if c["index"] == choice["index"]]
+        assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in chunks) == choice["message"]["content"]
+        assert [c["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + [choice["finish_reason"]]
+        entries = [entry for c in chunks if c["logprobs"] for entry in c["logprobs"]["content"]]
+        assert entries == choice["logprobs"]["content"]
+
+
+def test_many_prompts_in_one_call(server: Any) -> None:
+    prompts = ["the cat", "a dog sat on", "x"]
+    alone = [server.post("/v1/completions", {**COMPLETION, "prompt": p}).json["choices"][0]["text"] for p in prompts]
+    together = server.post("/v1/completions", {**COMPLETION, "prompt": prompts}).json
+    assert [c["text"] for c in together["choices"]] == alone
+    streamed = server.post("/v1/completions", {**COMPLETION, "prompt": prompts, "stream": True}).events
+    for index, text in enumerate(alone):
+        chunks = [c for event in streamed[:-1] for c in event["choices"] if c["index"] == index]
+        assert "".join(c["text"] for c in chunks) == text
+
+
+def test_a_stop_string_ends_it(server: Any) -> None:
+    text = server.post("/v1/completions", COMPLETION).json["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:3]
+    choice = server.post("/v1/completions", {**COMPLETION, "stop": stop}).json["choices"][0]
+    assert choice["text"] == text[: text.index(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+def test_models(server: Any) -> None:
+    assert [card["id"] for card in server.get("/v1/models").json["data"]] == ["tiny"]
+    assert server.get("/v1/models/tiny").json["max_model_len"] == 256
+    missing = server.get("/v1/models/other")
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+
+
+def test_tokenize_and_back(server: Any) -> None:
+    ids = server.post("/tokenize", {"prompt": "the cat sat", "add_special_tokens": False}).json["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}).json == {"prompt": "the cat sat"}
+    chat = server.post("/tokenize", {"messages": CHAT["messages"]}).json
+    assert chat["count"] == server.post("/v1/chat/completions", CHAT).json["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/server_info", "/stats", "/tokenizer_info"])
+def test_what_it_says_of_itself(server: Any, path: str) -> None:
+    reply = server.get(path)
+    assert reply.status == 200
+    assert isinstance(reply.json, dict)
+
+
+def test_metrics_count_what_was_generated(server: Any) -> None:
+    def generated() -> float:
+        lines = server.get("/metrics").body.decode().splitlines()
+        return float(next(line for line in lines if line.startswith("specserve:generation_tokens_total{")).split()[-1])
+
+    before = generated()
+    server.post("/v1/completions", COMPLETION)
+    assert generated() == before + 12
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+def test_wrong_paths(server: Any, method: str, path: str, status: int, code: str) -> None:
+    reply = server.ask(method, path)
+    assert (reply.status, reply.error["code"]) == (status, code)
+
+
+def test_what_was_ignored_is_named(server: Any) -> None:
+    reply = server.post("/v1/completions", {**COMPLETION, "sparkle": 1, "user": "me"})
+    assert reply.headers["x-specserve-ignored"] == "sparkle"
+
+
+def test_the_request_keeps_its_id(server: Any) -> None:
+    reply = server.post("/v1/completions", {**COMPLETION, "request_id": "mine"}, headers={"X-Request-Id": "outer-1"})
+    assert reply.json["id"] == "cmpl-mine"
+    assert reply.headers["x-request-id"] == "outer-1"
+
+
+def test_a_prompt_too_long_names_both_numbers(server: Any) -> None:
+    reply = server.post("/v1/completions", {**COMPLETION, "prompt": [1] * 256})
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert "256" in reply.error["message"]
+    assert "255" in reply.error["message"]
+    assert reply.headers["x-should-retry"] == "false"
+
+
+def test_an_unknown_model_is_not_found(server: Any) -> None:
+    reply = server.post("/v1/completions", {**COMPLETION, "model": "gpt"})
+    assert (reply.status, reply.error["param"]) == (404, "model")
+
+
+def test_the_prefix_cache_can_be_emptied(server: Any) -> None:
+    prompt = {**COMPLETION, "prompt": list(range(1, 60))}
+    server.post("/v1/completions", prompt)
+    cached = server.post("/v1/completions", prompt).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == 48
+    assert server.post("/reset_prefix_cache", {}).status == 200
+    again = server.post("/v1/completions", prompt).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert again == 0
+
+
+def test_salts_do_not_share_a_cache(server: Any) -> None:
+    prompt = {**COMPLETION, "prompt": list(range(60, 120))}
+    server.post("/v1/completions", {**prompt, "cache_salt": "a"})
+    cached = [
+        server.post("/v1/completions", {**prompt, "cache_salt": salt}).json["usage"]["prompt_tokens_details"]
+        for salt in ("b", "a")
+    ]
+    assert [c["cached_tokens"] for c in cached] == [0, 48]
+
+
+def test_json_is_utf8(server: Any) -> None:
+    body = json.dumps({**COMPLETION, "prompt": "żółw 🐢"}, ensure_ascii=False).encode()
+    assert server.post("/v1/completions", body, headers={"Content-Type": "application/json"}).status == 200
