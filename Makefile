@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= smollm2-135m
 PYTEST_FLAGS ?=
+SERVE_FLAGS ?=
 
 # Where there is a C++ compiler the native kernels must build; without one the package is made without them.
 export SPECSERVE_REQUIRE_NATIVE := $(if $(shell command -v $(CXX) c++ g++ clang++),1,0)
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
 SANITIZE := build/sanitize
 
-.PHONY: help env demo test check lint types format pytest sanitize wheel clean
+.PHONY: help env demo serve test check lint types format pytest sanitize wheel clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -41,6 +42,9 @@ demo: $(STAMP) ## Fetch the default model, measure n-gram speculation on a few p
 	@$(BIN)/specserve pull $(MODEL)
 	@echo "== plain decoding and --drafter ngram on the bundled prompts"
 	@$(BIN)/specserve bench --model $(MODEL) --drafter ngram --limit 6 --max-tokens 64 --show 1
+
+serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI's API; SERVE_FLAGS="--port 9000" and so on.
+	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
 test: check pytest sanitize ## Everything CI runs: lint, types and all tests, those of the real model too.
 

@@ -76,14 +76,15 @@ class EngineClient:
     """One incarnation of the engine as the API process sees it: from `bind` to `close`.
 
     `gauges` is the engine after its last step. `last_progress` is time.monotonic() of the last message that shows
-    that it moves while requests are open: a step that ran rows or said something, an answer, or a new request to none.
+    that it moves while requests are open: a step that ran rows or said something, an answer, or a new request to none;
+    `last_said` that of the last one that brought somebody further.
     `hear_said` is called with all that is said of any request, also of those that nobody waits for any more.
     """
 
     def __init__(self, address: str, numbers: itertools.count[int], hear_said: Callable[[Said], None]) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gauges: Gauges | None = None
-        self.last_progress = time.monotonic()
+        self.last_progress = self.last_said = time.monotonic()
         self.failure: Failed | None = None
         self._numbers = numbers
         self._hear_said = hear_said
@@ -107,7 +108,7 @@ class EngineClient:
         number = next(self._numbers)
         subscription = Subscription(number, num_completions, news)
         if not self._open:
-            self.last_progress = time.monotonic()
+            self.last_progress = self.last_said = time.monotonic()
         self._open[number] = subscription
         self._send(msgspec.structs.replace(asked, id=number))
         return subscription
@@ -155,6 +156,8 @@ class EngineClient:
             case Stepped(said=said, gauges=gauges):
                 if said or self.gauges is None or gauges.num_rows != self.gauges.num_rows:
                     self.last_progress = time.monotonic()
+                if said:
+                    self.last_said = self.last_progress
                 self.gauges = gauges
                 for each in said:
                     self._hear_said(each)

@@ -42,7 +42,8 @@ class Patience:
     """Seconds and numbers of attempts after which a supervisor gives up on something."""
 
     start_s: float = 900.0  # until the engine is ready
-    stall_s: float = 10.0  # without progress while requests are open
+    stall_s: float = 10.0  # without a step while requests are open
+    loop_s: float = 600.0  # of steps that say nothing while requests are open; a long prompt takes many of them
     attempts: int = 3  # starts in a row that fail before the engine was ready
 
 
@@ -161,8 +162,13 @@ class Supervisor:
         if self.state is not State.READY:
             late = now - begun > patience.start_s
             return f"The engine was not ready after {patience.start_s:.0f} s." if late else None
-        stalled = self._client.num_open and now - self._client.last_progress > patience.stall_s
-        return f"The engine made no progress for {patience.stall_s:.0f} s." if stalled else None
+        if not self._client.num_open:
+            return None
+        if now - self._client.last_progress > patience.stall_s:
+            return f"The engine made no progress for {patience.stall_s:.0f} s."
+        if now - self._client.last_said > patience.loop_s:
+            return f"The engine ran for {patience.loop_s:.0f} s and said nothing to anybody."
+        return None
 
     async def _drop(self, cause: str) -> None:
         """Tell everybody who waits for the engine that has gone."""

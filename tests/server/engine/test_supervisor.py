@@ -141,6 +141,26 @@ def test_a_lost_engine_is_told_and_replaced(
     asyncio.run(play())
 
 
+def test_an_engine_that_steps_and_says_nothing_is_replaced(tmp_path: Path) -> None:
+    """A prompt computed four tokens at a time stands for an engine that turns in circles."""
+    folder = write_tiny_model(tmp_path, "llama", max_position_embeddings=8192)
+    slow = {"max_model_len": 8192, "max_num_batched_tokens": 4, "kv_cache_gib": 0.05}
+
+    async def play() -> None:
+        metrics = Metrics("tiny")
+        supervisor = Supervisor({"model": str(folder), **OPTIONS, **slow}, Patience(loop_s=0.2), metrics.hear)
+        service = Service(supervisor, Tokenizer(folder), metrics)
+        await supervisor.wait_until_ready()
+        pid = supervisor.pid
+        with pytest.raises(EngineError, match="said nothing to anybody"):
+            await service.start([Ask(prompt_ids=PROMPT * 2000, params=GREEDY)], "long").whole()
+        await running_again(service, pid)
+        await supervisor.close()
+        service.close()
+
+    asyncio.run(play())
+
+
 def test_an_idle_engine_is_never_thought_to_hang(folder: Path, expected: list[int]) -> None:
     async def play() -> None:
         async with running(folder) as service:
