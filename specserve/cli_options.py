@@ -76,6 +76,10 @@ _EXTRA: dict[str, Any] = {
     "drafter_options": {"show_default": False},
     "stop": {"show_default": False, "negative": ()},
     "ignore_eos": {"negative": ()},
+    "served_model_name": {"show_default": False, "negative": ()},
+    "api_key": {"show_default": False, "negative": ()},
+    "cors_origin": {"show_default": False, "negative": ()},
+    "admin": {"negative": ()},
 }
 
 

@@ -44,7 +44,6 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
     "log_format": (OPERATION, "Lines for people, or JSON objects."),
     "log_level": (OPERATION, "Least important messages that are shown."),
 }
-_REPEATED = ("served_model_name", "api_key", "cors_origin")
 
 if TYPE_CHECKING:
     ListenOptions = ServeOptions
