@@ -103,7 +103,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname:<7} {record.name}: {_message(record)}"
         name = getattr(record, "request_id", None)
-        fields = ({"request_id": clip(str(name))} if name else {}) | _extra(record)
+        fields = {**({"request_id": clip(str(name))} if name else {}), **_extra(record)}
         line += "".join(f" {key}={_word(value)}" for key, value in fields.items())
         lines = _exception(self, record).splitlines()
         return "\n    ".join([line, *(escape(each) for each in lines)])
@@ -116,8 +116,8 @@ def clip(text: str, limit: int = LONGEST_VALUE) -> str:
 
 
 def escape(text: str) -> str:
-    r"""Text in which everything that a terminal would not print is written out: a newline as \n, an escape as \x1b. What
-    is escaped already stays as it is."""
+    r"""Text in which everything that a terminal would not print is written out: a newline as \n, an escape as \x1b.
+    What is escaped already stays as it is."""
     return text if text.isprintable() else "".join(each if each.isprintable() else _written(each) for each in text)
 
 
