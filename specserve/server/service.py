@@ -40,12 +40,13 @@ class Ask:
 class _Answer:
     """One prompt's request while it runs."""
 
-    def __init__(self, ask: Ask, name: str, client: EngineClient, subscription: Subscription, tokenizer: Tokenizer):
+    def __init__(self, ask: Ask, name: str, client: EngineClient, subscription: Subscription, service: Service) -> None:
         completions = [CompletionOutput(index) for index in range(ask.params.n)]
         self.output = RequestOutput(name, ask.prompt, ask.prompt_ids, completions)
         self.subscription = subscription
         self.client = client
-        self._collector = Collector(self.output, ask.params, tokenizer, self._stop)
+        self._metrics = service.metrics
+        self._collector = Collector(self.output, ask.params, service.tokenizer, self._stop)
 
     def take(self) -> list[Chunk]:
         for said in self.subscription.take():
@@ -57,6 +58,7 @@ class _Answer:
     def _stop(self, name: str, index: int) -> None:
         """A stop string, which the engine cannot see, has ended a completion."""
         self.client.abort(self.subscription, index)
+        self._metrics.stopped(self.subscription.number, index)
 
 
 class Answers:
@@ -171,7 +173,7 @@ class Service:
         subscription = client.submit(submit, ask.params.n, news)
         drafter = ask.drafter or ("prediction" if ask.prediction else self.ready.drafter)
         self.metrics.begin(subscription.number, ask.params.n, len(ask.prompt_ids), drafter)
-        return _Answer(ask, name, client, subscription, self.tokenizer)
+        return _Answer(ask, name, client, subscription, self)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

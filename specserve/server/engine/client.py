@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -36,6 +36,17 @@ class RefusedError(InputError):
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message, refused.param)
         self.code = refused.code
+
+
+class Observer(Protocol):
+    """Whoever counts what engines say."""
+
+    def hear(self, said: Said) -> None: ...
+    def forget(self, number: int) -> None:
+        """Nothing will be said of this request: it was refused."""
+
+    def lost(self) -> None:
+        """Nothing more will be said of any request: the engine is gone."""
 
 
 class Subscription:
@@ -78,16 +89,16 @@ class EngineClient:
     `gauges` is the engine after its last step. `last_progress` is time.monotonic() of the last message that shows
     that it moves while requests are open: a step that ran rows or said something, an answer, or a new request to none;
     `last_said` that of the last one that brought somebody further.
-    `hear_said` is called with all that is said of any request, also of those that nobody waits for any more.
+    `observer` hears all that is said of any request, also of those that nobody waits for any more.
     """
 
-    def __init__(self, address: str, numbers: itertools.count[int], hear_said: Callable[[Said], None]) -> None:
+    def __init__(self, address: str, numbers: itertools.count[int], observer: Observer) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gauges: Gauges | None = None
         self.last_progress = self.last_said = time.monotonic()
         self.failure: Failed | None = None
         self._numbers = numbers
-        self._hear_said = hear_said
+        self._observer = observer
         self._open: dict[int, Subscription] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -160,9 +171,10 @@ class EngineClient:
                     self.last_said = self.last_progress
                 self.gauges = gauges
                 for each in said:
-                    self._hear_said(each)
+                    self._observer.hear(each)
                     self._deliver(each)
             case Refused():
+                self._observer.forget(report.id)
                 subscription = self._open.pop(report.id, None)
                 if subscription is not None:
                     subscription.fail(RefusedError(report))

@@ -169,7 +169,8 @@ def _said(event: Event) -> Said:
 def main(address: str, options: dict[str, Any]) -> int:
     """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
     _end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a key press reaches the whole group; the other side decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the other side decides
+        signal.signal(number, signal.SIG_IGN)
     wire = Wire(address)
     try:
         config = EngineConfig(**options)

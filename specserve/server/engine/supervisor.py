@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from specserve.errors import EngineError
-from specserve.server.engine.client import EngineClient
-from specserve.server.engine.messages import Ready, Said
+from specserve.server.engine.client import EngineClient, Observer
+from specserve.server.engine.messages import Ready
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25  # between two looks at whether the engine moves
@@ -50,24 +50,18 @@ class Patience:
 class Supervisor:
     """One engine after another, in processes of their own that die with this one.
 
-    `hear_said` hears all that any engine says of a request, `lost` when one is gone.
+    `observer` hears what any of them says, and when one is gone.
 
     `finished` is done when there will be no engine any more: its exception says why, None after `close`.
     """
 
-    def __init__(
-        self,
-        options: Mapping[str, Any],
-        patience: Patience | None = None,
-        hear_said: Callable[[Said], None] = lambda said: None,
-        lost: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, options: Mapping[str, Any], observer: Observer, patience: Patience | None = None) -> None:
         self.state = State.LOADING
         self.ready: Ready | None = None  # of the engine that runs, or of the last one
         self.num_restarts = 0
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._patience = patience or Patience()
-        self._hear_said, self._lost = hear_said, lost
+        self._observer = observer
         self._numbers = itertools.count()
         self._starts = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="specserve-"))  # readable by this user alone
@@ -128,7 +122,7 @@ class Supervisor:
     async def _run_one(self) -> str:
         """Start an engine and watch it until it is gone; why it is."""
         address = f"ipc://{self._folder}/engine-{next(self._starts)}.sock"
-        self._client = EngineClient(address, self._numbers, self._hear_said)
+        self._client = EngineClient(address, self._numbers, self._observer)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "specserve.server.engine.process", address, str(self._folder / "options.json"),
             stdin=asyncio.subprocess.DEVNULL,
@@ -173,7 +167,7 @@ class Supervisor:
     async def _drop(self, cause: str) -> None:
         """Tell everybody who waits for the engine that has gone."""
         if self._client is not None:
-            self._lost()
+            self._observer.lost()
             self._client.fail(EngineError(f"{cause} The request is lost; send it again."))
             self._client.close()
             self._client = None

@@ -58,7 +58,7 @@ class _Life:
         patience = Patience(options.start_timeout_s, options.stall_timeout_s)
         self._options = options
         self._begun = begun
-        self._supervisor = Supervisor({**engine, "model": str(folder)}, patience, metrics.hear, metrics.lost)
+        self._supervisor = Supervisor({**engine, "model": str(folder)}, metrics, patience)
         self._spawned = time.perf_counter()
         self._service = Service(self._supervisor, Tokenizer(folder), metrics)
         admission = Admission(engine["max_num_seqs"] + options.max_queue)

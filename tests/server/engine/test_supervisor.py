@@ -43,7 +43,7 @@ def expected(folder: Path) -> list[int]:
 @asynccontextmanager
 async def running(folder: Path, **options: Any) -> AsyncIterator[Service]:
     metrics = Metrics("tiny")
-    supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, PATIENCE, metrics.hear, metrics.lost)
+    supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, metrics, PATIENCE)
     service = Service(supervisor, Tokenizer(folder), metrics)
     try:
         await supervisor.wait_until_ready()
@@ -148,7 +148,7 @@ def test_an_engine_that_steps_and_says_nothing_is_replaced(tmp_path: Path) -> No
 
     async def play() -> None:
         metrics = Metrics("tiny")
-        supervisor = Supervisor({"model": str(folder), **OPTIONS, **slow}, Patience(loop_s=0.2), metrics.hear)
+        supervisor = Supervisor({"model": str(folder), **OPTIONS, **slow}, metrics, Patience(loop_s=0.2))
         service = Service(supervisor, Tokenizer(folder), metrics)
         await supervisor.wait_until_ready()
         pid = supervisor.pid
@@ -174,7 +174,7 @@ def test_an_idle_engine_is_never_thought_to_hang(folder: Path, expected: list[in
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def play() -> None:
-        supervisor = Supervisor({"model": str(tmp_path / "nothing"), **OPTIONS}, PATIENCE)
+        supervisor = Supervisor({"model": str(tmp_path / "nothing"), **OPTIONS}, Metrics("none"), PATIENCE)
         with pytest.raises(EngineError, match="nothing"):
             await supervisor.wait_until_ready()
         assert supervisor.state is State.FAILED
@@ -200,8 +200,9 @@ def test_the_engine_ends_with_its_parent(folder: Path) -> None:
     program = (
         "import asyncio, sys\n"
         "from specserve.server.engine.supervisor import Supervisor\n"
+        "from specserve.server.metrics import Metrics\n"
         "async def main():\n"
-        "    s = Supervisor(eval(sys.argv[1]))\n"
+        "    s = Supervisor(eval(sys.argv[1]), Metrics('tiny'))\n"
         "    await s.wait_until_ready()\n"
         "    print(s.pid, flush=True)\n"
         "    await asyncio.sleep(600)\n"
