@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 
 from specserve.cli_options import ENGINE_HELP, MODEL, engine_options, options_type
 from specserve.config import DEFAULT_MODEL, EngineConfig
+from specserve.server.engine.spawn import Nest
 from specserve.server.options import ServeOptions
 
 LISTENING = Group("Listening", sort_key=5)
@@ -66,12 +67,14 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, until SIGINT or SIGTERM."""
     begun = _process_start()
-    from specserve.server.http.run import serve as run
-    from specserve.server.logs import configure
+    with Nest() as nest:
+        nest.prepare()  # before the imports below, which take as long as its own
+        from specserve.server.http.run import serve as run
+        from specserve.server.logs import configure
 
-    options = ServeOptions(**{entry.name: getattr(listen, entry.name) for entry in fields(ServeOptions)})
-    configure(options.log_format, options.log_level)
-    run({**engine_options(replace(engine)), "model": model}, options, begun)
+        options = ServeOptions(**{entry.name: getattr(listen, entry.name) for entry in fields(ServeOptions)})
+        configure(options.log_format, options.log_level)
+        run({**engine_options(replace(engine)), "model": model}, options, begun, nest)
 
 
 def _process_start() -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -16,6 +16,7 @@ from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.server.engine.messages import (
     Abort,
     Command,
+    Configure,
     Expire,
     Failed,
     Gauges,
@@ -113,6 +114,10 @@ class EngineClient:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._open)
+
+    def configure(self, options: dict[str, Any]) -> None:
+        """Tell the engine what to load; the first thing that it is told."""
+        self._send(Configure(options))
 
     def submit(self, asked: Submit, num_completions: int, news: asyncio.Event) -> Subscription:
         """Ask for a request; its id is given here."""

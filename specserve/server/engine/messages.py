@@ -6,7 +6,7 @@ Every message is typed, so bytes that are not one are refused by the decoder; no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -14,6 +14,12 @@ from specserve.types import FinishReason, SamplingParams, SequenceStats, TokenLo
 
 CONTEXT_LENGTH = "context_length_exceeded"  # codes of Refused
 QUEUE_TIMEOUT = "queue_timeout"
+
+
+class Configure(msgspec.Struct, frozen=True, tag="configure"):
+    """Load, the first of all commands. `options` are EngineConfig's fields."""
+
+    options: dict[str, Any]
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -48,7 +54,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-Command: TypeAlias = Submit | Abort | Expire | ResetPrefixCache | Stop
+Command: TypeAlias = Configure | Submit | Abort | Expire | ResetPrefixCache | Stop
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):

@@ -1,14 +1,14 @@
 """The engine's process: one thread that obeys, steps and reports. Knows the engine and the messages; knows no HTTP.
 
-    python -m specserve.server.engine.process ADDRESS OPTIONS.json
+    python -m specserve.server.engine.process ADDRESS PARENT
 
-It ends with the process that started it, however that one ends.
+It waits at the zmq endpoint ADDRESS to be told what to load, and ends with the process PARENT, which started it,
+however that one ends.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -30,6 +30,7 @@ from specserve.server.engine.messages import (
     QUEUE_TIMEOUT,
     Abort,
     Command,
+    Configure,
     Expire,
     Failed,
     Gauges,
@@ -57,6 +58,7 @@ class Wire:
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # the reports of a step are few, and none may be lost
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms; the other end may not be there yet
         self._socket.connect(address)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Command).decode
@@ -75,6 +77,13 @@ class Wire:
                 return
             except msgspec.DecodeError:
                 continue
+
+    def configuration(self) -> dict[str, Any]:
+        """The first command's options; waits for it."""
+        while True:
+            for command in self.commands(wait=True):
+                if isinstance(command, Configure):
+                    return command.options
 
     def close(self) -> None:
         self._socket.close()
@@ -166,14 +175,14 @@ def _said(event: Event) -> Said:
     )
 
 
-def main(address: str, options: dict[str, Any]) -> int:
+def main(address: str, parent: int) -> int:
     """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
-    _end_with_parent()
+    _end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the other side decides
         signal.signal(number, signal.SIG_IGN)
     wire = Wire(address)
     try:
-        config = EngineConfig(**options)
+        config = EngineConfig(**wire.configuration())
         begun = time.perf_counter()
         built = build(config)
         loaded = time.perf_counter()
@@ -222,15 +231,12 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
     )
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """Ask Linux to kill this process when its parent ends, and look once whether it has already."""
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("The process that started this engine has ended.")
 
 
 if __name__ == "__main__":
-    with open(sys.argv[2], encoding="utf-8") as stream:
-        chosen = json.load(stream)
-    sys.exit(main(sys.argv[1], chosen))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

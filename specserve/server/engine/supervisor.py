@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
-import shutil
-import sys
-import tempfile
+import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from specserve.errors import EngineError
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.messages import Ready
+from specserve.server.engine.spawn import Nest
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25  # between two looks at whether the engine moves
@@ -50,12 +47,19 @@ class Patience:
 class Supervisor:
     """One engine after another, in processes of their own that die with this one.
 
-    `observer` hears what any of them says, and when one is gone.
+    `observer` hears what any of them says, and when one is gone. `options` are EngineConfig's fields; the processes
+    come from `nest`.
 
     `finished` is done when there will be no engine any more: its exception says why, None after `close`.
     """
 
-    def __init__(self, options: Mapping[str, Any], observer: Observer, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        observer: Observer,
+        patience: Patience | None = None,
+        nest: Nest | None = None,
+    ) -> None:
         self.state = State.LOADING
         self.ready: Ready | None = None  # of the engine that runs, or of the last one
         self.num_restarts = 0
@@ -63,18 +67,17 @@ class Supervisor:
         self._patience = patience or Patience()
         self._observer = observer
         self._numbers = itertools.count()
-        self._starts = itertools.count()
-        self._folder = Path(tempfile.mkdtemp(prefix="specserve-"))  # readable by this user alone
-        (self._folder / "options.json").write_text(json.dumps(dict(options)), "utf-8")
+        self._options = dict(options)
+        self._nest = nest or Nest()
         self._client: EngineClient | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._first = asyncio.Event()  # the first start has succeeded, or all have failed
         self._keeper = asyncio.create_task(self._keep())
 
     @property
     def pid(self) -> int | None:
         """The engine's process, while there is one."""
-        return None if self._process is None or self._process.returncode is not None else self._process.pid
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     @property
     def client(self) -> EngineClient:
@@ -98,7 +101,7 @@ class Supervisor:
         with suppress(asyncio.CancelledError):
             await self._keeper
         await self._end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._nest.close()
         if not self.finished.done():
             self.finished.set_result(None)
 
@@ -121,14 +124,12 @@ class Supervisor:
 
     async def _run_one(self) -> str:
         """Start an engine and watch it until it is gone; why it is."""
-        address = f"ipc://{self._folder}/engine-{next(self._starts)}.sock"
-        self._client = EngineClient(address, self._numbers, self._observer)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "specserve.server.engine.process", address, str(self._folder / "options.json"),
-            stdin=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
+        child = self._nest.take()
+        self._process = child.process
+        self._client = EngineClient(child.address, self._numbers, self._observer)
+        self._client.configure(self._options)
         begun = time.monotonic()
-        ended = asyncio.create_task(self._process.wait())
+        ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
         while not ended.done():
             news: list[asyncio.Future[Any]] = [ended]
             if self.state is not State.READY:
@@ -178,12 +179,12 @@ class Supervisor:
         self._first.set()
 
     async def _end(self) -> None:
-        if self._client is not None and self._process is not None and self._process.returncode is None:
+        if self._client is not None and self._process is not None and self._process.poll() is None:
             self._client.stop()
             patience = _END_S if self._client.ready.done() else 0  # one that loads does not listen yet
             try:
-                await asyncio.wait_for(self._process.wait(), patience)
-            except TimeoutError:
+                await asyncio.to_thread(self._process.wait, patience)
+            except subprocess.TimeoutExpired:
                 self._process.kill()
-                await self._process.wait()
+                await asyncio.to_thread(self._process.wait)
         await self._drop("The server is ending.")

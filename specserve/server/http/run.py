@@ -15,6 +15,7 @@ from specserve.errors import EngineError
 from specserve.models import catalog
 from specserve.models.tokenizer import Tokenizer
 from specserve.server.admission import Admission
+from specserve.server.engine.spawn import Nest
 from specserve.server.engine.supervisor import Patience, State, Supervisor
 from specserve.server.http.app import make_app
 from specserve.server.http.context import Context
@@ -27,17 +28,17 @@ _log = logging.getLogger("specserve")
 _LOOK_S = 0.05  # between two looks at whether all requests have ended, while draining
 
 
-def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float) -> None:
+def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, nest: Nest) -> None:
     """Serve until a signal ends it. `engine` are EngineConfig's fields; `begun` is when the process started, in seconds
-    of time.perf_counter(). Raises EngineError with the cause when the engine cannot start or cannot be kept running,
-    and what is wrong with model and options before anything listens."""
+    of time.perf_counter(); the engine's processes come from `nest`. Raises EngineError with the cause when the engine
+    cannot start or cannot be kept running, and what is wrong with model and options before anything listens."""
     imported = time.perf_counter()
     options.keys()
     folder = catalog.resolve(engine["model"], progress=sys.stderr.isatty())
     timeline = {"process and imports": imported - begun, "model folder": time.perf_counter() - imported}
 
     async def live() -> None:
-        await _Life(engine, options, folder, timeline, begun).run()
+        await _Life(engine, options, folder, timeline, begun, nest).run()
 
     asyncio.run(live())
 
@@ -52,13 +53,14 @@ class _Life:
         folder: Path,
         timeline: dict[str, float],
         begun: float,
+        nest: Nest,
     ) -> None:
         names = options.served_model_name or (str(engine["model"]),)
         metrics = Metrics(names[0])
         patience = Patience(options.start_timeout_s, options.stall_timeout_s)
         self._options = options
         self._begun = begun
-        self._supervisor = Supervisor({**engine, "model": str(folder)}, metrics, patience)
+        self._supervisor = Supervisor({**engine, "model": str(folder)}, metrics, patience, nest)
         self._spawned = time.perf_counter()
         self._service = Service(self._supervisor, Tokenizer(folder), metrics)
         admission = Admission(engine["max_num_seqs"] + options.max_queue)
