@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from specserve.errors import CapacityError, EngineError, InputError, PromptTooLongError, SpecserveError, unknown
+from specserve.server.wire.bodies import ErrorBody, ErrorType
 from specserve.server.wire.fields import well_formed
 from specserve.server.wire.sentences import as_input_error
 
@@ -26,7 +27,7 @@ class WireError(SpecserveError):
     def __init__(
         self,
         status: int,
-        kind: str,
+        kind: ErrorType,
         message: str,
         *,
         param: str | None = None,
@@ -38,7 +39,7 @@ class WireError(SpecserveError):
         self.param, self.code, self.retry_after = None if param is None else well_formed(param), code, retry_after
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorBody:
         """The JSON body, and the body of the event when the stream has begun."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 

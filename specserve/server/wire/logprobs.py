@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from specserve.server.wire.bodies import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TokenLogprob
 from specserve.types import TokenLogprobs
 
 LEAST = -9999.0  # for what cannot be: JSON has no -inf, and OpenAI sends this
@@ -20,16 +21,16 @@ class Vocabulary(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-def chat_logprobs(entries: Iterable[TokenLogprobs], vocabulary: Vocabulary) -> dict[str, Any]:
+def chat_logprobs(entries: Iterable[TokenLogprobs], vocabulary: Vocabulary) -> ChatLogprobs:
     """`logprobs` of a chat choice, whole or streamed."""
-    content = [
+    content: list[ChatTokenLogprob] = [
         {**_spelled(e.token, e.logprob, vocabulary), "top_logprobs": [_spelled(*t, vocabulary) for t in e.top.items()]}
         for e in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def _spelled(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
+def _spelled(token: int, logprob: float, vocabulary: Vocabulary) -> TokenLogprob:
     spelling = vocabulary.token_bytes(token)
     return {
         "token": spelling.decode("utf-8", "replace"),
@@ -52,7 +53,7 @@ class CompletionLogprobs:
         """Text that has no entries, such as a prompt echoed without log-probabilities."""
         self._offset += num_characters
 
-    def prompt(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str) -> dict[str, Any]:
+    def prompt(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str) -> TextLogprobs:
         """Of the echoed prompt; nothing predicts its first token, which has null. The completion then begins behind
         `text`, however the tokens spell it."""
         part = self.part(ids, entries)
@@ -60,7 +61,7 @@ class CompletionLogprobs:
         part["text_offset"] = [min(offset, len(text)) for offset in part["text_offset"]]
         return part
 
-    def part(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+    def part(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> TextLogprobs:
         """Of the next tokens."""
         return {
             "tokens": [self._name(token) for token in ids],
@@ -92,6 +93,11 @@ class CompletionLogprobs:
         return offset
 
 
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def joined(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
     """Two parts as one."""
-    return {name: first[name] + second[name] for name in first}
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }

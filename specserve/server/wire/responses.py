@@ -12,6 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.server.wire.bodies import (
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    FinishReason,
+    ModelCard,
+    ModelList,
+    TextLogprobs,
+    Totals,
+)
 from specserve.server.wire.errors import WireError, unavailable
 from specserve.server.wire.logprobs import CompletionLogprobs, Vocabulary, chat_logprobs, joined
 from specserve.server.wire.usage import metrics, usage
@@ -33,10 +44,10 @@ class Reply:
     skip_special_tokens: bool = True
 
     def head(self, kind: str) -> dict[str, Any]:
-        """The fields that every body begins with; `kind` is its `object`."""
+        """The fields that every event begins with; `kind` is its `object`."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def totals(self, outputs: Sequence[RequestOutput], now: float) -> dict[str, Any]:
+    def totals(self, outputs: Sequence[RequestOutput], now: float) -> Totals:
         """`usage` and `metrics`; `now` is time.perf_counter()."""
         return {"usage": usage(outputs), "metrics": metrics(outputs, self.num_spec_tokens, now)}
 
@@ -46,27 +57,39 @@ class Reply:
         return self.vocabulary.special_ids if self.skip_special_tokens else frozenset()
 
 
-def chat_body(reply: Reply, output: RequestOutput, now: float) -> dict[str, Any]:
+def chat_body(reply: Reply, output: RequestOutput, now: float) -> ChatCompletion:
     """`chat.completion`. Raises WireError for an output that did not end well."""
     raise_failure(output.outputs)
-    choices = [_chat_choice(reply, completion) for completion in output.outputs]
-    ids = {"prompt_token_ids": output.prompt_token_ids} if reply.return_token_ids else {}
-    return {**reply.head("chat.completion"), "choices": choices, **ids, **reply.totals([output], now)}
+    totals = reply.totals([output], now)
+    body: ChatCompletion = {
+        "id": reply.id,
+        "object": "chat.completion",
+        "created": reply.created,
+        "model": reply.model,
+        "choices": [_chat_choice(reply, completion) for completion in output.outputs],
+        "usage": totals["usage"],
+        "metrics": totals["metrics"],
+    }
+    if reply.return_token_ids:
+        body["prompt_token_ids"] = output.prompt_token_ids
+    return body
 
 
-def _chat_choice(reply: Reply, completion: CompletionOutput) -> dict[str, Any]:
+def _chat_choice(reply: Reply, completion: CompletionOutput) -> ChatChoice:
     logprobs = completion.logprobs
-    return {
+    choice: ChatChoice = {
         "index": completion.index,
         "message": {"role": "assistant", "content": completion.text, "refusal": None},
         "logprobs": None if logprobs is None else chat_logprobs(logprobs, reply.vocabulary),
-        "finish_reason": completion.finish_reason,
+        "finish_reason": finish_reason(completion),
         "stop_reason": completion.stop_reason,
-        **({"token_ids": completion.token_ids} if reply.return_token_ids else {}),
     }
+    if reply.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
 
 
-def completion_body(reply: Reply, outputs: Sequence[RequestOutput], now: float) -> dict[str, Any]:
+def completion_body(reply: Reply, outputs: Sequence[RequestOutput], now: float) -> Completion:
     """`text_completion` of all prompts of a call, in order: prompt p's completion i is choice p * n + i. Raises
     WireError for an output that did not end well."""
     for output in outputs:
@@ -74,20 +97,29 @@ def completion_body(reply: Reply, outputs: Sequence[RequestOutput], now: float) 
     choices = [_completion_choice(reply, output, completion) for output in outputs for completion in output.outputs]
     for index, choice in enumerate(choices):
         choice["index"] = index
-    return {**reply.head("text_completion"), "choices": choices, **reply.totals(outputs, now)}
-
-
-def _completion_choice(reply: Reply, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-    beginning = Beginning(reply, output)
-    prompt_ids = {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
     return {
+        "id": reply.id,
+        "object": "text_completion",
+        "created": reply.created,
+        "model": reply.model,
+        "choices": choices,
+        **reply.totals(outputs, now),
+    }
+
+
+def _completion_choice(reply: Reply, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+    beginning = Beginning(reply, output)
+    choice: CompletionChoice = {
         "index": 0,
         "text": beginning.text + completion.text,
         "logprobs": beginning.logprobs_with(completion),
-        "finish_reason": completion.finish_reason,
+        "finish_reason": finish_reason(completion),
         "stop_reason": completion.stop_reason,
-        **(prompt_ids if reply.return_token_ids else {}),
     }
+    if reply.return_token_ids:
+        choice["prompt_token_ids"] = output.prompt_token_ids
+        choice["token_ids"] = completion.token_ids
+    return choice
 
 
 class Beginning:
@@ -97,13 +129,13 @@ class Beginning:
     def __init__(self, reply: Reply, output: RequestOutput) -> None:
         self.text = prompt_text(reply, output) if reply.echo else ""
         self.scores = CompletionLogprobs(reply.vocabulary, reply.hidden)
-        self.logprobs: dict[str, Any] | None = None  # the prompt's
+        self.logprobs: TextLogprobs | None = None  # the prompt's
         if reply.echo and output.prompt_logprobs is not None:
             self.logprobs = self.scores.prompt(output.prompt_token_ids, output.prompt_logprobs, self.text)
         else:
             self.scores.skip(len(self.text))
 
-    def logprobs_with(self, completion: CompletionOutput) -> dict[str, Any] | None:
+    def logprobs_with(self, completion: CompletionOutput) -> TextLogprobs | None:
         """`logprobs` of the prompt and the completion after it; None if none were asked for."""
         if completion.logprobs is None:
             return self.logprobs
@@ -119,6 +151,13 @@ def prompt_text(reply: Reply, output: RequestOutput) -> str:
     return b"".join(map(reply.vocabulary.token_bytes, shown)).decode("utf-8", "replace")
 
 
+def finish_reason(completion: CompletionOutput | Chunk) -> FinishReason:
+    """Why a completion ended that ended well."""
+    reason = completion.finish_reason
+    assert reason == "stop" or reason == "length", "only the end of what ended well is told as one"
+    return reason
+
+
 def raise_failure(completions: Sequence[CompletionOutput | Chunk]) -> None:
     """Raise WireError for the first of these that did not end well."""
     for completion in completions:
@@ -129,12 +168,12 @@ def raise_failure(completions: Sequence[CompletionOutput | Chunk]) -> None:
             raise unavailable("The server dropped this request before its end. Send it again.", code="aborted")
 
 
-def model_list(names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
+def model_list(names: Sequence[str], created: int, max_model_len: int) -> ModelList:
     """GET /v1/models."""
     return {"object": "list", "data": [model_card(name, created, max_model_len) for name in names]}
 
 
-def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+def model_card(name: str, created: int, max_model_len: int) -> ModelCard:
     """GET /v1/models/{id}; `max_model_len` is vLLM's addition, in tokens."""
     return {
         "id": name,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from specserve.engine.outputs import Chunk, RequestOutput
@@ -21,7 +21,7 @@ from specserve.server.wire.responses import Beginning, Reply, raise_failure
 DONE = "[DONE]"
 
 
-def event_text(body: dict[str, Any]) -> str:
+def event_text(body: Mapping[str, object]) -> str:
     """One line of JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 

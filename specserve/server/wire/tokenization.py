@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo
 
 from specserve.errors import InputError
+from specserve.server.wire.bodies import DetokenizeReply, TokenizeReply
 from specserve.server.wire.fields import Limits, Name, Wire, check_ids, limits_of, well_formed
 from specserve.server.wire.json_text import json_object
 from specserve.server.wire.requests import TemplateFields, checked
@@ -45,7 +46,7 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
     return checked(TokenizeChatRequest, fields, limits)
 
 
-def tokenize_body(ids: Sequence[int], max_model_len: int, strings: Sequence[str] | None = None) -> dict[str, Any]:
+def tokenize_body(ids: Sequence[int], max_model_len: int, strings: Sequence[str] | None = None) -> TokenizeReply:
     """The response of /tokenize; `strings` are the tokens' spelling, if asked for."""
     strs = None if strings is None else list(strings)
     return {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids), "token_strs": strs}
@@ -65,6 +66,6 @@ class DetokenizeRequest(Wire):
     tokens: Annotated[list[int], BeforeValidator(_tokens)]
 
 
-def detokenize_body(text: str) -> dict[str, Any]:
+def detokenize_body(text: str) -> DetokenizeReply:
     """The response of /detokenize."""
     return {"prompt": text}

@@ -4,13 +4,13 @@ no text."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from specserve.engine.outputs import CompletionOutput, RequestOutput
+from specserve.server.wire.bodies import Metrics, SpeculativeDecoding, Usage
 from specserve.types import SequenceStats
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage(outputs: Sequence[RequestOutput]) -> Usage:
     """OpenAI's `usage` of all prompts of a call; a prompt counts once, whatever n is."""
     stats = [completion.stats for completion in _completions(outputs)]
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -27,7 +27,7 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
-def metrics(outputs: Sequence[RequestOutput], num_spec_tokens: int, now: float) -> dict[str, Any]:
+def metrics(outputs: Sequence[RequestOutput], num_spec_tokens: int, now: float) -> Metrics:
     """`metrics` at a response's root. `num_spec_tokens` is the longest draft the engine makes, 0 without a drafter;
     `now` is time.perf_counter(), the end of what the engine has not ended yet: a stop string is found outside of it.
 
@@ -40,16 +40,18 @@ def metrics(outputs: Sequence[RequestOutput], num_spec_tokens: int, now: float) 
     first = min((s.first_token for s in stats if s.first_token is not None), default=now)
     finished = max(now if s.finished is None else s.finished for s in stats)
     num_later = sum(max(0, len(completion.token_ids) - 1) for completion in _completions(outputs))
-    told: dict[str, Any] = {
+    told: Metrics = {
         "time_to_first_token_ms": 1e3 * (first - arrived),
         "generation_time_ms": 1e3 * (finished - first),
         "queue_time_ms": 1e3 * (scheduled - arrived),
         "tokens_per_second": num_later / (finished - first) if num_later and finished > first else None,
     }
-    return told | ({"speculative_decoding": speculative_decoding(stats, num_spec_tokens)} if num_spec_tokens else {})
+    if num_spec_tokens:
+        told["speculative_decoding"] = speculative_decoding(stats, num_spec_tokens)
+    return told
 
 
-def speculative_decoding(stats: Sequence[SequenceStats], num_spec_tokens: int) -> dict[str, Any]:
+def speculative_decoding(stats: Sequence[SequenceStats], num_spec_tokens: int) -> SpeculativeDecoding:
     """How the drafts of these sequences fared. A step is a verify step, one without a draft too, so the mean acceptance
     length is the tokens that a step emitted. histogram[j] counts the steps that accepted j tokens, j = 0 .. k."""
     num_steps = sum(s.num_steps for s in stats)
