@@ -29,8 +29,6 @@ def event_text(body: Mapping[str, object]) -> str:
 class Stream(ABC):
     """The events of one call. `outputs` are its prompts' outputs, which a Collector fills while the chunks come."""
 
-    kind: ClassVar[str]
-
     def __init__(self, reply: Reply, outputs: Sequence[RequestOutput]) -> None:
         self._reply = reply
         self._outputs = outputs
@@ -63,12 +61,32 @@ class Stream(ABC):
             return self.fail(error)
         events = [] if index in self._begun else self._begin(index, self._outputs[prompt])
         self._begun.add(index)
-        if chunk.text or chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids):
-            events.append(self._event([self._tokens(index, chunk)]))
+        events += self._news(index, chunk)
         if chunk.finish_reason is not None:
             self._ended.add(index)
-            events.append(self._event([self._ending(index, chunk)]))
         return events
+
+    @abstractmethod
+    def end(self, now: float) -> list[str]:
+        """The events after the last chunk; `now` is time.perf_counter()."""
+
+    @abstractmethod
+    def fail(self, error: WireError) -> list[str]:
+        """The events that tell of an error, and nothing after them."""
+
+    @abstractmethod
+    def _begin(self, index: int, output: RequestOutput) -> list[str]:
+        """The events a choice begins with."""
+
+    @abstractmethod
+    def _news(self, index: int, chunk: Chunk) -> list[str]:
+        """The events of one chunk of a choice that has begun."""
+
+
+class ChoiceStream(Stream):
+    """The streams of chat completions and completions: each event has its choice in `choices`."""
+
+    kind: ClassVar[str]
 
     def end(self, now: float) -> list[str]:
         """Usage if it was asked for, and the end mark; `now` is time.perf_counter()."""
@@ -81,6 +99,14 @@ class Stream(ABC):
         """The error event, and nothing after it."""
         self.failed = True
         return [event_text(error.body)]
+
+    def _news(self, index: int, chunk: Chunk) -> list[str]:
+        events = []
+        if chunk.text or chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids):
+            events.append(self._event([self._tokens(index, chunk)]))
+        if chunk.finish_reason is not None:
+            events.append(self._event([self._ending(index, chunk)]))
+        return events
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         unknown = {"usage": None} if self._reply.include_usage else {}  # OpenAI: null until the last chunk
@@ -103,15 +129,11 @@ class Stream(ABC):
         """What stands in a choice that has no text."""
 
     @abstractmethod
-    def _begin(self, index: int, output: RequestOutput) -> list[str]:
-        """The events a choice begins with."""
-
-    @abstractmethod
     def _tokens(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """A choice with new text, and log-probabilities and ids if they were asked for."""
 
 
-class ChatStream(Stream):
+class ChatStream(ChoiceStream):
     """`chat.completion.chunk`; the first event has the prompt's ids, if ids were asked for."""
 
     kind = "chat.completion.chunk"
@@ -135,7 +157,7 @@ class ChatStream(Stream):
         return choice
 
 
-class CompletionStream(Stream):
+class CompletionStream(ChoiceStream):
     """`text_completion`, streamed. An echoed prompt is an event of its own before the completion's text."""
 
     kind = "text_completion"

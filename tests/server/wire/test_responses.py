@@ -402,6 +402,13 @@ def test_a_choice_ends_once() -> None:
         stream.end(NOW)
 
 
+def test_events_go_over_the_wire_without_names() -> None:
+    for stream in (ChatStream(reply(), output()), CompletionStream(reply(), [output()])):
+        assert stream.frame('{"a":"é"}') == 'data: {"a":"é"}\n\n'.encode()
+        assert stream.frame(DONE) == b"data: [DONE]\n\n"
+        assert stream.ping() == b": ping\n\n"
+
+
 def test_an_event_is_one_line_of_utf8() -> None:
     text = event_text({"a": "é\u2028\r\n😀"})
     assert "\n" not in text
