@@ -1,0 +1,128 @@
+"""Answers as Anthropic's clients read them, whole and as events. Knows messages and content blocks; knows no requests
+and puts no bytes on a wire.
+
+Rules: message_start, then each content block with its start, deltas and stop, then message_delta with the reason and
+the counts, then message_stop. What was read from the cache is known at the end only, so message_start counts the whole
+prompt as input; message_delta has all counts anew, and Anthropic's clients take those. After an error event nothing
+comes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from specserve.engine.outputs import CompletionOutput, RequestOutput
+from specserve.server.wire.answer import (
+    AnswerParser,
+    Arguments,
+    CallItem,
+    Item,
+    PlainText,
+    Text,
+    TextItem,
+    items_of,
+    parts_of,
+)
+from specserve.server.wire.anthropic import anthropic_error
+from specserve.server.wire.errors import WireError
+from specserve.server.wire.item_stream import ItemStream
+from specserve.server.wire.responses import Reply, raise_failure
+from specserve.server.wire.stream import event_text
+from specserve.server.wire.usage import metrics, usage
+
+
+def count_tokens_body(num_tokens: int) -> dict[str, Any]:
+    """The response of /v1/messages/count_tokens."""
+    return {"input_tokens": num_tokens}
+
+
+def message_body(reply: Reply, output: RequestOutput, now: float, parser: AnswerParser | None = None) -> dict[str, Any]:
+    """`message`; `now` is time.perf_counter(), `parser` tells calls from text. Raises WireError for an output that did
+    not end well."""
+    raise_failure(output.outputs)
+    (completion,) = output.outputs
+    items = items_of(parts_of(parser or PlainText(), completion))
+    return {
+        **_message(reply, [_block(item) for item in items]),
+        **_reasons(completion, items),
+        "usage": _usage(output),
+        "metrics": metrics([output], reply.num_spec_tokens, now),
+    }
+
+
+class MessageStream(ItemStream):
+    """The events of one message. An error event's request_id is the message's id."""
+
+    def end(self, now: float) -> list[str]:
+        assert self.finished and not self.failed, "end before the end"
+        delta = {
+            "type": "message_delta",
+            "delta": _reasons(self._output.outputs[0], self._items),
+            "usage": _usage(self._output),
+            "metrics": metrics([self._output], self._reply.num_spec_tokens, now),
+        }
+        return [event_text(delta), event_text({"type": "message_stop"})]
+
+    def fail(self, error: WireError) -> list[str]:
+        self.failed = True
+        return [event_text(anthropic_error(error, self._reply.id))]
+
+    def ping(self) -> bytes:
+        return self.frame(event_text({"type": "ping"}))
+
+    def _begin(self, index: int, output: RequestOutput) -> list[str]:
+        unknown = {"stop_reason": None, "stop_sequence": None}
+        message = {**_message(self._reply, []), **unknown, "usage": _counts(len(output.prompt_token_ids), 0, 0)}
+        return [event_text({"type": "message_start", "message": message})]
+
+    def _open(self, item: Item) -> list[str]:
+        return [event_text({"type": "content_block_start", "index": item.index, "content_block": _block(item)})]
+
+    def _grow(self, item: Item, part: Text | Arguments) -> str:
+        delta = (
+            {"type": "text_delta", "text": part.text}
+            if isinstance(part, Text)
+            else {"type": "input_json_delta", "partial_json": part.text}
+        )
+        return event_text({"type": "content_block_delta", "index": item.index, "delta": delta})
+
+    def _close(self, item: Item, cut: bool) -> list[str]:
+        return [event_text({"type": "content_block_stop", "index": item.index})]
+
+
+def _message(reply: Reply, content: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": reply.id, "type": "message", "role": "assistant", "model": reply.model, "content": content}
+
+
+def _block(item: Item) -> dict[str, Any]:
+    if isinstance(item, TextItem):
+        return {"type": "text", "text": item.text}
+    return {"type": "tool_use", "id": item.id, "name": item.name, "input": json.loads(item.arguments or "{}")}
+
+
+def _reasons(completion: CompletionOutput, items: Sequence[Item]) -> dict[str, Any]:
+    """Why the message ended. A token that ends it is Anthropic's end of turn; only texts are stop sequences."""
+    if completion.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(completion.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+    called = any(isinstance(item, CallItem) for item in items)
+    return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
+
+
+def _usage(output: RequestOutput) -> dict[str, int]:
+    counted = usage([output])
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return _counts(counted["prompt_tokens"] - cached, cached, counted["completion_tokens"])
+
+
+def _counts(num_read: int, num_cached: int, num_output: int) -> dict[str, int]:
+    """Anthropic's clients add the three input counts up; nothing is counted apart for being put into the cache."""
+    return {
+        "input_tokens": num_read,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": num_output,
+    }

@@ -1,0 +1,73 @@
+"""Streams whose events have names and tell of items: content blocks, output items. Knows when an item begins and ends;
+knows no API's shapes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from specserve.engine.outputs import Chunk, RequestOutput
+from specserve.server.wire.answer import (
+    AnswerParser,
+    Arguments,
+    Call,
+    Item,
+    Part,
+    PlainText,
+    Text,
+    add,
+    begins,
+    begun,
+    parts_of,
+)
+from specserve.server.wire.responses import Reply
+from specserve.server.wire.stream import Stream
+
+_NAME_FIRST = '{"type":"'
+
+
+class ItemStream(Stream):
+    """The events of one answer, of one prompt. Every event is an object that begins with its name as `type`."""
+
+    def __init__(self, reply: Reply, output: RequestOutput, parser: AnswerParser | None = None) -> None:
+        """`parser` tells calls from text; without one all is text."""
+        assert len(output.outputs) == 1, "these APIs have one answer"
+        super().__init__(reply, [output])
+        self._output = output
+        self._parser = parser or PlainText()
+        self._items: list[Item] = []  # all but the last have ended
+
+    def frame(self, event: str) -> bytes:
+        """An event under its name, as it goes over the wire."""
+        assert event.startswith(_NAME_FIRST), "an event without a name"
+        name = event[len(_NAME_FIRST) : event.index('"', len(_NAME_FIRST))]
+        return f"event: {name}\ndata: {event}\n\n".encode()
+
+    def _news(self, index: int, chunk: Chunk) -> list[str]:
+        events: list[str] = []
+        for part in parts_of(self._parser, chunk):
+            events += self._part(part)
+        if chunk.finish_reason is not None and self._items:
+            events += self._close(self._items[-1], chunk.finish_reason == "length")
+        return events
+
+    def _part(self, part: Part) -> list[str]:
+        events: list[str] = []
+        last = self._items[-1] if self._items else None
+        if begins(part, last):
+            events += [] if last is None else self._close(last, cut=False)
+            self._items.append(begun(part, len(self._items)))
+            events += self._open(self._items[-1])
+        add(self._items[-1], part)
+        return events if isinstance(part, Call) else [*events, self._grow(self._items[-1], part)]
+
+    @abstractmethod
+    def _open(self, item: Item) -> list[str]:
+        """The events an item begins with, still empty."""
+
+    @abstractmethod
+    def _grow(self, item: Item, part: Text | Arguments) -> str:
+        """The event that tells of new text or arguments, which the item has already."""
+
+    @abstractmethod
+    def _close(self, item: Item, cut: bool) -> list[str]:
+        """The events an item ends with; `cut`: the limit of tokens has ended it."""

@@ -1,0 +1,151 @@
+"""Requests in another API's words that ask for a chat completion. Knows how they are read and refused, and how a
+conversation is put together; knows neither API."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic.json_schema import SkipJsonSchema
+
+from specserve.errors import InputError
+from specserve.server.wire.fields import Limits, Name, Wire, well_formed
+from specserve.server.wire.json_text import json_object
+from specserve.server.wire.requests import ChatCompletionRequest, checked
+from specserve.server.wire.sampling_fields import Speculative
+from specserve.server.wire.sentences import as_input_error, shown
+
+AnyTranslated = TypeVar("AnyTranslated", bound="TranslatedRequest")
+
+
+def read_translated(kind: type[AnyTranslated], body: bytes, limits: Limits) -> AnyTranslated:
+    """The request that `body` holds. Raises InputError naming the field that is wrong or not supported."""
+    try:
+        return kind.model_validate(json_object(body), context=limits)
+    except ValidationError as error:
+        raise as_input_error(error) from error
+
+
+class TranslatedRequest(Wire):
+    """A request in its own API's words. All it says about sampling, limits and tools is judged as chat's: one that was
+    read may still be refused by `as_chat`."""
+
+    own_names: ClassVar[Mapping[str, str]] = {}  # chat's name of a field: this API's
+
+    model: Name | None = None
+    stream: bool = False
+    speculative: Speculative | None = None
+
+    @abstractmethod
+    def _chat_fields(self) -> dict[str, Any]:
+        """The same request as JSON of a chat completion; None is not sent."""
+
+    def as_chat(self, limits: Limits) -> ChatCompletionRequest:
+        """The same request to this server. Raises InputError naming this API's own field."""
+        shared = {"model": self.model, "stream": self.stream}
+        drafts = {} if self.speculative is None else {"speculative": self.speculative.model_dump(exclude_unset=True)}
+        try:
+            return checked(ChatCompletionRequest, {**shared, **drafts, **self._chat_fields()}, limits)
+        except InputError as error:
+            raise self._in_own_words(error) from error
+
+    def ignored(self, limits: Limits) -> list[str]:
+        """Names in the request that mean nothing here, as sent."""
+        nested = (
+            f"{field}.{name}"
+            for field in type(self).model_fields
+            if isinstance(value := getattr(self, field), Wire)
+            for name in value.model_extra or {}
+        )
+        return [*(self.model_extra or {}), *nested]
+
+    def _in_own_words(self, error: InputError) -> InputError:
+        """Chat's message begins with the name of the field. A place among the messages is chat's and not the one that
+        the client counts, so the message tells that it is."""
+        param, message = error.param or "", str(error)
+        if param.startswith("messages["):
+            own = self.own_names.get("messages", "messages")
+            return InputError(f"{own}, read as chat messages: {message}", own)
+        own = self.own_names.get(param, param)
+        return InputError(f"{own}{message.removeprefix(param)}" if message.startswith(param) else message, own or None)
+
+
+Unsupported: TypeAlias = SkipJsonSchema[Any]  # with `refused`; no field that clients are told of
+
+
+def refused(why: str, *harmless: Any) -> BeforeValidator:
+    """For a field that asks for something this server does not do, whatever it holds besides null and the `harmless`
+    values. `why` follows the field's name in the message and says what to do instead."""
+
+    def check(value: Any) -> Any:
+        if any(type(value) is type(other) and value == other for other in harmless):
+            return value
+        raise ValueError(why)
+
+    return BeforeValidator(check)
+
+
+# --- client texts -----------------------------------------------------------------------------------------------------
+
+
+def well_formed_json(value: Any) -> Any:
+    """A JSON value whose texts can all be sent back, names too."""
+    if isinstance(value, str):
+        return well_formed(value)
+    if isinstance(value, list | tuple):
+        return [well_formed_json(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {well_formed(name): well_formed_json(entry) for name, entry in value.items()}
+    return value
+
+
+WellFormed = Annotated[str, AfterValidator(well_formed)]
+ToolName = Annotated[WellFormed, Field(min_length=1, max_length=256)]
+
+
+def text_field(value: Mapping[str, Any], name: str, what: str) -> str:
+    """A text of an object in a list; `what` is the object in messages. Raises ValueError."""
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise ValueError(f"holds {what} whose {name} is {shown(text)}; it must be text.")
+    return well_formed(text)
+
+
+def mapping(value: Any, what: str) -> Mapping[str, Any]:
+    """An object in a list; `what` the list should hold. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"holds {shown(value)}; it must hold {what}.")
+    return value
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+def tool_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call as chat has it; `arguments` as an object or as JSON text."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def combined(messages: Iterable[dict[str, Any]], roles: Collection[str]) -> list[dict[str, Any]]:
+    """Chat messages in which those of one of these roles that follow each other are one: many templates want the roles
+    to alternate, and a call belongs to the text before it."""
+    whole: list[dict[str, Any]] = []
+    for role, group in groupby(messages, itemgetter("role")):
+        said = list(group)
+        whole += [_joined(said)] if role in roles and len(said) > 1 else said
+    return whole
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Texts are joined by line ends, as the parts of one message are."""
+    joined: dict[str, Any] = {"role": messages[0]["role"], "content": ""}
+    for name in ("content", "reasoning_content"):
+        if texts := [message[name] for message in messages if message.get(name)]:
+            joined[name] = "\n".join(texts)
+    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined
