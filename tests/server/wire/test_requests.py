@@ -577,6 +577,7 @@ def test_nothing_heavy_is_loaded() -> None:
     """The process that talks HTTP starts fast; who serves these bodies is nothing they know."""
     folder = Path(__file__).resolve().parents[3]
     names = ["errors", "json_text", "requests", "responses", "stream", "tokenization"]
+    names += ["anthropic_stream", "openai_responses_stream"]
     code = f"import sys, {', '.join(f'specserve.server.wire.{name}' for name in names)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())

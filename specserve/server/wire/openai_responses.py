@@ -1,0 +1,214 @@
+"""The body of OpenAI's Responses API as it is sent to a server that keeps nothing. Knows OpenAI's names and how each
+is said to chat; knows no answers.
+
+    request = read_translated(ResponsesRequest, body, limits)
+    request.as_chat(limits)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from specserve.errors import InputError
+from specserve.server.wire.fields import Count, Limits, Logprobs, Name, Wire
+from specserve.server.wire.messages import MAX_TOOLS
+from specserve.server.wire.openai_items import Input
+from specserve.server.wire.sentences import shown
+from specserve.server.wire.translated import (
+    ToolName,
+    TranslatedRequest,
+    Unsupported,
+    WellFormed,
+    refused,
+    well_formed_json,
+)
+from specserve.types import SamplingParams
+
+LOGPROBS = "message.output_text.logprobs"  # in `include`
+
+_DEFAULTS = SamplingParams()
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+class FunctionTool(Wire):
+    """A tool the client runs."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: WellFormed | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(well_formed_json)] | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        names = ("name", "description", "parameters", "strict")
+        return {"type": "function", "function": {n: v for n in names if (v := getattr(self, n)) is not None}}
+
+    def echo(self) -> dict[str, Any]:
+        told = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", **told, "strict": self.strict}
+
+
+def _functions(value: Any) -> Any:
+    """What pydantic would say of a tool that OpenAI runs does not say what to do."""
+    for tool in value if isinstance(value, list) else ():
+        kind = tool.get("type") if isinstance(tool, Mapping) else "function"
+        if kind != "function":
+            raise ValueError(
+                f"holds one of type {shown(kind)}, which this server does not run. Send functions that you run "
+                'yourself: {"type": "function", "name", "parameters"}.'
+            )
+    return value
+
+
+class NamedFunction(Wire):
+    type: Literal["function"]
+    name: ToolName
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+    def echo(self) -> dict[str, Any]:
+        return {"type": "function", "name": self.name}
+
+
+def _choice(value: Any) -> Any:
+    if value in ("none", "auto", "required") or (isinstance(value, Mapping) and value.get("type") == "function"):
+        return value
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    raise ValueError(f'is {shown(kind)}; it must be "none", "auto", "required" or {{"type": "function", "name": ...}}.')
+
+
+Functions: TypeAlias = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_functions)]
+ToolChoice: TypeAlias = Annotated[Literal["none", "auto", "required"] | NamedFunction, BeforeValidator(_choice)]
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+class TextConfig(Wire):
+    format: Annotated[Any, AfterValidator(well_formed_json)] = None  # judged as chat's response_format
+
+    def as_chat(self) -> Any:
+        if not isinstance(self.format, Mapping) or self.format.get("type") != "json_schema":
+            return self.format
+        return {"type": "json_schema", "json_schema": {n: v for n, v in self.format.items() if n != "type"}}
+
+
+class Reasoning(Wire):
+    effort: Name | None = None
+
+
+Metadata: TypeAlias = Annotated[dict[str, str], Field(max_length=16), AfterValidator(well_formed_json)]
+Include: TypeAlias = Annotated[list[Name], Field(max_length=64)]
+
+
+class ResponsesRequest(TranslatedRequest):
+    """POST /v1/responses. Nothing is kept: `store` is accepted and the response says false. `user` is accepted and not
+    used; `metadata` comes back in the response."""
+
+    own_names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+
+    input: Input
+    instructions: WellFormed | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Logprobs = 0
+    include: Include = Field(default_factory=list)
+    tools: Functions = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: Metadata = Field(default_factory=dict)
+    user: Any = None
+    store: Any = None
+    previous_response_id: Annotated[
+        Unsupported, refused("names a response, and this server keeps none. Send the whole conversation as input.")
+    ] = None
+    conversation: Annotated[
+        Unsupported, refused("names a conversation, and this server keeps none. Send all of it as input.")
+    ] = None
+    prompt: Annotated[
+        Unsupported, refused("names a template that OpenAI keeps. Send its text as instructions and input.")
+    ] = None
+    background: Annotated[
+        Unsupported, refused("asks for an answer to be fetched later, and none are kept. Send false.", False)
+    ] = None
+    truncation: Annotated[
+        Unsupported, refused('asks to drop what does not fit. Send "disabled" and shorten the input.', "disabled")
+    ] = None
+
+    def ignored(self, limits: Limits) -> list[str]:
+        """As TranslatedRequest; what should be included and is never there, too."""
+        return [*super().ignored(limits), *(f"include.{name}" for name in self.include if name != LOGPROBS)]
+
+    def echo(self) -> dict[str, Any]:
+        """What the response says of its request, with the defaults that were used."""
+        choice = self.tool_choice
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "temperature": _DEFAULTS.temperature if self.temperature is None else self.temperature,
+            "top_p": _DEFAULTS.top_p if self.top_p is None else self.top_p,
+            "top_logprobs": self.top_logprobs,
+            "tools": [tool.echo() for tool in self.tools],
+            "tool_choice": choice.echo() if isinstance(choice, NamedFunction) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "text": {"format": (self.text and self.text.format) or {"type": "text"}},
+            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "metadata": self.metadata,
+            "previous_response_id": None,
+            "background": False,
+            "truncation": "disabled",
+            "store": False,
+        }
+
+    def _chat_fields(self) -> dict[str, Any]:
+        return {
+            "messages": list(self._messages()),
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            **self._chat_logprobs(),
+            **self._chat_tools(),
+            "response_format": self.text and self.text.as_chat(),
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+        }
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if self.instructions:
+            yield {"role": "system", "content": self.instructions}
+        yield from self.input
+
+    def _chat_logprobs(self) -> dict[str, Any]:
+        if LOGPROBS not in self.include:
+            if self.top_logprobs:
+                raise InputError(f'top_logprobs needs include ["{LOGPROBS}"].', "top_logprobs")
+            return {}
+        if self.tools and self.tool_choice != "none":
+            raise InputError(
+                f"include asks for {LOGPROBS}, which an answer that may call tools does not have. Leave it out, or "
+                'send tool_choice "none".',
+                "include",
+            )
+        return {"logprobs": True, "top_logprobs": self.top_logprobs}
+
+    def _chat_tools(self) -> dict[str, Any]:
+        if not self.tools and self.tool_choice == "auto":
+            return {}
+        choice = self.tool_choice
+        return {
+            "tools": [tool.as_chat() for tool in self.tools] or None,
+            "tool_choice": choice.as_chat() if isinstance(choice, NamedFunction) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }

@@ -1,0 +1,192 @@
+"""Answers as clients of OpenAI's Responses API read them, whole and as events. Knows responses and output items; knows
+no conversations and puts no bytes on a wire.
+
+Rules: response.created and in_progress, then each item with added, its content, and done, then the whole response as
+completed, incomplete or failed. Events are numbered; nothing comes after the last, not even [DONE].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specserve.engine.outputs import RequestOutput
+from specserve.server.wire.answer import (
+    AnswerParser,
+    Arguments,
+    Item,
+    PlainText,
+    Text,
+    TextItem,
+    items_of,
+    parts_of,
+)
+from specserve.server.wire.errors import WireError
+from specserve.server.wire.item_stream import ItemStream
+from specserve.server.wire.logprobs import chat_logprobs
+from specserve.server.wire.openai_responses import ResponsesRequest
+from specserve.server.wire.responses import Reply, raise_failure
+from specserve.server.wire.stream import event_text
+from specserve.server.wire.usage import metrics, usage
+from specserve.types import TokenLogprobs
+
+
+def response_body(
+    reply: Reply, request: ResponsesRequest, output: RequestOutput, now: float, parser: AnswerParser | None = None
+) -> dict[str, Any]:
+    """`response`; `now` is time.perf_counter(), `parser` tells calls from text. Raises WireError for an output that did
+    not end well."""
+    raise_failure(output.outputs)
+    (completion,) = output.outputs
+    items = items_of(parts_of(parser or PlainText(), completion))
+    cut = completion.finish_reason == "length"
+    told = [_item(reply, item, cut and item is items[-1]) for item in items]
+    return _ended(reply, request, output, told, now)
+
+
+class ResponseStream(ItemStream):
+    """The events of one response."""
+
+    def __init__(
+        self, reply: Reply, request: ResponsesRequest, output: RequestOutput, parser: AnswerParser | None = None
+    ) -> None:
+        super().__init__(reply, output, parser)
+        self._request = request
+        self._told: list[dict[str, Any]] = []  # items that have ended
+        self._num_events = 0
+
+    def end(self, now: float) -> list[str]:
+        assert self.finished and not self.failed, "end before the end"
+        response = _ended(self._reply, self._request, self._output, self._told, now)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def fail(self, error: WireError) -> list[str]:
+        """response.failed, with the items that have ended; response.created before it if nothing was told yet, as
+        OpenAI's clients want that first."""
+        self.failed = True
+        events = [] if self._begun else self._begin(0, self._output)
+        failed = {"status": "failed", "error": _error(error), "output": self._told}
+        return [*events, self._event("response.failed", response=_response(self._reply, self._request, **failed))]
+
+    def _begin(self, index: int, output: RequestOutput) -> list[str]:
+        response = _response(self._reply, self._request, status="in_progress")
+        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+
+    def _open(self, item: Item) -> list[str]:
+        empty = {"status": "in_progress", "content": []} if isinstance(item, TextItem) else {"status": "in_progress"}
+        added = {**_item(self._reply, item, cut=False), **empty}
+        events = [self._event("response.output_item.added", output_index=item.index, item=added)]
+        if isinstance(item, TextItem):
+            events.append(self._event("response.content_part.added", **self._at(item), part=_part(self._reply, item)))
+        return events
+
+    def _grow(self, item: Item, part: Text | Arguments) -> str:
+        if isinstance(part, Text):
+            scores = _scores(self._reply, part.scores)
+            return self._event("response.output_text.delta", **self._at(item), delta=part.text, logprobs=scores)
+        return self._event("response.function_call_arguments.delta", **self._at(item), delta=part.text)
+
+    def _close(self, item: Item, cut: bool) -> list[str]:
+        whole = _item(self._reply, item, cut)
+        self._told.append(whole)
+        at = self._at(item)
+        if isinstance(item, TextItem):
+            part = _part(self._reply, item)
+            said = {"text": part["text"], "logprobs": part["logprobs"]}
+            events = [
+                self._event("response.output_text.done", **at, **said),
+                self._event("response.content_part.done", **at, part=part),
+            ]
+        else:
+            said = {"name": item.name, "arguments": item.arguments}
+            events = [self._event("response.function_call_arguments.done", **at, **said)]
+        return [*events, self._event("response.output_item.done", output_index=item.index, item=whole)]
+
+    def _at(self, item: Item) -> dict[str, Any]:
+        """Where an event belongs."""
+        content = {"content_index": 0} if isinstance(item, TextItem) else {}
+        return {"item_id": _item_id(self._reply, item), "output_index": item.index, **content}
+
+    def _event(self, kind: str, /, **said: Any) -> str:
+        number = self._num_events
+        self._num_events += 1
+        return event_text({"type": kind, "sequence_number": number, **said})
+
+
+# --- the response object ----------------------------------------------------------------------------------------------
+
+
+def _response(reply: Reply, request: ResponsesRequest, **known: Any) -> dict[str, Any]:
+    """The whole object with what is known so far."""
+    return {
+        "id": reply.id,
+        "object": "response",
+        "created_at": reply.created,
+        "status": None,
+        "error": None,
+        "incomplete_details": None,
+        "model": reply.model,
+        "output": [],
+        "usage": None,
+        **request.echo(),
+        **known,
+    }
+
+
+def _ended(
+    reply: Reply, request: ResponsesRequest, output: RequestOutput, items: Sequence[dict[str, Any]], now: float
+) -> dict[str, Any]:
+    cut = output.outputs[0].finish_reason == "length"
+    return _response(
+        reply,
+        request,
+        status="incomplete" if cut else "completed",
+        incomplete_details={"reason": "max_output_tokens"} if cut else None,
+        output=list(items),
+        usage=_usage(output),
+        metrics=metrics([output], reply.num_spec_tokens, now),
+    )
+
+
+def _item_id(reply: Reply, item: Item) -> str:
+    """The same in every event and in the body; no two responses share one."""
+    kind = "msg" if isinstance(item, TextItem) else "fc"
+    return f"{kind}_{reply.id.removeprefix('resp_')}_{item.index}"
+
+
+def _item(reply: Reply, item: Item, cut: bool) -> dict[str, Any]:
+    known = {"id": _item_id(reply, item), "status": "incomplete" if cut else "completed"}
+    if isinstance(item, TextItem):
+        return {"type": "message", **known, "role": "assistant", "content": [_part(reply, item)]}
+    return {"type": "function_call", **known, "call_id": item.id, "name": item.name, "arguments": item.arguments}
+
+
+def _part(reply: Reply, item: TextItem) -> dict[str, Any]:
+    scores = _scores(reply, item.scores)
+    return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": scores}
+
+
+def _scores(reply: Reply, entries: Sequence[TokenLogprobs]) -> list[Any]:
+    """As chat has them."""
+    content: list[Any] = chat_logprobs(entries, reply.vocabulary)["content"]
+    return content
+
+
+def _usage(output: RequestOutput) -> dict[str, Any]:
+    """OpenAI's counts under their newer names; nothing is counted apart for being put into the cache, and reasoning is
+    not told from the rest of the text."""
+    counted = usage([output])
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counted["total_tokens"],
+    }
+
+
+def _error(error: WireError) -> dict[str, Any]:
+    """A failure inside a response. OpenAI has three codes that fit; `type` and `param` say it more exactly."""
+    codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+    code = codes.get(error.status, "server_error")
+    return {"code": code, "message": error.message, "type": error.kind, "param": error.param}
