@@ -53,8 +53,8 @@ class Requests:
     def of_chat(
         self, messages: Messages, params: SamplingParams, wishes: Wishes, **template: Any
     ) -> tuple[Request, RequestOutput]:
-        text = self.tokenizer.render_chat(messages, **template)
-        return self._make(text, self.tokenizer.encode(text, add_special_tokens=False), params, wishes)
+        text, ids = self.tokenizer.chat_ids(messages, **template)
+        return self._make(text, ids, params, wishes)
 
     def _make(
         self, text: str | None, ids: list[int], params: SamplingParams, wishes: Wishes

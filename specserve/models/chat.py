@@ -6,21 +6,22 @@ Templates are Jinja as transformers' apply_chat_template runs them, in a sandbox
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specserve.errors import InputError, ModelError
 
-_MARK = "\u2063end of the last message\u2063"  # where a continued message ends; cut out again
-_END = _MARK + " "  # its space tells whether the template trims messages
+_END_OF_REASONING = "</think>"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names clients use; the first is what templates read
 
 
@@ -56,11 +57,28 @@ class ChatTemplate:
                 "continue_final_message",
             )
         chat = [_alias_reasoning(message) for message in _checked(messages)]
-        final = _mark_end(chat) if continue_final_message else ""
+        mark = secrets.token_hex(16)  # where a continued message ends; cut out again
+        final = _mark_end(chat, mark) if continue_final_message else ""
         variables = {"documents": None, **self._special, **values}
         variables |= {"messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._run(self._choose(tools), variables)
-        return _cut_at_end(text, final) if continue_final_message else text
+        return _cut_at_end(text, final, mark) if continue_final_message else text
+
+    @property
+    def tool_source(self) -> str:
+        """The text of the template that serves requests with tools, empty where the model has none."""
+        return self._sources.get("tool_use", self._sources.get("default", ""))
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template reads the variable `tools`. Raises ModelError for a broken one."""
+        try:
+            return "tools" in meta.find_undeclared_variables(_environment().parse(self.tool_source))
+        except jinja2.TemplateSyntaxError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: jinja2.TemplateSyntaxError) -> ModelError:
+        return ModelError(f"The chat template in {self._folder} is broken: {error}.")
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
@@ -83,7 +101,7 @@ class ChatTemplate:
             try:
                 self._compiled[name] = _environment().from_string(self._sources[name])
             except jinja2.TemplateSyntaxError as error:
-                raise ModelError(f"The chat template in {self._folder} is broken: {error}.") from error
+                raise self._broken(error) from error
         return self._compiled[name]
 
 
@@ -125,26 +143,51 @@ def _alias_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _mark_end(chat: list[dict[str, Any]]) -> str:
+def with_reasoning_apart(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Two ways in which templates take reasoning out of an assistant's message that begins with it: with and without
+    the blank lines after it. Nothing where no message holds any."""
+    if any(map(_holds_reasoning, messages)):
+        for blanks in ("\n", ""):
+            yield [_reasoning_apart(message, blanks) for message in messages]
+
+
+def _holds_reasoning(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    apart = any(message.get(name) is not None for name in _REASONING)
+    return (
+        message.get("role") == "assistant" and isinstance(content, str) and _END_OF_REASONING in content and not apart
+    )
+
+
+def _reasoning_apart(message: Mapping[str, Any], blanks: str) -> Mapping[str, Any]:
+    if not _holds_reasoning(message):
+        return message
+    reasoning = message["content"].split(_END_OF_REASONING)[0].split("<think>")[-1].strip("\n")
+    rest = message["content"].split(_END_OF_REASONING)[-1]
+    return {**message, "reasoning_content": reasoning, "content": rest.lstrip(blanks) if blanks else rest}
+
+
+def _mark_end(chat: list[dict[str, Any]], mark: str) -> str:
     """Put the mark behind the last message's text; that text. Only the copy in `chat` changes."""
+    end = mark + " "  # the space tells whether the template trims messages
     content = chat[-1].get("content")
     if isinstance(content, str):
-        chat[-1]["content"] = content + _END
+        chat[-1]["content"] = content + end
         return content
     parts = [dict(part) if isinstance(part, Mapping) else part for part in content or ()]
     for part in reversed(parts):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             text: str = part["text"]
-            part["text"] = text + _END
+            part["text"] = text + end
             chat[-1]["content"] = parts
             return text
     raise InputError("continue_final_message needs text in the last message, and there is none.", "messages")
 
 
-def _cut_at_end(text: str, final: str) -> str:
+def _cut_at_end(text: str, final: str, mark: str) -> str:
     """Cut behind the last message's own text, whether the template kept the spaces at its end or trimmed them."""
-    before, mark, after = text.rpartition(_MARK)
-    if not mark or final.strip() not in before:
+    before, found, after = text.rpartition(mark)
+    if not found or final.strip() not in before:
         raise InputError(
             "continue_final_message does not work with this model: its chat template does not show the last message as "
             "it is.",

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from specserve.errors import InputError, ModelError
-from specserve.models.chat import ChatTemplate
+from specserve.models.chat import ChatTemplate, with_reasoning_apart
+from specserve.models.control import ControlTokens, Marks
 from specserve.models.folder import read_json
 
 Message = Mapping[str, Any]
@@ -51,7 +53,7 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise InputError(f"The text cannot be tokenized: it must be a str of valid Unicode ({error}).") from error
+            raise _not_unicode(error) from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -90,9 +92,63 @@ class Tokenizer:
             **template_values,
         )
 
+    def chat_ids(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
+        """`render_chat(messages, **options)` and its ids. Control tokens that the template writes become their ids;
+        what messages, tools and template values spell is text, whatever it spells.
+
+        A template that looks into messages for control tokens finds none there, but for reasoning that an assistant's
+        message begins with. Raises InputError as `render_chat` does, and for tools that the template does not read.
+        """
+        if options.get("tools") and not self.takes_tools:
+            raise InputError("tools: this model's chat template takes no tools. Leave them out.", "tools")
+        text = self.render_chat(messages, **options)
+        theirs = {name: value for name, value in options.items() if not name.endswith("_token")}
+        try:
+            if not self._control.may_be_in([messages, theirs]):
+                return text, self.encode(text, add_special_tokens=False)
+            parts = self._render_hidden(text, messages, options, theirs)
+            return "".join(parts), self._control.encode(parts)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise _not_unicode(error) from error
+
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Ids of `render_chat(messages, **options)`; the template has written the special tokens already."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+        """The ids of `chat_ids(messages, **options)`; the template has written the special tokens already."""
+        return self.chat_ids(messages, **options)[1]
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template reads `tools`."""
+        return self._chat.takes_tools
+
+    def loads_for(self, messages: Sequence[Message], **options: Any) -> bool:
+        """Whether `chat_ids(messages, **options)` may first have to make a second backend: a second or more, once."""
+        return not self._control.loaded and self._control.may_be_in([messages, options])
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._backend)
+
+    def _render_hidden(
+        self, text: str, messages: Sequence[Message], options: Mapping[str, Any], theirs: Mapping[str, Any]
+    ) -> list[str]:
+        """Text of the template and text that must stay text, in turn. Marks may keep a template from recognising what
+        it looks for: the first way of placing them that still gives `text` is taken, else whole control tokens alone
+        are marked."""
+
+        def parts(chat: Any, edges: bool) -> list[str]:
+            marks = Marks()
+            chat, values = self._control.hidden([chat, theirs], marks, edges)
+            return marks.split(self.render_chat(chat, **{**options, **values}))
+
+        for chat in (messages, *with_reasoning_apart(messages)):
+            for edges in (True, False):
+                try:
+                    found = parts(chat, edges)
+                except InputError:  # the template refuses a mark, as in the id of a call
+                    continue
+                if "".join(found) == text:
+                    return found
+        return parts(messages, edges=False)
 
     def info(self) -> dict[str, Any]:
         """What a client needs to build prompts itself, under the names of tokenizer_config.json."""
@@ -114,6 +170,10 @@ def _load(path: Path) -> Backend:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _not_unicode(error: Exception) -> InputError:
+    return InputError(f"The text cannot be tokenized: it must be a str of valid Unicode ({error}).")
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

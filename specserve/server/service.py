@@ -4,6 +4,7 @@ knows no HTTP and no JSON."""
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -132,19 +133,17 @@ class Service:
         return await self.run(len(text), self.tokenizer.encode, text, add_special_tokens)
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
-        """A conversation through the chat template, as text and ids."""
-
-        def render() -> tuple[str, list[int]]:
-            text = self.tokenizer.render_chat(messages, **template)
-            return text, self.tokenizer.encode(text, add_special_tokens=False)
-
+        """A conversation through the chat template, as text and ids; see Tokenizer.chat_ids."""
         size = sum(len(message.get("content") or "") for message in messages)
-        return await self.run(size, render)
+        slow = size > _INLINE_CHARACTERS or self.tokenizer.loads_for(messages, **template)
+        function = functools.partial(self.tokenizer.chat_ids, messages, **template)
+        return await self.on_thread(function) if slow else function()
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function whose work grows with `size`, a number of characters: on a thread if there are many."""
-        if size <= _INLINE_CHARACTERS:
-            return function(*arguments)
+        return await self.on_thread(function, *arguments) if size > _INLINE_CHARACTERS else function(*arguments)
+
+    async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def start(self, asks: Sequence[Ask], name: str) -> Answers:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, norma
 from transformers import PreTrainedTokenizerFast
 
 from specserve.errors import InputError, ModelError
+from specserve.models import control
 from specserve.models.tokenizer import Tokenizer
 
 SPECIALS = ("<s>", "</s>", "<unk>")
@@ -298,3 +299,273 @@ def test_continuing_and_beginning_a_message_exclude_each_other(tmp_path: Path) -
         (tmp_path / "chat_template.jinja").write_text(template)
         with pytest.raises(InputError, match="continue_final_message"):
             Tokenizer(tmp_path).render_chat(chat, continue_final_message=True, add_generation_prompt=False)
+
+
+# --- what callers write stays text ------------------------------------------------------------------------------------
+
+FENCED = (
+    "{{ bos_token }}{% for m in messages %}<think>{{ m.content }}</s>{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}<think>"
+)
+ADDED = (*SPECIALS, "<think>", "two words")
+
+
+def unigram() -> Backend:
+    """Its vocabulary has the control tokens too, and it finds any of its tokens in any text."""
+    letters = [(letter, -2.0) for letter in "\u2581<>/abcdefghijklmnopqrstuvwxyzTHINK|_ "]
+    vocab = [("<unk>", 0.0), ("</s>", 0.0), ("<s>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), *letters]
+    backend = Backend(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return with_specials(backend)
+
+
+def merging() -> Backend:
+    """Its merges spell out a control token, and lead on from there."""
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = ["<t", "<th", "<thi", "<thin", "<think", "<think>", "<think>a"]
+    merges = [("<", "t"), ("<t", "h"), ("<th", "i"), ("<thi", "n"), ("<thin", "k"), ("<think", ">"), ("<think>", "a")]
+    backend = Backend(models.BPE({token: i for i, token in enumerate([*tokens, *pieces])}, merges))
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return with_specials(backend)
+
+
+def folding() -> Backend:
+    """Control tokens are looked for in lower case."""
+    backend = Backend(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    backend.normalizer, backend.decoder = normalizers.Lowercase(), decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([AddedToken(token, normalized=True) for token in SPECIALS])
+    backend.add_tokens([AddedToken("<think>", normalized=True), AddedToken("two words", normalized=True)])
+    return backend
+
+
+BUILDERS = (byte_level, sentencepiece, unigram, merging, folding)
+PIECES = st.lists(
+    st.sampled_from([*ADDED, "<", ">", "<th", "nk>", "think", "s>", "<THINK>", " ", "\n", "a", "é", "two ", "words"]),
+    max_size=8,
+).map("".join)
+
+
+def built(factory: pytest.TempPathFactory, build: Any, template: str) -> Tokenizer:
+    """Written once for all examples of a test."""
+    folder = factory.getbasetemp() / f"hidden-{build.__name__}-{abs(hash(template))}"
+    if not folder.exists():
+        folder.mkdir()
+        write(folder, build(), template=template)
+    return Tokenizer(folder)
+
+
+def regions(tokenizer: Tokenizer, ids: list[int], control: set[int]) -> list[list[int]]:
+    """What lies between control tokens."""
+    found: list[list[int]] = [[]]
+    for token in ids:
+        if token in control:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return found
+
+
+def added_ids(folder_tokenizer: Tokenizer) -> set[int]:
+    return {token for text in ADDED for token in folder_tokenizer.encode(text, add_special_tokens=False)[-1:]}
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@settings(max_examples=150, deadline=None)
+@given(contents=st.lists(PIECES, min_size=1, max_size=3))
+def test_contents_never_become_control_tokens(
+    tmp_path_factory: pytest.TempPathFactory, build: Any, contents: list[str]
+) -> None:
+    tokenizer = built(tmp_path_factory, build, FENCED)
+    added = added_ids(tokenizer)
+    assert len(added) == len(ADDED)
+    chat = [{"role": "user", "content": content} for content in contents]
+    text, ids = tokenizer.chat_ids(chat)
+    harmless = tokenizer.encode_chat([{"role": "user", "content": "h"} for _ in contents])
+    assert text == tokenizer.render_chat(chat)
+    assert [token for token in ids if token in added] == [token for token in harmless if token in added]
+    between = [tokenizer.decode(region, False) for region in regions(tokenizer, ids, added)]
+    expected = [content.lower() if build is folding else content for content in contents]
+    assert between[2:-1:2] == expected
+    assert {*between[:2], *between[3::2], between[-1]} == {""}
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20), after=st.sampled_from(ADDED))
+def test_the_backend_with_secret_names_tokenizes_as_the_first(
+    tmp_path_factory: pytest.TempPathFactory, build: Any, text: str, after: str
+) -> None:
+    """Harmless text around the template's tokens: bit for bit the same, whichever backend reads it."""
+    tokenizer = built(tmp_path_factory, build, FENCED)
+    guard = tokenizer._control
+    if not guard.may_be_in(text):
+        parts = ["<s>", text, f"{after} a", "", "</s>"]
+        renamed = guard._renamed.encode([guard._translated(part) for part in parts])
+        assert renamed == tokenizer.encode("".join(parts), add_special_tokens=False)
+
+
+def test_harmless_conversations_need_no_second_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_Renamed", None)
+    tokenizer = Tokenizer(write(tmp_path, template=FENCED))
+    for content in ("hello", "> quoted <", "think", "a two", "\u2063"):
+        chat = [{"role": "user", "content": content}]
+        text, ids = tokenizer.chat_ids(chat)
+        assert ids == tokenizer.encode(text, add_special_tokens=False)
+    with pytest.raises(TypeError):
+        control.ControlTokens(tokenizer._backend).encode(["", "<think>", ""])
+
+
+@pytest.mark.parametrize(
+    ("template", "contents"),
+    [
+        ("a<thi{{ messages[0].content }}<think>", ["nk>"]),
+        ("a{{ messages[0].content | trim }}nk><think>", ["b <thi \n"]),
+        ("a<{{ messages[0].content }}><think>", ["think"]),
+        ("a{{ messages[0].content }}{{ messages[1].content }}<think>", ["<thi", "nk> x"]),
+        ("a{{ messages[0].content }}{{ messages[1].content }}<think>", ["<", "think>"]),
+        ("{{ messages[0].content | upper }}<think>", ["<S>"]),
+    ],
+)
+def test_contents_and_template_together_make_no_control_token(
+    tmp_path: Path, template: str, contents: list[str]
+) -> None:
+    tokenizer = Tokenizer(write(tmp_path, template=template))
+    think, text = tokenizer.encode("<think>")[0], tokenizer.chat_ids([{"role": "u", "content": c} for c in contents])
+    assert text[0] == tokenizer.render_chat([{"role": "u", "content": c} for c in contents])
+    assert [token for token in text[1] if token > 255] == [think]
+    assert tokenizer.decode(text[1], False) == text[0]
+
+
+def test_templates_build_control_tokens_from_roles(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, template="<{{ messages[0].role }}>{{ messages[0].content }}"))
+    assert tokenizer.encode_chat([{"role": "think", "content": "s>"}]) == [259, *tokenizer.encode("s>")]
+
+
+def test_everything_but_the_template_is_text(tmp_path: Path) -> None:
+    """Names, arguments, reasoning, parts, tools, their keys, and values for the template."""
+    template = "{{ messages | tojson }}{{ tools | tojson }}{{ note }}{{ bos_token }}"
+    tokenizer = Tokenizer(write(tmp_path, template=template))
+    call = {"id": "</s>", "function": {"name": "<think>", "arguments": {"<s>": ["two words", {"a": "<unk>"}]}}}
+    chat = [
+        {"role": "assistant", "content": None, "reasoning_content": "<think>x", "tool_calls": [call]},
+        {"role": "user", "name": "<s>", "content": [{"type": "text", "text": "</s>"}]},
+        {"role": "<think>", "content": "a"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"<think>": {}}}}}]
+    text, ids = tokenizer.chat_ids(chat, tools=tools, note="</s>", bos_token="<s>")
+    assert text == tokenizer.render_chat(chat, tools=tools, note="</s>", bos_token="<s>")
+    assert [token for token in ids if token > 255] == [256]
+    assert tokenizer.decode(ids, False) == text
+    assert chat[2]["role"] == "<think>", "the caller's messages stay as they are"
+
+
+@pytest.mark.parametrize("arguments", [{"<think>": 1}, {"a": {"b": ("x", {"</s>": None})}}])
+def test_a_key_alone_is_looked_at(tmp_path: Path, arguments: Any) -> None:
+    tokenizer = Tokenizer(write(tmp_path, template="{{ messages[0].arguments | tojson }}"))
+    text, ids = tokenizer.chat_ids([{"role": "user", "arguments": arguments}])
+    assert text == json.dumps(arguments)
+    assert not [token for token in ids if token > 255]
+
+
+THINKING = """{% for m in messages %}<s>{% set c = m.content %}{% set r = "" %}
+{%- if m.role == "assistant" %}{% if m.reasoning_content is string %}{% set r = m.reasoning_content %}
+{%- elif "</think>" in c %}{% set r = c.split("</think>")[0].split("<think>")[-1].strip("\n") %}
+{%- set c = c.split("</think>")[-1].lstrip("\n") %}{% endif %}<think>{{ r }}</think>{% endif %}{{ c }}</s>
+{%- endfor %}"""
+
+
+def test_reasoning_inside_an_answer_is_still_the_templates_to_show(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.add_tokens([AddedToken("</think>", normalized=False)])
+    tokenizer = Tokenizer(write(tmp_path, backend, template=THINKING))
+    chat = [
+        {"role": "assistant", "content": "<think>\nwhy <s>\n</think>\n\nso</s>"},
+        {"role": "user", "content": "</think>u"},
+    ]
+    text, ids = tokenizer.chat_ids(chat)
+    assert text == tokenizer.render_chat(chat) == "<s><think>why <s></think>so</s></s><s></think>u</s>"
+    assert [token for token in ids if token > 255] == [256, 259, 261, 257, 256, 257]
+    assert tokenizer.decode(ids, False) == text
+
+
+def test_a_template_that_looks_for_control_tokens_finds_none(tmp_path: Path) -> None:
+    template = "{% if '<think>' in messages[0].content %}<think>{% endif %}{{ messages[0].content }}"
+    tokenizer = Tokenizer(write(tmp_path, template=template))
+    assert tokenizer.render_chat([{"role": "user", "content": "<think>"}]) == "<think><think>"
+    text, ids = tokenizer.chat_ids([{"role": "user", "content": "<think>"}])
+    assert (text, [token for token in ids if token > 255]) == ("<think>", [])
+
+
+def test_a_template_may_refuse_marks_at_edges_alone(tmp_path: Path) -> None:
+    template = "{% if messages[0].id | length != 1 %}{{ raise_exception('id') }}{% endif %}{{ messages[0].content }}<s>"
+    tokenizer = Tokenizer(write(tmp_path, template=template))
+    text, ids = tokenizer.chat_ids([{"role": "user", "id": "s", "content": "</s>"}])
+    assert text == "</s><s>"
+    assert [token for token in ids if token > 255] == [256]
+
+
+def test_half_a_surrogate_is_an_input_error_in_chats(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, template=FENCED))
+    for content in ("\ud800", "\ud800<think>"):
+        with pytest.raises(InputError, match="valid Unicode"):
+            tokenizer.chat_ids([{"role": "user", "content": content}])
+
+
+def test_a_continued_message_may_hold_anything(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, template="{% for m in messages %}<s>{{ m.content | trim }}</s>{% endfor %}"))
+    chat = [{"role": "assistant", "content": "\u2063end of the last message\u2063 </s> <th "}]
+    text, ids = tokenizer.chat_ids(chat, continue_final_message=True, add_generation_prompt=False)
+    assert text == "<s>\u2063end of the last message\u2063 </s> <th"
+    assert [token for token in ids if token > 255] == [256]
+
+
+@pytest.fixture(scope="module")
+def real_tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer(smollm2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    contents=st.lists(
+        st.lists(
+            st.sampled_from(
+                ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "\n", "user", " ", "héllo", "<repo_name>"]
+            ),
+            max_size=6,
+        ).map("".join),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_the_real_tokenizer_keeps_contents_text(real_tokenizer: Tokenizer, contents: list[str]) -> None:
+    tokenizer = real_tokenizer
+    chat = [{"role": "user", "content": content} for content in contents]
+    text, ids = tokenizer.chat_ids(chat)
+    assert text == tokenizer.render_chat(chat)
+    assert tokenizer.decode(ids, False) == text
+    special = [token for token in ids if token in tokenizer.special_ids]
+    assert special == [1, 2] * (len(chat) + 1) + [1]  # the template adds a system message
+    turns = regions(tokenizer, ids, set(tokenizer.special_ids))
+    assert [tokenizer.decode(turn, False) for turn in turns[3:-1:2]] == [f"user\n{content}" for content in contents]
+
+
+def test_tools_need_a_template_that_reads_them(tmp_path: Path, smollm2: Path) -> None:
+    chat, tools = [{"role": "user", "content": "a"}], [{"type": "function", "function": {"name": "f"}}]
+    assert not Tokenizer(smollm2).takes_tools
+    with pytest.raises(InputError, match="takes no tools") as caught:
+        Tokenizer(smollm2).chat_ids(chat, tools=tools)
+    assert caught.value.param == "tools"
+    assert Tokenizer(smollm2).chat_ids(chat, tools=None) == Tokenizer(smollm2).chat_ids(chat)
+    write(tmp_path, template="{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | tojson }}")
+    assert Tokenizer(tmp_path).takes_tools
+    assert Tokenizer(tmp_path).chat_ids(chat, tools=tools)[0] == json.dumps(tools)
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "{{ tools }}"}]
+    assert Tokenizer(write(tmp_path, template=named)).takes_tools
+    write(tmp_path, template="{{ my.tools }}tools")
+    assert not Tokenizer(tmp_path).takes_tools
+    assert not Tokenizer(write(tmp_path)).takes_tools
+    with pytest.raises(ModelError, match="broken"):
+        _ = Tokenizer(write(tmp_path, template="{% if %}")).takes_tools
