@@ -24,6 +24,7 @@ PLUG_INS = ("drafters", "kernels", "grammars")
 # From the top down. A module may import those of lower rows and its own package; never a neighbour in its row.
 LAYERS = (
     ("cli",),
+    ("client",),
     ("server", "bench", "doctor"),
     ("llm", "testing"),  # testing: the public doubles, made of models and contracts
     ("engine",),
@@ -32,7 +33,7 @@ LAYERS = (
     ("runtime",),
     ("models",),
     ("cache", "ops"),
-    ("types",),
+    ("types", "sse"),
     ("config",),
     ("errors",),
 )
@@ -326,7 +327,7 @@ def test_dependencies_are_declared() -> None:
 
 def test_cli_and_server_start_without_torch() -> None:
     runs_the_engine = ("specserve.__main__", "specserve.server.engine.process")
-    light = [m.name for m in modules(ROOT) if m.part in ("cli", "server") and m.name not in runs_the_engine]
+    light = [m.name for m in modules(ROOT) if m.part in ("cli", "client", "server") and m.name not in runs_the_engine]
     assert "specserve.cli" in light
     assert loaded_by(light, ["torch", "transformers"], ROOT) == []
 
