@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specserve.client import AsyncClient, Client
     from specserve.config import EngineConfig
     from specserve.errors import (
         CapacityError,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         InputError,
         ModelError,
         PromptTooLongError,
+        ServerError,
         SpecserveError,
     )
     from specserve.llm import LLM, AsyncLLM
@@ -28,6 +30,8 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "Client",
+    "AsyncClient",
     "SamplingParams",
     "EngineConfig",
     "SpecserveError",
@@ -37,9 +41,17 @@ __all__ = [
     "ModelError",
     "CapacityError",
     "EngineError",
+    "ServerError",
 ]
 
-_HOMES = {"LLM": "llm", "AsyncLLM": "llm", "SamplingParams": "types", "EngineConfig": "config"}
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "llm",
+    "Client": "client",
+    "AsyncClient": "client",
+    "SamplingParams": "types",
+    "EngineConfig": "config",
+}
 
 
 def __getattr__(name: str) -> Any:

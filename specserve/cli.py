@@ -14,7 +14,7 @@ from cyclopts.config import Env
 
 import specserve
 from specserve.cli_config import TomlFile
-from specserve.errors import EngineError, SpecserveError
+from specserve.errors import EngineError, ServerError, SpecserveError
 
 PREFIX = "SPECSERVE_"
 CONFIG_FILE = "specserve.toml"
@@ -59,7 +59,8 @@ def build_app() -> App:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0, 1 when the engine failed, 2 for a wrong request or option, 130 on Ctrl-C."""
+    """Run the command line and exit: 0, 1 when the engine or a server failed, 2 for a wrong request or option, 130 on
+    Ctrl-C."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -72,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         if os.environ.get(PREFIX + "DEBUG") == "1":
             raise
         print(f"specserve: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, EngineError) else 2
+        return 1 if isinstance(error, EngineError | ServerError) else 2
     except KeyboardInterrupt:
         return 130
 

@@ -6,18 +6,22 @@ SpecserveError
 ├── ConfigError (ValueError)   an option of the engine, the command line or the TOML file is wrong
 ├── ModelError                 weights, tokenizer or architecture cannot be used; says which file and why
 ├── CapacityError              memory does not suffice; says what was needed, what was there, what fits
-└── EngineError                the engine itself failed; every waiting request gets this
+├── EngineError                the engine itself failed; every waiting request gets this
+└── ServerError                a server that was asked over HTTP refused, failed or did not answer
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_MAX_SHOWN = 500  # characters of an answer that is no error object
 
 
 class SpecserveError(Exception):
@@ -59,6 +63,45 @@ class CapacityError(SpecserveError):
 
 class EngineError(SpecserveError):
     """The engine failed; the request is lost through no fault of its own."""
+
+
+class ServerError(SpecserveError):
+    """A server's error object as OpenAI has it. `status` is the HTTP status: None where no answer came, 200 where the
+    error came inside a stream that had begun. `retry_after` is in seconds, as the server asked for, or None;
+    `should_retry` says whether the same request may succeed later."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        type: str = "server_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+        should_retry: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.type = message, status, type
+        self.code, self.param = code, param
+        self.retry_after, self.should_retry = retry_after, should_retry
+
+    @classmethod
+    def of_answer(
+        cls, status: int, text: str, retry_after: float | None = None, should_retry: bool = False
+    ) -> ServerError:
+        """What the body of an answer says; one without an error object, as proxies send, is shown as it is."""
+        try:
+            body = json.loads(text)
+        except ValueError:
+            body = None
+        told = body.get("error", body) if isinstance(body, dict) else body
+        if isinstance(told, str):
+            told = {"message": told}
+        if not isinstance(told, dict) or not isinstance(told.get("message"), str):
+            told = {"message": " ".join(text[:_MAX_SHOWN].split()) or f"The server answered with HTTP status {status}."}
+        said = {name: str(told[name]) for name in ("type", "code", "param") if told.get(name) is not None}
+        return cls(told["message"], status=status, retry_after=retry_after, should_retry=should_retry, **said)
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import selectors
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +27,40 @@ def smollm2() -> Path:
         if os.environ.get("SPECSERVE_REQUIRE_MODEL") == "1":
             pytest.fail(f"SPECSERVE_REQUIRE_MODEL=1, but: {error}")
         pytest.skip(f"The real model is not here: {error}")
+
+
+class VirtualSelector(selectors.DefaultSelector):
+    """Where a selector would wait for a time, it moves a clock instead, once nothing is under way on any socket."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(0)
+        if found or (timeout is not None and timeout <= 0):
+            return found
+        found = super().select(0.002 if timeout is not None else None)
+        if not found and timeout is not None:
+            self.now += timeout
+        return found
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop on which sleeping takes no time: a client and a server on sockets in one loop have exact times."""
+
+    def __init__(self) -> None:
+        self._virtual = VirtualSelector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+
+@pytest.fixture
+def in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """Runs a coroutine like asyncio.run, on a VirtualLoop."""
+
+    def run(main: Coroutine[Any, Any, Any]) -> Any:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(main)
+
+    return run
