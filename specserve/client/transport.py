@@ -138,7 +138,7 @@ class Transport:
         except TimeoutError as error:
             message = f"No answer from {self._url} within {self._timeout} seconds, the timeout of this client."
             raise ServerError(message, type="timeout_error") from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise broken(f"No answer from {self._url}: {error or type(error).__name__}.") from error
 
 
@@ -163,7 +163,7 @@ async def read_to_end(response: aiohttp.ClientResponse) -> None:
     try:
         async with asyncio.timeout(_LAST_BYTES_S):
             await response.read()
-    except (TimeoutError, aiohttp.ClientError):
+    except (aiohttp.ClientError, OSError):  # TimeoutError is one
         response.close()
 
 
