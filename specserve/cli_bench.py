@@ -49,16 +49,16 @@ _QUALITY_ENGINE = QualityEngineOptions()
 _AT_LEAST_1 = validators.Number(gte=1)
 
 
-def _names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+def names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
     """A cyclopts converter for lists: with commas, spaces or both."""
     return tuple(part for token in tokens for part in token.value.replace(",", " ").split())
 
 
 def _numbers(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
-    names = _names(kind, tokens)
-    if wrong := [name for name in names if not name.isdecimal()]:
+    numbers = names(kind, tokens)
+    if wrong := [number for number in numbers if not number.isdecimal()]:
         raise ValueError(f'"{wrong[0]}" is not a whole number; write them as 1,2,4.')
-    return tuple(map(int, names))
+    return tuple(map(int, numbers))
 
 
 Context = Annotated[
@@ -73,6 +73,12 @@ Text = Annotated[
 JsonFile = Annotated[Path | None, Parameter(name="--json", group=OUTPUT, help="Write all figures to this file.")]
 
 bench = App(name="bench")
+bench.command(
+    "specserve.cli_bench_serve:serve",
+    name="serve",
+    help="Measure a running server over HTTP, ours or any other with OpenAI's API: latencies of streamed answers, "
+    "throughput and acceptance, at one load or several. Prompts that were asked before may come from its prefix cache.",
+)
 
 
 @bench.default
@@ -156,7 +162,7 @@ def _measure(
     print(llm.summary, file=sys.stderr)
     runs = _run(llm, questions, plan)
     figures = report(llm, questions, plan.concurrency, runs)
-    _write(json_file, figures)
+    write_json(json_file, figures)
     if record is not None:
         _record(record, questions, runs[0])
     _print(figures, explain(llm, questions, runs))
@@ -170,17 +176,18 @@ def _run(llm: LLM, questions: list[Question], plan: Plan) -> list[Run]:
     from specserve.bench.compare import compare as run_all, turns
 
     total = sum(1 for _ in turns(plan, len(questions)))
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("warm-up", total=total, completed=-1)
         return run_all(llm, questions, plan, lambda turn: bar.update(task, advance=1, description=turn.drafter))
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _write(path: Path | None, figures: dict[str, Any]) -> None:
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
@@ -230,7 +237,7 @@ def replay(
     summary = replay_file(
         recording, drafter, num_speculative_tokens, drafter_arguments(drafter_options or {})
     ).summary()
-    _write(json_file, summary)
+    write_json(json_file, summary)
     title = f"{drafter}, at most {num_speculative_tokens} draft tokens a step, replayed from {recording.name}"
     table = table_of(title, "category", "steps", "tok/step", "accepted", "by position", "us/step")
     for name, part in {**summary["categories"], "all": summary}.items():
@@ -275,7 +282,7 @@ def verify_cost(
 
     with _step_engine(engine, text, context) as (llm, ids), _rounds("steps", repeats) as on_round:
         figures = measure(llm, ids, rows, repeats, on_round)
-    _write(json_file, figures)
+    write_json(json_file, figures)
     Console().print(headline(figures), "", verify_cost_table(figures), "", highlight=False, sep="\n")
     print(limit_line(figures))
 
@@ -300,7 +307,7 @@ def profile(
 
     with _step_engine(engine, text, context) as (llm, ids), _rounds("steps", repeats) as on_round:
         figures = measure(llm, ids, rows, repeats, on_round)
-    _write(json_file, figures)
+    write_json(json_file, figures)
     Console().print(headline(figures), "", profile_table(figures), "", highlight=False, sep="\n")
     print(limit_line(figures), f"{figures['host_share']:.1%} of the step are outside the kernels.", sep="\n")
 
@@ -322,7 +329,7 @@ def _rounds(name: str, repeats: int) -> Iterator[Callable[[], None]]:
     """A progress bar, and what a measurement calls before each of its rounds; those of the warm-up are not counted."""
     from specserve.bench.verify_cost import WARM_UP_ROUNDS
 
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task(name, total=repeats, completed=-WARM_UP_ROUNDS - 1)
         yield lambda: bar.advance(task)
 
@@ -336,7 +343,7 @@ def quality(
             group=MEASUREMENT,
             negative=(),
             consume_multiple=True,
-            converter=_names,
+            converter=names,
             show_default=",".join,
             help="Weights to compare with float32; none is those of --dtype.",
         ),
@@ -357,7 +364,7 @@ def quality(
 
     content = load_text(text)
     options = engine_options(engine)
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("float32")
         figures = measure(
             options,
@@ -365,5 +372,5 @@ def quality(
             lambda llm: windows(llm.tokenizer, content, window, tokens),
             lambda name, total: bar.update(task, advance=1, total=total, description=name),
         )
-    _write(json_file, {**figures, "text": text, "window": window})
+    write_json(json_file, {**figures, "text": text, "window": window})
     Console().print(quality_table(figures))

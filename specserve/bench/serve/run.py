@@ -1,0 +1,161 @@
+"""A measurement of a running server: which requests, and one load after the other. Knows the API's paths and fields;
+knows no figures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from specserve.bench.prompts import Prompt
+from specserve.bench.serve.load import ClosedLoop, Extent, Load
+from specserve.bench.serve.measure import Record, measure
+from specserve.errors import ConfigError, ServerError
+
+ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server: its address, with or without /v1, and how long a request may take, in seconds."""
+
+    url: str
+    api_key: str | None = None
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"The url is {self.url!r}; it must begin with http:// or https://.")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout is {self.timeout}; it must be a number of seconds above 0.")
+
+    @property
+    def base(self) -> str:
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    def session(self) -> aiohttp.ClientSession:
+        """With as many connections as there are requests."""
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        connector = aiohttp.TCPConnector(limit=0)
+        return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asks:
+    """What is sent: request i has prompt i, from the start again after the last, and is sampled with seed + i. `fields`
+    are sent as they are, over all others."""
+
+    prompts: Sequence[Prompt]
+    endpoint: str = "chat"  # of ENDPOINTS
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def prompt(self, number: int) -> Prompt:
+        return self.prompts[number % len(self.prompts)]
+
+    def body(self, model: str, number: int) -> dict[str, Any]:
+        text = self.prompt(number).text
+        asked = {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
+        sampled = {"seed": self.seed + number} if self.temperature > 0 else {}
+        shared = {"max_tokens": self.max_tokens, "temperature": self.temperature, **sampled}
+        streaming = {"stream": True, "stream_options": {"include_usage": True}}
+        return {"model": model, **asked, **shared, **streaming, **self.fields}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One load and what became of its requests, from `began` to `ended` on the event loop's clock."""
+
+    load: Load
+    began: float
+    ended: float
+    records: list[Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A request was sent, or has ended if there is a record."""
+
+    load: str
+    record: Record | None = None
+
+
+Watch = Callable[[Change], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`warmup` requests, one after the other and not counted, then each load for its extent, when the one before is
+    over. The loads' arrivals are drawn with the seed of `asks`."""
+
+    loads: Sequence[Load]
+    extent: Extent
+    asks: Asks
+    warmup: int = 0
+
+
+async def run(
+    target: Target, plan: Plan, model: str | None = None, watch: Watch = lambda change: None
+) -> tuple[str, list[Point]]:
+    """Measure; gives the model's name too. `model` None is the first that the server has. Raises ServerError if it
+    cannot be asked, or if a request of the warm-up fails."""
+    async with target.session() as session:
+        asking = _Asking(session, target, plan.asks, model or await first_model(session, target), watch)
+        if plan.warmup:
+            load = ClosedLoop(1)
+            for record in await load.run(asking.sender("warm-up"), Extent(plan.warmup), 0):
+                _check_warm(record)
+        return asking.model, [await _point(asking, load, plan) for load in plan.loads]
+
+
+async def first_model(session: aiohttp.ClientSession, target: Target) -> str:
+    url = f"{target.base}/v1/models"
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=target.timeout)) as response:
+            text = await response.text(errors="replace")
+            if response.status != 200:
+                raise ServerError.of_answer(response.status, text)
+            body = await response.json(content_type=None)
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise ServerError(f"{url} cannot be read: {error or type(error).__name__}.", type="connection_error") from error
+    try:
+        return str(body["data"][0]["id"])
+    except (LookupError, TypeError) as error:
+        raise ServerError(f"{url} names no model. Give one with --model.", status=200) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    session: aiohttp.ClientSession
+    target: Target
+    asks: Asks
+    model: str
+    watch: Watch
+
+    def sender(self, load: str) -> Callable[[int, float], Any]:
+        async def send(number: int, due: float) -> Record:
+            self.watch(Change(load))
+            record = Record(number=number, category=self.asks.prompt(number).category, due=due, started=due)
+            url = self.target.base + ENDPOINTS[self.asks.endpoint]
+            await measure(self.session, url, self.asks.body(self.model, number), record, self.target.timeout)
+            self.watch(Change(load, record))
+            return record
+
+        return send
+
+
+def _check_warm(record: Record) -> None:
+    if record.error is not None:
+        raise ServerError(f"The warm-up failed ({record.error}): {record.message}", status=record.status)
+
+
+async def _point(asking: _Asking, load: Load, plan: Plan) -> Point:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    records = await load.run(asking.sender(load.describe()["name"]), plan.extent, plan.asks.seed)
+    return Point(load, began, max((record.ended for record in records), default=began), records)
