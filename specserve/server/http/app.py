@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from specserve.server.http import completions, info, tokens
+from specserve.server.http import completions, info, tokens, translated
 from specserve.server.http.context import CONTEXT, Context
 from specserve.server.http.middleware import add_headers, cross_origin, keys_required, tell
 
@@ -24,6 +24,9 @@ def make_app(server: Context) -> web.Application:
         [
             web.post("/v1/chat/completions", completions.chat),
             web.post("/v1/completions", completions.completions),
+            web.post("/v1/messages", translated.messages),
+            web.post("/v1/messages/count_tokens", translated.count_tokens),
+            web.post("/v1/responses", translated.responses),
             web.get("/v1/models", info.models),
             web.get("/v1/models/{id:.+}", info.model),
             web.post("/tokenize", tokens.tokenize),

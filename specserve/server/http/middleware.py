@@ -18,6 +18,7 @@ from specserve.server.http.completions import IGNORED
 from specserve.server.http.context import VERSION, context
 from specserve.server.http.respond import OUTPUTS, json_response
 from specserve.server.logs import log_request, request_id
+from specserve.server.wire.anthropic import anthropic_error
 from specserve.server.wire.errors import (
     WireError,
     body_too_large,
@@ -94,7 +95,9 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 def error_response(request: web.Request, failure: WireError) -> web.Response:
     """The response that tells of a failure."""
     context(request).service.metrics.refused(failure.status)
-    response = json_response(failure.body, failure.status, failure.headers)
+    is_anthropic = request.path.startswith("/v1/messages")
+    body = anthropic_error(failure, request[REQUEST_ID]) if is_anthropic else failure.body
+    response = json_response(body, failure.status, failure.headers)
     if failure.status in (408, 413):  # the rest of the body is not waited for
         response.force_close()
     return response
@@ -168,7 +171,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     response.headers["Server"] = f"specserve/{VERSION}"
     response.headers["X-Content-Type-Options"] = "nosniff"
     if REQUEST_ID in request:
-        response.headers["X-Request-Id"] = request[REQUEST_ID]
+        response.headers["X-Request-Id"] = response.headers["Request-Id"] = request[REQUEST_ID]  # OpenAI's, Anthropic's
     if request.get(IGNORED):
         response.headers["X-Specserve-Ignored"] = request[IGNORED]
     origin = request.headers.get("Origin")

@@ -196,3 +196,36 @@ def test_salts_do_not_share_a_cache(server: Any) -> None:
 def test_json_is_utf8(server: Any) -> None:
     body = json.dumps({**COMPLETION, "prompt": "żółw 🐢"}, ensure_ascii=False).encode()
     assert server.post("/v1/completions", body, headers={"Content-Type": "application/json"}).status == 200
+
+
+def test_messages_are_chat_in_other_words(server: Any) -> None:
+    chat = server.post("/v1/chat/completions", CHAT).json
+    asked = {**CHAT, "model": "tiny"}
+    whole = server.post("/v1/messages", asked).json
+    assert whole["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+    assert whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    events = server.post("/v1/messages", {**asked, "stream": True}).events
+    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(deltas) == whole["content"][0]["text"]
+    counted = server.post("/v1/messages/count_tokens", {"model": "tiny", "messages": CHAT["messages"]}).json
+    assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
+
+
+def test_errors_of_messages_have_anthropics_shape(server: Any) -> None:
+    reply = server.post("/v1/messages", {"model": "tiny", "messages": CHAT["messages"]})
+    assert reply.status == 400
+    assert reply.json["type"] == "error"
+    assert reply.error["type"] == "invalid_request_error"
+    assert "max_tokens" in reply.error["message"]
+    assert reply.json["request_id"] == reply.headers["request-id"]
+
+
+def test_responses_are_chat_in_other_words(server: Any) -> None:
+    chat = server.post("/v1/chat/completions", CHAT).json["choices"][0]["message"]["content"]
+    asked = {"input": "Hello there", "max_output_tokens": 12, "temperature": 0}
+    whole = server.post("/v1/responses", asked).json
+    assert [part["text"] for item in whole["output"] for part in item["content"]] == [chat]
+    events = server.post("/v1/responses", {**asked, "stream": True}).events
+    assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == chat
+    assert events[-1]["response"]["output"][0]["content"] == whole["output"][0]["content"]

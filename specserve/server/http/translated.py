@@ -1,0 +1,82 @@
+"""POST /v1/messages, /v1/messages/count_tokens and /v1/responses: other APIs' words for a chat completion. Knows
+Anthropic's endpoints and OpenAI's newer one."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+
+from aiohttp import web
+
+from specserve.server.http.bodies import parsed
+from specserve.server.http.completions import IGNORED, chat_ask
+from specserve.server.http.context import context
+from specserve.server.http.respond import Call, json_response, respond
+from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest
+from specserve.server.wire.anthropic_stream import MessageStream, count_tokens_body, message_body
+from specserve.server.wire.fields import header_names
+from specserve.server.wire.openai_responses import ResponsesRequest
+from specserve.server.wire.openai_responses_stream import ResponseStream, response_body
+from specserve.server.wire.requests import ChatCompletionRequest
+from specserve.server.wire.translated import TranslatedRequest, read_translated
+
+_read_messages = functools.partial(read_translated, MessagesRequest)
+_read_count = functools.partial(read_translated, CountTokensRequest)
+_read_responses = functools.partial(read_translated, ResponsesRequest)
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """POST /v1/messages."""
+    server = context(request)
+    server.admission.check()
+    asked: MessagesRequest = await parsed(request, _read_messages)
+    chat = _accepted(request, asked)
+    with server.admission.enter(chat.num_choices):
+        ask = await chat_ask(server, chat)
+        reply = server.reply(f"msg_{secrets.token_hex(12)}", chat)
+        call = Call(
+            name=reply.id,
+            asks=[ask],
+            stream=asked.stream,
+            body=lambda outputs, now: message_body(reply, outputs[0], now),
+            events=lambda outputs: MessageStream(reply, outputs[0]),
+        )
+        return await respond(request, call)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """POST /v1/messages/count_tokens."""
+    server = context(request)
+    server.admission.check()
+    asked: CountTokensRequest = await parsed(request, _read_count)
+    chat = _accepted(request, asked)
+    _, ids = await server.service.chat_ids(chat.conversation(), **chat.template_options())
+    return json_response(count_tokens_body(len(ids)))
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses."""
+    server = context(request)
+    server.admission.check()
+    asked: ResponsesRequest = await parsed(request, _read_responses)
+    chat = _accepted(request, asked)
+    with server.admission.enter(chat.num_choices):
+        ask = await chat_ask(server, chat)
+        reply = server.reply(f"resp_{secrets.token_hex(12)}", chat)
+        call = Call(
+            name=reply.id,
+            asks=[ask],
+            stream=asked.stream,
+            body=lambda outputs, now: response_body(reply, asked, outputs[0], now),
+            events=lambda outputs: ResponseStream(reply, asked, outputs[0]),
+        )
+        return await respond(request, call)
+
+
+def _accepted(request: web.Request, asked: TranslatedRequest) -> ChatCompletionRequest:
+    """The same request as chat's, checked; what of it is ignored is kept for the answer's headers."""
+    server = context(request)
+    server.check_model(asked.model)
+    limits = server.limits
+    request[IGNORED] = header_names(asked.ignored(limits))
+    return asked.as_chat(limits)
