@@ -61,7 +61,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        for name, (kind, low, high) in _RANGES.items():
+        for name, (kind, low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 _check_number(name, value, kind, low, high)
@@ -89,7 +89,8 @@ class SamplingParams:
 
 
 _INF = float("inf")
-_RANGES: dict[str, tuple[type, float, float]] = {
+# SamplingParams' numbers: int or float, least, most
+RANGES: dict[str, tuple[type, float, float]] = {
     "n": (int, 1, 128),
     "temperature": (float, 0.0, 100.0),
     "top_k": (int, -1, 2**31 - 1),

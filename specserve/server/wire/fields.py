@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
 from specserve.server.wire.sentences import shown
 
@@ -48,18 +58,50 @@ class Wire(BaseModel):
     """An object of a request. A boolean is no number, text is no number, NaN is none either; null is the default.
     Unknown names are kept apart, in `model_extra`."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        allow_inf_nan=False,
+        frozen=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_the_default(cls, value: Any) -> Any:
         return {name: v for name, v in value.items() if v is not None} if isinstance(value, dict) else value
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Says of null what the validator above does with it."""
+        schema = handler(core_schema)
+        told = handler.resolve_ref_schema(schema)
+        fields, required = told.get("properties", {}), told.get("required", ())
+        told["properties"] = {name: v if name in required else nullable(v) for name, v in fields.items()}
+        return schema
+
 
 class ClosedWire(Wire):
     """An object in which an unknown name is an error: it is ours alone, so it can only be a slip."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """`schema`, which allows null too, in its shortest spelling."""
+    branches = [branch for branch in schema.get("anyOf", ()) if branch != _NULL]
+    rest = {name: value for name, value in schema.items() if name != "anyOf"}
+    if len(branches) > 1 or any("$ref" in branch for branch in branches):
+        return {"anyOf": [*branches, _NULL], **rest}
+    only = {**(branches[0] if branches else {}), **rest}
+    if "$ref" in only:
+        return {"anyOf": [{"$ref": only.pop("$ref")}, _NULL], **only}
+    if "type" in only:
+        only["type"] = [only["type"], "null"]
+    if "enum" in only:
+        only["enum"] = [*only["enum"], None]
+    return only
 
 
 def header_names(names: Iterable[str]) -> str:
@@ -151,12 +193,29 @@ def _biases(value: Any, info: ValidationInfo) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
+# JSON Schemas for what a function checks. "x-limits" are bounds that each server has its own of: {keyword: which of
+# Limits}.
+_NULL = {"type": "null"}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
+ID = {"type": "integer", "minimum": 0, "x-limits": {"exclusiveMaximum": "vocab_size"}}
+_STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}
+_WORDS = {"type": "array", "items": _STOP, "maxItems": MAX_LISTED}
+_FEW_IDS = {"type": "array", "items": ID, "maxItems": MAX_LISTED}
+_ANY_IDS = {"type": "array", "items": ID, "minItems": 1, "x-limits": {"maxItems": "vocab_size"}}
+_BIASES = {
+    "type": "object",
+    "propertyNames": {"pattern": f"^({_TOKEN_ID.pattern})$"},
+    "additionalProperties": _BIAS,
+    "maxProperties": MAX_LISTED,
+}
+
 Name: TypeAlias = Annotated[str, Field(max_length=256), AfterValidator(_encodable)]
 Label: TypeAlias = Annotated[Name, AfterValidator(_printable)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-Stops: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_stops)]
-Words: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_words)]
-FewIds: TypeAlias = Annotated[tuple[int, ...], BeforeValidator(_id_list(MAX_LISTED))]
-AnyIds: TypeAlias = Annotated[tuple[int, ...], BeforeValidator(_id_list(None))]
-Biases: TypeAlias = Annotated[dict[int, float], BeforeValidator(_biases)]
+Stops: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_stops), WithJsonSchema(_STOPS)]
+Words: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_words), WithJsonSchema(_WORDS)]
+FewIds: TypeAlias = Annotated[tuple[int, ...], BeforeValidator(_id_list(MAX_LISTED)), WithJsonSchema(_FEW_IDS)]
+AnyIds: TypeAlias = Annotated[tuple[int, ...], BeforeValidator(_id_list(None)), WithJsonSchema(_ANY_IDS)]
+Biases: TypeAlias = Annotated[dict[int, float], BeforeValidator(_biases), WithJsonSchema(_BIASES)]
 Logprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema
 
 from specserve.errors import InputError
 from specserve.server.wire.fields import Wire, well_formed
@@ -62,7 +62,9 @@ def _tool_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError('holds a call without a function; send {"id", "type": "function", "function": {"name", ...}}.')
-    arguments = function.get("arguments") or {}
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
     if isinstance(arguments, str):
         arguments = _parsed(arguments)
     if not isinstance(arguments, dict):
@@ -82,12 +84,45 @@ def _no_content() -> Any:
     return None
 
 
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_PARTS = {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS}
+_TEXT = {"anyOf": [{"type": "string"}, _PARTS]}
+TEXT = WithJsonSchema(_TEXT)
+
+
+def _functions(function: dict[str, Any]) -> dict[str, Any]:
+    """JSON Schema of a list of tools or of calls, each with a function that has a name."""
+    named = {"type": "object", "properties": {"name": {"type": "string"}, **function}, "required": ["name"]}
+    properties = {"type": {"examples": ["function"]}, "function": named}
+    item = {"type": "object", "properties": properties, "required": ["function"]}
+    return {"type": "array", "items": item, "maxItems": MAX_TOOLS}
+
+
+_ARGUMENTS = {
+    "anyOf": [{"type": "string", "contentMediaType": "application/json"}, {"type": "object"}, {"type": "null"}],
+    "description": "A JSON object, as text or as it is.",
+}
+_CALLS = WithJsonSchema(_functions({"arguments": _ARGUMENTS}))
+_SAYS = {"required": ["content"], "properties": {"content": _TEXT}}
+_CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
+_SAYS_OR_CALLS: dict[str, Any] = {"anyOf": [_SAYS, {"required": ["tool_calls"], "properties": _CALLING}]}
+_TOOLS = WithJsonSchema(_functions({"parameters": {"examples": [{"type": "object", "properties": {}}]}}))
+
+
 class Message(Wire):
     """One message. Fields with other names, such as reasoning_content or name, are kept for the template."""
 
+    model_config = ConfigDict(json_schema_extra=_SAYS_OR_CALLS)
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tool_calls)] = ()
-    content: Annotated[str, BeforeValidator(_content)] = Field(default_factory=_no_content, validate_default=True)
+    tool_calls: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tool_calls), _CALLS] = ()
+    """What an assistant called."""
+    content: Annotated[str, BeforeValidator(_content), TEXT] = Field(default_factory=_no_content, validate_default=True)
+    """Text, or a list of text parts. Only an assistant's message with tool_calls may be without."""
 
     def for_template(self) -> dict[str, Any]:
         """What a chat template reads. developer is OpenAI's newer name for system; templates know the older one, and
@@ -114,8 +149,9 @@ def _tools(value: Any) -> Any:
     return tuple(value)
 
 
-Messages: TypeAlias = Annotated[list[Message], BeforeValidator(_bounded)]
-Tools: TypeAlias = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tools)]
+_LENGTH = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES})
+Messages: TypeAlias = Annotated[list[Message], BeforeValidator(_bounded), _LENGTH]
+Tools: TypeAlias = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tools), _TOOLS]
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:

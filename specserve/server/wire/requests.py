@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
 from specserve.errors import InputError
 from specserve.server.wire.fields import (
+    ID,
     ClosedWire,
     Count,
     Limits,
@@ -24,7 +33,7 @@ from specserve.server.wire.fields import (
     well_formed,
 )
 from specserve.server.wire.json_text import json_object
-from specserve.server.wire.messages import Messages, Tools, conversation, text_of
+from specserve.server.wire.messages import TEXT, Messages, Tools, conversation, text_of
 from specserve.server.wire.sampling_fields import SamplingFields
 from specserve.server.wire.sentences import as_input_error, shown
 from specserve.server.wire.unsupported import refuse_unsupported
@@ -73,17 +82,27 @@ def _template_values(value: Any) -> Any:
     return value
 
 
-TemplateValues: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_template_values)]
+_VALUES = {
+    "type": "object",
+    "propertyNames": {"pattern": rf"^(?!({'|'.join(sorted(_RESERVED))})$)(?!.*_token$)[A-Za-z_][A-Za-z0-9_]*$"},
+    "maxProperties": _MAX_TEMPLATE_VALUES,
+}
+TemplateValues: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_template_values), WithJsonSchema(_VALUES)]
 
 
 class TemplateFields(Wire):
     """What becomes of messages, for chat and for /tokenize."""
 
     messages: Messages
+    """The conversation, oldest message first."""
     add_generation_prompt: bool = True
+    """Begin an assistant's message after the last one."""
     continue_final_message: bool = False
+    """Go on with the last message; needs add_generation_prompt false."""
     chat_template_kwargs: TemplateValues = Field(default_factory=dict)
+    """Values for the model's chat template."""
     tools: Tools = ()
+    """Functions that the chat template tells the model of."""
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as Tokenizer.render_chat takes them."""
@@ -113,7 +132,16 @@ class Prediction(ClosedWire):
     """OpenAI's predicted output: text that the answer will probably repeat, which is a draft and changes nothing."""
 
     type: Literal["content"]
-    content: Annotated[str, BeforeValidator(text_of)]
+    content: Annotated[str, BeforeValidator(text_of), TEXT]
+    """Text, or a list of text parts."""
+
+
+_TEXT_FORMAT = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}},
+    "required": ["type"],
+    "additionalProperties": False,
+}
 
 
 class ChatCompletionRequest(TemplateFields, SamplingFields):
@@ -122,13 +150,21 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     misplaced: ClassVar[dict[str, str]] = {"prompt": "Send messages, or the prompt to /v1/completions."}
 
     max_completion_tokens: Count | None = None
+    """OpenAI's newer name for max_tokens; send one of them."""
     logprobs: bool = False
+    """Send the log-probability of each token."""
     top_logprobs: Logprobs | None = None
-    tool_choice: Any = None  # refused unless it is none or auto
+    """The k most likely tokens at each place as well; needs logprobs true."""
+    tool_choice: Annotated[Any, WithJsonSchema({"type": "string", "enum": ["none", "auto"]})] = None
+    """Whether the model may call tools."""
     parallel_tool_calls: bool = True
-    response_format: Any = None  # refused unless it is text
+    """Whether the model may call several tools in one answer."""
+    response_format: Annotated[Any, WithJsonSchema(_TEXT_FORMAT)] = None
+    """Text is the only one."""
     prediction: Prediction | None = None
+    """Text that the answer will probably repeat. It is a draft and changes nothing."""
     reasoning_effort: Name | None = None
+    """For chat templates that read it."""
 
     @property
     def num_choices(self) -> int:
@@ -190,7 +226,11 @@ def _prompt_ids(prompt: Any, limits: Limits) -> list[int]:
     return prompt
 
 
-Prompts: TypeAlias = Annotated[tuple[str | list[int], ...], PlainValidator(_prompts)]
+_IDS = {"type": "array", "items": ID, "minItems": 1}
+_PROMPT = {"type": "string", "minLength": 1}
+_MANY = {"type": "array", "minItems": 1, "x-limits": {"maxItems": "max_completions"}}
+_PROMPTS = {"anyOf": [_PROMPT, _IDS, {**_MANY, "items": _PROMPT}, {**_MANY, "items": _IDS}]}
+Prompts: TypeAlias = Annotated[tuple[str | list[int], ...], PlainValidator(_prompts), WithJsonSchema(_PROMPTS)]
 
 
 class CompletionRequest(SamplingFields):
@@ -199,8 +239,11 @@ class CompletionRequest(SamplingFields):
     misplaced: ClassVar[dict[str, str]] = {"messages": "Send a prompt, or the messages to /v1/chat/completions."}
 
     prompt: Prompts
+    """Text or token ids, or a list of prompts of one kind."""
     logprobs: Logprobs | None = None
+    """The log-probability of each token, and of the k most likely ones at its place."""
     echo: bool = False
+    """Put the prompt before the completion, and its log-probabilities before the completion's."""
 
     @property
     def num_choices(self) -> int:

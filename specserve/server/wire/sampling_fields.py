@@ -25,7 +25,7 @@ from specserve.server.wire.fields import (
     limits_of,
 )
 from specserve.server.wire.unsupported import REFUSED
-from specserve.types import SamplingParams
+from specserve.types import RANGES, SamplingParams
 
 # Wire fields that SamplingParams has under the same name; null leaves its default.
 _SAME_NAME = (
@@ -50,17 +50,30 @@ _SAME_NAME = (
 )
 
 
+def _in_range(name: str) -> Any:
+    """A number that SamplingParams checks: null is its default there."""
+    _, low, high = RANGES[name]
+    default: Any = SamplingParams.__dataclass_fields__[name].default
+    return Field(None, json_schema_extra={"default": default, "minimum": low, "maximum": high})
+
+
 class StreamOptions(Wire):
+    """How a stream is sent."""
+
     include_usage: bool = False
+    """End with a chunk that has no choices and the whole call's `usage` and `metrics`."""
 
 
 class Speculative(ClosedWire):
     """How this request is drafted. The text does not depend on it. `drafter` must be one the server has loaded, or
     "none"; `num_tokens` caps its drafts."""
 
-    drafter: Name | None = None
+    drafter: Name | None = Field(None, json_schema_extra={"x-limits": {"enum": "drafters"}})
+    """Who drafts; null leaves it to the server, "none" turns drafting off."""
     num_tokens: int | None = Field(None, ge=0, le=1024)
+    """The longest draft; 0 turns drafting off, null leaves it to the server."""
     enabled: bool | None = None
+    """False turns drafting off; true asks for it."""
 
     @property
     def cap(self) -> int | None:
@@ -89,35 +102,67 @@ class SamplingFields(Wire):
     misplaced: ClassVar[dict[str, str]] = {}  # fields of another endpoint: {name: what to do}
 
     model: Name | None = None
-    n: int = Field(1, ge=1, le=128)
-    temperature: float | None = None  # None, here and below: SamplingParams' own default
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    """The model's name in /v1/models; null is the one served."""
+    n: int = Field(1, ge=1, le=128, json_schema_extra={"x-limits": {"maximum": "max_completions"}})
+    """Completions of each prompt. Prompts times n is limited as n is."""
+    temperature: float | None = _in_range("temperature")
+    """0 is greedy: the most likely token, always."""
+    top_k: int | None = _in_range("top_k")
+    """Draw from the k most likely tokens; 0 and -1 are all."""
+    top_p: float | None = _in_range("top_p")
+    """Draw from the fewest tokens that together have this probability."""
+    min_p: float | None = _in_range("min_p")
+    """Draw from tokens at least this likely, as a share of the most likely one's probability."""
+    repetition_penalty: float | None = _in_range("repetition_penalty")
+    """Above 1: what was in the prompt or the output becomes less likely."""
+    presence_penalty: float | None = _in_range("presence_penalty")
+    """Taken once from the logit of each token in the output."""
+    frequency_penalty: float | None = _in_range("frequency_penalty")
+    """Taken from a token's logit for each time it is in the output."""
     logit_bias: Biases | None = None
+    """Added to the logits of these tokens; keys are token ids as text."""
     allowed_token_ids: AnyIds | None = None
+    """The only tokens that may be generated."""
     bad_words: Words | None = None
+    """Texts that may not be generated."""
     max_tokens: Count | None = None
-    min_tokens: int = Field(0, ge=0, le=MAX_COUNT)
+    """The longest completion, in tokens. Null is 16 for a completion, and for chat what the context leaves."""
+    min_tokens: int = Field(
+        0, ge=0, le=MAX_COUNT, json_schema_extra={"x-limits": {"exclusiveMaximum": "max_model_len"}}
+    )
+    """No end of the text before this many tokens; at most max_tokens."""
     ignore_eos: bool = False
+    """Go on when the model ends the text."""
     stop: Stops = ()
+    """Texts that end a completion, which does not have them."""
     stop_token_ids: FewIds | None = None
+    """Tokens that end a completion."""
     include_stop_str_in_output: bool = False
+    """Leave the stop text at the end of the completion."""
     skip_special_tokens: bool = True
-    seed: int | None = None
+    """Leave special tokens out of the text."""
+    seed: int | None = _in_range("seed")
+    """The same seed gives the same text; null draws one."""
     stream: bool = False
+    """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
+    """Only with stream true."""
     speculative: Speculative | None = None
+    """How this request is drafted; null leaves it to the server."""
     priority: int = Field(0, ge=-MAX_COUNT, le=MAX_COUNT)
+    """Lower runs first."""
     cache_salt: Label | None = Field(None, min_length=1)
+    """The prefix cache is shared among requests with the same salt alone. Printable text."""
     request_id: Label | None = Field(None, min_length=1)
+    """The response's id. Printable text."""
     return_token_ids: bool = False
+    """Send the ids of the prompt and the completion as well."""
     user: Any = None
+    """Accepted and not used."""
     metadata: Any = None
+    """Accepted and not used."""
     store: Any = None
+    """Accepted and not used."""
 
     @property
     @abstractmethod

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo, WithJsonSchema
 
 from specserve.errors import InputError
 from specserve.server.wire.bodies import DetokenizeReply, TokenizeReply
-from specserve.server.wire.fields import Limits, Name, Wire, check_ids, limits_of, well_formed
+from specserve.server.wire.fields import ID, Limits, Name, Wire, check_ids, limits_of, well_formed
 from specserve.server.wire.json_text import json_object
 from specserve.server.wire.requests import TemplateFields, checked
 from specserve.server.wire.sentences import shown
@@ -20,17 +20,24 @@ class TokenizeTextRequest(Wire):
     """POST /tokenize with a prompt. `return_token_strs` asks for the tokens' spelling too."""
 
     model: Name | None = None
+    """The model's name in /v1/models; null is the one served."""
     prompt: Annotated[str, AfterValidator(well_formed)]
+    """The text."""
     add_special_tokens: bool = True
+    """Put the tokens around the text that the model wants there."""
     return_token_strs: bool = False
+    """Send the tokens' spelling too."""
 
 
 class TokenizeChatRequest(TemplateFields):
     """POST /tokenize with messages. The template has written the special tokens, so none are added by default."""
 
     model: Name | None = None
+    """The model's name in /v1/models; null is the one served."""
     add_special_tokens: bool = False
+    """Put the tokens around the text that the model wants there; the chat template has written its own already."""
     return_token_strs: bool = False
+    """Send the tokens' spelling too."""
 
 
 TokenizeRequest: TypeAlias = TokenizeTextRequest | TokenizeChatRequest
@@ -59,11 +66,16 @@ def _tokens(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
+_TOKENS = {"type": "array", "items": ID}
+
+
 class DetokenizeRequest(Wire):
     """POST /detokenize; no tokens are an empty text."""
 
     model: Name | None = None
-    tokens: Annotated[list[int], BeforeValidator(_tokens)]
+    """The model's name in /v1/models; null is the one served."""
+    tokens: Annotated[list[int], BeforeValidator(_tokens), WithJsonSchema(_TOKENS)]
+    """Token ids."""
 
 
 def detokenize_body(text: str) -> DetokenizeReply:

@@ -471,7 +471,9 @@ def test_a_call_without_arguments_has_none(arguments: Any) -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", '{"a": NaN}', "[" * 10_000, 5, ["a"]], ids=lambda a: ascii(a)[:12])
+@pytest.mark.parametrize(
+    "arguments", ["{", "[1]", '{"a": NaN}', "[" * 10_000, 5, ["a"], [], 0, False], ids=lambda a: ascii(a)[:12]
+)
 def test_broken_arguments_are_refused(arguments: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
     assert_refused(chat, {"messages": [{"role": "assistant", "tool_calls": [call]}]}, "messages[0].tool_calls")

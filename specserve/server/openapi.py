@@ -1,0 +1,181 @@
+"""The OpenAPI 3.1 document, made of the types that requests are validated with and responses are written in. Knows no
+field by name: the types say it all, and routes.py what there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any, TypeAlias
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+
+import specserve.server
+from specserve.server.routes import EVENTS, JSON, ROUTES, Route
+from specserve.server.wire.bodies import ErrorBody
+from specserve.server.wire.fields import Limits
+
+__all__ = ["ROUTES", "document"]
+
+Json: TypeAlias = dict[str, Any]
+
+_PLACE = "#/components/schemas/{model}"
+
+_ERRORS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model or path.",
+    405: "The path does not take this method; the message names those that it takes.",
+    408: "The client was too slow to send the request.",
+    413: "The body is too large.",
+    415: "The body is not application/json, or it is compressed.",
+    429: "More requests than the server takes at a time. Send it again after Retry-After.",
+    500: "The server failed on this request; `message` says no more than it may.",
+    503: "The engine is not ready, or the server is stopping. Send it again after Retry-After.",
+    504: "The answer took longer than the server allows.",
+}
+_RETRIED_LATER = (429, 503)
+_RETRY_AFTER = {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}}
+_IGNORED = {"description": "Names of fields that were ignored, with commas between.", "schema": {"type": "string"}}
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_NAME_IN_PATH = re.compile(r"{(\w+)}")
+
+_ABOUT = """\
+The HTTP API of specserve, in the shapes of OpenAI and vLLM.
+
+In requests, null is the default of every field that may be left out. A boolean is no number, text is no number, and \
+whole numbers are written without a fraction. Fields that are not in this document are ignored, and where text is \
+generated the header `x-specserve-ignored` names them; those that ask for something this server does not do are \
+refused with status 400.
+
+A path that is not in this document is answered with status 404, another method with 405, in the same error body."""
+
+
+class _Plain(GenerateJsonSchema):
+    """Without a title for every field, which would only say its name again."""
+
+    def field_title_should_be_set(self, schema: object) -> bool:
+        return False
+
+
+def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: bool) -> Json:
+    """The document of one server, as JSON. `model` is the name it serves; `drafters` are `limits.drafters` in the order
+    to list them; `requires_key`: it was started with API keys."""
+    schemas, components = _schemas()
+    paths: dict[str, Json] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, model, schemas, requires_key)
+    made = {
+        "openapi": "3.1.0",
+        "info": {"title": "specserve", "version": specserve.__version__, "description": _ABOUT},
+        "servers": [{"url": "/"}],
+        "tags": [{"name": group} for group in dict.fromkeys(route.group for route in ROUTES)],
+        "security": [{name: []} for name in _KEYS] if requires_key else [],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "responses": {_error_name(status): _error(status, schemas["error"]) for status in _ERRORS},
+            **({"securitySchemes": _KEYS} if requires_key else {}),
+        },
+    }
+    bounds = {name: getattr(limits, name) for name in ("vocab_size", "max_model_len", "max_completions")}
+    fitted: Json = _fitted(made, {**bounds, "drafters": [*drafters, "none", None]})
+    return fitted
+
+
+# --- schemas ----------------------------------------------------------------------------------------------------------
+
+
+def _schemas() -> tuple[dict[str, Json], Json]:
+    """The schema of every type in ROUTES by `_part`, of ErrorBody as "error", and the schemas that these refer to."""
+    types: dict[str, Any] = {"error": ErrorBody}
+    for route in ROUTES:
+        parts: list[tuple[str | int, Any]] = [("request", route.request), ("event", route.event)]
+        parts += route.replies.items()
+        types |= {_part(route, part): kind for part, kind in parts if kind is not None}
+    mode: JsonSchemaMode = "validation"
+    adapters = [(name, mode, TypeAdapter(kind)) for name, kind in types.items()]
+    made, shared = TypeAdapter.json_schemas(adapters, ref_template=_PLACE, schema_generator=_Plain)
+    return {name: schema for (name, _), schema in made.items()}, shared["$defs"]
+
+
+def _part(route: Route, part: str | int) -> str:
+    return f"{route.name} {part}"
+
+
+def _fitted(value: Any, bounds: Mapping[str, Any]) -> Any:
+    """`value` with every "x-limits" replaced by what it stands for on this server; of two bounds the narrower."""
+    if isinstance(value, list):
+        return [_fitted(item, bounds) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fitted = {name: _fitted(item, bounds) for name, item in value.items()}
+    for keyword, name in fitted.pop("x-limits", {}).items():
+        bound = bounds[name]
+        fitted[keyword] = min(bound, fitted[keyword]) if keyword in fitted else bound
+    return fitted
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def _operation(route: Route, model: str, schemas: Mapping[str, Json], requires_key: bool) -> Json:
+    errors = sorted({*route.errors, *([401] if requires_key and route.needs_key else [])})
+    replies = {str(status): _reply(route, status, schemas) for status in route.replies}
+    operation: Json = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "tags": [route.group],
+        "responses": {**replies, **{str(status): _at("responses", _error_name(status)) for status in errors}},
+    }
+    if not route.needs_key:
+        operation["security"] = []
+    if names := _NAME_IN_PATH.findall(route.path):
+        operation["parameters"] = [_in_path(name) for name in names]
+    if route.request is not None:
+        example = {"model": model, **route.example}
+        content = {JSON: {"schema": schemas[_part(route, "request")], "example": example}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _reply(route: Route, status: int, schemas: Mapping[str, Json]) -> Json:
+    content = {route.media: {"schema": schemas[_part(route, status)]}}
+    reply: Json = {"description": HTTPStatus(status).phrase, "content": content}
+    if route.event is not None:
+        content[EVENTS] = {"schema": _events(schemas[_part(route, "event")])}
+        reply["headers"] = {"x-specserve-ignored": _IGNORED}
+    return reply
+
+
+def _events(event: Json) -> Json:
+    """OpenAPI 3.1 has no word for a stream's events; 3.2 calls their schema itemSchema."""
+    return {
+        "type": "string",
+        "description": "With stream true. Each event is one line, `data: ` and JSON, and the last is `data: [DONE]`. A "
+        "stream that fails ends with an error body as its last event.",
+        "x-itemSchema": event,
+    }
+
+
+def _in_path(name: str) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _error(status: int, schema: Json) -> Json:
+    error: Json = {"description": _ERRORS[status], "content": {JSON: {"schema": schema}}}
+    if status in _RETRIED_LATER:
+        error["headers"] = {"Retry-After": _RETRY_AFTER}
+    return error
+
+
+def _error_name(status: int) -> str:
+    return f"Error{status}"
+
+
+def _at(kind: str, name: str) -> Json:
+    return {"$ref": f"#/components/{kind}/{name}"}
