@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from specserve.version import __version__
+
 if TYPE_CHECKING:
     from specserve.client import AsyncClient, Client
     from specserve.config import EngineConfig
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from specserve.llm import LLM, AsyncLLM
     from specserve.types import SamplingParams
 
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

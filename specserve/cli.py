@@ -12,9 +12,9 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
 
-import specserve
 from specserve.cli_config import TomlFile
 from specserve.errors import EngineError, ServerError, SpecserveError
+from specserve.version import __version__
 
 PREFIX = "SPECSERVE_"
 CONFIG_FILE = "specserve.toml"
@@ -47,7 +47,7 @@ def build_app() -> App:
         help="A latency-first LLM engine built around speculative decoding.",
         help_epilogue=EPILOGUE,
         help_format="plaintext",
-        version=specserve.__version__,
+        version=__version__,
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )

@@ -75,7 +75,7 @@ def show(sections: Iterable[Section]) -> None:
 
 
 def _versions() -> list[tuple[str, str]]:
-    own = [("specserve", specserve.__version__), ("python", platform.python_version()), ("system", platform.platform())]
+    own = [("specserve", __version__), ("python", platform.python_version()), ("system", platform.platform())]
     return own + [(name, version(name)) for name in PACKAGES]
 
 

@@ -35,7 +35,7 @@ LAYERS = (
     ("cache", "ops"),
     ("types", "sse"),
     ("config",),
-    ("errors",),
+    ("errors", "version"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.
 CONTRACTS = ("types", "errors", "config", "ops", "sampling.noise", "speculation.base", "constraint")

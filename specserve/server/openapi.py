@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
-import specserve.server
 from specserve.server.routes import EVENTS, JSON, ROUTES, Route
 from specserve.server.wire.bodies import ErrorBody
 from specserve.server.wire.fields import Limits
@@ -71,7 +70,7 @@ def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: 
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, model, schemas, requires_key)
     made = {
         "openapi": "3.1.0",
-        "info": {"title": "specserve", "version": specserve.__version__, "description": _ABOUT},
+        "info": {"title": "specserve", "version": __version__, "description": _ABOUT},
         "servers": [{"url": "/"}],
         "tags": [{"name": group} for group in dict.fromkeys(route.group for route in ROUTES)],
         "security": [{name: []} for name in _KEYS] if requires_key else [],

@@ -47,6 +47,9 @@ from specserve.speculation.base import NONE, files
 from specserve.types import Event, SamplingParams
 
 _PR_SET_PDEATHSIG = 1
+# After a step that gave everybody their first token: where all cores compute, the processes that carry it to the client
+# would get one at the end of the next step only (3 ms sooner this way, measured).
+_LET_OTHERS_RUN_S = 0.001
 _HOPELESS = (ConfigError, ModelError, CapacityError)
 
 
@@ -102,7 +105,10 @@ class EngineProcess:
             for command in self._wire.commands(wait=not self._engine.has_work):
                 self._obey(command)
             if self._engine.has_work:
-                self._report(self._engine.step())
+                events = self._engine.step()
+                self._report(events)
+                if events and all(map(_is_first, events)):
+                    time.sleep(_LET_OTHERS_RUN_S)
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -159,6 +165,11 @@ class EngineProcess:
             num_drafts_dropped=counters.num_drafts_dropped,
             seconds=counters.seconds,
         )
+
+
+def _is_first(event: Event) -> bool:
+    """Whether it has a completion's first token, and more will come."""
+    return event.stats is not None and event.stats.num_steps == 1 and event.finish_reason is None
 
 
 def _said(event: Event) -> Said:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,6 @@ from specserve.server.service import Service
 from specserve.server.wire.errors import model_not_found
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.responses import Reply
-
-VERSION = importlib.metadata.version("specserve")
 
 
 @dataclass(slots=True, kw_only=True)

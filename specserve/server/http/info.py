@@ -10,11 +10,12 @@ from typing import Any
 from aiohttp import web
 
 from specserve.server.engine.supervisor import State
-from specserve.server.http.context import VERSION, Context, context
+from specserve.server.http.context import Context, context
 from specserve.server.http.respond import json_response
 from specserve.server.metrics import CONTENT_TYPE
 from specserve.server.wire.errors import route_not_found, unavailable
 from specserve.server.wire.responses import model_card, model_list
+from specserve.version import __version__
 
 
 async def health(request: web.Request) -> web.Response:
@@ -39,7 +40,7 @@ async def model(request: web.Request) -> web.Response:
 
 async def version(request: web.Request) -> web.Response:
     """GET /version."""
-    return json_response({"version": VERSION})
+    return json_response({"version": __version__})
 
 
 async def server_info(request: web.Request) -> web.Response:
@@ -51,7 +52,7 @@ async def server_info(request: web.Request) -> web.Response:
     limits = {"max_model_len": ready.max_model_len, "max_num_seqs": ready.max_num_seqs}
     return json_response(
         {
-            "version": VERSION,
+            "version": __version__,
             "models": list(server.names),
             "engine": {**engine, **limits},
             "options": options,

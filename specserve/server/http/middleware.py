@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from specserve.server.http.completions import IGNORED
-from specserve.server.http.context import VERSION, context
+from specserve.server.http.context import context
 from specserve.server.http.respond import OUTPUTS, json_response
 from specserve.server.logs import log_request, request_id
 from specserve.server.wire.anthropic import anthropic_error
@@ -27,6 +27,7 @@ from specserve.server.wire.errors import (
     unauthorized,
     wire_error,
 )
+from specserve.version import __version__
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -168,7 +169,7 @@ def _is_allowed(request: web.Request, origins: Collection[str]) -> bool:
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """A signal's receiver: headers that every response has, streams too."""
-    response.headers["Server"] = f"specserve/{VERSION}"
+    response.headers["Server"] = f"specserve/{__version__}"
     response.headers["X-Content-Type-Options"] = "nosniff"
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = response.headers["Request-Id"] = request[REQUEST_ID]  # OpenAI's, Anthropic's

@@ -1,0 +1,3 @@
+"""The version of this package. Knows nothing else."""
+
+__version__ = "0.1.0"
