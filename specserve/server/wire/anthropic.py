@@ -237,12 +237,15 @@ class CountTokensRequest(TranslatedRequest):
             yield from message.content
 
     def _format(self) -> Any:
-        """The structure of the answer as chat has it, to be judged there."""
         sent = self.output_config and self.output_config.format
-        chosen = self.output_format if sent is None else sent
-        if not isinstance(chosen, Mapping) or chosen.get("type") != "json_schema":
-            return chosen
-        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": chosen.get("schema")}}
+        return chat_format(self.output_format if sent is None else sent)
+
+
+def chat_format(output_format: Any) -> Any:
+    """The structure of an answer as chat has it, to be judged there."""
+    if not isinstance(output_format, Mapping) or output_format.get("type") != "json_schema":
+        return output_format
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": output_format.get("schema")}}
 
 
 class MessagesRequest(CountTokensRequest):

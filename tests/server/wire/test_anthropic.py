@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from specserve.errors import CapacityError, EngineError, InputError, PromptTooLongError
-from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest, anthropic_error
+from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest, anthropic_error, chat_format
 from specserve.server.wire.errors import (
     WireError,
     body_too_large,
@@ -178,6 +178,22 @@ def test_tool_choice_in_the_words_of_chat(choice: dict[str, Any], expected: Any)
     chosen = sent(tool_choice=choice).tool_choice
     assert chosen is not None
     assert chosen.as_chat() == expected
+
+
+def test_a_structure_in_the_words_of_chat() -> None:
+    assert chat_format({"type": "json_schema", "schema": {"type": "object"}}) == {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"type": "object"}},
+    }
+    for other in (None, 5, {"type": "text"}):
+        assert chat_format(other) == other
+
+
+def test_what_a_tool_was_asked_can_always_be_told() -> None:
+    """JSON can spell half of a surrogate pair, and UTF-8 cannot."""
+    used = {**USE, "input": {"\ud800": ["\ud800"]}}
+    said = talk(USER, {"role": "assistant", "content": [used]}, {"role": "user", "content": [RESULT]})
+    assert said[1]["tool_calls"][0]["function"]["arguments"] == {"\ufffd": ["\ufffd"]}
 
 
 def test_unknown_names_are_told_apart_from_unused_ones() -> None:

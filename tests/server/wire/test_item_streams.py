@@ -228,6 +228,15 @@ def test_streamed_calls_are_blocks() -> None:
     assert bodies(stream.end(NOW))[0]["delta"]["stop_reason"] == "tool_use"
 
 
+def test_what_only_looked_like_a_call_is_text() -> None:
+    ended = output("a<b")
+    assert message_body(reply(), ended, NOW, Brackets())["content"] == [{"type": "text", "text": "a<b"}]
+    stream = MessageStream(reply(), ended, Brackets())
+    events = bodies([*stream.push(chunk("a<b")), *stream.push(chunk("", finish_reason="stop"))])
+    assert [event["delta"]["text"] for event in events if "delta" in event] == ["a", "<b"]
+    assert events[-1] == {"type": "content_block_stop", "index": 0}
+
+
 def test_a_message_may_say_nothing() -> None:
     silent = output("")
     assert message_body(reply(), silent, NOW)["content"] == []

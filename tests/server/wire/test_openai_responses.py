@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from specserve.errors import InputError
 from specserve.server.wire.errors import wire_error
 from specserve.server.wire.fields import Limits
-from specserve.server.wire.openai_responses import LOGPROBS, ResponsesRequest
+from specserve.server.wire.openai_responses import LOGPROBS, ResponsesRequest, TextConfig
 from specserve.server.wire.requests import ChatCompletionRequest
 from specserve.server.wire.stream import event_text
 from specserve.server.wire.translated import read_translated
@@ -135,6 +135,15 @@ def test_tools_become_functions() -> None:
     assert (made.tool_choice, made.parallel_tool_calls) == ("none", False)
 
 
+def test_a_structure_in_the_words_of_chat() -> None:
+    named = {"name": "a", "schema": {"type": "object"}, "strict": True}
+    assert TextConfig(format={"type": "json_schema", **named}).as_chat() == {
+        "type": "json_schema",
+        "json_schema": named,
+    }
+    assert TextConfig(format={"type": "json_object"}).as_chat() == {"type": "json_object"}
+
+
 def test_unknown_names_are_told_apart_from_unused_ones() -> None:
     request = sent(
         user="x",
@@ -217,6 +226,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"conversation": {"id": "conv_1"}}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"background": True}, "background"),
+    ({"background": 0}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 2**63}, "max_output_tokens"),
