@@ -182,9 +182,9 @@ def serve(
         "loads": [summary(point, limits) for point in points],
     }
     write_json(json_file, figures)
-    _print(figures)
     if plot is not None:
         draw(plot, _title(figures), figures["loads"])
+    _print(figures)
 
 
 def _plan(server: ServerOptions, load: LoadOptions, request: RequestOptions) -> Plan:

@@ -615,7 +615,7 @@ def test_nothing_at_all_has_a_summary() -> None:
 
 
 def printed(*tables: Any) -> str:
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=io.StringIO(), width=80)
     console.print(*tables)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -625,7 +625,7 @@ def test_tables_and_remarks(points: Points) -> None:
     measured = points(Server(lambda number: mixed(number % 6)), plan(OpenLoop(1.0, "constant"), ClosedLoop(6), num=6))
     found = [figures(point, "ttft:600") for point in measured]
     cells = [line.split() for line in printed(overview("tiny", found)).splitlines()]
-    assert ["1/s", "3", "2", "1", "0.50", "3.50", "500", "2950", "167", "248", "1.90", "33%"] in cells
+    assert ["1/s", "3", "2", "1", "0.50", "3.50", "500/2950", "167/248", "1.90", "33%"] in cells
     lines = [line.split() for line in printed(details(found[0])).splitlines()]
     assert ["first", "token", "ms", "1250", "500", "2500", "2750", "2950", "3000"] in lines
     assert not any(line[:2] == ["token", "gap"] for line in lines)  # unknown: no row of dashes
@@ -642,7 +642,7 @@ def test_other_servers_have_empty_columns(points: Points) -> None:
     assert (found["completed"], found["speculation"], found["tpot_ms"]) == (2, None, None)
     assert (found["output_tokens"], found["output_tokens_per_second"], found["goodput"]) == (None, None, None)
     row = next(line.split() for line in printed(overview("other", [found])).splitlines() if "at once" in line)
-    assert row == ["1", "at", "once", "2", "0", "0", "0.67", "-", "500", "500", "-", "-", "-", "-"]
+    assert row == ["1", "at", "once", "2", "0", "0", "0.67", "-", "500/500", "-", "-", "-"]
     assert "states no usage" in "\n".join(remarks(found))
 
 

@@ -201,20 +201,23 @@ _ROWS = {
 
 def overview(title: str, points: Sequence[Mapping[str, Any]]) -> Table:
     """One row a load."""
-    columns = ("ok", "rej", "fail", "req/s", "tok/s", "first p50", "p99", "tok p50", "p99", "tok/step", "good")
-    table = table_of(title, "load", *columns)
+    columns = ("ok", "rej", "fail", "req/s", "tok/s", "first ms", "ms/tok", "tok/step", "good")
+    table = table_of(f"{title} (ms: p50/p99)", "load", *columns)
     for point in points:
-        ttft, tpot = point["ttft_ms"], point["tpot_ms"]
         table.add_row(
             point["load"]["name"],
             *(str(point[name]) for name in ("completed", "rejected", "failed")),
             _number(point["requests_per_second"]),
             _number(point["output_tokens_per_second"]),
-            *(_number(part and part[name]) for part in (ttft, tpot) for name in ("p50", "p99")),
+            *(_middle_and_worst(point[name]) for name in ("ttft_ms", "tpot_ms")),
             _number(point["speculation"] and point["speculation"]["mean_acceptance_length"]),
             f"{point['goodput']['share']:.0%}" if point["goodput"] else "-",
         )
     return table
+
+
+def _middle_and_worst(part: Mapping[str, float] | None) -> str:
+    return "-" if part is None else f"{_number(part['p50'])}/{_number(part['p99'])}"
 
 
 def details(point: Mapping[str, Any]) -> Table:
