@@ -73,6 +73,7 @@ class Answer:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     pieces: int = 1
+    lingers: float = 0.0  # seconds from the last piece to the end of the body
     hangs: bool = False
     breaks: bool = False
 
@@ -110,6 +111,7 @@ class Server:
         for start in range(0, len(answer.body), size):
             await response.write(answer.body[start : start + size])
             await asyncio.sleep(0)
+        await asyncio.sleep(answer.lingers)
         await self._stay(request, answer)
         return response
 
@@ -254,6 +256,20 @@ def test_connections_are_used_again_after_streams_and_answers(ask: Ask) -> None:
     _, server = ask(calls, *answers)
     assert len(server.asked) == 6
     assert len(server.connections) == 1
+
+
+@pytest.mark.parametrize(("lingers", "connections", "seconds"), [(0.5, 1, 0.5), (50.0, 2, 1.0)])
+def test_the_end_of_a_body_is_awaited_for_a_second(ask: Ask, lingers: float, connections: int, seconds: float) -> None:
+    async def calls(client: AsyncClient) -> float:
+        begin = asyncio.get_running_loop().time()
+        await collected(client.stream("a"))
+        took = asyncio.get_running_loop().time() - begin
+        await client.models()
+        return took
+
+    took, server = ask(calls, Answer(streamed(COMPLETION_EVENTS), lingers=lingers), OK)
+    assert took == pytest.approx(seconds, abs=1e-6)
+    assert len(server.connections) == connections
 
 
 # --- what is wrong before anything is sent ----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def data(*pieces: bytes) -> list[str]:
         (b"data: a\n\n", ["a"]),
         (b"data: a\r\n\r\ndata: b\r\rdata: c\n\r\n", ["a", "b", "c"]),  # each kind of line end, mixed too
         (b"data: a\ndata: b\n\n", ["a\nb"]),
+        (b"data: a\r\ndata: b\r\n\r\n", ["a\nb"]),  # CR LF is one end, also where a piece ends between them
         (b"data:a\n\ndata:  b\n\n", ["a", " b"]),  # one space is not data, a second is
         (b"data\n\n", [""]),  # a field without a colon is empty
         (b"data:\ndata:\n\n", ["\n"]),

@@ -34,7 +34,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._closed = False
-        self._lock = threading.RLock()  # of `_closed`; a collected generator calls `soon` from anywhere, from `run` too
+        self._lock = threading.Lock()  # of `_closed`
         self._thread = threading.Thread(target=self._main, name="specserve-client", daemon=True)
         self._thread.start()
 
@@ -53,12 +53,6 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
-
-    def soon(self, callback: Callable[[], object]) -> None:
-        """Call it on the loop's thread and do not wait; nothing when the loop is closed."""
-        with self._lock:
-            if not self._closed:
-                self._loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
         with self._lock:
@@ -91,11 +85,8 @@ class Stream(Generic[T]):
         async def following() -> T:
             return await anext(chunks, end)
 
-        try:
-            while (chunk := self._loop.run(following())) is not end:
-                yield chunk
-        finally:  # not waited for: a generator that is dropped may be collected on any thread, the loop's too
-            self._loop.soon(self._stream.drop)
+        while (chunk := self._loop.run(following())) is not end:
+            yield chunk  # when the caller leaves here `chunks` is dropped, and its event loop closes it
 
     def __enter__(self) -> Stream[T]:
         return self

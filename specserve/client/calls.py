@@ -57,7 +57,7 @@ class AsyncStream(Generic[T]):
                 yield load(data)
             raise broken("The server closed the connection before the end of its answer.")
         finally:
-            self.drop()
+            self._drop()
 
     async def __aenter__(self) -> AsyncStream[T]:
         return self
@@ -68,10 +68,9 @@ class AsyncStream(Generic[T]):
     async def close(self) -> None:
         """Close the connection; an answer that still comes is aborted."""
         self._used = True
-        self.drop()
+        self._drop()
 
-    def drop(self) -> None:
-        """As `close`, on the event loop's thread and without waiting for anything."""
+    def _drop(self) -> None:
         if self._response is not None:
             self._response.close()
 

@@ -220,6 +220,7 @@ def test_latency_counts_from_when_a_request_was_due(in_virtual_time: InVirtualTi
     lags = [record.lag for record in point.records]
     assert lags == close([0, 2.5, 1.5, 0.5, 0])
     assert [record.ttft for record in point.records[1:]] == close([lag + 0.5 for lag in lags[1:]])
+    assert [record.e2e for record in point.records[1:]] == close([lag + 1.5 for lag in lags[1:]])
     assert figures(point)["lag_ms"]["max"] == close(2500)
     assert any("load generator was late" in line for line in remarks(figures(point)))
 
