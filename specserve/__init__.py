@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specserve.version import __version__
+from specserve.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from specserve.client import AsyncClient, Client

@@ -22,6 +22,7 @@ from specserve.engine import build
 from specserve.errors import SpecserveError
 from specserve.models import catalog
 from specserve.speculation.base import available
+from specserve.version import __version__
 
 # Instruction sets that decide which kernels are fast, by the names the Linux kernel gives them.
 INSTRUCTION_SETS = (

@@ -7,10 +7,10 @@ from typing import Any
 
 from wire import Answer, Setup, serve
 
-from specserve import __version__
 from specserve.config import DTYPES
 from specserve.llm import LLM
 from specserve.types import SamplingParams
+from specserve.version import __version__
 
 NAMES = {"f32": "float32", "bf16": "bfloat16"}
 

@@ -14,6 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from specserve.server.routes import EVENTS, JSON, ROUTES, Route
 from specserve.server.wire.bodies import ErrorBody
 from specserve.server.wire.fields import Limits
+from specserve.version import __version__
 
 __all__ = ["ROUTES", "document"]
 
