@@ -12,7 +12,6 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
 from specserve.server.routes import EVENTS, JSON, ROUTES, Route
-from specserve.server.wire.bodies import ErrorBody
 from specserve.server.wire.fields import Limits
 from specserve.version import __version__
 
@@ -26,7 +25,6 @@ _ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
     404: "There is no such model or path.",
-    405: "The path does not take this method; the message names those that it takes.",
     408: "The client was too slow to send the request.",
     413: "The body is too large.",
     415: "The body is not application/json, or it is compressed.",
@@ -78,7 +76,7 @@ def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: 
         "paths": paths,
         "components": {
             "schemas": components,
-            "responses": {_error_name(status): _error(status, schemas["error"]) for status in _ERRORS},
+            "responses": _error_replies(schemas),
             **({"securitySchemes": _KEYS} if requires_key else {}),
         },
     }
@@ -91,10 +89,14 @@ def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: 
 
 
 def _schemas() -> tuple[dict[str, Json], Json]:
-    """The schema of every type in ROUTES by `_part`, of ErrorBody as "error", and the schemas that these refer to."""
-    types: dict[str, Any] = {"error": ErrorBody}
+    """The schema of every type in ROUTES by `_part`, and the schemas that these refer to."""
+    types: dict[str, Any] = {}
     for route in ROUTES:
-        parts: list[tuple[str | int, Any]] = [("request", route.request), ("event", route.event)]
+        parts: list[tuple[str | int, Any]] = [
+            ("request", route.request),
+            ("event", route.event),
+            ("error", route.error),
+        ]
         parts += route.replies.items()
         types |= {_part(route, part): kind for part, kind in parts if kind is not None}
     mode: JsonSchemaMode = "validation"
@@ -130,7 +132,7 @@ def _operation(route: Route, model: str, schemas: Mapping[str, Json], requires_k
         "operationId": route.name,
         "summary": route.summary,
         "tags": [route.group],
-        "responses": {**replies, **{str(status): _at("responses", _error_name(status)) for status in errors}},
+        "responses": {**replies, **{str(status): _at("responses", _error_name(route, status)) for status in errors}},
     }
     if not route.needs_key:
         operation["security"] = []
@@ -156,14 +158,23 @@ def _events(event: Json) -> Json:
     """OpenAPI 3.1 has no word for a stream's events; 3.2 calls their schema itemSchema."""
     return {
         "type": "string",
-        "description": "With stream true. Each event is one line, `data: ` and JSON, and the last is `data: [DONE]`. A "
-        "stream that fails ends with an error body as its last event.",
+        "description": "With stream true. Each event has a line with `data: ` and JSON; OpenAI's chat completions and "
+        "completions end with `data: [DONE]`. A stream that fails ends with an error as its last event.",
         "x-itemSchema": event,
     }
 
 
 def _in_path(name: str) -> Json:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _error_replies(schemas: Mapping[str, Json]) -> Json:
+    """Every status that a route fails with, for each shape of errors."""
+    return {
+        _error_name(route, status): _error(status, schemas[_part(route, "error")])
+        for route in ROUTES
+        for status in (401, *route.errors)
+    }
 
 
 def _error(status: int, schema: Json) -> Json:
@@ -173,8 +184,8 @@ def _error(status: int, schema: Json) -> Json:
     return error
 
 
-def _error_name(status: int) -> str:
-    return f"Error{status}"
+def _error_name(route: Route, status: int) -> str:
+    return f"{route.error.__name__}{status}"
 
 
 def _at(kind: str, name: str) -> Json:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specserve.server.wire import bodies
+from specserve.server.wire import bodies, translated_bodies
+from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest
+from specserve.server.wire.openai_responses import ResponsesRequest
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest
 from specserve.server.wire.tokenization import DetokenizeRequest, TokenizeRequest
 
@@ -25,8 +27,8 @@ class Route:
 
     `request` is a POST's body, and `example` one that works, the model's name aside. `replies` has the type of the body
     by HTTP status, JSON where `media` says nothing else; `event` is what `data:` holds when the answer is streamed.
-    `errors` are the statuses that come with an ErrorBody, besides 401. `needs_key` is false for what is open even
-    where keys are asked for.
+    `errors` are the statuses, besides 401, that come with an `error`. `needs_key` is false for what is open even where
+    keys are asked for.
     """
 
     method: str
@@ -39,6 +41,7 @@ class Route:
     request: Any = None
     example: Mapping[str, Any] = field(default_factory=dict)
     event: Any = None
+    error: Any = bodies.ErrorBody
     errors: tuple[int, ...] = ()
     needs_key: bool = True
 
@@ -71,6 +74,47 @@ ROUTES = (
         replies={200: bodies.Completion},
         event=bodies.CompletionChunk,
         errors=_GENERATES,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses",
+        name="createResponse",
+        summary="Answer a conversation, in the words of OpenAI's Responses API. Nothing is kept.",
+        group="Generation",
+        request=ResponsesRequest,
+        example={"input": "Name three rivers of Europe.", "max_output_tokens": 64, "temperature": 0},
+        replies={200: translated_bodies.ResponseReply},
+        event=dict[str, Any],
+        errors=_GENERATES,
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages",
+        name="createMessage",
+        summary="Answer a conversation, in the words of Anthropic's Messages API.",
+        group="Generation",
+        request=MessagesRequest,
+        example={
+            "messages": [{"role": "user", "content": "Name three rivers of Europe."}],
+            "max_tokens": 64,
+            "temperature": 0,
+        },
+        replies={200: translated_bodies.AnthropicReply},
+        event=dict[str, Any],
+        error=translated_bodies.AnthropicError,
+        errors=_GENERATES,
+    ),
+    Route(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        name="countMessageTokens",
+        summary="How many tokens the prompt of a message would have.",
+        group="Tokens",
+        request=CountTokensRequest,
+        example={"messages": [{"role": "user", "content": "Name three rivers of Europe."}]},
+        replies={200: translated_bodies.CountTokensReply},
+        error=translated_bodies.AnthropicError,
+        errors=(404, *_READS),
     ),
     Route(
         method="GET",
@@ -169,6 +213,15 @@ ROUTES = (
         group="Server",
         replies={200: str},
         media=METRICS,
+    ),
+    Route(
+        method="POST",
+        path="/reset_prefix_cache",
+        name="resetPrefixCache",
+        summary="Forget the KV of all prompts. Only with --admin.",
+        group="Server",
+        replies={200: bodies.HealthReply},
+        errors=(404, 503),
     ),
     Route(
         method="GET",

@@ -6,16 +6,20 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from pydantic.json_schema import SkipJsonSchema
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import InputError
 from specserve.server.openapi import ROUTES, document
 from specserve.server.routes import Route
+from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest, anthropic_error
+from specserve.server.wire.anthropic_stream import count_tokens_body, message_body
 from specserve.server.wire.errors import (
     WireError,
     model_not_found,
@@ -26,11 +30,14 @@ from specserve.server.wire.errors import (
     wire_error,
 )
 from specserve.server.wire.fields import Limits, Wire
+from specserve.server.wire.openai_responses import LOGPROBS, ResponsesRequest
+from specserve.server.wire.openai_responses_stream import response_body
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
 from specserve.server.wire.responses import Reply, chat_body, completion_body, model_card, model_list
 from specserve.server.wire.sampling_fields import SamplingFields
 from specserve.server.wire.stream import DONE, ChatStream, CompletionStream
 from specserve.server.wire.tokenization import DetokenizeRequest, detokenize_body, read_tokenize, tokenize_body
+from specserve.server.wire.translated import read_translated
 from specserve.server.wire.unsupported import REFUSED
 from specserve.types import SequenceStats, TokenLogprobs
 
@@ -45,7 +52,11 @@ READ: dict[str, Callable[[bytes], Wire]] = {
     "/v1/completions": lambda body: read(CompletionRequest, body, LIMITS),
     "/tokenize": lambda body: read_tokenize(body, LIMITS),
     "/detokenize": lambda body: read(DetokenizeRequest, body, LIMITS),
+    "/v1/messages": lambda body: read_translated(MessagesRequest, body, LIMITS).as_chat(LIMITS),
+    "/v1/messages/count_tokens": lambda body: read_translated(CountTokensRequest, body, LIMITS).as_chat(LIMITS),
+    "/v1/responses": lambda body: read_translated(ResponsesRequest, body, LIMITS).as_chat(LIMITS),
 }
+REQUESTS = [route for route in ROUTES if route.request is not None]
 USER = {"role": "user", "content": "Hi"}
 
 # What JSON Schema does not say: rules between fields, and what it has no word for. {part of the message: (path, a body
@@ -57,6 +68,7 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
         {"messages": [USER], "max_tokens": 6, "max_completion_tokens": 5},
     ),
     "top_logprobs needs logprobs true": ("/v1/chat/completions", {"messages": [USER], "top_logprobs": 1}),
+    "top_logprobs needs include": ("/v1/responses", {"input": "a", "top_logprobs": 1}),
     "stream_options needs stream true": ("/v1/completions", {"prompt": "a", "stream_options": {}}),
     "continue_final_message goes on": ("/v1/chat/completions", {"messages": [USER], "continue_final_message": True}),
     "prompts times n": ("/v1/completions", {"prompt": ["a"] * 3, "n": 3}),
@@ -69,6 +81,32 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
         "/v1/chat/completions",
         {"messages": [USER], "tools": [{"function": {"name": "f"}}]},
     ),
+    "messages have those": (
+        "/v1/messages/count_tokens",
+        {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
+    ),
+    "it must be text or a list of content blocks": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": []}], "max_tokens": 5},
+    ),
+    "ends with a tool_use block": (
+        "/v1/messages/count_tokens",
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+            ]
+        },
+    ),
+    "messages has 0 messages": ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": ""}]}),
+    "the type tool needs one": (
+        "/v1/messages/count_tokens",
+        {"messages": [USER], "tool_choice": {"type": "tool"}},
+    ),
+    "which an answer that may call tools does not have": (
+        "/v1/responses",
+        {"input": "a", "include": [LOGPROBS], "tools": [{"type": "function", "name": "f"}]},
+    ),
+    "holds a reasoning item without text": ("/v1/responses", {"input": [{"type": "reasoning"}]}),
     # no word for it
     "keys are token ids from": ("/v1/completions", {"prompt": "a", "logit_bias": {"1000": 1}}),
     "holds control characters": ("/v1/completions", {"prompt": "a", "request_id": "\n"}),
@@ -320,6 +358,9 @@ LEAST: dict[str, Json] = {
     "/v1/completions": {"prompt": "a"},
     "/tokenize": {"messages": [USER]},
     "/detokenize": {"tokens": []},
+    "/v1/messages": {"messages": [USER], "max_tokens": 5},
+    "/v1/messages/count_tokens": {"messages": [USER]},
+    "/v1/responses": {"input": "a"},
 }
 
 
@@ -428,11 +469,13 @@ def test_bounds_are_those_of_this_server() -> None:
     assert (fields["temperature"]["minimum"], fields["temperature"]["maximum"]) == (0.0, 100.0)
 
 
-@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest, DetokenizeRequest])
-def test_every_field_is_in_it_and_says_what_it_is(kind: type[Wire]) -> None:
-    fields = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
-    assert list(fields) == list(kind.model_fields)
-    assert [name for name, field in fields.items() if not field.get("description")] == []
+@pytest.mark.parametrize("route", REQUESTS, ids=lambda route: route.name)
+def test_every_field_is_in_it_and_says_what_it_is(route: Route) -> None:
+    for kind in typing.get_args(route.request) or [route.request]:
+        fields = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
+        refused = {name for name, field in kind.model_fields.items() if SkipJsonSchema() in field.metadata}
+        assert set(fields) == set(kind.model_fields) - refused
+        assert [name for name, field in fields.items() if not field.get("description")] == []
 
 
 def test_what_is_refused_whatever_it_says_is_not_in_it() -> None:
@@ -442,9 +485,7 @@ def test_what_is_refused_whatever_it_says_is_not_in_it() -> None:
         assert fields & set(REFUSED) <= taken_in_part
 
 
-@pytest.mark.parametrize(
-    "route", [route for route in ROUTES if route.request is not None], ids=lambda route: route.name
-)
+@pytest.mark.parametrize("route", REQUESTS, ids=lambda route: route.name)
 def test_examples_work(route: Route) -> None:
     body = DOCUMENT["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]["example"]
     assert body == {"model": "tiny", **route.example}
@@ -547,6 +588,16 @@ def test_streams_are_as_the_document_says(kind: Any, reply: Reply, with_logprobs
     assert len(events) > 4
 
 
+@pytest.mark.parametrize("with_logprobs", [False, True])
+@pytest.mark.parametrize("reply", REPLIES, ids=range(len(REPLIES)))
+def test_answers_in_other_words_are_as_the_document_says(reply: Reply, with_logprobs: bool) -> None:
+    message = message_body(reply, result(with_logprobs), 9.0)
+    assert allows(reply_schema("post", "/v1/messages"), message, closed=True)
+    asked = read_translated(ResponsesRequest, b'{"input": "a", "tools": [{"type": "function", "name": "f"}]}', LIMITS)
+    response = response_body(reply, asked, result(with_logprobs), 9.0)
+    assert allows(reply_schema("post", "/v1/responses"), response, closed=True)
+
+
 def test_small_answers_are_as_the_document_says() -> None:
     rows = [
         ("get", "/v1/models", model_list(["tiny"], 1, 256)),
@@ -554,6 +605,7 @@ def test_small_answers_are_as_the_document_says() -> None:
         ("post", "/tokenize", tokenize_body([1], 256)),
         ("post", "/tokenize", tokenize_body([1], 256, ["a"])),
         ("post", "/detokenize", detokenize_body("a")),
+        ("post", "/v1/messages/count_tokens", count_tokens_body(1)),
     ]
     for method, path, body in rows:
         assert allows(reply_schema(method, path), body, closed=True)
@@ -574,7 +626,8 @@ def test_small_answers_are_as_the_document_says() -> None:
     ids=lambda error: error.status,
 )
 def test_errors_are_as_the_document_says(error: WireError) -> None:
-    responses = DOCUMENT["paths"]["/v1/chat/completions"]["post"]["responses"]
-    told = DOCUMENT["components"]["responses"][responses[str(error.status)]["$ref"].split("/")[-1]]
-    assert allows(told["content"]["application/json"]["schema"], error.body, closed=True)
-    assert ("Retry-After" in error.headers) == ("Retry-After" in told.get("headers", {}))
+    for path, body in (("/v1/chat/completions", error.body), ("/v1/messages", anthropic_error(error, "x"))):
+        responses = DOCUMENT["paths"][path]["post"]["responses"]
+        told = DOCUMENT["components"]["responses"][responses[str(error.status)]["$ref"].split("/")[-1]]
+        assert allows(told["content"]["application/json"]["schema"], body, closed=True)
+        assert ("Retry-After" in error.headers) == ("Retry-After" in told.get("headers", {}))

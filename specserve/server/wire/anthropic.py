@@ -16,6 +16,8 @@ from specserve.errors import InputError
 from specserve.server.wire.errors import WireError
 from specserve.server.wire.fields import Count, Name, Stops, Wire
 from specserve.server.wire.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, text_of
+from specserve.server.wire.requests import Format
+from specserve.server.wire.sampling_fields import in_range
 from specserve.server.wire.sentences import shown
 from specserve.server.wire.translated import (
     ToolName,
@@ -159,7 +161,9 @@ def _own_tools(value: Any) -> Any:
 class AnthropicToolChoice(Wire):
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
+    """With the type tool."""
     disable_parallel_tool_use: bool = False
+    """At most one call in an answer."""
 
     def as_chat(self) -> Any:
         if self.type != "tool":
@@ -177,7 +181,9 @@ AnthropicTools: TypeAlias = Annotated[list[AnthropicTool], Field(max_length=MAX_
 
 class OutputConfig(Wire):
     effort: Name | None = None
-    format: Any = None  # judged as chat's response_format
+    """For chat templates that read reasoning_effort."""
+    format: Format = None
+    """Text is the only one."""
 
 
 class CountTokensRequest(TranslatedRequest):
@@ -190,9 +196,13 @@ class CountTokensRequest(TranslatedRequest):
     }
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    """The conversation, oldest message first. An assistant's message at the end is gone on with."""
     system: Annotated[str, BeforeValidator(_text_if_any), WithJsonSchema(_TEXTS)] = ""
+    """What stands before the conversation."""
     tools: AnthropicTools = Field(default_factory=list)
+    """Functions that the chat template tells the model of."""
     tool_choice: AnthropicToolChoice | None = None
+    """Whether the model may call tools."""
     thinking: Annotated[
         Unsupported,
         refused(
@@ -201,7 +211,9 @@ class CountTokensRequest(TranslatedRequest):
         ),
     ] = None
     output_config: OutputConfig | None = None
-    output_format: Any = None  # the older name of output_config.format
+    """How the answer is written."""
+    output_format: Format = None
+    """The older name of output_config.format."""
     mcp_servers: Annotated[
         Unsupported,
         refused("names servers to be called from here. Leave it out, and send tools that you run yourself.", []),
@@ -252,11 +264,17 @@ class MessagesRequest(CountTokensRequest):
     """POST /v1/messages. `metadata` is accepted and not used."""
 
     max_tokens: Count
+    """The longest answer, in tokens."""
     stop_sequences: Stops = ()
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    """Texts that end an answer, which does not have them."""
+    temperature: float | None = in_range("temperature")
+    """0 is greedy: the most likely token, always."""
+    top_p: float | None = in_range("top_p")
+    """Draw from the fewest tokens that together have this probability."""
+    top_k: int | None = in_range("top_k")
+    """Draw from the k most likely tokens; 0 and -1 are all."""
     metadata: Any = None
+    """Accepted and not used."""
 
     def _chat_fields(self) -> dict[str, Any]:
         same = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}

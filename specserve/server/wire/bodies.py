@@ -336,13 +336,18 @@ class DetokenizeReply(TypedDict):
     """The text that the tokens stand for."""
 
 
+@_described
 class TokenizerInfo(TypedDict):
     """What tokenizer_config.json states; null for what it does not."""
 
+    tokenizer_class: str | None
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None
+    unk_token: str | None
     chat_template: str | None
+    model_max_length: int
+    """Tokens of prompt and output together, on this server."""
 
 
 class HealthReply(TypedDict):

@@ -99,6 +99,8 @@ def nullable(schema: dict[str, Any]) -> dict[str, Any]:
         return {"anyOf": [{"$ref": only.pop("$ref")}, _NULL], **only}
     if "type" in only:
         only["type"] = [only["type"], "null"]
+    if "const" in only:
+        only["enum"] = [only.pop("const")]
     if "enum" in only:
         only["enum"] = [*only["enum"], None]
     return only

@@ -16,6 +16,8 @@ from specserve.errors import InputError
 from specserve.server.wire.fields import Count, Limits, Logprobs, Name, Wire
 from specserve.server.wire.messages import MAX_TOOLS
 from specserve.server.wire.openai_items import Input
+from specserve.server.wire.requests import Format
+from specserve.server.wire.sampling_fields import in_range
 from specserve.server.wire.sentences import shown
 from specserve.server.wire.translated import (
     ToolName,
@@ -90,7 +92,8 @@ ToolChoice: TypeAlias = Annotated[Literal["none", "auto", "required"] | NamedFun
 
 
 class TextConfig(Wire):
-    format: Annotated[Any, AfterValidator(well_formed_json)] = None  # judged as chat's response_format
+    format: Annotated[Format, AfterValidator(well_formed_json)] = None
+    """Text is the only one."""
 
     def as_chat(self) -> Any:
         if not isinstance(self.format, Mapping) or self.format.get("type") != "json_schema":
@@ -100,6 +103,7 @@ class TextConfig(Wire):
 
 class Reasoning(Wire):
     effort: Name | None = None
+    """For chat templates that read reasoning_effort."""
 
 
 Metadata: TypeAlias = Annotated[dict[str, str], Field(max_length=16), AfterValidator(well_formed_json)]
@@ -118,20 +122,35 @@ class ResponsesRequest(TranslatedRequest):
     }
 
     input: Input
+    """Text, or a conversation as a list of items, oldest first."""
     instructions: WellFormed | None = None
+    """What stands before the conversation."""
     max_output_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    """The longest answer, in tokens; null is what the context leaves."""
+    temperature: float | None = in_range("temperature")
+    """0 is greedy: the most likely token, always."""
+    top_p: float | None = in_range("top_p")
+    """Draw from the fewest tokens that together have this probability."""
     top_logprobs: Logprobs = 0
+    """The k most likely tokens at each place; needs the log-probabilities to be included."""
     include: Include = Field(default_factory=list)
+    """"message.output_text.logprobs" sends the log-probability of each token; other names are ignored."""
     tools: Functions = Field(default_factory=list)
+    """Functions that the chat template tells the model of."""
     tool_choice: ToolChoice = "auto"
+    """Whether the model may call tools."""
     parallel_tool_calls: bool = True
+    """Whether the model may call several tools in one answer."""
     text: TextConfig | None = None
+    """How the answer is written."""
     reasoning: Reasoning | None = None
+    """How much the model thinks."""
     metadata: Metadata = Field(default_factory=dict)
+    """Comes back in the response."""
     user: Any = None
+    """Accepted and not used."""
     store: Any = None
+    """Accepted and not used: nothing is kept."""
     previous_response_id: Annotated[
         Unsupported, refused("names a response, and this server keeps none. Send the whole conversation as input.")
     ] = None

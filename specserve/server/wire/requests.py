@@ -142,6 +142,7 @@ _TEXT_FORMAT = {
     "required": ["type"],
     "additionalProperties": False,
 }
+Format: TypeAlias = Annotated[Any, WithJsonSchema(_TEXT_FORMAT)]
 
 
 class ChatCompletionRequest(TemplateFields, SamplingFields):
@@ -159,7 +160,7 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     """Whether the model may call tools."""
     parallel_tool_calls: bool = True
     """Whether the model may call several tools in one answer."""
-    response_format: Annotated[Any, WithJsonSchema(_TEXT_FORMAT)] = None
+    response_format: Format = None
     """Text is the only one."""
     prediction: Prediction | None = None
     """Text that the answer will probably repeat. It is a draft and changes nothing."""

@@ -50,7 +50,7 @@ _SAME_NAME = (
 )
 
 
-def _in_range(name: str) -> Any:
+def in_range(name: str) -> Any:
     """A number that SamplingParams checks: null is its default there."""
     _, low, high = RANGES[name]
     default: Any = SamplingParams.__dataclass_fields__[name].default
@@ -105,19 +105,19 @@ class SamplingFields(Wire):
     """The model's name in /v1/models; null is the one served."""
     n: int = Field(1, ge=1, le=128, json_schema_extra={"x-limits": {"maximum": "max_completions"}})
     """Completions of each prompt. Prompts times n is limited as n is."""
-    temperature: float | None = _in_range("temperature")
+    temperature: float | None = in_range("temperature")
     """0 is greedy: the most likely token, always."""
-    top_k: int | None = _in_range("top_k")
+    top_k: int | None = in_range("top_k")
     """Draw from the k most likely tokens; 0 and -1 are all."""
-    top_p: float | None = _in_range("top_p")
+    top_p: float | None = in_range("top_p")
     """Draw from the fewest tokens that together have this probability."""
-    min_p: float | None = _in_range("min_p")
+    min_p: float | None = in_range("min_p")
     """Draw from tokens at least this likely, as a share of the most likely one's probability."""
-    repetition_penalty: float | None = _in_range("repetition_penalty")
+    repetition_penalty: float | None = in_range("repetition_penalty")
     """Above 1: what was in the prompt or the output becomes less likely."""
-    presence_penalty: float | None = _in_range("presence_penalty")
+    presence_penalty: float | None = in_range("presence_penalty")
     """Taken once from the logit of each token in the output."""
-    frequency_penalty: float | None = _in_range("frequency_penalty")
+    frequency_penalty: float | None = in_range("frequency_penalty")
     """Taken from a token's logit for each time it is in the output."""
     logit_bias: Biases | None = None
     """Added to the logits of these tokens; keys are token ids as text."""
@@ -141,7 +141,7 @@ class SamplingFields(Wire):
     """Leave the stop text at the end of the completion."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-    seed: int | None = _in_range("seed")
+    seed: int | None = in_range("seed")
     """The same seed gives the same text; null draws one."""
     stream: bool = False
     """Send the answer as server-sent events while it is generated."""

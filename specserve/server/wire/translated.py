@@ -37,8 +37,11 @@ class TranslatedRequest(Wire):
     own_names: ClassVar[Mapping[str, str]] = {}  # chat's name of a field: this API's
 
     model: Name | None = None
+    """The model's name in /v1/models; null is the one served."""
     stream: bool = False
+    """Send the answer as server-sent events while it is generated."""
     speculative: Speculative | None = None
+    """How this request is drafted; null leaves it to the server."""
 
     @abstractmethod
     def _chat_fields(self) -> dict[str, Any]:
