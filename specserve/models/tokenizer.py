@@ -16,6 +16,7 @@ from specserve.errors import InputError, ModelError
 from specserve.models.chat import ChatTemplate, with_reasoning_apart
 from specserve.models.control import ControlTokens, Marks
 from specserve.models.folder import read_json
+from specserve.models.tools import CallFormat, call_format
 
 Message = Mapping[str, Any]
 
@@ -44,6 +45,7 @@ class Tokenizer:
         self._special = special
         self._kind = str(config.get("tokenizer_class", "PreTrainedTokenizerFast"))
         self._chat = ChatTemplate(folder, config, special)
+        self._response_template = config.get("response_template")
         self._to_bytes = _byte_decoder(self._backend, folder)
         self._bytes: dict[int, bytes] = {}
 
@@ -119,6 +121,12 @@ class Tokenizer:
     def takes_tools(self) -> bool:
         """Whether the chat template reads `tools`."""
         return self._chat.takes_tools
+
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls of tools; None for one that nobody here knows."""
+        special = (token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
+        return call_format(self._response_template, self._chat.tool_source, special)
 
     def loads_for(self, messages: Sequence[Message], **options: Any) -> bool:
         """Whether `chat_ids(messages, **options)` may first have to make a second backend: a second or more, once."""

@@ -7,17 +7,19 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
-from specserve.errors import PromptTooLongError
+from specserve.errors import InputError, PromptTooLongError
 from specserve.models.tokenizer import Tokenizer
 from specserve.server.engine.client import EngineClient, RefusedError, Subscription
 from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Said, Submit
 from specserve.server.engine.supervisor import State, Supervisor
 from specserve.server.metrics import Metrics
+from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.errors import WireError, unavailable
+from specserve.server.wire.tool_calls import ToolCalling
 from specserve.types import Event, SamplingParams
 
 T = TypeVar("T")
@@ -134,10 +136,28 @@ class Service:
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """A conversation through the chat template, as text and ids; see Tokenizer.chat_ids."""
-        size = sum(len(message.get("content") or "") for message in messages)
+        size = sum(len(message.get("content") or "") for message in messages) + len(str(template.get("tools") or ""))
         slow = size > _INLINE_CHARACTERS or self.tokenizer.loads_for(messages, **template)
         function = functools.partial(self.tokenizer.chat_ids, messages, **template)
         return await self.on_thread(function) if slow else function()
+
+    async def with_tools(
+        self, ask: Ask, tools: Sequence[Mapping[str, Any]], parallel: bool = True
+    ) -> tuple[Ask, Callable[[], AnswerParser] | None]:
+        """What is asked so that calls of `tools` can be found in the answer, and what finds them (Reply.tool_parser),
+        None without tools. Raises InputError for a model whose way of writing calls is not known."""
+        if not tools:
+            return ask, None
+        call_format = self.tokenizer.call_format
+        if call_format is None:
+            raise InputError(
+                "tools: how this model writes calls is not known here: its files have no response_template, and its "
+                'chat template is of no known family. Leave them out, or send tool_choice "none".',
+                "tools",
+            )
+        make = functools.partial(ToolCalling, call_format, tools, ask.prompt or "", parallel=parallel)
+        calling = await self.on_thread(make)  # the first loads the parser
+        return replace(ask, params=calling.sampling(ask.params)), calling.parser
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function whose work grows with `size`, a number of characters: on a thread if there are many."""

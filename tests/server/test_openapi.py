@@ -77,9 +77,9 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
         {"prompt": "a", "speculative": {"enabled": True, "drafter": "none"}},
     ),
     "prompt and messages were both sent": ("/tokenize", {"prompt": "a", "messages": [USER]}),
-    "asks for tool calls": (
+    "more than once; each tool needs a name": (
         "/v1/chat/completions",
-        {"messages": [USER], "tools": [{"function": {"name": "f"}}]},
+        {"messages": [USER], "tools": [{"function": {"name": "f"}}] * 2},
     ),
     "messages have those": (
         "/v1/messages/count_tokens",

@@ -34,7 +34,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
     accept(request, asked)
     with server.admission.enter(asked.num_choices):
         ask = await chat_ask(server, asked)
-        reply = server.reply(response_id("chatcmpl", asked), asked)
+        ask, parser = await server.service.with_tools(ask, asked.callable_tools, asked.parallel_tool_calls)
+        reply = server.reply(response_id("chatcmpl", asked), asked, tool_parser=parser)
         call = Call(
             name=reply.id,
             asks=[ask],

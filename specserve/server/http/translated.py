@@ -33,13 +33,14 @@ async def messages(request: web.Request) -> web.StreamResponse:
     chat = _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
         ask = await chat_ask(server, chat)
-        reply = server.reply(f"msg_{secrets.token_hex(12)}", chat)
+        ask, parser = await server.service.with_tools(ask, chat.callable_tools, chat.parallel_tool_calls)
+        reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             name=reply.id,
             asks=[ask],
             stream=asked.stream,
-            body=lambda outputs, now: message_body(reply, outputs[0], now),
-            events=lambda outputs: MessageStream(reply, outputs[0]),
+            body=lambda outputs, now: message_body(reply, outputs[0], now, reply.answer_parser()),
+            events=lambda outputs: MessageStream(reply, outputs[0], reply.answer_parser()),
         )
         return await respond(request, call)
 
@@ -62,13 +63,14 @@ async def responses(request: web.Request) -> web.StreamResponse:
     chat = _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
         ask = await chat_ask(server, chat)
-        reply = server.reply(f"resp_{secrets.token_hex(12)}", chat)
+        ask, parser = await server.service.with_tools(ask, chat.callable_tools, chat.parallel_tool_calls)
+        reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             name=reply.id,
             asks=[ask],
             stream=asked.stream,
-            body=lambda outputs, now: response_body(reply, asked, outputs[0], now),
-            events=lambda outputs: ResponseStream(reply, asked, outputs[0]),
+            body=lambda outputs, now: response_body(reply, asked, outputs[0], now, reply.answer_parser()),
+            events=lambda outputs: ResponseStream(reply, asked, outputs[0], reply.answer_parser()),
         )
         return await respond(request, call)
 

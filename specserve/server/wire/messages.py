@@ -3,6 +3,7 @@ calls; renders nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -16,6 +17,8 @@ from specserve.server.wire.sentences import shown
 MAX_MESSAGES = 10_000
 MAX_PARTS = 10_000  # of one message
 MAX_TOOLS = 128  # a request's tools, and a message's tool calls
+
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def text_of(value: Any) -> str:
@@ -94,10 +97,10 @@ _TEXT = {"anyOf": [{"type": "string"}, _PARTS]}
 TEXT = WithJsonSchema(_TEXT)
 
 
-def _functions(function: dict[str, Any]) -> dict[str, Any]:
-    """JSON Schema of a list of tools or of calls, each with a function that has a name."""
+def _functions(function: dict[str, Any], kind: dict[str, Any]) -> dict[str, Any]:
+    """JSON Schema of a list of tools or of calls, each with a `type` of this kind and a function that has a name."""
     named = {"type": "object", "properties": {"name": {"type": "string"}, **function}, "required": ["name"]}
-    properties = {"type": {"examples": ["function"]}, "function": named}
+    properties = {"type": kind, "function": named}
     item = {"type": "object", "properties": properties, "required": ["function"]}
     return {"type": "array", "items": item, "maxItems": MAX_TOOLS}
 
@@ -106,11 +109,21 @@ _ARGUMENTS = {
     "anyOf": [{"type": "string", "contentMediaType": "application/json"}, {"type": "object"}, {"type": "null"}],
     "description": "A JSON object, as text or as it is.",
 }
-_CALLS = WithJsonSchema(_functions({"arguments": _ARGUMENTS}))
+_CALLS = WithJsonSchema(_functions({"arguments": _ARGUMENTS}, {"examples": ["function"]}))
 _SAYS = {"required": ["content"], "properties": {"content": _TEXT}}
 _CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
 _SAYS_OR_CALLS: dict[str, Any] = {"anyOf": [_SAYS, {"required": ["tool_calls"], "properties": _CALLING}]}
-_TOOLS = WithJsonSchema(_functions({"parameters": {"examples": [{"type": "object", "properties": {}}]}}))
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "object"},
+        "properties": {"type": "object", "additionalProperties": {"anyOf": [{"type": "object"}, {"type": "boolean"}]}},
+        "required": {"type": "array", "items": {"type": "string"}},
+    },
+}
+_PARAMETERS = {"anyOf": [_SCHEMA, {"type": "null"}], "examples": [{"type": "object", "properties": {}}]}
+_TOOL = {"name": {"type": "string", "pattern": f"^{_TOOL_NAME.pattern}$"}, "parameters": _PARAMETERS}
+_TOOLS = WithJsonSchema(_functions(_TOOL, {"const": "function"}))
 
 
 class Message(Wire):
@@ -139,14 +152,42 @@ def _bounded(value: Any) -> Any:
 
 
 def _tools(value: Any) -> Any:
-    """Tools that have a name; always a tuple afterwards."""
+    """Functions of different names, whose parameters are the schema of an object; always a tuple afterwards."""
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise ValueError(f"is {shown(value)}; it must be a list of at most {MAX_TOOLS} tools.")
-    for tool in value:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError('holds a tool without a name; send {"type": "function", "function": {"name", ...}}.')
+    names = [_tool_name(tool) for tool in value]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"holds {shown(repeated[0])} more than once; each tool needs a name of its own.")
     return tuple(value)
+
+
+def _tool_name(tool: Any) -> str:
+    is_function = isinstance(tool, Mapping) and tool.get("type", "function") == "function"
+    function = tool.get("function") if is_function else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        raise ValueError('holds a tool without a name; send {"type": "function", "function": {"name", ...}}.')
+    if not _TOOL_NAME.fullmatch(name):
+        raise ValueError(f"holds the name {shown(name)}; names are 1 to 128 letters, digits and any of _ - . : /")
+    if problem := _wrong_parameters(function.get("parameters")):
+        raise ValueError(f"holds {name}, whose parameters {problem}; they must be the JSON schema of an object.")
+    return name
+
+
+def _wrong_parameters(schema: Any) -> str | None:
+    """What keeps `schema` from being that of an object; what is deeper the model alone reads."""
+    if schema is None:
+        return None
+    if not isinstance(schema, Mapping):
+        return f"are {shown(schema)}"
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if schema.get("type", "object") != "object":
+        return f"have the type {shown(schema['type'])}"
+    if not isinstance(properties, Mapping) or not all(isinstance(each, Mapping | bool) for each in properties.values()):
+        return "have properties that are no schemas"
+    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+        return "have a required that is no list of names"
+    return None
 
 
 _LENGTH = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES})

@@ -171,6 +171,12 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     def num_choices(self) -> int:
         return self.n
 
+    @property
+    def callable_tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools whose calls are looked for in the answer; with tool_choice "none" the model is told of the tools
+        and its answer is text."""
+        return () if self.tool_choice == "none" else self.tools
+
     def ignored(self, limits: Limits) -> list[str]:
         """As SamplingFields; a prediction too, where no drafter reads it."""
         unread = self.prediction is not None and "prediction" not in limits.drafters

@@ -7,20 +7,23 @@ that looks at `choices` alone shall not take it for an answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.server.wire.answer import AnswerParser, CallItem, PlainText, TextItem, items_of, parts_of
 from specserve.server.wire.bodies import (
     ChatChoice,
     ChatCompletion,
+    ChatMessage,
     Completion,
     CompletionChoice,
     FinishReason,
     ModelCard,
     ModelList,
     TextLogprobs,
+    ToolCall,
     Totals,
 )
 from specserve.server.wire.errors import WireError, unavailable
@@ -31,7 +34,8 @@ from specserve.server.wire.usage import metrics, usage
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """What all bodies of one response share. `created` is in seconds since 1970; `num_spec_tokens` the longest draft
-    the engine makes, 0 without a drafter; the rest is as in the request."""
+    the engine makes, 0 without a drafter; `tool_parser` makes what finds calls of tools in one completion, None where
+    none are looked for; the rest is as in the request."""
 
     id: str
     created: int
@@ -42,6 +46,7 @@ class Reply:
     return_token_ids: bool = False
     include_usage: bool = False
     skip_special_tokens: bool = True
+    tool_parser: Callable[[], AnswerParser] | None = None
 
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that every event begins with; `kind` is its `object`."""
@@ -50,6 +55,10 @@ class Reply:
     def totals(self, outputs: Sequence[RequestOutput], now: float) -> Totals:
         """`usage` and `metrics`; `now` is time.perf_counter()."""
         return {"usage": usage(outputs), "metrics": metrics(outputs, self.num_spec_tokens, now)}
+
+    def answer_parser(self) -> AnswerParser:
+        """What tells one completion's calls from its text."""
+        return self.tool_parser() if self.tool_parser else PlainText()
 
     @property
     def hidden(self) -> frozenset[int]:
@@ -77,16 +86,31 @@ def chat_body(reply: Reply, output: RequestOutput, now: float) -> ChatCompletion
 
 def _chat_choice(reply: Reply, completion: CompletionOutput) -> ChatChoice:
     logprobs = completion.logprobs
+    message = chat_message(reply, completion)
     choice: ChatChoice = {
         "index": completion.index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "message": message,
         "logprobs": None if logprobs is None else chat_logprobs(logprobs, reply.vocabulary),
-        "finish_reason": finish_reason(completion),
+        "finish_reason": finish_reason(completion, called="tool_calls" in message),
         "stop_reason": completion.stop_reason,
     }
     if reply.return_token_ids:
         choice["token_ids"] = completion.token_ids
     return choice
+
+
+def chat_message(reply: Reply, completion: CompletionOutput) -> ChatMessage:
+    """The assistant's message: its text, and its calls if it made any."""
+    items = items_of(parts_of(reply.answer_parser(), replace(completion, logprobs=None)))
+    content = "".join(item.text for item in items if isinstance(item, TextItem))
+    calls = [_tool_call(item) for item in items if isinstance(item, CallItem)]
+    if not calls:
+        return {"role": "assistant", "content": content, "refusal": None}
+    return {"role": "assistant", "content": content or None, "refusal": None, "tool_calls": calls}
+
+
+def _tool_call(call: CallItem) -> ToolCall:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def completion_body(reply: Reply, outputs: Sequence[RequestOutput], now: float) -> Completion:
@@ -151,11 +175,11 @@ def prompt_text(reply: Reply, output: RequestOutput) -> str:
     return b"".join(map(reply.vocabulary.token_bytes, shown)).decode("utf-8", "replace")
 
 
-def finish_reason(completion: CompletionOutput | Chunk) -> FinishReason:
-    """Why a completion ended that ended well."""
+def finish_reason(completion: CompletionOutput | Chunk, called: bool = False) -> FinishReason:
+    """Why a completion ended that ended well, and `called` tools or not."""
     reason = completion.finish_reason
     assert reason == "stop" or reason == "length", "only the end of what ended well is told as one"
-    return reason
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def raise_failure(completions: Sequence[CompletionOutput | Chunk]) -> None:

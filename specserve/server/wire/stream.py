@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from specserve.engine.outputs import Chunk, RequestOutput
+from specserve.server.wire.answer import Arguments, Part, Text
 from specserve.server.wire.errors import WireError
 from specserve.server.wire.logprobs import CompletionLogprobs, chat_logprobs
-from specserve.server.wire.responses import Beginning, Reply, raise_failure
+from specserve.server.wire.responses import Beginning, Reply, finish_reason, raise_failure
 
 DONE = "[DONE]"
 
@@ -101,9 +102,7 @@ class ChoiceStream(Stream):
         return [event_text(error.body)]
 
     def _news(self, index: int, chunk: Chunk) -> list[str]:
-        events = []
-        if chunk.text or chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids):
-            events.append(self._event([self._tokens(index, chunk)]))
+        events = [self._event([choice]) for choice in self._told(index, chunk)]
         if chunk.finish_reason is not None:
             events.append(self._event([self._ending(index, chunk)]))
         return events
@@ -114,6 +113,11 @@ class ChoiceStream(Stream):
 
     def _choice(self, index: int, said: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, **said, "logprobs": None, "finish_reason": None}
+
+    def _told(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """What a chunk says of its choice before the end, an event for each; nothing if it says nothing."""
+        says = chunk.text or chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids)
+        return [self._tokens(index, chunk)] if says else []
 
     def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(token_ids)} if self._reply.return_token_ids else {}
@@ -134,12 +138,15 @@ class ChoiceStream(Stream):
 
 
 class ChatStream(ChoiceStream):
-    """`chat.completion.chunk`; the first event has the prompt's ids, if ids were asked for."""
+    """`chat.completion.chunk`; the first event has the prompt's ids, if ids were asked for. Calls of tools come as
+    OpenAI sends them: the first delta of an index has its id, type and name, a later one the arguments."""
 
     kind = "chat.completion.chunk"
 
     def __init__(self, reply: Reply, output: RequestOutput) -> None:
         super().__init__(reply, [output])
+        self._parsers = [reply.tool_parser() for _ in output.outputs] if reply.tool_parser else []
+        self._num_calls = [0] * len(output.outputs)
 
     @property
     def _nothing(self) -> dict[str, Any]:
@@ -150,11 +157,41 @@ class ChatStream(ChoiceStream):
         ids = {"prompt_token_ids": output.prompt_token_ids} if wanted else {}
         return [self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})], **ids)]
 
+    def _told(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        if not self._parsers:
+            return super()._told(index, chunk)
+        parts = self._parsers[index].push(chunk.text)
+        if chunk.finish_reason is not None:
+            parts += self._parsers[index].finish()
+        deltas = [self._delta(index, part) for part in parts]
+        if chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids):
+            deltas = deltas or [{}]
+            return [self._scored(index, deltas[0], chunk), *(self._choice(index, {"delta": d}) for d in deltas[1:])]
+        return [self._choice(index, {"delta": delta}) for delta in deltas]
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if isinstance(part, Text):
+            return {"content": part.text}
+        if isinstance(part, Arguments):
+            return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": part.text}}]}
+        self._num_calls[index] += 1
+        function = {"name": part.name, "arguments": ""}
+        call = {"index": self._num_calls[index] - 1, "id": part.id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
     def _tokens(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        choice = {**self._choice(index, {"delta": {"content": chunk.text}}), **self._ids(chunk.token_ids)}
+        return self._scored(index, {"content": chunk.text}, chunk)
+
+    def _scored(self, index: int, delta: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
+        """A choice with this delta, and what was asked for of the chunk's tokens."""
+        choice = {**self._choice(index, {"delta": delta}), **self._ids(chunk.token_ids)}
         if chunk.logprobs is not None:
             choice["logprobs"] = chat_logprobs(chunk.logprobs, self._reply.vocabulary)
         return choice
+
+    def _ending(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        reason = finish_reason(chunk, called=self._num_calls[index] > 0)
+        return {**super()._ending(index, chunk), "finish_reason": reason}
 
 
 class CompletionStream(ChoiceStream):

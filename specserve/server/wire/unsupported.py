@@ -24,7 +24,11 @@ class _Refusal:
 
 _CONSTRAINED = _Refusal("asks for structured output, which is not supported yet. Leave it out.")
 _TEMPLATE = _Refusal("is not taken from requests: the model's own chat template is used.")
-_CALLS = 'asks for tool calls, which are not supported yet. Leave it out, or send tool_choice "none".'
+
+
+def _is_no_choice(value: Any) -> bool:
+    return value not in (None, "none", "auto")
+
 
 REFUSED: dict[str, _Refusal] = {
     # structured output
@@ -42,12 +46,13 @@ REFUSED: dict[str, _Refusal] = {
     "ebnf": _CONSTRAINED,
     "structural_tag": _CONSTRAINED,
     # tools
-    "tool_choice": _Refusal(_CALLS, lambda value: value not in (None, "none", "auto")),
-    "functions": _Refusal("is OpenAI's old name for tools, which are not supported yet. Leave it out."),
-    "function_call": _Refusal(
-        "is OpenAI's old name for tool_choice; tool calls are not supported yet. Leave it out.",
-        lambda value: value not in (None, "none", "auto"),
+    "tool_choice": _Refusal(
+        'is neither "auto" nor "none". That a tool is called, or which one, is enforced by structured output, which is '
+        'not there yet; send "auto".',
+        _is_no_choice,
     ),
+    "functions": _Refusal("is OpenAI's old name for tools. Send tools."),
+    "function_call": _Refusal("is OpenAI's old name for tool_choice. Send tools and tool_choice.", _is_no_choice),
     # other ways to search and to fill in
     "best_of": _Refusal("is not supported. Send n and choose among the answers.", lambda value: value not in (None, 1)),
     "use_beam_search": _Refusal("is not supported. Leave it out.", lambda value: value not in (None, False)),
@@ -67,5 +72,3 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     for name, refusal in REFUSED.items():
         if name in fields and refusal.applies(fields[name]):
             raise InputError(f"{name} {refusal.why}", name)
-    if fields.get("tools") and fields.get("tool_choice") != "none":
-        raise InputError(f"tools {_CALLS}", "tools")

@@ -251,7 +251,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"output_format": {"type": "json_schema", "schema": {}}}, "output_config.format"),
     ({"system": 5}, "system"),
     ({"system": [IMAGE]}, "system"),
-    ({"tools": [TOOL]}, "tools"),
+    ({"tools": [TOOL, TOOL]}, "tools"),  # two of a name
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
     ({"tools": [{"input_schema": {}}]}, "tools[0].name"),

@@ -249,7 +249,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"text": "json"}, "text"),
     ({"reasoning": "low"}, "reasoning"),
     ({"reasoning": {"effort": 5}}, "reasoning.effort"),
-    ({"tools": [TOOL]}, "tools"),
+    ({"tools": [TOOL, TOOL]}, "tools"),  # two of a name
     ({"tools": [{"type": "web_search"}]}, "tools"),
     ({"tools": [{"type": "custom", "name": "a"}]}, "tools"),
     ({"tools": [{"name": "a"}]}, "tools"),

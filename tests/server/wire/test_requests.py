@@ -53,6 +53,10 @@ def assert_refused(make: Any, fields: dict[str, Any], param: str) -> None:
     assert len(told.message) < 500
 
 
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 NAN, INF = float("nan"), float("inf")
 
@@ -181,11 +185,28 @@ def test_what_is_not_supported_is_refused_by_name(make: Any, name: str) -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens"),
         ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        # 40
         ({"tools": [{"type": "function"}], "tool_choice": "none"}, "tools"),
-        ({"tools": [{}] * 129, "tool_choice": "none"}, "tools"),
+        ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": ["f"]}, "tools"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools"),
+        ({"tools": [tool('f"')]}, "tools"),
+        ({"tools": [tool("f\n")]}, "tools"),
+        ({"tools": [tool("")]}, "tools"),
+        ({"tools": [tool("f" * 129)]}, "tools"),
+        ({"tools": [tool("f", "x")]}, "tools"),
+        ({"tools": [tool("f", {"type": "string"})]}, "tools"),
+        ({"tools": [tool("f", {"type": 17})]}, "tools"),
+        ({"tools": [tool("f", {"properties": ["a"]})]}, "tools"),
+        ({"tools": [tool("f", {"properties": {"a": 5}})]}, "tools"),
+        ({"tools": [tool("f", {"required": "a"})]}, "tools"),
+        ({"tools": [tool("f", {"required": [1]})]}, "tools"),
+        ({"tools": [tool("f")], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"prediction": "text"}, "prediction"),
         ({"prediction": {"type": "content", "content": [IMAGE]}}, "prediction.content"),
         ({"prediction": {"type": "draft", "content": "a"}}, "prediction.type"),
@@ -506,6 +527,17 @@ def test_template_options() -> None:
         "enable_thinking": False,
     }
     assert chat(tools=[], tool_choice="auto", response_format={"type": "text"}, best_of=1).ignored(LIMITS) == []
+
+
+def test_tools_are_callable_unless_the_choice_is_none() -> None:
+    tools = [tool("f", {"type": "object", "properties": {"a": {}, "b": True}, "required": ["a"]}), tool("mcp.g-1")]
+    for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": None}):
+        assert chat(tools=tools, **choice).callable_tools == tuple(tools)
+    none = chat(tools=tools, tool_choice="none", parallel_tool_calls=False)
+    assert (none.callable_tools, none.template_options()["tools"]) == ((), tools)
+    assert chat().callable_tools == ()
+    with pytest.raises(InputError, match='enforced by structured output, which is not there yet; send "auto"'):
+        chat(tools=tools, tool_choice="required")
 
 
 # --- /tokenize, /detokenize -------------------------------------------------------------------------------------------

@@ -1,0 +1,224 @@
+"""Tells the calls of tools in an answer from its text: the AnswerParser (answer.py) of requests with tools. Knows
+formats of calls; knows no API's shape.
+
+    calling = ToolCalling(format, tools, prompt)    # once for a request
+    parser = calling.parser()                       # once for each completion
+    parts = parser.push(text) + ... + parser.finish()
+
+What comes out is a list of `Text`, `Call` and `Arguments`, and however the answer was cut into pieces, the parts add up
+to the same. A call comes when it is whole: a `Call`, then its `Arguments`. Nothing of what may be a call comes before.
+What looks like one and is none, because its JSON is broken or there is no such tool, is `Text`, as it was written.
+Blanks before a call, and after the last, belong to no text. Reasoning is text, and a call inside of it is none.
+
+What delimits a call, and what is inside, is read by transformers' own parser.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specserve.errors import InputError, ModelError
+from specserve.models.tools import CallFormat
+from specserve.server.wire.answer import Arguments, Call, Part, Text
+from specserve.server.wire.fields import well_formed
+from specserve.types import SamplingParams
+
+_CALLS = "tool_calls"  # the field of a response_template
+
+
+class ToolCalling:
+    """How the answers to one request are read. `tools` are the request's, `prompt` its rendered text: a template may
+    have opened the model's reasoning already. Without `parallel` calls after the first are left out, as vLLM does.
+
+    Raises InputError where transformers is too old for it, ModelError for a response_template that is broken.
+    """
+
+    def __init__(
+        self,
+        call_format: CallFormat,
+        tools: Sequence[Mapping[str, Any]],
+        prompt: str = "",
+        *,
+        parallel: bool = True,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._format = call_format
+        self._parse, load = _transformers()
+        try:
+            self.template: Any = load(dict(call_format.template))
+        except ValueError as error:
+            raise ModelError(f"tokenizer_config.json: response_template is broken: {error}") from error
+        calls_are_json = self.template.fields[_CALLS].content == "json"
+        self._typed_by = None if calls_are_json else list(tools)  # JSON says itself what is a number
+        self._names = {tool["function"]["name"] for tool in tools}
+        self.parallel = parallel
+        self.new_id = new_id or (_short_id if call_format.short_ids else _id)
+        self._begun = self._answer_begun_in(prompt)
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """`params` with which the text keeps what delimits calls."""
+        return replace(params, skip_special_tokens=False) if self._format.special else params
+
+    def parser(self) -> ToolCallParser:
+        """For one completion."""
+        return ToolCallParser(self, self._begun)
+
+    def read(self, text: str) -> list[tuple[str, str]]:
+        """Names and arguments, as JSON text, of the calls that `text` is; empty if it is none."""
+        try:
+            message = self._parse(text, self.template, prefix="", tools=self._typed_by)
+            return [self._checked(function) for function in _functions(message.get(_CALLS, []))]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return []  # a model may write anything, and what is no call is text
+
+    def _checked(self, function: Any) -> tuple[str, str]:
+        """Raises ValueError for what is no call of one of the tools."""
+        if not isinstance(function, Mapping) or function.get("name") not in self._names:
+            raise ValueError("no such tool")
+        arguments = function.get("arguments", function.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, Mapping | None):
+            raise ValueError("arguments are an object")
+        text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+        return function["name"], well_formed(text)
+
+    def _answer_begun_in(self, prompt: str) -> str:
+        """What the prompt holds of the answer already."""
+        end = None
+        for anchor in self.template.start_anchor_re.finditer(prompt):
+            end = anchor.end()
+        return "" if end is None else prompt[end:]
+
+
+class ToolCallParser:
+    """Follows one answer, which goes on from `begun`; see the module."""
+
+    def __init__(self, calling: ToolCalling, begun: str = "") -> None:
+        self._calling = calling
+        self._text = begun  # all of it
+        self._said = 0  # what is before was told, or is left out
+        self._at = 0  # where to look on
+        self._open: Any = None  # the field that has begun
+        self._start = 0  # where it began
+        self._called = False
+        self._advance(final=False)
+        self._said, self._called = len(begun), False
+
+    def push(self, text: str) -> list[Part]:
+        """What is certain now."""
+        self._text += text
+        return self._advance(final=False)
+
+    def finish(self) -> list[Part]:
+        """What was held back, once no more text will come."""
+        parts = self._advance(final=True)
+        if self._in_call:
+            parts += self._calls(len(self._text))
+        rest = self._text[self._said :]
+        self._said = len(self._text)
+        return parts if not rest or (self._called and rest.isspace()) else [*parts, Text(rest)]
+
+    @property
+    def _in_call(self) -> bool:
+        return self._open is not None and self._open.name == _CALLS
+
+    def _advance(self, final: bool) -> list[Part]:
+        parts: list[Part] = []
+        while True:
+            found, certain = self._scan(final)
+            if found is None:
+                self._at = certain
+                return parts + self._visible(self._start if self._in_call else certain)
+            field, match = found
+            self._at = match.end()
+            if self._open is None:
+                self._open, self._start = field, match.start()
+                continue
+            if self._in_call:
+                parts += self._calls(self._at)
+            self._open = None
+
+    def _visible(self, end: int) -> list[Part]:
+        """The text before `end`, but for blanks: a call may come after them."""
+        text = self._text[self._said : end].rstrip()
+        self._said += len(text)
+        return [Text(text)] if text else []
+
+    def _calls(self, end: int) -> list[Part]:
+        """What lies from the open field's beginning to `end`; if it is no call it stays to be told as text."""
+        calls = self._calling.read(self._text[self._start : end])
+        if not calls:
+            return []
+        parts = self._visible(self._start)
+        self._said = end
+        for name, arguments in calls:
+            if self._calling.parallel or not self._called:
+                parts += [Call(self._calling.new_id(), name), Arguments(arguments)]
+            self._called = True
+        return parts
+
+    def _scan(self, final: bool) -> tuple[tuple[Any, Any] | None, int]:
+        """What opens or closes a field next, if that is certain, and where uncertainty begins."""
+        best: tuple[Any, Any] | None = None
+        certain = len(self._text)
+        for field, pattern, grows in self._watched():
+            match = pattern.search(self._text, self._at, partial=not final)
+            if match is None or (self._open is not None and match.end() == self._start):
+                continue  # a close that is nothing, where the field began
+            at_end = match.end() == len(self._text)
+            if match.partial or (not final and at_end and (grows or match.start() == match.end())):
+                certain = min(certain, match.start())
+            elif best is None or _place(match) < _place(best[1]):
+                best = field, match
+        return (best, certain) if best is None or best[1].start() < certain else (None, certain)
+
+    def _watched(self) -> Iterator[tuple[Any, Any, bool]]:
+        """Fields, what may open or close them now, and whether more text could make that longer."""
+        if self._open is None:
+            for field in self._calling.template.fields.values():
+                if field.open_re is not None:
+                    yield field, field.open_re, field.open_literals is None or field.open_literal_can_extend
+        elif (field := self._open).close_re is not None:
+            yield field, field.close_re, field.close_literals is None or field.close_literal_can_extend
+
+
+def _place(match: Any) -> tuple[int, int]:
+    """The first is the least, of two that begin together the longer."""
+    return match.start(), -match.end()
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    """The calls in `tool_calls`, which formats put in lists or in objects with a `function`."""
+    if isinstance(value, list):
+        for entry in value:
+            yield from _functions(entry)
+    elif isinstance(value, Mapping) and "function" in value and "name" not in value:
+        yield from _functions(value["function"])
+    else:
+        yield value
+
+
+def _id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    return secrets.token_hex(5)[:9]
+
+
+def _transformers() -> tuple[Callable[..., dict[str, Any]], Callable[..., Any]]:
+    """Its parser, and what reads a response_template for it."""
+    try:
+        # Importing it takes a second, and few requests bring tools; torch stays out.
+        from transformers.utils.chat_parsing import parse_response
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+    except ImportError as error:
+        raise InputError(
+            "tools need transformers' parser of answers, in 5.23 and later. Upgrade it.", "tools"
+        ) from error
+    return parse_response, load_response_template

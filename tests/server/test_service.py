@@ -1,0 +1,70 @@
+"""What routes ask of the service about chats and tools, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specserve.errors import InputError
+from specserve.models.tokenizer import Tokenizer
+from specserve.server.service import Ask, Service
+from specserve.server.wire.answer import Arguments, Call, Text
+from specserve.testing import write_tiny_model
+from specserve.types import SamplingParams
+
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+TURN = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}<|start|>assistant\n"
+
+
+def service(folder: Path, template: str, **stated: Any) -> Service:
+    """One whose model has this chat template, and these entries in tokenizer_config.json."""
+    path = write_tiny_model(folder, "llama") / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template, **stated}))
+    return Service(None, Tokenizer(folder), None)  # type: ignore[arg-type]
+
+
+def ask(prompt: str = "") -> Ask:
+    return Ask(prompt_ids=[1], params=SamplingParams(max_tokens=5), prompt=prompt)
+
+
+def test_calls_are_found_after_the_prompt_as_it_is(tmp_path: Path) -> None:
+    made = service(tmp_path, TURN + "{% if tools %}<tool_call>{% endif %}<think>\n")
+    answer = 'so <tool_call>{"name": "now"}</tool_call>'
+
+    async def run() -> None:
+        prompt, ids = await made.chat_ids([{"role": "user", "content": "<|end|>"}], tools=None)
+        assert (prompt, ids) == made.tokenizer.chat_ids([{"role": "user", "content": "<|end|>"}])
+        asked, parser = await made.with_tools(ask(prompt), TOOLS)
+        assert asked == ask(prompt)
+        assert parser is not None
+        first = parser()
+        assert first.push(answer) + first.finish() == [Text(answer)], "the prompt has begun the reasoning"
+        second = parser()
+        parts = second.push(f"</think>{answer}") + second.finish()
+        assert [type(part) for part in parts] == [Text, Call, Arguments]
+        assert await made.with_tools(ask(), []) == (ask(), None)
+
+    asyncio.run(run())
+    made.close()
+
+
+def test_special_tokens_that_delimit_calls_stay_in_the_text(tmp_path: Path) -> None:
+    end = "<|end|>"
+    fields = {"tool_calls": {"open": end, "content": "json"}, "content": {"content": "text"}}
+    made = service(tmp_path, "{{ tools }}", response_template={"start_anchor": "a", "fields": fields})
+    asked, parser = asyncio.run(made.with_tools(ask(), TOOLS))
+    assert asked.params == SamplingParams(max_tokens=5, skip_special_tokens=False)
+    assert parser is not None
+    made.close()
+
+
+def test_a_model_whose_calls_nobody_knows_takes_no_tools(tmp_path: Path) -> None:
+    made = service(tmp_path, "{{ tools }}")
+    with pytest.raises(InputError, match=r'chat template is of no known family.*tool_choice "none"') as caught:
+        asyncio.run(made.with_tools(ask(), TOOLS))
+    assert caught.value.param == "tools"
+    made.close()
