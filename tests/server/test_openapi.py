@@ -98,6 +98,7 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
         },
     ),
     "messages has 0 messages": ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": ""}]}),
+    "enforced by structured output": ("/v1/responses", {"input": "a", "tool_choice": "required"}),
     "the type tool needs one": (
         "/v1/messages/count_tokens",
         {"messages": [USER], "tool_choice": {"type": "tool"}},

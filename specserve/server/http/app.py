@@ -4,11 +4,32 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from specserve.server.http import completions, info, tokens, translated
+from specserve.server.http import completions, documents, info, tokens, translated
 from specserve.server.http.context import CONTEXT, Context
 from specserve.server.http.middleware import add_headers, cross_origin, keys_required, tell
 
-PUBLIC = frozenset({info.health})  # needs no key
+ROUTES = (
+    web.post("/v1/chat/completions", completions.chat),
+    web.post("/v1/completions", completions.completions),
+    web.post("/v1/messages", translated.messages),
+    web.post("/v1/messages/count_tokens", translated.count_tokens),
+    web.post("/v1/responses", translated.responses),
+    web.get("/v1/models", info.models),
+    web.get("/v1/models/{id:.+}", info.model),
+    web.post("/tokenize", tokens.tokenize),
+    web.post("/detokenize", tokens.detokenize),
+    web.get("/tokenizer_info", tokens.tokenizer_info),
+    web.get("/openapi.json", documents.openapi),
+    web.get("/docs", documents.docs),
+    web.get("/health", info.health),
+    web.get("/ready", info.health),
+    web.get("/metrics", info.metrics),
+    web.get("/stats", info.stats),
+    web.get("/version", info.version),
+    web.get("/server_info", info.server_info),
+    web.post("/reset_prefix_cache", info.reset_prefix_cache),
+)
+PUBLIC = frozenset({info.health, documents.docs})  # needs no key
 
 
 def make_app(server: Context) -> web.Application:
@@ -20,25 +41,5 @@ def make_app(server: Context) -> web.Application:
     )
     app[CONTEXT] = server
     app.on_response_prepare.append(add_headers)
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", completions.chat),
-            web.post("/v1/completions", completions.completions),
-            web.post("/v1/messages", translated.messages),
-            web.post("/v1/messages/count_tokens", translated.count_tokens),
-            web.post("/v1/responses", translated.responses),
-            web.get("/v1/models", info.models),
-            web.get("/v1/models/{id:.+}", info.model),
-            web.post("/tokenize", tokens.tokenize),
-            web.post("/detokenize", tokens.detokenize),
-            web.get("/tokenizer_info", tokens.tokenizer_info),
-            web.get("/health", info.health),
-            web.get("/ready", info.health),
-            web.get("/metrics", info.metrics),
-            web.get("/stats", info.stats),
-            web.get("/version", info.version),
-            web.get("/server_info", info.server_info),
-            web.post("/reset_prefix_cache", info.reset_prefix_cache),
-        ]
-    )
+    app.add_routes(ROUTES)
     return app

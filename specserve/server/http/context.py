@@ -31,6 +31,10 @@ class Context:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
+    def needs_key(self) -> bool:
+        return bool(self.options.api_key or self.options.api_key_file)
+
+    @property
     def limits(self) -> Limits:
         """What requests are held to. Raises WireError while there is no engine."""
         ready = self.service.ready

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specserve.llm import LLM
+from specserve.server.http.app import ROUTES
 from specserve.types import SamplingParams
 
 CHAT = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 12, "temperature": 0}
@@ -253,3 +254,17 @@ def test_control_tokens_in_messages_are_text(server: Any) -> None:
     assert [token for token in harmless if token in special] == [special[0], special[1], special[0]]
     text = server.post("/detokenize", {"tokens": hostile}).json["prompt"]
     assert text == f"<|start|>user\n{content}<|end|>\n<|start|>assistant\n"
+
+
+def test_the_document_has_every_route_and_no_other(server: Any) -> None:
+    paths = server.get("/openapi.json").json["paths"]
+    documented = {(method.upper(), path) for path, operations in paths.items() for method in operations}
+    routes = {(route.method, route.path.replace(":.+", "")) for route in ROUTES}
+    assert documented == routes
+
+
+def test_docs_are_a_page_of_their_own(server: Any) -> None:
+    reply = server.get("/docs")
+    assert reply.status == 200
+    assert reply.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
