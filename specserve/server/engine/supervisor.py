@@ -21,6 +21,7 @@ from specserve.server.engine.spawn import Nest
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25  # between two looks at whether the engine moves
+_LATE_S = 1.0  # a look that comes so much later says that this process did not run
 _FIRST_PAUSE_S = 0.5  # before the first restart; twice as long before each further one
 _LONGEST_PAUSE_S = 30.0
 _END_S = 5.0  # an engine that was asked to end is killed after so long
@@ -128,7 +129,7 @@ class Supervisor:
         self._process = child.process
         self._client = EngineClient(child.address, self._numbers, self._observer)
         self._client.configure(self._options)
-        begun = time.monotonic()
+        begun = looked = time.monotonic()
         ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
         while not ended.done():
             news: list[asyncio.Future[Any]] = [ended]
@@ -136,6 +137,7 @@ class Supervisor:
                 news.append(self._client.ready)
             await asyncio.wait(news, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             self._notice_ready()
+            looked = self._look_again(looked)
             if (trouble := self._trouble(begun)) and not ended.done():
                 self._process.kill()
                 await ended
@@ -149,6 +151,17 @@ class Supervisor:
             self.ready = self._client.ready.result()
             self.state = State.READY
             self._first.set()
+
+    def _look_again(self, looked: float) -> float:
+        """Now. Time in which this process was stopped, with its machine or by a signal, is not the engine's: that was
+        stopped too, or what it said has not been read."""
+        assert self._client is not None, "an engine is running"
+        now = time.monotonic()
+        late = now - looked - _LOOK_S
+        if late > _LATE_S:
+            self._client.last_progress += late
+            self._client.last_said += late
+        return now
 
     def _trouble(self, begun: float) -> str | None:
         """Why the running engine has to go, if it has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -157,6 +158,24 @@ def test_an_engine_that_steps_and_says_nothing_is_replaced(tmp_path: Path) -> No
         await running_again(service, pid)
         await supervisor.close()
         service.close()
+
+    asyncio.run(play())
+
+
+def test_a_pause_of_everything_is_no_hang(folder: Path) -> None:
+    """As when a virtual machine is suspended: the engine stands still, and so does who watches it."""
+
+    async def play() -> None:
+        async with running(folder) as service:
+            pid = service.supervisor.pid
+            with service.start([Ask(prompt_ids=PROMPT, params=ENDLESS)], "paused") as paused:
+                async for _ in paused:
+                    break
+                os.kill(pid or 0, signal.SIGSTOP)
+                time.sleep(2 * PATIENCE.stall_s)
+                os.kill(pid or 0, signal.SIGCONT)
+                assert len((await paused.whole())[0].outputs[0].token_ids) == 200
+            assert (service.supervisor.pid, service.supervisor.num_restarts) == (pid, 0)
 
     asyncio.run(play())
 
