@@ -1,0 +1,216 @@
+"""The programs of benchmarks/server: they run against a small model, and say so when a promise is broken."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "server"
+PROGRAMS = ("aborts", "kill", "saturated", "streams", "overload", "overhead", "startup")
+SHARED = ("client", "findings", "prompts", "served", "sdk_turn")
+TINY = ("--threads=1", "--max-num-seqs=4", "--kv-cache-gib=0.01", "--max-model-len=256")
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[SimpleNamespace]:
+    """All of them as modules: scripts that import each other by the names of their files."""
+    sys.path.insert(0, str(FOLDER))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in (*SHARED, *PROGRAMS)})
+    sys.path.remove(str(FOLDER))
+    for name in (*SHARED, *PROGRAMS):
+        del sys.modules[name]
+
+
+def run(program: str, model: Path, folder: Path, *options: str) -> dict[str, Any]:
+    """What a program wrote, after it has ended with 0."""
+    told = folder / "told.json"
+    command = [sys.executable, str(FOLDER / f"{program}.py"), f"--model={model}", f"--json={told}", *options]
+    ended = subprocess.run([*command, "--", *TINY], capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found: dict[str, Any] = json.loads(told.read_text("utf-8"))
+    assert found["broken"] == []
+    return found["figures"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_says_how_it_is_called(
+    programs: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as left:
+        getattr(programs, name).main()
+    assert left.value.code == 0
+    assert f"python benchmarks/server/{name}.py" in capsys.readouterr().out
+
+
+def test_aborts(tiny: Path, tmp_path: Path) -> None:
+    figures = run("aborts", tiny, tmp_path, "--requests=40", "--concurrency=16", "--canary-every=20")
+    assert figures["requests"] == 40
+    assert figures["canaries right"] == 4
+    assert figures["blocks not free when idle"] == 0
+    assert (
+        sum(figures[f"  {moment}"] for moment in ("queued", "prefill", "stream", "last token", "whole", "kept")) == 40
+    )
+
+
+def test_kill(tiny: Path, tmp_path: Path) -> None:
+    figures = run("kill", tiny, tmp_path, "--rounds=1", "--streams=6")
+    assert (figures["rounds"], figures["clients told"], figures["processes left behind"]) == (1, 6, 0)
+
+
+# --- what makes a program fail ----------------------------------------------------------------------------------------
+
+
+def findings_of(programs: SimpleNamespace, folder: Path) -> Any:
+    return programs.findings.Findings("test", argparse.Namespace(json=folder / "told.json", seed=0))
+
+
+def exit_status(programs: SimpleNamespace, findings: Any, error: BaseException | None = None) -> object:
+    async def body() -> None:
+        if error is not None:
+            raise error
+
+    with pytest.raises(SystemExit) as left:
+        programs.findings.finish(findings, body)
+    return left.value.code
+
+
+def test_a_missed_mark_breaks_no_promise(programs: SimpleNamespace, tmp_path: Path) -> None:
+    findings = findings_of(programs, tmp_path)
+    findings.figure("slow", 2.0, "s", most=1.0)
+    findings.require(True, "kept")
+    assert exit_status(programs, findings) == 0
+    assert json.loads((tmp_path / "told.json").read_text("utf-8"))["figures"]["slow, mark"] == 1.0
+
+
+def test_a_broken_promise_is_told_and_fails(
+    programs: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = findings_of(programs, tmp_path)
+    for _ in range(2):
+        findings.require(False, "Blocks leaked.")
+    assert exit_status(programs, findings) == 1
+    assert "BROKEN: Blocks leaked. (2 times)" in capsys.readouterr().out
+
+
+def test_a_wrong_canary_fails_from_inside_a_group_of_tasks(programs: SimpleNamespace, tmp_path: Path) -> None:
+    findings = findings_of(programs, tmp_path)
+    wrong = ExceptionGroup("tasks", [ExceptionGroup("inner", [programs.prompts.WrongCanary("other tokens")])])
+    assert exit_status(programs, findings, wrong) == 1
+    assert json.loads((tmp_path / "told.json").read_text("utf-8"))["broken"] == ["other tokens"]
+
+
+def test_a_canary_with_other_tokens_is_wrong(programs: SimpleNamespace) -> None:
+    answers = [[1, 2], [1, 2], [1, 3]]
+
+    class Fake:
+        async def ask(self, path: str, body: dict[str, Any]) -> Any:
+            return heard(programs, [*events([answers.pop(0)]), b"data: [DONE]\n\n"])
+
+    canary = programs.prompts.Canary(programs.prompts.Prompts([5, 6, 7], 100, random.Random(0)))
+
+    async def play() -> None:
+        await canary.check(Fake())
+        await canary.check(Fake())
+        with pytest.raises(programs.prompts.WrongCanary, match=r"\[1, 3\] instead of \[1, 2\]"):
+            await canary.check(Fake())
+
+    asyncio.run(play())
+
+
+# --- what a client makes of a response --------------------------------------------------------------------------------
+
+
+def events(tokens: Sequence[list[int]]) -> list[bytes]:
+    choices = [json.dumps({"choices": [{"token_ids": ids}]}, separators=(",", ":")) for ids in tokens]
+    return [f"data: {choice}\n\n".encode() for choice in choices]
+
+
+def heard(programs: SimpleNamespace, pieces: Sequence[bytes]) -> Any:
+    """A stream that came in these pieces, a second apart."""
+    reading = programs.client.Reading(begun=0.0, status=200)
+    for second, piece in enumerate(pieces, 1):
+        reading.hear(piece, float(second))
+    reading.end()
+    return reading
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_stream_is_read_whatever_pieces_it_comes_in(programs: SimpleNamespace, size: int) -> None:
+    data = b"".join([b": ping\n\n", *events([[1], [2, 3]]), b"data: [DONE]\n\n"])
+    reading = heard(programs, [data[start : start + size] for start in range(0, len(data), size)])
+    assert (reading.tokens, reading.num_heard, reading.ended_well, reading.trouble) == ([1, 2, 3], 2, True, None)
+
+
+def test_times_are_of_events_with_tokens(programs: SimpleNamespace) -> None:
+    reading = heard(programs, [b'data: {"choices":[]}\n\n', *events([[1, 2], [3], [4, 5]]), b"data: [DONE]\n\n"])
+    assert (reading.first_s, reading.gaps_s, reading.per_token_s) == (2.0, [1.0, 1.0], 2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("end", "trouble"),
+    [
+        (b"", "without its end mark"),
+        (b'data: {"choices": [', "middle of an event"),
+        (b"data: nothing\n\n", "no JSON"),
+        (b'data: {"error": {"message": "The engine is gone."}}\n\n', "The engine is gone."),
+    ],
+)
+def test_a_stream_that_ends_otherwise_has_not_ended_well(programs: SimpleNamespace, end: bytes, trouble: str) -> None:
+    reading = heard(programs, [*events([[1]]), end])
+    assert not reading.ended_well
+    assert trouble in reading.trouble
+
+
+@pytest.mark.parametrize(
+    ("end", "is_told"),
+    [(b'data: {"error": {"message": "Gone."}}\n\n', True), (b"", False), (b'data: {"error": {"mess', False)],
+)
+def test_only_an_error_in_words_tells_a_client(programs: SimpleNamespace, end: bytes, is_told: bool) -> None:
+    caller = programs.kill.Caller(None, [1], 1)
+    caller.last = heard(programs, [*events([[1]]), end])
+    assert caller.is_told is is_told
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_percentiles(programs: SimpleNamespace) -> None:
+    percentile = programs.findings.percentile
+    assert (percentile([3, 1, 2], 50), percentile([1, 2], 50), percentile([7], 99)) == (2, 1.5, 7)
+    assert percentile(range(101), 99) == 99
+
+
+def test_memory_is_compared_from_a_fifth_of_the_run_on(programs: SimpleNamespace) -> None:
+    """What grows before that is not counted, and one sample that stands out means nothing."""
+    sampler = programs.served.Sampler(None, None)
+    sizes = [1, 50, 100, 100, 100, 120, 120, 120, 120, 150, 150]
+    sampler.samples = [programs.served.Sample(i / 10, {"API": size}) for i, size in enumerate(sizes)]
+    assert sampler.growth("API") == pytest.approx(0.5)
+    assert sampler.growth("engine") is None
+
+
+def test_plans_of_a_seed_are_the_same_and_of_all_kinds(programs: SimpleNamespace) -> None:
+    sizes = programs.aborts.Sizes(short=96, long=1024, output=32, prefill_s=1.0, whole_s=1.0)
+    first, second = (list(programs.aborts.plans(500, sizes, random.Random(3))) for _ in range(2))
+    assert first == second
+    assert {each.moment for each in first} == {*programs.aborts.MOMENTS, programs.aborts.KEPT}
+    assert all((each.seconds is None) == (each.moment in ("stream", "last token", "kept")) for each in first)
+    assert all(1 <= each.num_events <= each.max_tokens for each in first if each.num_events is not None)
+
+
+def test_options_of_the_command_line_go_before_those_of_a_program(programs: SimpleNamespace) -> None:
+    merged = programs.served._merged(["--max-queue=4", "--no-admin"], {"max-queue": 32, "admin": True, "port": 1})
+    assert merged == ["--max-queue=4", "--no-admin", "--port=1"]
+    assert programs.served._merged([], {"prefix-caching": False, "admin": True}) == ["--no-prefix-caching", "--admin"]
