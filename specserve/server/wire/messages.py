@@ -18,7 +18,7 @@ MAX_MESSAGES = 10_000
 MAX_PARTS = 10_000  # of one message
 MAX_TOOLS = 128  # a request's tools, and a message's tool calls
 
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def text_of(value: Any) -> str:
@@ -122,7 +122,7 @@ _SCHEMA = {
     },
 }
 _PARAMETERS = {"anyOf": [_SCHEMA, {"type": "null"}], "examples": [{"type": "object", "properties": {}}]}
-_TOOL = {"name": {"type": "string", "pattern": f"^{_TOOL_NAME.pattern}$"}, "parameters": _PARAMETERS}
+_TOOL = {"name": {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"}, "parameters": _PARAMETERS}
 _TOOLS = WithJsonSchema(_functions(_TOOL, {"const": "function"}))
 
 
@@ -167,7 +167,7 @@ def _tool_name(tool: Any) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
         raise ValueError('holds a tool without a name; send {"type": "function", "function": {"name", ...}}.')
-    if not _TOOL_NAME.fullmatch(name):
+    if not TOOL_NAME.fullmatch(name):
         raise ValueError(f"holds the name {shown(name)}; names are 1 to 128 letters, digits and any of _ - . : /")
     if problem := _wrong_parameters(function.get("parameters")):
         raise ValueError(f"holds {name}, whose parameters {problem}; they must be the JSON schema of an object.")

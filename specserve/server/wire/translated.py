@@ -15,6 +15,7 @@ from pydantic.json_schema import SkipJsonSchema
 from specserve.errors import InputError
 from specserve.server.wire.fields import Limits, Name, Wire, well_formed
 from specserve.server.wire.json_text import json_object
+from specserve.server.wire.messages import TOOL_NAME
 from specserve.server.wire.requests import ChatCompletionRequest, checked
 from specserve.server.wire.sampling_fields import Speculative
 from specserve.server.wire.sentences import as_input_error, shown
@@ -107,7 +108,7 @@ def well_formed_json(value: Any) -> Any:
 
 
 WellFormed = Annotated[str, AfterValidator(well_formed)]
-ToolName = Annotated[WellFormed, Field(min_length=1, max_length=256)]
+ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 
 
 def text_field(value: Mapping[str, Any], name: str, what: str) -> str:

@@ -206,9 +206,9 @@ def test_what_the_response_says_of_its_request() -> None:
 def test_what_comes_back_can_always_be_sent() -> None:
     """JSON can spell half of a surrogate pair, and UTF-8 cannot."""
     half = "\ud800"
-    tool = {**TOOL, "name": half, "description": half, "parameters": {half: [half]}}
+    tool = {**TOOL, "description": half, "parameters": {half: [half]}}
     request = sent(instructions=half, metadata={half: half}, tools=[tool], text={"format": {half: half}})
-    assert event_text(request.echo()).encode().count("\ufffd".encode()) == 9
+    assert event_text(request.echo()).encode().count("\ufffd".encode()) == 8
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
