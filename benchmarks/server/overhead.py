@@ -6,8 +6,9 @@ its own, in turns: time to the first token and time per token, by the wall clock
 
 Only one engine is there at any time: an engine's threads would take the cores from the other even while it waits, so
 each turn starts its process, warms it up with one conversation and ends it; who goes first alternates. Both have the
-same options and no prefix cache. In the server's turn chunks are timed when they arrive at a client in this process; in
-the SDK's turn when AsyncLLM's stream yields them. Figures are medians over prompts, of each prompt's median over turns.
+options of --engine and no prefix cache; what stands after -- is the server's alone. In the server's turn chunks are
+timed when they arrive at a client in this process, in the SDK's turn when AsyncLLM's stream yields them. Figures are
+medians over prompts, of each prompt's median over turns.
 """
 
 from __future__ import annotations

@@ -139,7 +139,10 @@ async def run(options: argparse.Namespace, findings: Findings) -> None:
         load = Load(client, prompts, options.max_tokens, numbers)
         findings.figure("load", options.factor * rate, "requests/s", places=2)
         begun = time.perf_counter()
-        await load.open(options.factor * rate, options.seconds)
+        try:
+            await load.open(options.factor * rate, options.seconds)
+        except TimeoutError:
+            findings.breaks(f"Requests had not ended {SETTLE_S:.0f} s after the load.")
         tell(load, load.goodput(begun, options.seconds), peak_goodput, findings)
         load.check(findings)
         await check_after(served, canary, findings)

@@ -6,7 +6,8 @@ First so many streams at once, all running: errors, memory of each, gaps between
 few streams that are measured beside many that are not: in one turn the many read what they are sent and throw it away,
 in the other they never read. Both turns give the engine the same work, so the change of the gaps is what not reading
 does to others. Those that do not read ask for many log-probabilities and take little into their sockets' buffers, so
-that the server soon has nowhere to write; it keeps them until the turn ends, as its patience is set beyond it.
+that the server soon has nowhere to write; it keeps them until the turn ends, as its patience is set beyond it. To how
+many it could write no more is told.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
@@ -103,10 +105,17 @@ async def _throw_away(each: socket.socket) -> bool:
     return b"[DONE]" in end
 
 
+def num_unsent(port: int) -> int:
+    """Connections on which the server at this port has bytes to send that nobody takes."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text("utf-8").splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and not row[4].startswith("00000000:") for row in rows)
+
+
 class Neighbours:
     """Turns with the many reading and not reading, and the gaps of those that are measured."""
 
     def __init__(self, served: Served, client: Client, prompts: Prompts, options: argparse.Namespace) -> None:
+        self.num_stalled = 0  # clients to which the server could send no more, the most of all turns
         self._served, self._client, self._prompts, self._options = served, client, prompts, options
         self._length, self._max_tokens = prompts.within(PROMPT, 0.25), prompts.within(2 * options.max_tokens)
 
@@ -120,6 +129,8 @@ class Neighbours:
         async with beside(self._served, others, reads) as readers:
             await self._served.until(lambda stats: int(stats["num_running"]) >= len(others), 60)
             readings = await asyncio.gather(*(self._client.ask(COMPLETIONS, body) for body in good))
+            if not reads:
+                self.num_stalled = max(self.num_stalled, num_unsent(urlsplit(self._served.url).port or 0))
             ends = await asyncio.gather(*readers)
         findings.require(all(ends), f"{ends.count(False)} streams that were thrown away did not end well.")
         check(readings, self._max_tokens, findings)
@@ -136,9 +147,10 @@ class Neighbours:
                     found[reads].append(await self.turn(reads, findings))
                 resident[reads].append(sampler.highest("API"))
                 note(f"repeat {repeat + 1}, others {'read' if reads else 'stalled'}: p99 {found[reads][-1]:.1f} ms")
+        findings.figure("clients with a full socket", self.num_stalled, f"of {self._options.stalled}", places=0)
         changes = [100 * (b / a - 1) for a, b in zip(found[True], found[False], strict=True)]
-        findings.figure("between events beside readers, p99", median(found[True]), "ms")
-        findings.figure("between events beside stalled clients, p99", median(found[False]), "ms")
+        findings.figure("between events with tokens, beside readers, p99", median(found[True]), "ms")
+        findings.figure("between events with tokens, beside stalled clients, p99", median(found[False]), "ms")
         findings.figure("change, median of repeats", median(changes), "%", CHANGE_MARK)
         findings.figure("highest RSS of the API process beside readers", max(resident[True]) / MIB, "MiB")
         findings.figure("highest RSS of the API process, clients stalled", max(resident[False]) / MIB, "MiB")

@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import json
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -181,6 +182,23 @@ def test_only_an_error_in_words_tells_a_client(programs: SimpleNamespace, end: b
     caller = programs.kill.Caller(None, [1], 1)
     caller.last = heard(programs, [*events([[1]]), end])
     assert caller.is_told is is_told
+
+
+def test_sockets_that_nobody_reads_are_counted(programs: SimpleNamespace) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as reader:
+        port = listener.getsockname()[1]
+        sender, _ = listener.accept()
+        with sender:
+            assert programs.streams.num_unsent(port) == 0
+            sender.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    sender.send(b"x" * 2**16)
+            assert programs.streams.num_unsent(port) == 1
+            sender.shutdown(socket.SHUT_WR)
+            while reader.recv(2**16):
+                pass
+            assert programs.streams.num_unsent(port) == 0
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
