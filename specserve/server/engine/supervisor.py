@@ -159,8 +159,8 @@ class Supervisor:
         now = time.monotonic()
         late = now - looked - _LOOK_S
         if late > _LATE_S:
-            self._client.last_progress += late
-            self._client.last_said += late
+            self._client.last_progress = min(now, self._client.last_progress + late)
+            self._client.last_said = min(now, self._client.last_said + late)
         return now
 
     def _trouble(self, begun: float) -> str | None:

@@ -57,8 +57,8 @@ async def tell(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _record(request: web.Request, status: int, milliseconds: float) -> None:
-    """The log's line; what is asked for every few seconds by machines gets none unless it failed."""
-    if status == 200 and request.path in _POLLED:
+    """The log's line; what machines ask for every few seconds gets none for an answer that they wait for."""
+    if status in (200, 503) and request.path in _POLLED:
         return
     stats = [completion.stats for output in request.get(OUTPUTS, ()) for completion in output.outputs]
     num_steps = sum(s.num_steps for s in stats)
