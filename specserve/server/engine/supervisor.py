@@ -22,7 +22,7 @@ from specserve.server.engine.spawn import Nest
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25  # between two looks at whether the engine moves
 _LATE_S = 1.0  # a look that comes so much later says that this process did not run
-_FIRST_PAUSE_S = 0.5  # before the first restart; twice as long before each further one
+_FIRST_PAUSE_S = 0.1  # before a restart; twice as long after each start that failed
 _LONGEST_PAUSE_S = 30.0
 _END_S = 5.0  # an engine that was asked to end is killed after so long
 
