@@ -37,11 +37,12 @@ class InputError(SpecserveError, ValueError):
 
 
 class PromptTooLongError(InputError):
-    """The prompt has `num_tokens`, and at most `limit` fit."""
+    """The prompt has `num_tokens`, or more where they were not counted to the end, and at most `limit` fit."""
 
-    def __init__(self, num_tokens: int, limit: int, reason: str) -> None:
+    def __init__(self, num_tokens: int, limit: int, reason: str, counted: bool = True) -> None:
+        has = num_tokens if counted else f"at least {num_tokens}"
         super().__init__(
-            f"The prompt has {num_tokens} tokens and at most {limit} fit: {reason}. Shorten the prompt, "
+            f"The prompt has {has} tokens and at most {limit} fit: {reason}. Shorten the prompt, "
             "or start the engine with a larger max_model_len or kv_cache_gib.",
             param="prompt",
         )

@@ -114,8 +114,8 @@ def _architecture(name: str) -> ModuleType:
 
 class CheckedTensors(Mapping[str, Tensor]):
     """A checkpoint's tensors under the names of spec.shapes(); `rename` turns a stored name into one of these, or None
-    for one that is not needed. Names, shapes and dtypes are checked at once, from the files' headers, and tensors read
-    when they are taken. Raises ModelError naming the tensor."""
+    for one that is not needed. Names, shapes and dtypes are checked at once, from the files' headers, and tensors and
+    their numbers when they are taken. Raises ModelError naming the tensor."""
 
     def __init__(self, spec: DecoderSpec, weights: Weights, rename: Callable[[str], str | None], folder: Path) -> None:
         self._shapes = spec.shapes()
@@ -154,6 +154,14 @@ class CheckedTensors(Mapping[str, Tensor]):
         if info.dtype not in _FLOATS:
             raise ModelError(f"{self._folder}: {stored} holds {info.dtype}; supported are {', '.join(_FLOATS)}.")
 
+    def _check_numbers(self, name: str, tensor: Tensor) -> None:
+        """Packing would make numbers of them, and answers that are wrong without a word."""
+        if not all(bound.isfinite() for bound in torch.aminmax(tensor)):
+            raise ModelError(
+                f"{self._folder}: {self._stored[name]} holds NaN or infinite numbers, so its file is damaged or its "
+                "training went wrong. Get it again."
+            )
+
     def _check_second_head(self, table: Tensor) -> None:
         """One that differs would silently be lost."""
         if self._second_head is not None and not torch.equal(self._weights[self._second_head], table):
@@ -164,6 +172,7 @@ class CheckedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._weights[self._stored[name]]
+        self._check_numbers(name, tensor)
         if name == "model.embed_tokens.weight":
             self._check_second_head(tensor)
         return tensor

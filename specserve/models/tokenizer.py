@@ -16,6 +16,7 @@ from specserve.errors import InputError, ModelError
 from specserve.models.chat import ChatTemplate, with_reasoning_apart
 from specserve.models.control import ControlTokens, Marks
 from specserve.models.folder import read_json
+from specserve.models.longest import longest_token
 from specserve.models.tools import CallFormat, call_format
 
 Message = Mapping[str, Any]
@@ -48,6 +49,11 @@ class Tokenizer:
         self._response_template = config.get("response_template")
         self._to_bytes = _byte_decoder(self._backend, folder)
         self._bytes: dict[int, bytes] = {}
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Most characters of a text that one token stands for; None where there is no such number."""
+        return longest_token(self._backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; `add_special_tokens` puts bos and eos around it where the model wants them. Control tokens

@@ -1,4 +1,4 @@
-"""How much is let in at once. Knows numbers of completions; knows no requests."""
+"""How much is let in at once. Knows numbers of completions and bytes; knows no requests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from specserve.server.wire.errors import overloaded, unavailable
+
+SMALL_BYTES = 64 * 1024  # bodies that are never refused for memory: those of most requests
 
 
 class Admission:
@@ -39,3 +41,39 @@ class Admission:
         finally:
             self.num_inside -= num_completions
             self.num_requests -= 1
+
+
+class Bodies:
+    """Counts the bytes of all bodies that were read and not yet parsed. Large ones share `capacity`; small ones always
+    find room."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_bytes = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[Held]:
+        """One body's share, given back at the end of the block."""
+        held = Held(self)
+        try:
+            yield held
+        finally:
+            self.num_bytes -= held.num_bytes
+
+
+class Held:
+    """What one body takes of the room for bodies."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self.num_bytes = 0
+
+    def grow_to(self, num_bytes: int) -> None:
+        """The body has so many bytes now. Raises WireError, 429, when it is large and others leave no room for it."""
+        if num_bytes <= SMALL_BYTES:
+            return
+        more = num_bytes - self.num_bytes
+        if self._bodies.num_bytes + more > self._bodies.capacity:
+            raise overloaded("The server is reading as many large requests as it can. Send this one again in a moment.")
+        self._bodies.num_bytes += more
+        self.num_bytes = num_bytes

@@ -62,6 +62,8 @@ class ServeOptions:
             raise ConfigError("--tls-cert and --tls-key belong together. Give both or none of them.")
         if any(not key.strip() for key in self.api_key):
             raise ConfigError("--api-key is empty. Give a key, or leave the option out.")
+        for key in self.api_key:
+            _check_key(key, "--api-key")
 
     @property
     def max_body_bytes(self) -> int:
@@ -78,10 +80,18 @@ def _read_keys(path: Path) -> list[str]:
         lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file {path} cannot be read: {error}.") from error
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys = {number: line for number, line in enumerate(lines, start=1) if line and not line.startswith("#")}
+    for number, key in keys.items():
+        _check_key(key, f"--api-key-file {path}, line {number},")
     if not keys:
         raise ConfigError(f"--api-key-file {path} has no keys; write one a line.")
-    return keys
+    return list(keys.values())
+
+
+def _check_key(key: str, what: str) -> None:
+    """One that clients cannot send as it is would let nobody in. It is not shown: logs keep what errors say."""
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError(f"{what} cannot be sent in a header. Keys are printable ASCII without spaces around them.")
 
 
 def _between(name: str, value: Any, low: float, high: float) -> None:

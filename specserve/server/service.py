@@ -38,6 +38,7 @@ class Ask:
     salt: bytes = b""
     drafter: str | None = None
     prediction: Sequence[int] = ()
+    bad_ids: Sequence[Sequence[int]] = ()  # params.bad_words as ids; see Service.prepare
 
 
 class _Answer:
@@ -132,13 +133,16 @@ class Service:
         return supervisor.ready
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self.run(len(text), self.tokenizer.encode, text, add_special_tokens)
+        """Ids of a text. Raises PromptTooLongError, before any work, for one that no context of this size can hold:
+        megabytes take seconds to tokenize."""
+        return await self.run(len(text), self._encode, text, add_special_tokens)
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
-        """A conversation through the chat template, as text and ids; see Tokenizer.chat_ids."""
-        size = sum(len(message.get("content") or "") for message in messages) + len(str(template.get("tools") or ""))
+        """A conversation through the chat template, as text and ids; see Tokenizer.chat_ids. Raises PromptTooLongError
+        as `encode` does."""
+        size = num_characters([messages, template])
         slow = size > _INLINE_CHARACTERS or self.tokenizer.loads_for(messages, **template)
-        function = functools.partial(self.tokenizer.chat_ids, messages, **template)
+        function = functools.partial(self._chat_ids, size, messages, template)
         return await self.on_thread(function) if slow else function()
 
     async def with_tools(
@@ -166,9 +170,16 @@ class Service:
     async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
+    async def prepare(self, ask: Ask, tenant: bytes = b"") -> Ask:
+        """What is to be asked, with its bad words as ids and its prefix cache apart from that of other tenants.
+        `tenant` has the same length for all of them, so no salt that a client may choose leads to another's cache."""
+        size = sum(map(len, ask.params.bad_words))
+        bad_ids = await self.run(size, self._bad_ids, ask.params) if size else ()
+        return replace(ask, bad_ids=bad_ids, salt=tenant + ask.salt)
+
     def start(self, asks: Sequence[Ask], name: str) -> Answers:
-        """Ask the engine; `name` is the answer's. Raises WireError while there is none, and PromptTooLongError; then
-        nothing was asked."""
+        """Ask the engine what was prepared; `name` is the answer's. Raises WireError while there is none, and
+        PromptTooLongError; then nothing was asked."""
         ready = self.ready
         for ask in asks:
             if len(ask.prompt_ids) >= ready.max_model_len:
@@ -178,11 +189,12 @@ class Service:
         return Answers([self._submit(ask, name, news) for ask in asks], news)
 
     def _submit(self, ask: Ask, name: str, news: asyncio.Event) -> _Answer:
+        assert bool(ask.bad_ids) == bool(ask.params.bad_words), "prepare makes ids of bad words"
         submit = Submit(
             id=0,
             prompt_ids=ask.prompt_ids,
             params=ask.params,
-            bad_ids=self._bad_ids(ask.params),
+            bad_ids=list(map(list, ask.bad_ids)),
             priority=ask.priority,
             salt=ask.salt,
             drafter=ask.drafter,
@@ -197,9 +209,38 @@ class Service:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self._check_size(len(text))
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _chat_ids(
+        self, size: int, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        if size > self.ready.max_model_len:  # else what matters is the template's own text, which is short
+            self._check_size(len(self.tokenizer.render_chat(messages, **template)))
+        return self.tokenizer.chat_ids(messages, **template)
+
+    def _check_size(self, num_characters: int) -> None:
+        limit = self.ready.max_model_len
+        if num_characters <= limit or (longest := self.tokenizer.longest_token) is None:
+            return
+        fewest = -(-num_characters // longest)
+        if fewest >= limit:
+            reason = f"the context is {limit} tokens, and no token stands for more than {longest} characters"
+            raise PromptTooLongError(fewest, limit - 1, reason, counted=False)
+
     def _bad_ids(self, params: SamplingParams) -> list[list[int]]:
         forms = (form for word in params.bad_words for form in (word.lstrip(), " " + word.lstrip()))
         return [self.tokenizer.encode(form, add_special_tokens=False) for form in forms]
+
+
+def num_characters(value: Any) -> int:
+    """Characters of all texts inside lists and objects, and one for everything else: what work on it grows with."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(1 + num_characters(entry) for entry in value.values())
+    return sum(1 + num_characters(entry) for entry in value) if isinstance(value, list | tuple) else 1
 
 
 def _event(name: str, said: Said) -> Event:

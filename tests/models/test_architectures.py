@@ -399,6 +399,17 @@ def test_a_tied_head_stored_twice_must_be_the_same(tmp_path: Path) -> None:
     assert "tie_word_embeddings" in load_refusal(edit(folder, {"lm_head.weight": table + 1}))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    """One in a matrix is enough: packed it would be some number, and the answers wrong without a word."""
+    write_tiny_model(tmp_path, "llama")
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    weights["model.layers.2.mlp.up_proj.weight"][-1, -1] = value
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert "layers.2.mlp.up_proj.weight holds NaN or infinite numbers" in load_refusal(tmp_path)
+
+
 def test_memory_is_checked_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "qwen3")
     ops = Kernels(CPU, torch.float32)

@@ -155,6 +155,12 @@ def serving(model: str | Path, folder: Path, *options: str, key: str | None = No
 
 
 @pytest.fixture(scope="session")
+def serving_process() -> Any:
+    """`serving`, for the conftest files below this one."""
+    return serving
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small random model."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama")

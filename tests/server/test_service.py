@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specserve.errors import InputError
 from specserve.models.tokenizer import Tokenizer
+from specserve.server.engine.supervisor import State
+from specserve.server.metrics import Metrics
 from specserve.server.service import Ask, Service
 from specserve.server.wire.answer import Arguments, Call, Text
 from specserve.testing import write_tiny_model
@@ -24,7 +27,8 @@ def service(folder: Path, template: str, **stated: Any) -> Service:
     """One whose model has this chat template, and these entries in tokenizer_config.json."""
     path = write_tiny_model(folder, "llama") / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template, **stated}))
-    return Service(None, Tokenizer(folder), None)  # type: ignore[arg-type]
+    supervisor: Any = SimpleNamespace(state=State.READY, ready=SimpleNamespace(max_model_len=256))
+    return Service(supervisor, Tokenizer(folder), Metrics("tiny"))
 
 
 def ask(prompt: str = "") -> Ask:

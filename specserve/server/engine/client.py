@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ from specserve.server.engine.messages import (
     Stop,
     Submit,
 )  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 
 class RefusedError(InputError):
@@ -115,6 +118,16 @@ class EngineClient:
         """Requests that have not ended."""
         return len(self._open)
 
+    @property
+    def is_deaf(self) -> bool:
+        """Whether what the engine says is not heard any more: a fault on this side, or a message that is none."""
+        return self._listener.done()
+
+    def excuse(self, seconds: float) -> None:
+        """This process has heard nothing for so long, through no fault of the engine."""
+        self.last_progress += seconds
+        self.last_said += seconds
+
     def configure(self, options: dict[str, Any]) -> None:
         """Tell the engine what to load; the first thing that it is told."""
         self._send(Configure(options))
@@ -164,8 +177,11 @@ class EngineClient:
         self._socket.send(self._encode(command))
 
     async def _listen(self) -> None:
-        while True:
-            self._hear(self._decode(await self._socket.recv()))
+        try:
+            while True:
+                self._hear(self._decode(await self._socket.recv()))
+        except Exception:
+            _log.exception("What the engine says cannot be read.")
 
     def _hear(self, report: Report) -> None:
         match report:

@@ -213,10 +213,13 @@ def main(address: str, parent: int) -> int:
 
 
 def _warm_up(engine: Engine) -> None:
-    """Two steps, so that the first request does not pay for what is made once; nothing of them remains."""
+    """Two steps, so that the first request does not pay for what is made once; nothing of them remains. Raises
+    ModelError for weights that make no logits: they hold NaN or are infinite."""
     engine.add(Request(id="warm-up", prompt_ids=[0], params=SamplingParams(max_tokens=2, ignore_eos=True)))
     while engine.has_work:
-        engine.step()
+        for event in engine.step():
+            if event.error is not None:
+                raise ModelError(f"The model cannot compute its first token, so its weights are broken. {event.error}")
     engine.cache.reset_prefix_cache()
     engine.counters = Counters()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -25,8 +24,7 @@ class Nest:
     context manager; at its end the folder is gone and so is the process."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="specserve-"))
-        self._numbers = itertools.count()
+        self._folder: Path | None = None
         self._prepared: Child | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -35,15 +33,22 @@ class Nest:
         self._prepared = self._spawn()
 
     def take(self) -> Child:
-        """A process that waits; it ends with this one, however this one ends."""
+        """A process that waits; it ends with this one, however this one ends, and with the next one that is taken.
+        Raises OSError when there are no means to start one."""
         child, self._prepared = self._prepared or self._spawn(), None
         return child
+
+    def close_door(self) -> None:
+        """The process has connected: nobody else shall, and when this process is killed nothing of it remains."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.close_door()
 
     def __enter__(self) -> Nest:
         return self
@@ -52,7 +57,9 @@ class Nest:
         self.close()
 
     def _spawn(self) -> Child:
-        address = f"ipc://{self._folder}/engine-{next(self._numbers)}.sock"
+        self.close()
+        self._folder = Path(tempfile.mkdtemp(prefix="specserve-"))  # readable by this user alone
+        address = f"ipc://{self._folder}/engine.sock"
         command = [sys.executable, "-m", "specserve.server.engine.process", address, str(os.getpid())]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         return Child(self._process, address)

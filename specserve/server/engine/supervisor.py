@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import zmq
+
 from specserve.errors import EngineError
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.messages import Ready
@@ -107,15 +109,25 @@ class Supervisor:
             self.finished.set_result(None)
 
     async def _keep(self) -> None:
+        """Run engines until there will be none any more."""
+        try:
+            await self._run_all()
+        except Exception as error:  # without a keeper requests would be refused for ever, and nobody would know
+            _log.exception("Engines cannot be looked after any more.")
+            self._give_up(f"Engines cannot be looked after any more: {type(error).__name__}: {error}")
+
+    async def _run_all(self) -> None:
         """Run one engine after another until starting has failed too often."""
         failures = 0
         while True:
             cause = await self._run_one()
             was_ready, self.state = self.state is State.READY, State.RESTARTING
             failures = 0 if was_ready else failures + 1
-            final = self._client is not None and self._client.failure is not None and self._client.failure.is_final
+            failure = None if self._client is None else self._client.failure
             await self._drop(cause)
-            if final or failures >= self._patience.attempts:
+            if failure is not None:  # what it said is for the log: it may name files of this machine
+                cause = f"{cause} It said: {failure.message}"
+            if (failure is not None and failure.is_final) or failures >= self._patience.attempts:
                 self._give_up(cause)
                 return
             pause = min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S)
@@ -125,9 +137,12 @@ class Supervisor:
 
     async def _run_one(self) -> str:
         """Start an engine and watch it until it is gone; why it is."""
-        child = self._nest.take()
+        try:
+            child = self._nest.take()
+            self._client = EngineClient(child.address, self._numbers, self._observer)
+        except (OSError, zmq.ZMQError) as error:  # no descriptors, no memory
+            return f"The engine's process cannot be started: {error}."
         self._process = child.process
-        self._client = EngineClient(child.address, self._numbers, self._observer)
         self._client.configure(self._options)
         begun = looked = time.monotonic()
         ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
@@ -135,21 +150,26 @@ class Supervisor:
             news: list[asyncio.Future[Any]] = [ended]
             if self.state is not State.READY:
                 news.append(self._client.ready)
+            looked = time.monotonic()
             await asyncio.wait(news, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            late = time.monotonic() - looked - _LOOK_S
+            if late > _LOOK_S:  # this process was stopped, or had no core; it has heard nothing meanwhile
+                begun += late
+                self._client.excuse(late)
             self._notice_ready()
             looked = self._look_again(looked)
             if (trouble := self._trouble(begun)) and not ended.done():
                 self._process.kill()
                 await ended
                 return trouble
-        said = "" if self._client.failure is None else f" It said: {self._client.failure.message}"
-        return f"The engine's process ended with status {ended.result()}.{said}"
+        return f"The engine's process ended with status {ended.result()}."
 
     def _notice_ready(self) -> None:
         assert self._client is not None, "an engine is running"
         if self.state is not State.READY and self._client.ready.done():
             self.ready = self._client.ready.result()
             self.state = State.READY
+            self._nest.close_door()
             self._first.set()
 
     def _look_again(self, looked: float) -> float:
@@ -170,6 +190,8 @@ class Supervisor:
         if self.state is not State.READY:
             late = now - begun > patience.start_s
             return f"The engine was not ready after {patience.start_s:.0f} s." if late else None
+        if self._client.is_deaf:
+            return "What the engine says cannot be read."
         if not self._client.num_open:
             return None
         if now - self._client.last_progress > patience.stall_s:

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests within limits of size and time. Knows HTTP; knows no fields."""
+"""Reads the bodies of requests within limits of size, time and memory. Knows HTTP; knows no fields."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from specserve.server.admission import Held
 from specserve.server.http.context import context
 from specserve.server.wire.errors import body_too_large, timed_out, unsupported_media_type
 from specserve.server.wire.fields import Limits
@@ -18,14 +19,16 @@ T = TypeVar("T")
 async def parsed(request: web.Request, read: Callable[[bytes, Limits], T]) -> T:
     """The request in the body, by one of the functions that read one. A large one is parsed on a thread.
 
-    Raises WireError for a body that is too large, too slow or no JSON, and InputError for what is wrong in it.
+    Raises WireError for a body that is too large, too slow or no JSON, and when the bodies of others fill the memory
+    that there is for them; InputError for what is wrong in it.
     """
-    body = await read_body(request)
     server = context(request)
-    return await server.service.run(len(body), read, body, server.limits)
+    with server.bodies.hold() as held:
+        body = await _read(request, held)
+        return await server.service.run(len(body), read, body, server.limits)
 
 
-async def read_body(request: web.Request) -> bytes:
+async def _read(request: web.Request, held: Held) -> bytes:
     """All of the body. Compressed ones are not taken: a small one could fill the memory."""
     options = context(request).options
     encoding = request.headers.get("Content-Encoding", "identity")
@@ -37,11 +40,21 @@ async def read_body(request: web.Request) -> bytes:
         raise body_too_large(options.max_body_bytes)
     try:
         async with asyncio.timeout(options.body_timeout_s):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise body_too_large(options.max_body_bytes) from None
+            return await _gather(request, held, options.max_body_bytes)
     except TimeoutError:
         raise timed_out(408, f"The body did not arrive within {options.body_timeout_s:g} s.") from None
+
+
+async def _gather(request: web.Request, held: Held, limit: int) -> bytes:
+    """The body's pieces, of `limit` bytes at most, each counted when it comes: what a client only announces costs
+    nothing."""
+    body = bytearray()
+    async for piece in request.content.iter_any():
+        body += piece
+        if len(body) > limit:
+            raise body_too_large(limit)
+        held.grow_to(len(body))
+    return bytes(body)
 
 
 def _is_json(content_type: str) -> bool:

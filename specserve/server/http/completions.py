@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from specserve.errors import InputError, PromptTooLongError
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context
 from specserve.server.http.respond import Call, respond
@@ -82,8 +83,19 @@ async def chat_ask(server: Context, asked: ChatCompletionRequest) -> Ask:
     """A conversation as the engine is asked for its next message."""
     prompt, ids = await server.service.chat_ids(asked.conversation(), **asked.template_options())
     predicted = asked.prediction.content if asked.prediction else ""
-    prediction = await server.service.encode(predicted, add_special_tokens=False) if predicted else []
+    prediction = await _prediction_ids(server, predicted) if predicted else []
     return _ask(asked, ids, prompt, prediction)
+
+
+async def _prediction_ids(server: Context, text: str) -> list[int]:
+    try:
+        return await server.service.encode(text, add_special_tokens=False)
+    except PromptTooLongError as error:
+        raise InputError(
+            f"The prediction has at least {error.num_tokens} tokens and the context is {error.limit + 1}; an answer "
+            "cannot be longer. Leave out what is not likely to come.",
+            "prediction",
+        ) from error
 
 
 async def _completion_asks(server: Context, asked: CompletionRequest) -> list[Ask]:

@@ -9,13 +9,15 @@ from typing import Any
 
 from aiohttp import web
 
-from specserve.server.admission import Admission
+from specserve.server.admission import Admission, Bodies
 from specserve.server.engine.messages import Ready
 from specserve.server.options import ServeOptions
 from specserve.server.service import Service
 from specserve.server.wire.errors import model_not_found
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.responses import Reply
+
+_MOST_BODIES = 8  # of the largest size that are in memory at once
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +31,10 @@ class Context:
     admission: Admission
     timeline: dict[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+    bodies: Bodies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(_MOST_BODIES * self.options.max_body_bytes)
 
     @property
     def needs_key(self) -> bool:

@@ -1,4 +1,4 @@
-"""The sockets: TCP or Unix, TLS, and the end of clients that connect and say nothing. Knows no routes."""
+"""The sockets: TCP or Unix, TLS. Knows no routes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from contextlib import suppress
 from aiohttp import web
 
 from specserve.errors import ConfigError
+from specserve.server.http.watch import Watch
 from specserve.server.options import ServeOptions
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _KEEPALIVE_S = 75.0
+_LINGER_S = 10.0  # for the rest of a body that was not read
 _SHUTDOWN_S = 1.0  # for handlers that still run when the drain is over
 
 
@@ -24,7 +26,7 @@ class Listener:
 
     def __init__(self, app: web.Application, options: ServeOptions) -> None:
         self._options = options
-        self._silent: set[object] = set()  # new connections that have not yet sent the head of a request
+        self._watch = Watch(options.header_timeout_s, options.write_timeout_s)
         app.middlewares.insert(0, self._note)
         # Without handler_cancellation the work for a client that has left would go on to its end.
         self._runner = web.AppRunner(
@@ -33,8 +35,11 @@ class Listener:
             handler_cancellation=True,
             keepalive_timeout=_KEEPALIVE_S,
             shutdown_timeout=_SHUTDOWN_S,
+            lingering_time=min(options.body_timeout_s, _LINGER_S),
+            auto_decompress=False,  # nobody reads compressed bodies, so nobody has to unpack them to skip them
         )
         self._server: asyncio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -50,44 +55,40 @@ class Listener:
         options = self._options
         context = _tls(options)
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None, "there is one after setup"
+        patience = None if context is None else options.header_timeout_s
         loop = asyncio.get_running_loop()
         try:
             if options.uds is not None:
                 _remove_stale(options)
-                self._server = await loop.create_unix_server(self._protocol, str(options.uds), ssl=context)
+                self._server = await loop.create_unix_server(
+                    server, str(options.uds), ssl=context, ssl_handshake_timeout=patience
+                )
                 options.uds.chmod(0o600)
             else:
-                self._server = await loop.create_server(self._protocol, options.host, options.port, ssl=context)
+                self._server = await loop.create_server(
+                    server, options.host, options.port, ssl=context, ssl_handshake_timeout=patience
+                )
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(_cannot_listen(options, error)) from error
+        self._watching = asyncio.create_task(self._watch.run(lambda: server.connections))
 
     async def close(self) -> None:
         """Let go of the socket and of whoever is still connected."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
-        if self._options.uds is not None:
+        if self._server is not None and self._options.uds is not None:  # else what is there is not ours
             self._options.uds.unlink(missing_ok=True)
 
     @web.middleware
     async def _note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self._silent.discard(request.protocol)
+        self._watch.has_asked(request.protocol)
         return await handler(request)
-
-    def _protocol(self) -> asyncio.Protocol:
-        """A connection; aiohttp itself would wait for a first request as long as it takes to come."""
-        server = self._runner.server
-        assert server is not None, "connections come after setup"
-        protocol = server()
-        self._silent.add(protocol)
-        asyncio.get_running_loop().call_later(self._options.header_timeout_s, self._end_silent, protocol)
-        return protocol
-
-    def _end_silent(self, protocol: web.RequestHandler) -> None:
-        if protocol in self._silent:
-            self._silent.remove(protocol)
-            protocol.force_close()
 
 
 def _tls(options: ServeOptions) -> ssl.SSLContext | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import re
 import secrets
 import time
@@ -16,7 +15,7 @@ from aiohttp.typedefs import Middleware
 
 from specserve.server.http.completions import IGNORED
 from specserve.server.http.context import context
-from specserve.server.http.respond import OUTPUTS, json_response
+from specserve.server.http.respond import OUTPUTS, TENANT, json_response, told
 from specserve.server.logs import log_request, request_id
 from specserve.server.wire.anthropic import anthropic_error
 from specserve.server.wire.errors import (
@@ -25,7 +24,6 @@ from specserve.server.wire.errors import (
     method_not_allowed,
     route_not_found,
     unauthorized,
-    wire_error,
 )
 from specserve.version import __version__
 
@@ -35,7 +33,6 @@ REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT_CLOSED = 499  # nginx's status for a client that left; only in the log
 
 _POLLED = ("/health", "/ready", "/metrics", "/stats")
-_log = logging.getLogger(__name__)
 _PRINTABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -87,9 +84,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except web.HTTPException as error:
         failure = _http_failure(request, error)
     except Exception as error:
-        failure = wire_error(error)
-        if failure.code == "internal_error":
-            _log.exception("A request failed in a way that nobody foresaw.")
+        failure = told(error)
     return error_response(request, failure)
 
 
@@ -122,19 +117,22 @@ def keys_required(keys: Collection[str], public: Collection[object]) -> Middlewa
 
     @web.middleware
     async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if digests and request.match_info.handler not in public and not _has_key(request, digests):
-            raise unauthorized()
+        if digests and request.match_info.handler not in public:
+            request[TENANT] = _key(request, digests)
         return await handler(request)
 
     return authorize
 
 
-def _has_key(request: web.Request, digests: Collection[bytes]) -> bool:
+def _key(request: web.Request, digests: Collection[bytes]) -> bytes:
+    """The digest of the key that was sent. Raises WireError when it is none of them."""
     scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
     sent = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
     given = _digest(sent)
     matches = [hmac.compare_digest(given, digest) for digest in digests]  # every one is compared
-    return any(matches)
+    if not any(matches):
+        raise unauthorized()
+    return given
 
 
 def _digest(key: str) -> bytes:

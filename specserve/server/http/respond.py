@@ -4,6 +4,7 @@ HTTP; knows no endpoint."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,15 +14,17 @@ from typing import Any
 from aiohttp import web
 
 from specserve.engine.outputs import RequestOutput
-from specserve.errors import SpecserveError
 from specserve.server.http.context import context
 from specserve.server.service import Answers, Ask
-from specserve.server.wire.errors import wire_error
+from specserve.server.wire.errors import INTERNAL_ERROR, WireError, wire_error
 from specserve.server.wire.stream import Stream, event_text
 
 PING_S = 10.0  # of silence, after which a stream gets a comment so that nobody between takes it for dead
 
+_log = logging.getLogger(__name__)
+
 OUTPUTS = web.RequestKey("outputs", Sequence[RequestOutput])  # for the log, of requests that reached the engine
+TENANT = web.RequestKey("tenant", bytes)  # digest of the request's API key, where there are keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +42,22 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
     """The response to a call. Raises what the engine's answers do, and TimeoutError, unless a stream has begun: then
     the error is its last event."""
     server = context(request)
-    with server.service.start(call.asks, call.name) as answers, _deadline(answers, server.options.queue_timeout_s):
+    asks = [await server.service.prepare(ask, request.get(TENANT, b"")) for ask in call.asks]
+    with server.service.start(asks, call.name) as answers, _deadline(answers, server.options.queue_timeout_s):
         request[OUTPUTS] = answers.outputs
         if call.stream:
             return await _Streaming(request, call, answers).run()
         async with asyncio.timeout(server.options.request_timeout_s or None):
             outputs = await answers.whole()
         return json_response(call.body(outputs, time.perf_counter()))
+
+
+def told(error: Exception) -> WireError:
+    """What the client is told about an error; the log has what it is not told."""
+    failure = wire_error(error)
+    if failure.code == INTERNAL_ERROR:
+        _log.error("A request failed in a way that nobody foresaw.", exc_info=error)
+    return failure
 
 
 def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -99,11 +111,13 @@ class _Streaming:
             with _pinging(self._answers):
                 async with asyncio.timeout(self._options.request_timeout_s or None):
                     await self._follow()
-        except (SpecserveError, TimeoutError) as error:
+        except ConnectionError:
+            raise  # nobody is there who could be told
+        except Exception as error:
             if not self._response.prepared:
                 raise
             self._response.force_close()
-            await self._send(self._stream.fail(wire_error(error)))
+            await self._send(self._stream.fail(told(error)))
         await self._response.write_eof()
         return self._response
 

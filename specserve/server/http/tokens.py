@@ -4,9 +4,11 @@ step."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from aiohttp import web
 
+from specserve.models.tokenizer import Tokenizer
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import context
 from specserve.server.http.respond import json_response
@@ -36,8 +38,11 @@ async def tokenize(request: web.Request) -> web.Response:
             ids = await server.service.encode(text)
     else:
         ids = await server.service.encode(asked.prompt, asked.add_special_tokens)
-    spelled = [_spelling(server.service.tokenizer.token_bytes(token)) for token in ids]
-    strings = spelled if asked.return_token_strs else None
+    strings = (
+        await server.service.run(len(ids), _spellings, server.service.tokenizer, ids)
+        if asked.return_token_strs
+        else None
+    )
     return json_response(tokenize_body(ids, server.limits.max_model_len, strings))
 
 
@@ -57,5 +62,5 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     return json_response({**server.service.tokenizer.info(), "model_max_length": limits.max_model_len})
 
 
-def _spelling(token: bytes) -> str:
-    return token.decode("utf-8", "replace")
+def _spellings(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    return [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]

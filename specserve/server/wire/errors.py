@@ -17,6 +17,9 @@ from specserve.server.wire.bodies import ErrorBody, ErrorType
 from specserve.server.wire.fields import well_formed
 from specserve.server.wire.sentences import as_input_error
 
+INTERNAL_ERROR = "internal_error"  # the code of what nobody foresaw
+COMPLETION_FAILED = "completion_failed"  # that of a completion that would fail again in the same way
+
 _RETRIED = (408, 409, 429)  # what client SDKs send again, besides every status from 500 on
 _RETRY_SECONDS = 1.0
 
@@ -49,7 +52,7 @@ class WireError(SpecserveError):
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after))
-        if self.status < 500 and self.status not in _RETRIED:
+        if (self.status < 500 and self.status not in _RETRIED) or self.code == COMPLETION_FAILED:
             headers["x-should-retry"] = "false"
         return headers
 
@@ -61,7 +64,7 @@ def wire_error(error: BaseException) -> WireError:
     for kind, told in _TOLD:
         if isinstance(error, kind):
             return told(error)
-    return WireError(500, "server_error", "The server failed on this request; its log says why.", code="internal_error")
+    return WireError(500, "server_error", "The server failed on this request; its log says why.", code=INTERNAL_ERROR)
 
 
 def _bad_request(error: Any) -> WireError:

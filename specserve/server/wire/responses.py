@@ -26,7 +26,7 @@ from specserve.server.wire.bodies import (
     ToolCall,
     Totals,
 )
-from specserve.server.wire.errors import WireError, unavailable
+from specserve.server.wire.errors import COMPLETION_FAILED, WireError, unavailable
 from specserve.server.wire.logprobs import CompletionLogprobs, Vocabulary, chat_logprobs, joined
 from specserve.server.wire.usage import metrics, usage
 
@@ -187,7 +187,7 @@ def raise_failure(completions: Sequence[CompletionOutput | Chunk]) -> None:
     for completion in completions:
         if completion.finish_reason == "error":
             message = completion.error or "The completion failed; the server's log says why."
-            raise WireError(500, "server_error", message, code="completion_failed")
+            raise WireError(500, "server_error", message, code=COMPLETION_FAILED)
         if completion.finish_reason == "abort":
             raise unavailable("The server dropped this request before its end. Send it again.", code="aborted")
 

@@ -180,6 +180,81 @@ def test_a_pause_of_everything_is_no_hang(folder: Path) -> None:
     asyncio.run(play())
 
 
+def test_an_engine_that_cannot_be_understood_is_replaced(folder: Path, expected: list[int]) -> None:
+    """Whatever keeps the messages from being heard: nobody waits for what will never come."""
+
+    async def play() -> None:
+        async with running(folder) as service:
+            pid, client = service.supervisor.pid, service.supervisor.client
+
+            def garbled(message: bytes) -> Any:
+                raise ValueError("garbled")
+
+            client._decode = garbled
+            with pytest.raises(EngineError, match="cannot be read"):
+                await service.start([Ask(prompt_ids=PROMPT, params=ENDLESS)], "unheard").whole()
+            await running_again(service, pid)
+            assert await answer(service) == expected
+
+    asyncio.run(play())
+
+
+def test_a_start_without_means_is_tried_again(folder: Path, expected: list[int]) -> None:
+    async def play() -> None:
+        async with running(folder) as service:
+            pid, nest = service.supervisor.pid, service.supervisor._nest
+            take, failures = nest.take, iter([OSError(24, "Too many open files")])
+
+            def poor() -> Any:
+                for failure in failures:
+                    raise failure
+                return take()
+
+            nest.take = poor  # type: ignore[method-assign]
+            await _kill(service)
+            await running_again(service, pid)
+            assert await answer(service) == expected
+            assert service.supervisor.num_restarts == 2
+
+    asyncio.run(play())
+
+
+def test_who_looks_after_engines_does_not_die_in_silence(folder: Path) -> None:
+    async def play() -> None:
+        async with running(folder) as service:
+            supervisor = service.supervisor
+
+            def wrong() -> Any:
+                raise ZeroDivisionError("a slip")
+
+            supervisor._nest.take = wrong  # type: ignore[method-assign]
+            await _kill(service)
+            with pytest.raises(EngineError, match="ZeroDivisionError: a slip"):
+                await asyncio.wait_for(asyncio.shield(supervisor.finished), 60)
+            assert supervisor.state is State.FAILED
+
+    asyncio.run(play())
+
+
+def test_clients_are_not_told_what_an_engine_said_at_its_end(tmp_path: Path) -> None:
+    """It may name files; the one who started the server hears it."""
+
+    async def play() -> None:
+        supervisor = Supervisor({"model": str(tmp_path / "nothing"), **OPTIONS}, Metrics("tiny"), PATIENCE)
+        client = supervisor._client
+        while client is None:
+            await asyncio.sleep(0.01)
+            client = supervisor._client
+        with pytest.raises(EngineError) as told:
+            await client.ready
+        with pytest.raises(EngineError, match="nothing"):
+            await supervisor.wait_until_ready()
+        assert "nothing" not in str(told.value)
+        await supervisor.close()
+
+    asyncio.run(play())
+
+
 def test_an_idle_engine_is_never_thought_to_hang(folder: Path, expected: list[int]) -> None:
     async def play() -> None:
         async with running(folder) as service:

@@ -1,0 +1,174 @@
+"""Connections that are ended for what they do not do, on a clock of our own; and Unix sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from specserve.errors import ConfigError
+from specserve.server.http.listen import Listener
+from specserve.server.http.watch import Watch
+from specserve.server.options import ServeOptions
+
+
+@dataclass
+class Transport:
+    waiting: int = 0
+    aborted: bool = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@dataclass(eq=False)
+class Connection:
+    transport: Transport = field(default_factory=Transport)
+    writing_paused: bool = False
+    closed: bool = False
+
+    def force_close(self) -> None:
+        self.closed = True
+
+
+class Play:
+    """A watch with 10 s for a head and 30 s for a write, looked at once a second."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.watch = Watch(10, 30, lambda: self.now)
+
+    def run(self, seconds: int, *connections: Any) -> None:
+        for _ in range(seconds):
+            self.watch.look(connections)
+            self.now += 1
+
+
+def test_who_says_nothing_is_left() -> None:
+    play, silent, asking = Play(), Connection(), Connection()
+    play.run(5, silent, asking)
+    play.watch.has_asked(asking)  # type: ignore[arg-type]
+    play.run(6, silent, asking)
+    assert not silent.closed
+    play.run(1, silent, asking)
+    assert (silent.closed, asking.closed) == (True, False)
+    play.run(1000, asking)
+    assert not asking.closed, "one that has asked may think"
+
+
+def test_who_comes_later_has_as_long() -> None:
+    play, early, late = Play(), Connection(), Connection()
+    play.run(8, early)
+    play.run(4, early, late)
+    assert (early.closed, late.closed) == (True, False)
+    play.run(8, late)
+    assert late.closed
+
+
+def test_who_asks_between_two_looks_is_known() -> None:
+    play, quick = Play(), Connection()
+    play.watch.has_asked(quick)  # type: ignore[arg-type]
+    play.run(50, quick)
+    assert not quick.closed
+
+
+def test_who_does_not_read_is_cut() -> None:
+    play, reader, still = Play(), Connection(), Connection()
+    for each in (reader, still):
+        play.watch.has_asked(each)  # type: ignore[arg-type]
+        each.writing_paused, each.transport.waiting = True, 1000
+    for step in range(31):
+        reader.transport.waiting = 1000 - step
+        play.run(1, reader, still)
+    assert not still.transport.aborted
+    play.run(1, reader, still)
+    assert (reader.transport.aborted, still.transport.aborted) == (False, True)
+
+
+def test_a_pause_that_ended_does_not_count() -> None:
+    play, each = Play(), Connection()
+    play.watch.has_asked(each)  # type: ignore[arg-type]
+    for paused in (True, False, True, False, True):
+        each.writing_paused, each.transport.waiting = paused, 1000
+        play.run(20, each)
+    assert not each.transport.aborted
+
+
+def test_who_has_gone_is_forgotten() -> None:
+    play, each = Play(), Connection()
+    play.watch.has_asked(each)  # type: ignore[arg-type]
+    each.writing_paused = True
+    play.run(3, each)
+    play.run(1)
+    assert not play.watch._asked
+    assert not play.watch._silent
+    assert not play.watch._unread
+
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+
+def listener(path: Path) -> Listener:
+    return Listener(web.Application(), ServeOptions(uds=path))
+
+
+def test_a_unix_socket_is_its_owners_and_goes_with_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+
+    async def play() -> None:
+        first = listener(path)
+        await first.start()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert first.address == f"unix:{path}"
+        second = listener(path)
+        with pytest.raises(ConfigError, match="another server listens on it"):
+            await second.start()
+        await second.close()
+        assert path.is_socket(), "it is the first one's"
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        writer.write(b"GET /nothing HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        writer.close()
+        await first.close()
+        assert not path.exists()
+
+    asyncio.run(play())
+
+
+def test_a_socket_that_was_left_is_taken(tmp_path: Path) -> None:
+    """By a server that was killed, for one."""
+    path = tmp_path / "server.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+
+    async def play() -> None:
+        again = listener(path)
+        await again.start()
+        await again.close()
+
+    asyncio.run(play())
+    assert not path.exists()
+
+
+def test_a_file_is_no_socket(tmp_path: Path) -> None:
+    """What lies at the path stays there, whatever it is."""
+    path = tmp_path / "notes"
+    path.write_text("mine", "utf-8")
+
+    async def play() -> None:
+        listening = listener(path)
+        with pytest.raises(ConfigError, match="--uds"):
+            await listening.start()
+        await listening.close()
+
+    asyncio.run(play())
+    assert path.read_text("utf-8") == "mine"
