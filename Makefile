@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= smollm2-135m
 PYTEST_FLAGS ?=
+CONTRACT_FLAGS ?=
 SERVE_FLAGS ?=
 
 # Where there is a C++ compiler the native kernels must build; without one the package is made without them.
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
 SANITIZE := build/sanitize
 
-.PHONY: help env demo serve test check lint types format pytest sanitize wheel clean
+.PHONY: help env demo serve test check lint types format pytest sanitize contract wheel clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -86,6 +87,13 @@ ifneq ($(shell command -v g++),)
 else
 	@echo "== no g++: native kernels are not tested under AddressSanitizer"
 endif
+
+# Not part of `test`: it installs the clients' packages, each set once, and takes minutes.
+contract: $(STAMP) ## Hold real clients (openai, anthropic, outlines, lm-eval, ...) against the server; CONTRACT_FLAGS="--only llm".
+	@echo "== model smollm2-135m, whose words and limits the checks know"
+	@$(BIN)/specserve pull smollm2-135m
+	@echo "== clients"
+	@$(BIN)/python tests/contract/run.py $(CONTRACT_FLAGS)
 
 wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of its own, from another folder.
 	@echo "== wheel"

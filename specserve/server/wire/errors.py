@@ -7,7 +7,7 @@ Types: invalid_request_error (400, 404, 405, 413, 415), authentication_error (40
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,7 +25,8 @@ _RETRY_SECONDS = 1.0
 
 
 class WireError(SpecserveError):
-    """A failure in the client's terms. `retry_after` is in seconds, for 429 and 503."""
+    """A failure in the client's terms. `retry_after` is in seconds, for 429 and 503; `own_headers` are those
+    that HTTP wants with the status."""
 
     def __init__(
         self,
@@ -36,10 +37,12 @@ class WireError(SpecserveError):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        own_headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.message = status, kind, well_formed(message)
         self.param, self.code, self.retry_after = None if param is None else well_formed(param), code, retry_after
+        self._own_headers = dict(own_headers or {})
 
     @property
     def body(self) -> ErrorBody:
@@ -48,8 +51,8 @@ class WireError(SpecserveError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Whether and when to send the request again, as OpenAI's SDKs read it."""
-        headers = {}
+        """`own_headers`, and whether and when to send the request again, as OpenAI's SDKs read it."""
+        headers = dict(self._own_headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after))
         if (self.status < 500 and self.status not in _RETRIED) or self.code == COMPLETION_FAILED:
@@ -114,8 +117,9 @@ def route_not_found(path: str) -> WireError:
 
 
 def method_not_allowed(method: str, allowed: Iterable[str]) -> WireError:
-    message = f"{_short(method)} does not work here. Allowed: {', '.join(sorted(allowed))}."
-    return _invalid(405, message, code="method_not_allowed")
+    names = ", ".join(sorted(allowed))
+    message = f"{_short(method)} does not work here. Allowed: {names}."
+    return _invalid(405, message, code="method_not_allowed", own_headers={"Allow": names})
 
 
 def body_too_large(limit: int) -> WireError:
@@ -130,7 +134,8 @@ def unsupported_media_type(sent: str) -> WireError:
 
 def unauthorized() -> WireError:
     message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or in x-api-key."
-    return WireError(401, "authentication_error", message, code="invalid_api_key")
+    own_headers = {"WWW-Authenticate": "Bearer"}
+    return WireError(401, "authentication_error", message, code="invalid_api_key", own_headers=own_headers)
 
 
 def overloaded(message: str, retry_after: float = _RETRY_SECONDS) -> WireError:
@@ -147,8 +152,8 @@ def timed_out(status: int, message: str) -> WireError:
     return WireError(status, "timeout_error", message, code="timeout")
 
 
-def _invalid(status: int, message: str, *, code: str, param: str | None = None) -> WireError:
-    return WireError(status, "invalid_request_error", message, param=param, code=code)
+def _invalid(status: int, message: str, **more: Any) -> WireError:
+    return WireError(status, "invalid_request_error", message, **more)
 
 
 def _short(name: str) -> str:

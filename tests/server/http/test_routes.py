@@ -138,16 +138,16 @@ def test_metrics_count_what_was_generated(server: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
+    ("method", "path", "status", "code", "allowed"),
     [
-        ("GET", "/nothing", 404, "not_found"),
-        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
-        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/nothing", 404, "not_found", None),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed", "POST"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed", "GET, HEAD"),
     ],
 )
-def test_wrong_paths(server: Any, method: str, path: str, status: int, code: str) -> None:
+def test_wrong_paths(server: Any, method: str, path: str, status: int, code: str, allowed: str | None) -> None:
     reply = server.ask(method, path)
-    assert (reply.status, reply.error["code"]) == (status, code)
+    assert (reply.status, reply.error["code"], reply.headers.get("allow")) == (status, code, allowed)
 
 
 def test_what_was_ignored_is_named(server: Any) -> None:

@@ -85,6 +85,11 @@ def test_who_may_try_again(error: Exception, headers: dict[str, str]) -> None:
     assert wire_error(error).headers == headers
 
 
+def test_a_status_has_the_header_that_http_wants_with_it() -> None:
+    assert method_not_allowed("PUT", ["POST", "GET"]).headers == {"Allow": "GET, POST", "x-should-retry": "false"}
+    assert unauthorized().headers == {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
+
+
 def test_a_prompt_too_long_names_both_numbers() -> None:
     message = wire_error(PromptTooLongError(300, 255, "the context is 256 tokens")).message
     assert "300" in message
