@@ -221,8 +221,9 @@ def test_help(top: Top) -> None:
         assert words in out
 
 
-def test_the_live_view_outlasts_its_server_and_goes_on() -> None:
+def test_the_live_view_outlasts_its_server_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ready, gone, ready again: the last figures stay with the reason under them, then new ones come."""
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one shows the last frame alone
     answers = iter([figures("first"), None, figures("second"), figures("third")])
     screen = io.StringIO()
 

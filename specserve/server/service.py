@@ -24,6 +24,7 @@ from specserve.types import Event, SamplingParams
 
 T = TypeVar("T")
 _INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
+_LONG_CHARACTERS = 2**20  # text that takes seconds; hardly a prompt, but /tokenize counts what is none yet
 _WORDS = {State.LOADING: "is loading", State.RESTARTING: "has failed and is being started again"}
 
 
@@ -122,6 +123,7 @@ class Service:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._pool = ThreadPoolExecutor(num_threads, "specserve-text")
+        self._long_pool = ThreadPoolExecutor(1, "specserve-long-text")  # so that prompts wait for prompts alone
 
     @property
     def ready(self) -> Ready:
@@ -133,17 +135,27 @@ class Service:
         return supervisor.ready
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text. Raises PromptTooLongError, before any work, for one that no context of this size can hold:
-        megabytes take seconds to tokenize."""
-        return await self.run(len(text), self._encode, text, add_special_tokens)
+        """Ids of a text of any length; a prompt is first to be held to `check_length`."""
+        return await self._tokenized(len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens))
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
-        """A conversation through the chat template, as text and ids; see Tokenizer.chat_ids. Raises PromptTooLongError
-        as `encode` does."""
-        size = num_characters([messages, template])
-        slow = size > _INLINE_CHARACTERS or self.tokenizer.loads_for(messages, **template)
-        function = functools.partial(self._chat_ids, size, messages, template)
-        return await self.on_thread(function) if slow else function()
+        """A conversation through the chat template, as text and ids, of any length; see Tokenizer.chat_ids."""
+        size = num_characters([messages, template], _LONG_CHARACTERS)
+        if size <= _INLINE_CHARACTERS and self.tokenizer.loads_for(messages, **template):
+            size = _INLINE_CHARACTERS + 1
+        return await self._tokenized(size, functools.partial(self.tokenizer.chat_ids, messages, **template))
+
+    async def check_length(self, text: str) -> None:
+        """Raises PromptTooLongError for a text that no context of this size can hold, whatever its tokens are:
+        megabytes take seconds to tokenize."""
+        await self.run(len(text), self._check_length, len(text))
+
+    async def check_chat_length(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> None:
+        """As `check_length`, of a conversation; a template leaves some of it out."""
+        limit = self.ready.max_model_len
+        if num_characters([messages, template], limit) > limit:
+            text = await self.on_thread(functools.partial(self.tokenizer.render_chat, messages, **template))
+            await self.check_length(text)
 
     async def with_tools(
         self, ask: Ask, tools: Sequence[Mapping[str, Any]], parallel: bool = True
@@ -207,20 +219,16 @@ class Service:
         return _Answer(ask, name, client, subscription, self)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        self._check_size(len(text))
-        return self.tokenizer.encode(text, add_special_tokens)
+    async def _tokenized(self, size: int, function: Callable[[], T]) -> T:
+        if size <= _INLINE_CHARACTERS:
+            return function()
+        pool = self._pool if size <= _LONG_CHARACTERS else self._long_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
 
-    def _chat_ids(
-        self, size: int, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
-    ) -> tuple[str, list[int]]:
-        if size > self.ready.max_model_len:  # else what matters is the template's own text, which is short
-            self._check_size(len(self.tokenizer.render_chat(messages, **template)))
-        return self.tokenizer.chat_ids(messages, **template)
-
-    def _check_size(self, num_characters: int) -> None:
+    def _check_length(self, num_characters: int) -> None:
         limit = self.ready.max_model_len
         if num_characters <= limit or (longest := self.tokenizer.longest_token) is None:
             return
@@ -234,13 +242,18 @@ class Service:
         return [self.tokenizer.encode(form, add_special_tokens=False) for form in forms]
 
 
-def num_characters(value: Any) -> int:
-    """Characters of all texts inside lists and objects, and one for everything else: what work on it grows with."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(1 + num_characters(entry) for entry in value.values())
-    return sum(1 + num_characters(entry) for entry in value) if isinstance(value, list | tuple) else 1
+def num_characters(value: Any, enough: int) -> int:
+    """Characters of all texts inside lists and objects, and one for everything else: what work on it grows with. Counts
+    no further than to `enough`."""
+    total, left = 0, [value]
+    while left and total <= enough:
+        entry = left.pop()
+        total += len(entry) if isinstance(entry, str) else 1
+        if isinstance(entry, Mapping):
+            left += entry.values()
+        elif isinstance(entry, list | tuple):
+            left += entry
+    return total
 
 
 def _event(name: str, said: Said) -> Event:

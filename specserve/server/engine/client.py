@@ -123,11 +123,6 @@ class EngineClient:
         """Whether what the engine says is not heard any more: a fault on this side, or a message that is none."""
         return self._listener.done()
 
-    def excuse(self, seconds: float) -> None:
-        """This process has heard nothing for so long, through no fault of the engine."""
-        self.last_progress += seconds
-        self.last_said += seconds
-
     def configure(self, options: dict[str, Any]) -> None:
         """Tell the engine what to load; the first thing that it is told."""
         self._send(Configure(options))

@@ -150,12 +150,7 @@ class Supervisor:
             news: list[asyncio.Future[Any]] = [ended]
             if self.state is not State.READY:
                 news.append(self._client.ready)
-            looked = time.monotonic()
             await asyncio.wait(news, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            late = time.monotonic() - looked - _LOOK_S
-            if late > _LOOK_S:  # this process was stopped, or had no core; it has heard nothing meanwhile
-                begun += late
-                self._client.excuse(late)
             self._notice_ready()
             looked = self._look_again(looked)
             if (trouble := self._trouble(begun)) and not ended.done():

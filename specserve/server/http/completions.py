@@ -81,7 +81,9 @@ def response_id(prefix: str, asked: SamplingFields) -> str:
 
 async def chat_ask(server: Context, asked: ChatCompletionRequest) -> Ask:
     """A conversation as the engine is asked for its next message."""
-    prompt, ids = await server.service.chat_ids(asked.conversation(), **asked.template_options())
+    conversation, template = asked.conversation(), asked.template_options()
+    await server.service.check_chat_length(conversation, template)
+    prompt, ids = await server.service.chat_ids(conversation, **template)
     predicted = asked.prediction.content if asked.prediction else ""
     prediction = await _prediction_ids(server, predicted) if predicted else []
     return _ask(asked, ids, prompt, prediction)
@@ -89,19 +91,22 @@ async def chat_ask(server: Context, asked: ChatCompletionRequest) -> Ask:
 
 async def _prediction_ids(server: Context, text: str) -> list[int]:
     try:
-        return await server.service.encode(text, add_special_tokens=False)
+        await server.service.check_length(text)
     except PromptTooLongError as error:
         raise InputError(
             f"The prediction has at least {error.num_tokens} tokens and the context is {error.limit + 1}; an answer "
             "cannot be longer. Leave out what is not likely to come.",
             "prediction",
         ) from error
+    return await server.service.encode(text, add_special_tokens=False)
 
 
 async def _completion_asks(server: Context, asked: CompletionRequest) -> list[Ask]:
     prompts = [prompt for prompt in asked.prompt if isinstance(prompt, str)]
     if not prompts:
         return [_ask(asked, ids, None) for ids in asked.prompt if not isinstance(ids, str)]
+    for prompt in prompts:
+        await server.service.check_length(prompt)
     encoded = await asyncio.gather(*map(server.service.encode, prompts))
     return [_ask(asked, ids, prompt) for ids, prompt in zip(encoded, prompts, strict=True)]
 

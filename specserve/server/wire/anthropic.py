@@ -110,7 +110,11 @@ _USE_BLOCK = {
 }
 _RESULT_BLOCK = {
     "type": "object",
-    "properties": {"type": {"const": "tool_result"}, "tool_use_id": {"type": "string"}, "content": _TEXTS},
+    "properties": {
+        "type": {"const": "tool_result"},
+        "tool_use_id": {"type": "string"},
+        "content": {"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
+    },
     "required": ["type", "tool_use_id"],
 }
 _THINKING_BLOCK = {

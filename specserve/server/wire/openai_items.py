@@ -78,7 +78,7 @@ def _input(value: Any) -> Any:
 
 
 def _said(item: Mapping[str, Any]) -> dict[str, Any]:
-    kind = item.get("type") or "message"
+    kind = "message" if item.get("type") is None else item["type"]
     if kind == "item_reference":
         raise ValueError("holds an item_reference, and this server keeps no items. Send the item itself.")
     if not isinstance(kind, str) or kind not in _ITEMS:
@@ -97,7 +97,7 @@ _CONTENT = {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": _TEXT_PARTS}
 _SUMMARY = {"type": "array", "items": _object({"text": _STRING})}
 _ITEM = {
     "anyOf": [
-        _object({"role": {"enum": list(_ROLES)}, "content": _CONTENT}, type={"const": "message"}),
+        _object({"role": {"enum": list(_ROLES)}, "content": _CONTENT}, type={"enum": ["message", None]}),
         _object(
             {"type": {"const": "function_call"}, "call_id": _STRING, "name": _STRING, "arguments": _STRING},
         ),

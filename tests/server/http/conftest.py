@@ -98,10 +98,11 @@ class Talk:
 
 
 class Case:
-    """A server as one hostile case sees it. `status` of the raw answers that it reads is the first line's number."""
+    """A server as one hostile case sees it. `api_mib` is what the API process may have grown by afterwards."""
 
     def __init__(self, served: Any) -> None:
         self.served = served
+        self.api_mib = API_MIB
         self.heard: list[bytes] = []
         self._talks: list[Talk] = []
 
@@ -263,8 +264,7 @@ def surviving(served: Any, known: dict[str, Any], may_fail: bool = False) -> Ite
     an error, and begin again."""
     api, engine = served.process.pid, served.engine_pid
     served.until(served.is_idle)
-    pids = {api: API_MIB, engine: ENGINE_MIB}
-    before = {pid: (descriptors(pid), memory_mib(pid)) for pid in pids}
+    before = {pid: (descriptors(pid), memory_mib(pid)) for pid in (api, engine)}
     beside = [
         Beside(served, body, expected, may_fail) for body, expected in zip(BACKGROUND, known["beside"], strict=True)
     ]
@@ -284,7 +284,7 @@ def surviving(served: Any, known: dict[str, Any], may_fail: bool = False) -> Ite
     assert canary.json["choices"][0]["token_ids"] == known["canary"]
     assert served.engine_pid == engine, served.said
     served.until(served.is_idle)
-    for pid, bound in pids.items():
+    for pid, bound in ((api, case.api_mib), (engine, ENGINE_MIB)):
         served.until(lambda pid=pid: descriptors(pid) <= before[pid][0])
         assert memory_mib(pid) <= before[pid][1] + bound
     secrets = [found for text in case.heard if (found := forbidden().search(text))]

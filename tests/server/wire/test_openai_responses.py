@@ -276,6 +276,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (item(type="item_reference", id="msg_1"), "input"),
     (item(type="web_search_call"), "input"),
     (item(type=[]), "input"),
+    *((item(type=kind, role="user", content="a"), "input") for kind in ({}, [], "", 0, False)),
     (item(type="reasoning", summary=[], encrypted_content="x"), "input"),
     (item(type="reasoning", summary=[5]), "input"),
     ({"input": [{**CALL, "arguments": {"a": 1}}]}, "input"),

@@ -1,0 +1,103 @@
+"""A stream whose answer fails in a way that nobody foresaw: before its first event, and behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from specserve.errors import EngineError
+from specserve.server.http.context import CONTEXT
+from specserve.server.http.middleware import tell
+from specserve.server.http.respond import Call, respond
+from specserve.server.options import ServeOptions
+
+
+class Answers:
+    """Says so many things and then raises."""
+
+    def __init__(self, num_chunks: int, error: Exception) -> None:
+        self.outputs: list[Any] = []
+        self._num_chunks, self._error = num_chunks, error
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Any]]]:
+        for number in range(self._num_chunks):
+            yield [(0, number)]
+        raise self._error
+
+    def expire(self) -> None:
+        raise AssertionError("nothing waits here")
+
+    def poke(self) -> None:
+        pass
+
+
+class Events:
+    """A stream of numbers."""
+
+    finished = failed = False
+
+    def push(self, chunk: int, prompt: int) -> list[str]:
+        return [json.dumps(chunk)]
+
+    def fail(self, error: Any) -> list[str]:
+        return [json.dumps(error.body)]
+
+    def frame(self, event: str) -> bytes:
+        return f"data: {event}\n\n".encode()
+
+
+def played(num_chunks: int, error: Exception) -> tuple[int, str]:
+    """Status and text of the response."""
+    answers: Any = Answers(num_chunks, error)
+
+    @contextmanager
+    def start(asks: Any, name: str) -> Any:
+        yield answers
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await respond(request, Call(name="x", asks=[], stream=True, body=dict, events=lambda _: Events()))  # type: ignore[arg-type, return-value]
+
+    async def play() -> tuple[int, str]:
+        app = web.Application(middlewares=[tell])
+        service = SimpleNamespace(start=start, metrics=SimpleNamespace(refused=lambda status: None))
+        app[CONTEXT] = SimpleNamespace(options=ServeOptions(), service=service)  # type: ignore[misc]
+        app.add_routes([web.get("/", handler)])
+        async with TestClient(TestServer(app)) as client, client.get("/") as response:
+            return response.status, await response.text()
+
+    return asyncio.run(play())
+
+
+def test_before_the_first_event_it_is_a_status(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        status, text = played(0, ZeroDivisionError("in /home/somebody/secret.py"))
+    assert (status, json.loads(text)["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in text
+    assert "secret" in caplog.text, "the log has it"
+
+
+def test_behind_it_it_is_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
+    """And no second response in the middle of the first."""
+    with caplog.at_level(logging.ERROR):
+        status, text = played(2, ZeroDivisionError("in /home/somebody/secret.py"))
+    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n") if line]
+    assert (status, events[:2]) == (200, [0, 1])
+    assert [events[2]["error"]["code"], len(events)] == ["internal_error", 3]
+    assert "secret" not in text
+    assert "secret" in caplog.text
+
+
+def test_what_was_foreseen_is_told_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        _, text = played(1, EngineError("The engine is gone."))
+    assert json.loads(text.split("data: ")[-1])["error"]["message"] == "The engine is gone."
+    assert caplog.text == ""
