@@ -7,8 +7,9 @@ its own, in turns: time to the first token and time per token, by the wall clock
 Only one engine is there at any time: an engine's threads would take the cores from the other even while it waits, so
 each turn starts its process, warms it up with one conversation and ends it; who goes first alternates. Both have the
 options of --engine and no prefix cache; what stands after -- is the server's alone. In the server's turn chunks are
-timed when they arrive at a client in this process, in the SDK's turn when AsyncLLM's stream yields them. Figures are
-medians over prompts, of each prompt's median over turns.
+timed when they arrive at a client in this process that only reads, in the SDK's turn when AsyncLLM's stream yields
+them. --client aiohttp adds what a client's library costs. Figures are medians over prompts, of each prompt's median
+over turns.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bare import BareClient
 from client import CHAT, Client
 from findings import Findings, count, engine_of, finish, note, parser
 from served import ServerError, serving
@@ -51,6 +53,7 @@ def parse() -> argparse.Namespace:
     made.add_argument("--repeats", type=count, default=7, help="turns of each")
     made.add_argument("--limit", type=count, default=12, help="prompts")
     made.add_argument("--max-tokens", type=_some, default=64, help="at least 2")
+    made.add_argument("--client", choices=("bare", "aiohttp"), default="bare", help="who reads the server's streams")
     made.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="EngineConfig's, for both")
     return made.parse_args()
 
@@ -86,10 +89,14 @@ class Comparison:
         async with serving(self._options.model, self._options.serve, defaults) as served, served.session() as session:
             client = Client(session)
             self._findings.keep("engine", await engine_of(client))
-            await self._converse(client, WARM_UP)
-            return [await self._converse(client, prompt) for prompt in self._prompts]
+            reader = client if self._options.client == "aiohttp" else await BareClient.to(served.url)
+            await self._converse(reader, WARM_UP)
+            turn = [await self._converse(reader, prompt) for prompt in self._prompts]
+            if isinstance(reader, BareClient):
+                reader.close()
+            return turn
 
-    async def _converse(self, client: Client, prompt: str) -> Timing:
+    async def _converse(self, client: Client | BareClient, prompt: str) -> Timing:
         asked = {
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": self._options.max_tokens,

@@ -67,7 +67,7 @@ class Wire:
         self._decode = msgspec.msgpack.Decoder(Command).decode
 
     def send(self, report: Report) -> None:
-        self._socket.send(self._encode(report), copy=False)
+        self._socket.send(self._encode(report))
 
     def commands(self, wait: bool) -> Iterator[Command]:
         """All that have come; with `wait` at least one, or none after a second."""

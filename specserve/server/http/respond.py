@@ -93,6 +93,15 @@ def _pinging(answers: Answers) -> Iterator[None]:
         pings.cancel()
 
 
+class _EventStream(web.StreamResponse):
+    """Its head waits for the first write: one packet, and one time that the client is woken, less."""
+
+    _send_headers_immediately = False
+
+    def __init__(self) -> None:
+        super().__init__(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+
+
 class _Streaming:
     """One response as server-sent events. Its head is sent with the first event, or the first ping: an error that comes
     before has a status of its own."""
@@ -102,9 +111,7 @@ class _Streaming:
         self._options = context(request).options
         self._answers = answers
         self._stream = call.events(answers.outputs)
-        self._response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        )
+        self._response = _EventStream()
 
     async def run(self) -> web.StreamResponse:
         try:

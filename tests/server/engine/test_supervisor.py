@@ -283,7 +283,7 @@ def test_bytes_that_are_no_message_are_dropped(folder: Path, expected: list[int]
         async with running(folder) as service:
             socket = service.supervisor.client._socket
             for junk in (b"", b"\x80\x04\x95.", b"\xff" * 100, b"\x81\xa4type\xa5eval!"):
-                await socket.send(junk)
+                socket.send(junk)
             assert await answer(service) == expected
 
     asyncio.run(play())
