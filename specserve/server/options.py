@@ -40,7 +40,7 @@ class ServeOptions:
     request_timeout_s: float = 0.0
     write_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
-    stall_timeout_s: float = 10.0
+    stall_timeout_s: float = 9.5
     start_timeout_s: float = 900.0
     status_interval_s: float = 10.0
     log_format: Literal["text", "json"] = "text"

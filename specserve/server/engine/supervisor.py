@@ -42,7 +42,7 @@ class Patience:
     """Seconds and numbers of attempts after which a supervisor gives up on something."""
 
     start_s: float = 900.0  # until the engine is ready
-    stall_s: float = 10.0  # without a step while requests are open
+    stall_s: float = 9.5  # without a step while requests are open
     loop_s: float = 600.0  # of steps that say nothing while requests are open; a long prompt takes many of them
     attempts: int = 3  # starts in a row that fail before the engine was ready
 
