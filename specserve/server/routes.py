@@ -241,4 +241,14 @@ ROUTES = (
         media=HTML,
         needs_key=False,
     ),
+    Route(
+        method="GET",
+        path="/",
+        name="getPlayground",
+        summary="A page for people who want to talk with the model and see which drafts it accepts.",
+        group="Server",
+        replies={200: str},
+        media=HTML,
+        needs_key=False,
+    ),
 )

@@ -1,4 +1,4 @@
-"""GET /openapi.json and /docs: what this server takes and gives, for programs and for people. Knows no endpoint."""
+"""GET /openapi.json, for programs, and the pages for people: / and /docs. Knows no endpoint."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from aiohttp import web
 
-from specserve.server.docs import docs_page
 from specserve.server.http.context import context
 from specserve.server.http.respond import json_response
 from specserve.server.openapi import document
+from specserve.server.pages import page
 from specserve.server.wire.fields import Limits
 
 _LONG = 2**20  # characters' worth of work: it takes as long as a large text, so it is done on a thread
@@ -26,8 +26,17 @@ async def openapi(request: web.Request) -> web.Response:
 
 async def docs(request: web.Request) -> web.Response:
     """GET /docs; it needs no key, as a browser sends none, and asks for one to send requests with."""
-    page = docs_page()
-    return web.Response(body=page.body, headers=page.headers)
+    return _page_response("docs")
+
+
+async def playground(request: web.Request) -> web.Response:
+    """GET /; needs no key either."""
+    return _page_response("playground")
+
+
+def _page_response(name: str) -> web.Response:
+    shown = page(name)
+    return web.Response(body=shown.body, headers=shown.headers)
 
 
 @functools.lru_cache(maxsize=4)

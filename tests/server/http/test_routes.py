@@ -263,8 +263,20 @@ def test_the_document_has_every_route_and_no_other(server: Any) -> None:
     assert documented == routes
 
 
-def test_docs_are_a_page_of_their_own(server: Any) -> None:
-    reply = server.get("/docs")
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_are_complete(server: Any, path: str) -> None:
+    reply = server.get(path)
     assert reply.status == 200
-    assert reply.headers["content-type"].startswith("text/html")
+    assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in reply.headers["content-security-policy"]
+    head = server.ask("HEAD", path)
+    assert (head.status, head.body, head.headers["content-length"]) == (200, b"", str(len(reply.body)))
+    assert head.headers["content-security-policy"] == reply.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_need_no_key_but_what_they_ask_does(strict_server: Any, path: str) -> None:
+    nobody = {"Authorization": ""}
+    assert strict_server.get(path, headers=nobody).status == 200
+    for asked in ("/stats", "/server_info", "/v1/models", "/openapi.json"):
+        assert strict_server.get(asked, headers=nobody).status == 401

@@ -1,5 +1,5 @@
-"""GET /docs: one page that shows /openapi.json to people. Knows what the browser may do with it; the page itself is
-static/docs.html."""
+"""The pages for people: GET /, where one talks with the model, and GET /docs, which shows /openapi.json. Knows what a
+browser may do with them; the pages themselves are static/NAME.html."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Page:
     headers: Mapping[str, str]
 
 
-def docs_page() -> Page:
-    """The page. It may run its own script and style, told by their hashes, and speak with this server alone."""
-    text = files("specserve.server").joinpath("static/docs.html").read_text("utf-8")
+def page(name: str) -> Page:
+    """static/NAME.html. It may run its own script and style, told by their hashes, and speak with this server alone."""
+    text = files("specserve.server").joinpath(f"static/{name}.html").read_text("utf-8")
     headers = {
         "Content-Type": "text/html; charset=utf-8",
         "Content-Security-Policy": content_security_policy(text),
@@ -33,11 +33,11 @@ def docs_page() -> Page:
     return Page(text.encode(), headers)
 
 
-def content_security_policy(page: str) -> str:
+def content_security_policy(text: str) -> str:
     """Allows what stands in the page's script and style elements, requests to the server that it came from, and nothing
     else: no other host, no frame around it."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
-    for kind, source in _INLINE.findall(page):
+    for kind, source in _INLINE.findall(text):
         digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
         hashes[kind].append(f"'sha256-{digest}'")
     rules = {
