@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from typing import Any, Protocol
 
 import msgspec
@@ -112,6 +113,7 @@ class EngineClient:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Report).decode
         self.is_deaf = False
+        self._unsent: deque[bytes] = deque()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self._listen)  # not zmq.asyncio: 0.3 ms of every first token were its
 
@@ -166,12 +168,24 @@ class EngineClient:
         self._socket.close()
 
     def _send(self, command: Command) -> None:
-        self._socket.send(self._encode(command))
+        self._unsent.append(self._encode(command))
         self._loop.call_soon(self._listen)  # zmq tells of what comes once, and sending may have been told
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what was not yet; before the engine has connected nothing can be."""
+        try:
+            while self._unsent:
+                self._socket.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        except zmq.Again:
+            return
 
     def _listen(self) -> None:
         """Hear all that has come; zmq tells of nothing new before."""
         try:
+            if not self._socket.closed:
+                self._flush()
             while not (self.is_deaf or self._socket.closed):
                 self._hear(self._decode(self._socket.recv(zmq.NOBLOCK)))
         except zmq.Again:
