@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SpecserveError,
     )
     from specserve.llm import LLM, AsyncLLM
+    from specserve.structured import Structured
     from specserve.types import SamplingParams
 
 
@@ -34,6 +35,7 @@ __all__ = [
     "Client",
     "AsyncClient",
     "SamplingParams",
+    "Structured",
     "EngineConfig",
     "SpecserveError",
     "InputError",
@@ -51,6 +53,7 @@ _HOMES = {
     "Client": "client",
     "AsyncClient": "client",
     "SamplingParams": "types",
+    "Structured": "structured",
     "EngineConfig": "config",
 }
 

@@ -40,6 +40,7 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "drafter_options": (SPECULATION, "The drafter's own options, as --drafter-options.NAME VALUE."),
     "drafter_timeout_s": (SPECULATION, "Seconds a drafter may take before it is switched off."),
     "verification": (SPECULATION, "How drafts are judged; coupled gives the same text as plain decoding."),
+    "grammar_backend": (ENGINE, "Who enforces structured output: auto, or a file name in grammars/."),
     "max_model_len": (ENGINE, "Longest prompt + output in tokens [default: the model's]."),
     "max_num_seqs": (ENGINE, "Most sequences that run at once."),
     "max_num_batched_tokens": (ENGINE, "Most tokens of one step; long prompts run in chunks of this size."),

@@ -37,6 +37,7 @@ class EngineConfig:
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     drafter_timeout_s: float = 2.0
     verification: str = "coupled"
+    grammar_backend: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512

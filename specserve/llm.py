@@ -48,7 +48,7 @@ class LLM:
         self.device, self.dtype, self.threads = self._built.device, self._built.dtype, self._built.threads
         self.quantization = self._built.quantization
         self.summary = self._built.summary
-        self._requests = Requests(self.tokenizer)
+        self._requests = Requests(self.tokenizer, self._built.compiler)
         self._collectors: dict[str, Collector] = {}
 
     @property
@@ -171,7 +171,8 @@ class LLM:
         """Queue requests all together or not at all; whatever still runs at the end is aborted."""
         engine = self.engine
         try:
-            for (request, output), chosen in zip(made, params, strict=True):
+            ready = [self._requests.compiled(request) for request, _ in made]
+            for request, (_, output), chosen in zip(ready, made, params, strict=True):
                 engine.add(request)
                 self._collectors[request.id] = Collector(output, chosen, self.tokenizer, engine.abort)
             yield [self._collectors[request.id] for request, _ in made]
@@ -196,7 +197,7 @@ class AsyncLLM:
         built = build(self.config, progress=progress)
         self.tokenizer, self.summary = built.tokenizer, built.summary
         self.engine = built.engine  # its counters may be read; everything else belongs to the loop's thread
-        self._requests = Requests(self.tokenizer)
+        self._requests = Requests(self.tokenizer, built.compiler)
         self._loop = EngineLoop(built.engine)
 
     async def generate(
@@ -274,6 +275,8 @@ class AsyncLLM:
         collector = Collector(output, request.params, self.tokenizer, self._loop.abort)
         events: asyncio.Queue[Event | SpecserveError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        if request.params.structured is not None:
+            request = await asyncio.to_thread(self._requests.compiled, request)
         self._loop.add(request, lambda event: _hand_over(loop, events, event))
         try:
             while not collector.finished:

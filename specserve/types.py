@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.errors import InputError, strict_fields
+from specserve.structured import Structured
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ class SamplingParams:
     `temperature=0` is greedy. `seed=None` draws one. `max_tokens=None` is up to the context length. `logprobs=k`
     reports the chosen token and the k best of the model's own distribution, before any processing; `prompt_logprobs`
     the same for the prompt. `num_speculative_tokens` caps this request's drafts (0: none), None leaves that to the
-    engine. Raises InputError naming the field.
+    engine. `structured` is what the output must be: whatever Structured.of takes. Raises InputError naming the field.
     """
 
     n: int = 1
@@ -58,6 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -75,6 +77,12 @@ class SamplingParams:
             _check_number(f"logit_bias[{token}]", bias, float, -100.0, 100.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}.", "min_tokens")
+        if self.structured is not None:
+            object.__setattr__(self, "structured", Structured.of(self.structured))
+            if self.ignore_eos:
+                raise InputError(
+                    "ignore_eos: structured output ends where its grammar does. Leave it out.", "ignore_eos"
+                )
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise InputError for a token id outside 0..vocab_size-1 (the width of the LM head)."""
@@ -204,7 +212,7 @@ class Sequence:
     parent: Sequence | None = None  # the completion whose prompt KV this one shares (n > 1)
     blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
     cached: int = 0  # set by the cache
-    grammar: GrammarState | None = None
+    grammar: GuardedState | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per output token, if asked for
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per prompt token, first None
     finish_reason: FinishReason | None = None
@@ -308,12 +316,23 @@ class Event:
 
 class GrammarState(Protocol):
     """Where one sequence stands in its grammar. The engine and a grammar meet only at a row of bits, int32
-    [ceil(vocab / 32)], bit t set when token t may come next."""
+    [ceil(vocab / 32)], bit t set when token t may come next.
+
+    `fill` writes all of a row. `advance` moves over a token and says whether that may come; if not, nothing has moved.
+    `rollback` takes back the last n that it moved over. `forced` are the tokens that must follow, as the tokenizer
+    would split them: a draft, since other tokens may spell the same. Any of them may raise: it is the request's end.
+    """
 
     def fill(self, row: Ids) -> None: ...
     def advance(self, token: int) -> bool: ...
     def rollback(self, n: int) -> None: ...
     def forced(self) -> list[int]: ...
+
+
+class GuardedState(GrammarState, Protocol):
+    """A state that raises nothing: `fault` says why nothing may come any more."""
+
+    fault: str | None
 
 
 class Drafter(Protocol):

@@ -16,6 +16,8 @@ from specserve.cache.cache import KVCache
 from specserve.cache.sizing import free_memory, plan_blocks
 from specserve.cache.storage import KVStorage
 from specserve.config import EngineConfig
+from specserve.constraint.compiler import Compiler, check_backend
+from specserve.constraint.vocabulary import vocabulary
 from specserve.engine.engine import Engine
 from specserve.engine.request import Limits
 from specserve.engine.scheduler import Scheduler
@@ -36,6 +38,7 @@ class Built:
 
     engine: Engine
     tokenizer: Tokenizer
+    compiler: Compiler
     device: str
     dtype: str
     quantization: str
@@ -46,6 +49,7 @@ class Built:
 def build(config: EngineConfig, *, progress: bool = False) -> Built:
     """Load everything a configuration names. Raises ConfigError, ModelError or CapacityError before any request."""
     drafter = create(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
+    check_backend(config.grammar_backend)
     threads = config.threads or usable_cores()
     ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads)
     # Native kernels have threads of their own, and torch's would spin beside them for what little is left to torch.
@@ -84,7 +88,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     dtype = str(ops.dtype).removeprefix("torch.")
     weights = dtype if ops.quantization == "none" else ops.quantization
     summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels); {chosen}"
-    return Built(engine, tokenizer, str(ops.device), dtype, ops.quantization, threads, summary)
+    compiler = Compiler(lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend)
+    return Built(engine, tokenizer, compiler, str(ops.device), dtype, ops.quantization, threads, summary)
 
 
 def choose_device(name: str) -> torch.device:

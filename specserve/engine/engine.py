@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specserve.cache.cache import KVCache
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
+from specserve.constraint import masks
 from specserve.engine.commit import event, extend
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
@@ -17,9 +18,11 @@ from specserve.runtime.batch import Batch, Rows, Work, pack
 from specserve.runtime.runner import Output, Runner
 from specserve.sampling.sampler import Sampler
 from specserve.sampling.verify import Failure
-from specserve.speculation.base import DraftHost
+from specserve.speculation.base import NONE, DraftHost
 from specserve.speculation.drafters import Drafters
-from specserve.types import Event, Sequence, Verdict
+from specserve.types import Draft, Event, Sequence, Verdict
+
+_MOST_FORCED = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
 
 
 class Engine:
@@ -86,7 +89,7 @@ class Engine:
         with timed("total"):
             work = self.scheduler.pick(self._draft_limit)
             with timed("draft"):
-                drafts = self.drafters.propose(work.seqs, work.budgets)
+                drafts = self._guide(work, self.drafters.propose(work.seqs, work.budgets))
             batch = pack(work, drafts, self.runner.ops.row_multiple)
             with timed("forward"):
                 out = self.runner.run(batch)
@@ -101,16 +104,26 @@ class Engine:
 
     def _draft_limit(self, seq: Sequence) -> int:
         """How many tokens its draft may have. A drafter that the request names drafts although the engine's number is
-        0, which stands for those that name none."""
+        0, which stands for those that name none. What a grammar forces is drafted unless the request wants no drafts:
+        it costs its rows and is never in vain."""
+        forced = 0 if seq.grammar is None or seq.drafter == NONE else min(len(seq.grammar.forced()), _MOST_FORCED)
         if not self.drafters.can_draft(seq):
-            return 0
+            return forced
         count = self.num_speculative_tokens
-        return count if count or seq.drafter is None else DEFAULT_NUM_SPECULATIVE_TOKENS
+        return max(forced, count if count or seq.drafter is None else DEFAULT_NUM_SPECULATIVE_TOKENS)
+
+    def _guide(self, work: Work, drafts: list[Draft]) -> list[Draft]:
+        """The drafts as grammars leave them."""
+        return [
+            draft if seq.grammar is None or not budget else masks.guide(seq, draft, budget)
+            for seq, draft, budget in zip(work.seqs, drafts, work.budgets, strict=True)
+        ]
 
     def _judge(self, batch: Batch, out: Output) -> dict[Sequence, Verdict | Failure]:
         """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
         logits = out.logits
-        results = self.sampler(logits, batch.rows, None, out.best) if batch.rows.seqs else []
+        allowed = masks.fill(batch.rows, -(-self.limits.vocab_size // 32))
+        results = self.sampler(logits, batch.rows, allowed, out.best) if batch.rows.seqs else []
         start = batch.rows.num_rows
         for seq, targets in batch.scored:
             scores = self.sampler.score(logits[start : start + len(targets)], targets, seq.params.prompt_logprobs or 0)
@@ -131,11 +144,12 @@ class Engine:
             if result is None:
                 self.cache.keep(seq, count)
             elif isinstance(result, Failure):
-                seq.finish_reason = "error"
-                events.append(event(seq, [], error=result.message))
+                events.append(_failed(seq, [], result.message))
             else:
                 self.cache.keep(seq, count, result.path, result.tokens)
-                events.append(event(seq, extend(seq, drafts[seq], result)))
+                tokens = extend(seq, drafts[seq], result)
+                fault = None if seq.grammar is None else masks.advance(seq, tokens)
+                events.append(event(seq, tokens) if fault is None else _failed(seq, tokens, fault))
                 verdicts[seq] = result
         return events, verdicts
 
@@ -171,3 +185,10 @@ class Engine:
         siblings.remove(seq)
         if not siblings:
             del self.requests[seq.request_id]
+
+
+def _failed(seq: Sequence, tokens: list[int], message: str) -> Event:
+    """Its last event. A grammar that failed knows better why nothing may come."""
+    seq.finish_reason = "error"
+    fault = None if seq.grammar is None else seq.grammar.fault
+    return event(seq, tokens, error=fault or message)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
+from specserve.constraint.compiler import Compiler
 from specserve.engine.outputs import CompletionOutput, RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import InputError
@@ -31,8 +32,9 @@ class Wishes:
 class Requests:
     """Makes requests from prompts, each with an id of its own."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, compiler: Compiler) -> None:
         self.tokenizer = tokenizer
+        self._compiler = compiler
         self._ids = itertools.count()
 
     def wishes(self, drafter: str | None, prediction: Prediction | None, priority: int = 0) -> Wishes:
@@ -55,6 +57,12 @@ class Requests:
     ) -> tuple[Request, RequestOutput]:
         text, ids = self.tokenizer.chat_ids(messages, **template)
         return self._make(text, ids, params, wishes)
+
+    def compiled(self, request: Request) -> Request:
+        """The request with its grammar, if it is to be structured. May take a second or more, once for each grammar.
+        Raises RefusedError."""
+        asked = request.params.structured
+        return request if asked is None else replace(request, grammar=self._compiler.compile(asked))
 
     def _make(
         self, text: str | None, ids: list[int], params: SamplingParams, wishes: Wishes

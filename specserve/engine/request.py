@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+from specserve.constraint.base import Grammar, Guarded
 from specserve.errors import InputError, PromptTooLongError
 from specserve.types import SamplingParams, Sequence, SequenceStats
 
@@ -29,7 +30,7 @@ class Request:
     """One prompt as ids with its parameters; `bad_ids` are params.bad_words as token ids. `priority`: lower is first.
     `salt` separates prefix caches. `drafter` is the name of its drafter, "none" for plain decoding; None leaves it to
     the engine. `prediction` is what the answer will mostly be, as ids: without a `drafter` the request drafts from it;
-    a drafter that is named may make use of it or not."""
+    a drafter that is named may make use of it or not. `grammar` is params.structured, compiled."""
 
     id: str
     prompt_ids: list[int]
@@ -39,6 +40,7 @@ class Request:
     salt: bytes = b""
     drafter: str | None = None
     prediction: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
 
 def sequences(request: Request, limits: Limits) -> list[Sequence]:
@@ -68,12 +70,25 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
             salt=request.salt,
             drafter=drafter,
             prediction=prediction,
+            grammar=_started(request),
             parent=first,
             stats=SequenceStats(arrived=time.perf_counter(), predicted=drafter == PREDICTION and bool(prediction)),
         )
         first = first or seq
         group.append(seq)
     return group
+
+
+def _started(request: Request) -> Guarded | None:
+    assert (request.grammar is None) == (request.params.structured is None), "a grammar is what structured asks for"
+    if request.grammar is None:
+        return None
+    try:
+        return Guarded(request.grammar.start())
+    except Exception as error:  # a backend's own; it may end nothing but this request
+        raise InputError(
+            f"structured: the grammar cannot begin: {type(error).__name__}: {error}", "structured"
+        ) from error
 
 
 def _check_prompt(ids: list[int], limits: Limits) -> None:

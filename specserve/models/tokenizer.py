@@ -29,9 +29,9 @@ class Tokenizer:
     """The tokenizer of a model folder: tokenizer.json, with the special tokens, end ids and chat template that its
     other files state.
 
-    `vocab_size` counts tokens, added ones included; `eos_ids` is every id that ends a text by itself; `bos_id` may be
-    None; `special_ids` are what `skip_special_tokens` skips. Raises ModelError for a file that is missing or broken and
-    for a tokenizer that is neither byte-level nor sentencepiece.
+    `vocab_size` counts tokens, added ones included; `eos_ids` is every id that ends a text by itself, `eos_id` the
+    usual one; that and `bos_id` may be None; `special_ids` are what `skip_special_tokens` skips. Raises ModelError for
+    a file that is missing or broken and for a tokenizer that is neither byte-level nor sentencepiece.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,8 @@ class Tokenizer:
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_id = self._id(special.get("bos_token"))
-        self.eos_ids = _eos_ids(folder, self._id(special.get("eos_token")))
+        self.eos_id = self._id(special.get("eos_token"))
+        self.eos_ids = _eos_ids(folder, self.eos_id)
         self._special = special
         self._kind = str(config.get("tokenizer_class", "PreTrainedTokenizerFast"))
         self._chat = ChatTemplate(folder, config, special)

@@ -173,9 +173,17 @@ def _forbid(scores: Tensor, pairs: list[tuple[int, int]]) -> None:
 def _apply_masks(scores: Tensor, masks: Tensor | None) -> None:
     if masks is None:
         return
-    shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
-    bits = (masks.to(scores.device)[:, :, None] >> shifts) & 1  # [rows, words, 32]
-    scores.masked_fill_(bits.flatten(1)[:, : scores.shape[1]] == 0, -torch.inf)
+    limited = (masks != -1).any(-1).nonzero().squeeze(-1).to(scores.device)  # the others may become anything
+    bits = _bits(masks.to(scores.device)[limited])[:, : scores.shape[1]]
+    scores[limited] = scores[limited].masked_fill_(bits == 0, -torch.inf)
+
+
+def _bits(masks: Tensor) -> Tensor:
+    """Whether each bit is set, lowest first: [rows, 32 words]. numpy is ten times as fast as torch on a CPU."""
+    if masks.is_cpu:
+        return torch.from_numpy(np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little"))
+    shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
+    return ((masks[:, :, None] >> shifts) & 1).flatten(1)
 
 
 def laws(params: Many[SamplingParams]) -> Laws:

@@ -293,8 +293,8 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     ("rows of another sequence", "_packed_starts", "len(draft) + 1", "len(draft)", at("block", "dense")),
     ("extra token of the wrong row", "last_row", "path[-1] + 1", "path[-1]", at("coupled", "one-hot")),
     ("residual of another law", "_subtract", "trial.q).clamp_(min=0.0)", "trial.q * 0)", at("rejection", "dense")),
-    ("mask at the root alone", "_apply_masks", "bits.flatten(1)", "bits[:1].expand_as(bits).flatten(1)", ENVELOPE),
-    ("mask of another word order", "_apply_masks", ">> shifts", ">> shifts.flip(0)", ENVELOPE),
+    ("mask at the root alone", "_apply_masks", "bits == 0", "bits[:1].expand_as(bits) == 0", ENVELOPE),
+    ("mask of another bit order", "_bits", 'bitorder="little"', 'bitorder="big"', ENVELOPE),
     ("drafts not penalised", "_occurrences", "counts[node + 1, columns[node]] += 1", "pass", REPEATING),
     (
         "siblings penalised",

@@ -286,7 +286,7 @@ FAULTS = [
     ("_add_bias", "+=", "=", "bias replaces the logit"),
     ("_keep_allowed", "own.fill_(-torch.inf)", "pass", "allowed tokens not enforced"),
     ("_penalise", "value > 0", "value < 0", "repetition rewards"),
-    ("_apply_masks", ":, : scores.shape[1]] == 0", ":, : scores.shape[1]] == 1", "mask inverted"),
+    ("_apply_masks", "bits == 0", "bits == 1", "mask inverted"),
     ("_apply_top_k", "best.gather(1, widths[:, None] - 1)", "best[:, -1:]", "another row's top-k"),
 ]
 

@@ -1,0 +1,106 @@
+"""The contract between grammars and the engine: what a backend is given, what it must give, and how it is called so
+that nothing it does can end or alter another request. Knows no backend.
+
+A backend is a file: `grammars/NAME.py` with exactly one public class named `...Backend`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence as Many
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from specserve.errors import InputError
+from specserve.structured import Structured
+from specserve.types import GrammarState, Ids
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Tokens as grammars see them. `tokens[i]` are the bytes of token i inside a text, empty for one that is not text:
+    a control token or an id that stands for nothing. `eos_ids` end a text, the usual one first. `size` is the width of
+    the LM head, at least len(tokens). `encode` is how the tokenizer itself would split a text."""
+
+    tokens: Many[bytes]
+    eos_ids: tuple[int, ...]
+    size: int
+    encode: Callable[[str], list[int]]
+
+    @property
+    def num_words(self) -> int:
+        """Of a row of bits."""
+        return -(-self.size // 32)
+
+
+class Grammar(Protocol):
+    """A compiled constraint: immutable, shared by all sequences that have it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+
+    def start(self) -> GrammarState: ...
+
+
+class Backend(Protocol):
+    """Compiles constraints for one vocabulary. `kinds` are those of Structured that it takes.
+
+    `compile` raises RefusedError for what it cannot enforce exactly, and may take long: it is never called where others
+    wait for it.
+    """
+
+    kinds: frozenset[str]
+
+    def compile(self, asked: Structured) -> Grammar: ...
+
+
+class RefusedError(InputError):
+    """A constraint that cannot be enforced exactly; the message says which part of it, and why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"structured: {message}", "structured")
+
+
+class Guarded:
+    """A grammar's state, called so that whatever it raises is the fault of one request. `fault` says why nothing may
+    come any more, from the first exception on; an empty row then stands for every row."""
+
+    def __init__(self, state: GrammarState) -> None:
+        self.fault: str | None = None
+        self._state = state
+        self._forced: list[int] | None = None  # until it moves
+
+    def fill(self, row: Ids) -> None:
+        if self.fault is None:
+            self._call(lambda: self._state.fill(row), None)
+        if self.fault is not None:
+            row[:] = 0
+
+    def advance(self, token: int) -> bool:
+        self._forced = None
+        return self._call(lambda: self._state.advance(token), False)
+
+    def rollback(self, n: int) -> None:
+        self._forced = None
+        if n:
+            self._call(lambda: self._state.rollback(n), None)
+
+    def forced(self) -> list[int]:
+        if self._forced is None:
+            self._forced = self._call(self._state.forced, list[int]())
+        return self._forced
+
+    def _call(self, function: Callable[[], T], otherwise: T) -> T:
+        if self.fault is not None:
+            return otherwise
+        try:
+            return function()
+        except Exception as error:
+            _log.warning("A grammar failed; its request ends.", exc_info=error)
+            self.fault = f"The grammar failed: {type(error).__name__}: {error}"
+            return otherwise

@@ -1,0 +1,135 @@
+"""Compiles constraints once each and keeps what came of them, refusals too, within a bound of bytes. Finds backends by
+name; knows none.
+
+Any number of threads may ask. Compiling may take long, so nobody asks who holds up others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import specserve.grammars
+from specserve.constraint.base import Backend, Grammar, RefusedError, Vocabulary
+from specserve.errors import ConfigError, unknown
+from specserve.structured import Structured
+
+AUTO = "auto"
+_ORDER = ("llguidance",)  # auto asks the first that takes the kind
+_REFUSAL_BYTES = 1024
+
+
+def backends() -> list[str]:
+    """Names of all backends, sorted; none of them is imported."""
+    return sorted(module.name for module in pkgutil.iter_modules(specserve.grammars.__path__))
+
+
+def check_backend(name: str) -> None:
+    """Raise ConfigError for a name that is neither a backend nor "auto"."""
+    if name != AUTO and name not in backends():
+        raise ConfigError("--grammar-backend: " + unknown("backend", name, [AUTO, *backends()]))
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What came of a constraint; a refusal is kept as its message, as an error would keep its whole stack."""
+
+    made: Future[Grammar | str]
+    num_bytes: int = 0
+
+
+class Compiler:
+    """Compiles for one vocabulary, which is only asked for with the first constraint. `backend` is a name or "auto";
+    what is kept takes at most `max_bytes`."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], backend: str = AUTO, max_bytes: int = 2**28) -> None:
+        check_backend(backend)
+        self._make_vocabulary = vocabulary
+        self._names = _ORDER if backend == AUTO else (backend,)
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[Structured, _Entry] = OrderedDict()  # least recently used first
+        self._num_bytes = 0
+        self._backends: dict[str, Backend] = {}
+        self._lock = threading.Lock()  # of the entries
+        self._making = threading.Lock()  # of backends
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is kept."""
+        return self._num_bytes
+
+    def known(self, asked: Structured) -> bool:
+        """Whether `compile` would answer at once."""
+        with self._lock:
+            entry = self._entries.get(asked)
+            return entry is not None and entry.made.done()
+
+    def compile(self, asked: Structured) -> Grammar:
+        """The grammar; two who ask for the same at once wait for one. Raises RefusedError."""
+        with self._lock:
+            entry = self._entries.get(asked)
+            is_new = entry is None
+            if entry is None:
+                entry = self._entries[asked] = _Entry(Future())
+            self._entries.move_to_end(asked)
+        if is_new:
+            self._make(asked, entry)
+        found = entry.made.result()
+        if isinstance(found, str):
+            raise RefusedError(found)
+        return found
+
+    def _make(self, asked: Structured, entry: _Entry) -> None:
+        try:
+            found: Grammar | str = self._backend_for(asked).compile(asked)
+            size = _REFUSAL_BYTES if isinstance(found, str) else found.num_bytes
+        except RefusedError as error:
+            found, size = str(error).removeprefix("structured: "), _REFUSAL_BYTES
+        except BaseException as error:
+            with self._lock:
+                self._entries.pop(asked, None)
+            entry.made.set_exception(error)
+            raise
+        with self._lock:
+            entry.num_bytes = size + len(asked.text)
+            self._num_bytes += entry.num_bytes
+            self._shrink()
+        entry.made.set_result(found)
+
+    def _shrink(self) -> None:
+        """Forget what was not used for longest; what is being made stays."""
+        for asked, entry in list(self._entries.items()):
+            if self._num_bytes <= self._max_bytes:
+                return
+            if entry.num_bytes:
+                del self._entries[asked]
+                self._num_bytes -= entry.num_bytes
+
+    def _backend_for(self, asked: Structured) -> Backend:
+        with self._making:
+            for name in self._names:
+                backend = self._backends.get(name) or self._made(name)
+                if asked.kind in backend.kinds:
+                    return backend
+        raise RefusedError(f"{asked.kind} is not supported by the backend {' or '.join(self._names)}.")
+
+    def _made(self, name: str) -> Backend:
+        try:
+            module = importlib.import_module(f"{specserve.grammars.__name__}.{name}")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"Grammar backend {name!r} needs the package {error.name!r}, which is missing."
+            ) from error
+        (found,) = [
+            value
+            for key, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module.__name__ and key.endswith("Backend")
+        ]
+        backend: Backend = found(self._make_vocabulary())
+        self._backends[name] = backend
+        return backend

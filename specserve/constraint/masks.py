@@ -1,0 +1,117 @@
+"""What grammars say of drafts: which nodes may stand, what is forced among them, and the bits for what follows each.
+Knows states and drafts; knows no backend and no model.
+
+A state stands at its sequence's last committed token. It walks a draft and is rolled back; nothing else is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.runtime.batch import Rows
+from specserve.types import Draft, GuardedState, Ids, Sequence
+
+
+def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
+    """The draft as the grammar of its sequence leaves it, of at most `budget` tokens: without what may not stand, and
+    with what is forced at its front, in its midst and at its end. A tree, or a draft with distributions, is cut and
+    nothing is put into it."""
+    assert seq.grammar is not None, "free sequences are not guided"
+    if len(draft) and (draft.q is not None or not draft.is_chain):
+        return _cut(seq.grammar, draft, seq.stop_ids)
+    tokens = _led(seq.grammar, draft.tokens.tolist(), budget, seq.stop_ids)
+    return draft if tokens == draft.tokens.tolist() else Draft.chain(tokens)
+
+
+def fill(rows: Rows, num_words: int) -> Tensor | None:
+    """The bits of the tokens that may come at each row, int32 [rows.num_rows, num_words]; None where nobody has a
+    grammar. What follows a node that may not stand, or that ends the sequence, is nothing at all."""
+    if all(seq.grammar is None for seq in rows.seqs):
+        return None
+    masks = np.full((rows.num_rows, num_words), -1, np.int32)
+    for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
+        if seq.grammar is not None:
+            _fill(seq.grammar, draft, seq.stop_ids, masks[start : start + len(draft) + 1])
+    return torch.from_numpy(masks)
+
+
+def advance(seq: Sequence, tokens: list[int]) -> str | None:
+    """Move a sequence's grammar over tokens that were emitted. Returns why it cannot go on, None if it can: sampled
+    under its mask every token fits, so only a fault of the grammar stops it."""
+    assert seq.grammar is not None, "free sequences have no grammar to advance"
+    for token in tokens:
+        if token in seq.stop_ids and seq.finished:
+            break
+        if not seq.grammar.advance(token):
+            return seq.grammar.fault or f"The grammar does not know the token {token} that it had allowed."
+    return seq.grammar.fault
+
+
+def _led(state: GuardedState, ahead: list[int], budget: int, ends: frozenset[int]) -> list[int]:
+    """A chain: what is forced, else what `ahead` says, as long as that agrees with what came before."""
+    tokens: list[int] = []
+    while len(tokens) < budget and not (tokens and tokens[-1] in ends):
+        following = state.forced()[: budget - len(tokens)] or ahead[:1]
+        taken = _take(state, following)
+        tokens += following[:taken]
+        ahead = ahead[taken:] if ahead[:taken] == following[:taken] else []
+        if not following or taken < len(following):
+            break
+    state.rollback(len(tokens))
+    return tokens
+
+
+def _take(state: GuardedState, tokens: list[int]) -> int:
+    """How many of the tokens the grammar lets follow; it stands behind them."""
+    for taken, token in enumerate(tokens):
+        if not state.advance(token):
+            return taken
+    return len(tokens)
+
+
+def _cut(state: GuardedState, draft: Draft, ends: frozenset[int]) -> Draft:
+    kept: list[int] = []
+    _visit(state, draft, ends, kept.append)
+    if len(kept) == len(draft):
+        return draft
+    kept.sort()
+    at = {node: i for i, node in enumerate(kept)}
+    parents = np.array([at.get(int(draft.parents[node]), -1) for node in kept], np.int32)
+    return Draft(draft.tokens[kept], parents, None if draft.q is None else draft.q[kept])
+
+
+def _fill(state: GuardedState, draft: Draft, ends: frozenset[int], rows: Ids) -> None:
+    rows[:] = 0
+    state.fill(rows[0])
+
+    def row_after(node: int) -> None:
+        if int(draft.tokens[node]) not in ends:
+            state.fill(rows[node + 1])
+
+    _visit(state, draft, ends, row_after)
+
+
+def _visit(state: GuardedState, draft: Draft, ends: frozenset[int], visit: Callable[[int], object]) -> None:
+    """Call `visit` for each node that may stand, with the state behind it; parents go first, and the state is where it
+    was in the end. Nothing stands behind a token that ends the sequence."""
+    if not len(draft):
+        return
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(draft.parents.tolist()):
+        children.setdefault(parent, []).append(node)
+    depth, ahead = 0, [(node, 0) for node in reversed(children[-1])]
+    while ahead:
+        node, level = ahead.pop()
+        state.rollback(depth - level)
+        depth = level
+        token = int(draft.tokens[node])
+        if state.advance(token):
+            depth += 1
+            visit(node)
+            if token not in ends:
+                ahead += [(child, depth) for child in reversed(children.get(node, ()))]
+    state.rollback(depth)

@@ -1,0 +1,108 @@
+"""Each constraint is compiled once, whoever asks and however often; what is kept is bounded; failures are kept too."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from specserve.constraint import compiler as module
+from specserve.constraint.base import Grammar, RefusedError, Vocabulary
+from specserve.constraint.compiler import Compiler, backends
+from specserve.errors import ConfigError
+from specserve.structured import Structured
+from specserve.testing import LanguageGrammar
+
+
+class Made(LanguageGrammar):
+    num_bytes = 1000
+
+
+class FakeBackend:
+    kinds = frozenset({"regex"})
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.pause_s = 0.0
+
+    def compile(self, asked: Structured) -> Grammar:
+        self.asked.append(asked.text)
+        time.sleep(self.pause_s)
+        if asked.text == "bad":
+            raise RefusedError("this is bad.")
+        if asked.text == "bug" and self.asked.count("bug") == 1:
+            raise RuntimeError("a planted fault")
+        return Made([[1]])
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    backend = FakeBackend()
+    monkeypatch.setattr(Compiler, "_made", lambda self, name: self._backends.setdefault(name, backend))
+    return backend
+
+
+def compiler(max_bytes: int = 2**20) -> Compiler:
+    return Compiler(lambda: Vocabulary([], (0,), 1, lambda text: []), max_bytes=max_bytes)
+
+
+def test_the_same_is_compiled_once(fake: FakeBackend) -> None:
+    made = compiler()
+    assert made.compile(Structured.regex("a")) is made.compile(Structured.regex("a"))
+    assert made.known(Structured.regex("a"))
+    assert not made.known(Structured.regex("b"))
+    made.compile(Structured.regex("b"))
+    assert fake.asked == ["a", "b"]
+
+
+def test_a_refusal_is_kept_and_told_to_everybody(fake: FakeBackend) -> None:
+    made = compiler()
+    for _ in range(3):
+        with pytest.raises(RefusedError, match=r"^structured: this is bad\.$"):
+            made.compile(Structured.regex("bad"))
+    assert fake.asked == ["bad"]
+
+
+def test_a_fault_of_the_backend_is_not_kept(fake: FakeBackend) -> None:
+    made = compiler()
+    with pytest.raises(RuntimeError, match="planted"):
+        made.compile(Structured.regex("bug"))
+    assert made.compile(Structured.regex("bug")) is not None
+    assert made.num_bytes == 1003
+
+
+def test_many_who_ask_at_once_wait_for_one(fake: FakeBackend) -> None:
+    fake.pause_s = 0.2
+    made, found = compiler(), []
+    threads = [threading.Thread(target=lambda: found.append(made.compile(Structured.regex("a")))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fake.asked == ["a"]
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+
+
+def test_what_is_kept_is_bounded_and_what_was_used_last_stays(fake: FakeBackend) -> None:
+    made = compiler(max_bytes=5050)
+    for i in range(10_000):
+        made.compile(Structured.regex(f"{i:04}"))
+        made.compile(Structured.regex("used"))
+        assert made.num_bytes <= 5050
+    assert fake.asked.count("used") == 1
+    assert made.known(Structured.regex("9999"))
+    assert not made.known(Structured.regex("9000"))
+
+
+def test_a_kind_that_no_backend_takes_is_refused(fake: FakeBackend) -> None:
+    with pytest.raises(RefusedError, match="lark is not supported"):
+        compiler().compile(Structured.grammar("start: X"))
+
+
+def test_backends_are_files() -> None:
+    assert "llguidance" in backends()
+    assert all(name in backends() for name in module._ORDER)
+    with pytest.raises(ConfigError, match="llguidance"):
+        Compiler(lambda: Vocabulary([], (0,), 1, lambda text: []), "lguidance")

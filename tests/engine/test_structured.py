@@ -1,0 +1,298 @@
+"""Structured output through the whole engine: every output fits its grammar, no draft, batch or lack of memory changes
+it, free neighbours do not notice it, and a grammar that fails ends its own request."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from scipy.stats import chisquare
+
+from specserve.config import EngineConfig
+from specserve.constraint import masks
+from specserve.constraint.base import Grammar
+from specserve.engine.build import Built, build
+from specserve.engine.request import Request
+from specserve.speculation.base import DraftHost, create
+from specserve.structured import Structured
+from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
+from specserve.types import SamplingParams
+
+Outputs = dict[str, list[int]]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "tags": {"type": "array", "items": {"enum": ["the", "and", "other"]}, "maxItems": 3},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+ASKED = [
+    Structured.json(SCHEMA),
+    Structured.regex(r"(the|and) [a-z]{3,8}\."),
+    Structured.choice(["then", "other", "stone"]),
+]
+NAMES = ("none", "ngram", "grammar", "chain", "tree")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama", seed=3)
+
+
+@pytest.fixture(scope="module")
+def built(tiny: Path) -> Built:
+    return make(tiny)
+
+
+def make(tiny: Path, **options: Any) -> Built:
+    return build(EngineConfig(model=str(tiny), dtype="float32", max_model_len=160, **options))
+
+
+def prompt(i: int) -> list[int]:
+    return [(7 * i + 3 * j * j + j) % 280 for j in range(5 + 3 * i % 20)]
+
+
+def params(i: int, structured: Structured | None) -> SamplingParams:
+    temperature = 0.0 if i % 4 < 2 else 1.0
+    return SamplingParams(
+        temperature=temperature, seed=i, max_tokens=90, structured=structured, presence_penalty=i % 3 / 4
+    )
+
+
+def requests(built: Built, count: int = 8, drafter: str | None = None) -> list[Request]:
+    """Every other one is free."""
+    made = []
+    for i in range(count):
+        asked = ASKED[i // 2 % len(ASKED)] if i % 2 else None
+        grammar = None if asked is None else built.compiler.compile(asked)
+        made.append(
+            Request(id=f"r{i}", prompt_ids=prompt(i), params=params(i, asked), grammar=grammar, drafter=drafter)
+        )
+    return made
+
+
+def drive(built: Built, asked: list[Request]) -> Outputs:
+    """Run to the end; no request may fail, and every invariant of the cache holds after every step."""
+    engine, outputs = built.engine, {request.id: [] for request in asked}
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            outputs[event.request_id] += event.tokens
+        engine.cache.check_integrity(engine.scheduler.running)
+    assert engine.cache.num_free == engine.cache.num_blocks
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def alone(built: Built) -> Outputs:
+    """Each by itself, without any draft: what all others must equal."""
+    found: Outputs = {}
+    for request in requests(built, 16, "none"):
+        found |= drive(built, [request])
+    return found
+
+
+def fits(built: Built, structured: Structured, tokens: list[int]) -> bool:
+    text = built.tokenizer.decode(tokens, skip_special_tokens=True)
+    if structured.kind == "json_schema":
+        return jsonschema_rs.is_valid(json.loads(structured.text), json.loads(text))
+    if structured.kind == "choice":
+        return text in json.loads(structured.text)
+    return jsonschema_rs.is_valid({"type": "string", "pattern": f"^(?:{structured.text})$"}, text)
+
+
+def test_every_output_that_ended_fits(built: Built, alone: Outputs) -> None:
+    ended = 0
+    for i in range(1, 16, 2):
+        tokens = alone[f"r{i}"]
+        if tokens[-1] in built.tokenizer.eos_ids:
+            ended += 1
+            assert fits(built, ASKED[i // 2 % len(ASKED)], tokens)
+    assert ended >= 5, "too few ended within their limit to tell anything"
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_drafter_and_no_company_changes_an_output(tiny: Path, alone: Outputs, name: str, batch: int) -> None:
+    built = make(tiny, max_num_seqs=batch)
+    scripts = {tuple(prompt(i)): alone[f"r{i}"] for i in range(16)}
+    script = {"accuracy": 0.8, "decoys": 2 if name == "tree" else 0}
+    drafter = ScriptedDrafter(scripts, 293, **script) if name in ("chain", "tree") else create(name, {})
+    built.engine.use(DraftHost(drafter, built.engine.limits.vocab_size, 10.0, name), 5)
+    assert drive(built, requests(built, 16)) == alone
+
+
+def test_preemption_keeps_a_grammar_where_it_was(tiny: Path, alone: Outputs) -> None:
+    built = make(tiny, kv_cache_gib=0.0002, max_num_batched_tokens=24)
+    assert drive(built, requests(built, 16)) == alone
+    assert built.engine.counters.num_preemptions > 0, "the cache was to be too small"
+
+
+def test_forced_tokens_are_drafted_and_accepted(built: Built) -> None:
+    asked = requests(built)[1]
+    for drafter, drafts in ((None, True), ("grammar", True), ("none", False)):
+        request = Request(
+            id="f", prompt_ids=asked.prompt_ids, params=asked.params, grammar=asked.grammar, drafter=drafter
+        )
+        built.engine.add(request)
+        stats = built.engine.requests["f"][0].stats
+        while built.engine.has_work:
+            built.engine.step()
+        assert (stats.num_accepted_tokens > 8) == drafts
+        rejected = stats.num_draft_tokens - stats.num_accepted_tokens
+        assert rejected <= 1, "masks have what is forced alone, but for the end: there are two end tokens"
+
+
+def test_a_request_may_forbid_drafts_of_what_is_forced(built: Built) -> None:
+    asked = requests(built)[1]
+    capped = SamplingParams(temperature=0.0, max_tokens=60, structured=ASKED[0], num_speculative_tokens=0)
+    built.engine.add(Request(id="f", prompt_ids=asked.prompt_ids, params=capped, grammar=asked.grammar))
+    stats = built.engine.requests["f"][0].stats
+    while built.engine.has_work:
+        built.engine.step()
+    assert stats.num_draft_tokens == 0
+
+
+def test_completions_of_one_request_stand_in_places_of_their_own(built: Built) -> None:
+    several = SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=40, structured=ASKED[1])
+    built.engine.add(Request(id="n", prompt_ids=prompt(3), params=several, grammar=built.compiler.compile(ASKED[1])))
+    texts: dict[int, list[int]] = {i: [] for i in range(4)}
+    while built.engine.has_work:
+        for event in built.engine.step():
+            texts[event.index] += event.tokens
+    assert all(fits(built, ASKED[1], tokens) for tokens in texts.values())
+    assert len({tuple(tokens) for tokens in texts.values()}) == 4
+
+
+@pytest.mark.parametrize("fault_after", [0, 1, 3])
+def test_a_grammar_that_fails_ends_its_own_request_and_says_why(built: Built, alone: Outputs, fault_after: int) -> None:
+    eos = built.tokenizer.eos_id
+    assert eos is not None
+    sentence = [*built.tokenizer.encode("the other stone"), eos]
+    grammar: Grammar = LanguageGrammar([sentence, [*sentence[:2], 5, 6, eos]], fault_after)
+    failing = Request(id="bad", prompt_ids=prompt(1), params=params(0, Structured.choice(["x"])), grammar=grammar)
+    outputs: Outputs = {}
+    errors: dict[str, str] = {}
+    for request in [*requests(built), failing]:
+        built.engine.add(request)
+    while built.engine.has_work:
+        for event in built.engine.step():
+            outputs.setdefault(event.request_id, []).extend(event.tokens)
+            if event.error is not None:
+                errors[event.request_id] = event.error
+    assert list(errors) == ["bad"]
+    assert "a planted fault" in errors["bad"]
+    assert {name: tokens for name, tokens in outputs.items() if name != "bad"} == {
+        f"r{i}": alone[f"r{i}"] for i in range(8)
+    }
+    assert built.engine.cache.num_free == built.engine.cache.num_blocks
+
+
+def test_where_nothing_may_come_the_request_ends_with_an_error(built: Built) -> None:
+    asked = SamplingParams(temperature=0.0, structured=ASKED[2], bad_words=["x"])
+    every = tuple((token,) for token in range(293))
+    request = Request(
+        id="x", prompt_ids=prompt(1), params=asked, grammar=built.compiler.compile(ASKED[2]), bad_ids=every
+    )
+    built.engine.add(request)
+    events = [event for _ in range(2) for event in built.engine.step()]
+    assert [event.finish_reason for event in events] == ["error"]
+    assert "grammar" in str(events[0].error)
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("drafter", ["none", "grammar", "chain"])
+def test_the_law_under_a_grammar_is_the_models_own_given_that_it_fits(
+    tiny: Path, verification: str, drafter: str
+) -> None:
+    """How often each sentence of a small language comes, against its probability under the masked model: the product
+    over its tokens of the model's probability among those that may come."""
+    built = make(tiny, verification=verification, max_num_seqs=64, max_num_batched_tokens=512)
+    tokenizer, eos = built.tokenizer, built.tokenizer.eos_id
+    assert eos is not None
+    language = [[*tokenizer.encode(text), eos] for text in ("the", "then", "other", "on", "one", "ten")]
+    odds = exact_law(built, language)
+    host = ScriptedDrafter({tuple(prompt(2)): language[1]}, 293) if drafter == "chain" else create(drafter, {})
+    built.engine.use(DraftHost(host, built.engine.limits.vocab_size, 10.0, drafter), 4)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for round_ in range(10):
+        asked = SamplingParams(
+            n=64, temperature=1.0, seed=round_ * 7919, max_tokens=30, structured=Structured.choice(["x"])
+        )
+        built.engine.add(Request(id="law", prompt_ids=prompt(2), params=asked, grammar=LanguageGrammar(language)))
+        texts: dict[int, list[int]] = {i: [] for i in range(64)}
+        while built.engine.has_work:
+            for event in built.engine.step():
+                texts[event.index] += event.tokens
+        seen.update(tuple(tokens) for tokens in texts.values())
+    assert set(seen) <= set(odds), "a sentence that is not in the language"
+    total = sum(seen.values())
+    observed = [seen[sentence] for sentence in odds]
+    expected = [total * p for p in odds.values()]
+    pooled = pool(observed, expected)
+    assert chisquare(*pooled).pvalue > 1e-4
+
+
+def exact_law(built: Built, language: list[list[int]]) -> dict[tuple[int, ...], float]:
+    """The model's own log-probabilities, one forward pass a sentence, renormalised among what may come."""
+    odds: dict[tuple[int, ...], float] = {}
+    for sentence in language:
+        chance = 1.0
+        for place, token in enumerate(sentence):
+            may_come = {s[place] for s in language if s[:place] == sentence[:place] and len(s) > place}
+            chance *= share(built, [*prompt(2), *sentence[:place]], token, may_come)
+        odds[tuple(sentence)] = chance
+    assert math.isclose(sum(odds.values()), 1.0, rel_tol=1e-6)
+    return odds
+
+
+def share(built: Built, text: list[int], token: int, may_come: set[int]) -> float:
+    scores = {each: score(built, text, each) for each in may_come}
+    return math.exp(scores[token]) / sum(map(math.exp, scores.values()))
+
+
+def score(built: Built, text: list[int], token: int) -> float:
+    asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    built.engine.add(Request(id="score", prompt_ids=[*text, token], params=asked))
+    (event,) = [event for _ in range(1) for event in built.engine.step()]
+    assert event.prompt_logprobs is not None
+    entry = event.prompt_logprobs[-1]
+    assert entry is not None
+    return entry.logprob
+
+
+def pool(observed: list[int], expected: list[float]) -> tuple[list[float], list[float]]:
+    """Cells that are expected fewer than five times become one."""
+    rare = [i for i, e in enumerate(expected) if e < 5]
+    common = [i for i, e in enumerate(expected) if e >= 5]
+    cells = [(float(observed[i]), expected[i]) for i in common]
+    if rare:
+        cells.append((float(sum(observed[i] for i in rare)), sum(expected[i] for i in rare)))
+    if cells[-1][1] < 1:
+        last = cells.pop()
+        cells[-1] = (cells[-1][0] + last[0], cells[-1][1] + last[1])
+    return [o for o, _ in cells], [e for _, e in cells]
+
+
+def test_a_planted_fault_in_the_masks_is_caught(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a draft that all have the root's bits: outputs then leave the language."""
+    real = masks._fill
+
+    def stale(state: Any, draft: Any, ends: Any, rows: Any) -> None:
+        real(state, draft, ends, rows)
+        rows[1:] = rows[0]
+
+    monkeypatch.setattr(masks, "_fill", stale)
+    with pytest.raises(AssertionError):
+        test_the_law_under_a_grammar_is_the_models_own_given_that_it_fits(tiny, "coupled", "chain")

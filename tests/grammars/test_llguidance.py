@@ -1,0 +1,179 @@
+"""The backend against the truth: every token of every valid instance may come, no invalid instance can be finished, and
+walking leaves no trace. The vocabulary is a tiny model's; the instances are judged by jsonschema-rs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from specserve.constraint.base import RefusedError, Vocabulary
+from specserve.constraint.vocabulary import vocabulary
+from specserve.grammars.llguidance import LlguidanceBackend, LlguidanceState
+from specserve.models.tokenizer import Tokenizer
+from specserve.structured import Structured
+from specserve.testing import write_tiny_model
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SCHEMAS: list[Any] = [
+    PERSON,
+    {"enum": ["red", "green", 3, None, [1, 2]]},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^a+b$"}]},
+    {"$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}, "additionalProperties": False}},
+     "$ref": "#/$defs/n"},
+    True,
+]  # fmt: skip
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 130) | st.sampled_from(["red", "ab", "aab", "", "Bob", "é\n"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "age", "next"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama")
+    tokenizer = Tokenizer(folder)
+    return vocabulary(tokenizer, tokenizer.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def backend(words: Vocabulary) -> LlguidanceBackend:
+    return LlguidanceBackend(words)
+
+
+def allowed(state: LlguidanceState, words: Vocabulary) -> set[int]:
+    row = np.full(words.num_words, -1, np.int32)
+    state.fill(row)
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+def takes(state: LlguidanceState, words: Vocabulary, text: str) -> bool:
+    """Whether the text may be said from here to its end. Mask and advance must agree at every token, but where text is
+    forced: the mask then has the one token that the tokenizer would take, and another way of spelling it may come."""
+    taken = 0
+    tokens = [*words.encode(text), words.eos_ids[0]]
+    for token in tokens:
+        in_mask, forced = token in allowed(state, words), state.forced()
+        may_come = state.advance(token)
+        assert may_come >= in_mask, "the mask has what may not come"
+        assert in_mask or not may_come or forced[0] != token, "the mask lacks what is forced"
+        assert in_mask == may_come or forced, "mask and advance disagree"
+        if not may_come:
+            break
+        taken += 1
+    state.rollback(taken)
+    return taken == len(tokens)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:30])
+@settings(max_examples=40, deadline=None)
+@given(value=json_values)
+def test_what_fits_a_schema_can_be_said_and_nothing_else(
+    schema: Any, value: Any, backend: LlguidanceBackend, words: Vocabulary
+) -> None:
+    state = backend.compile(Structured.json(schema)).start()
+    before = allowed(state, words)
+    fits = jsonschema_rs.is_valid(schema, value)
+    assert takes(state, words, json.dumps(value, ensure_ascii=False)) == fits
+    assert allowed(state, words) == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        (Structured.regex(r"\d{4}-\d\d"), ["2026-11"], ["2026-1", "x", "", "2026-111"]),
+        (Structured.regex("a*"), ["", "aaaa"], ["b", "ab"]),
+        (Structured.choice(["yes", "no", 'a "b"\n']), ["yes", "no", 'a "b"\n'], ["ye", "yesno", ""]),
+        (Structured.grammar('start: sum\nsum: NUM ("+" NUM)*\nNUM: /[0-9]+/'), ["1", "1+23"], ["1+", "+1", "1 + 2"]),
+        (Structured.json_object(), ["{}", '{"a": [1, null]}'], ["[]", "1", "{", '{"a": 1} ']),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Structured) else "",
+)
+def test_every_kind(
+    asked: Structured, good: list[str], bad: list[str], backend: LlguidanceBackend, words: Vocabulary
+) -> None:
+    state = backend.compile(asked).start()
+    assert [text for text in good if not takes(state, words, text)] == []
+    assert [text for text in bad if takes(state, words, text)] == []
+
+
+def test_the_end_comes_once_and_can_be_taken_back(backend: LlguidanceBackend, words: Vocabulary) -> None:
+    state = backend.compile(Structured.choice(["ab"])).start()
+    ids = words.encode("ab")
+    assert state.forced() == ids
+    assert not state.advance(words.eos_ids[0]), "nothing was said yet"
+    for token in ids:
+        assert state.advance(token)
+    assert state.forced() == [words.eos_ids[0]]
+    assert allowed(state, words) == set(words.eos_ids)
+    assert state.advance(words.eos_ids[0])
+    assert allowed(state, words) == set()
+    assert state.forced() == []
+    assert not state.advance(words.eos_ids[0])
+    assert not state.advance(ids[0])
+    state.rollback(1 + len(ids))
+    assert state.forced() == ids
+
+
+def test_what_is_forced_may_come_and_is_how_the_tokenizer_splits_it(
+    backend: LlguidanceBackend, words: Vocabulary
+) -> None:
+    state = backend.compile(Structured.json(PERSON)).start()
+    forced = state.forced()
+    assert forced == words.encode('{"name": "')[: len(forced)]
+    assert len(forced) >= 2
+    for token in forced:
+        assert token in allowed(state, words)
+        assert state.advance(token)
+
+
+def test_states_of_one_grammar_do_not_know_each_other(backend: LlguidanceBackend, words: Vocabulary) -> None:
+    grammar = backend.compile(Structured.choice(["ab", "cd"]))
+    first, second = grammar.start(), grammar.start()
+    assert first.advance(words.encode("ab")[0])
+    assert takes(second, words, "cd")
+    assert takes(grammar.start(), words, "ab")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Structured.regex("(?=a)b"),
+        Structured.regex("("),
+        Structured.grammar("start: missing"),
+        Structured.json({"not": {"type": "string"}}),
+        Structured.json({"type": "strin"}),
+        Structured.json({"$ref": "http://example.com/schema"}),
+        Structured.json({"type": "integer", "minimum": 3, "maximum": 2}),
+    ],
+    ids=lambda asked: asked.text[:20],
+)
+def test_what_cannot_be_enforced_is_refused(asked: Structured, backend: LlguidanceBackend) -> None:
+    with pytest.raises(RefusedError, match=r"structured: .") as caught:
+        backend.compile(asked)
+    assert caught.value.param == "structured"
+    assert "\n" not in str(caught.value)
+
+
+def test_control_tokens_are_no_text(backend: LlguidanceBackend, words: Vocabulary, tmp_path: Path) -> None:
+    state = backend.compile(Structured.regex("(?s).*")).start()
+    control = {i for i, text in enumerate(words.tokens) if not text}
+    assert control
+    assert allowed(state, words) & control == set(words.eos_ids)
