@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -13,12 +14,14 @@ from specserve.cli_answer import Answer, check, write
 from specserve.cli_options import (
     GENERATION,
     OUTPUT,
+    STRUCTURED,
     EngineOptions,
     SamplingOptions,
     engine_options,
     sampling_params,
 )
 from specserve.errors import InputError
+from specserve.structured import Structured
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +37,14 @@ def generate(
         bool, Parameter(group=GENERATION, negative=(), help="Continue the text itself: no chat template.")
     ] = False,
     system: Annotated[str | None, Parameter(group=GENERATION, help="System message before each prompt.")] = None,
+    schema: Annotated[
+        Path | None, Parameter(group=STRUCTURED, help="JSON Schema in a file; the answer is JSON that fits it.")
+    ] = None,
+    regex: Annotated[str | None, Parameter(group=STRUCTURED, help="The answer as a whole matches this.")] = None,
+    choice: Annotated[
+        tuple[str, ...],
+        Parameter(group=STRUCTURED, negative=(), show_default=False, help="The answer is this; may be repeated."),
+    ] = (),
     json_lines: Annotated[
         bool, Parameter(name="--json", group=OUTPUT, negative=(), help="One JSON object a prompt instead of text.")
     ] = False,
@@ -46,16 +57,31 @@ def generate(
     """Answer prompts. One prompt is streamed as it is generated; several run together and are printed in order."""
     if raw and system is not None:
         raise InputError("--raw sends no messages, so --system has no place in it. Leave one of them out.", "system")
+    params = replace(sampling_params(sampling), structured=_structured(schema, regex, choice))
     asked = [text if raw else _messages(text, system) for text in prompts or (_standard_input(),)]
     from specserve.llm import LLM
 
     with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
         if len(asked) == 1 and not json_lines:
-            answers = [_stream(llm, asked[0], sampling_params(sampling))]
+            answers = [_stream(llm, asked[0], params)]
         else:
-            answers = _batch(llm, asked, sampling_params(sampling), json_lines)
+            answers = _batch(llm, asked, params, json_lines)
     if stats:
         print(*(answer.speed() for answer in answers), sep="\n", file=sys.stderr)
+
+
+def _structured(schema: Path | None, regex: str | None, choice: tuple[str, ...]) -> Structured | None:
+    """What the answer must be, said in at most one way."""
+    if (schema is not None) + (regex is not None) + bool(choice) > 1:
+        raise InputError("--schema, --regex and --choice each say all of what the answer must be. Give one.")
+    if schema is not None:
+        try:
+            return Structured.json(schema.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--schema: {schema} cannot be read: {error}.", "schema") from error
+    if regex is not None:
+        return Structured.regex(regex)
+    return Structured.choice(choice) if choice else None
 
 
 def _standard_input() -> str:

@@ -14,9 +14,10 @@ from specserve.types import SamplingParams
 
 MODEL = Group("Model", sort_key=1)
 GENERATION = Group("Generation", sort_key=2)
-SPECULATION = Group("Speculation", sort_key=3)
-ENGINE = Group("Engine", sort_key=4)
-OUTPUT = Group("Output", sort_key=5)
+STRUCTURED = Group("Structured output", sort_key=3)
+SPECULATION = Group("Speculation", sort_key=4)
+ENGINE = Group("Engine", sort_key=5)
+OUTPUT = Group("Output", sort_key=6)
 
 
 def whole(kind: Any, tokens: Sequence[Token]) -> int:

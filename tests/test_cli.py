@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -286,6 +287,29 @@ def test_generate_json(specserve: Run, tiny: str) -> None:
     assert [record["prompt"] for record in records] == ["one", "two"]
     assert all(len(record["token_ids"]) <= 6 for record in records)
     assert all(record["finish_reason"] in ("length", "stop") for record in records)
+
+
+@pytest.mark.usefixtures("kept")
+def test_generate_structured(specserve: Run, tiny: str, tmp_path: Path) -> None:
+    flags = ("--model", tiny, *SMALL, "--max-tokens", "90", "--temperature", "1", "--seed", "4")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": ["the", 1]}, "minItems": 1, "maxItems": 3}')
+    for _ in range(2):
+        out = specserve("generate", "one", "two", *flags, "--schema", str(schema))[1]
+        assert all(1 <= len(json.loads(line)) <= 3 and set(json.loads(line)) <= {"the", 1} for line in out.splitlines())
+    assert re.fullmatch(r"[ab]{3}\n", specserve("generate", "one", *flags, "--regex", "[ab]{3}")[1])
+    assert specserve("generate", "one", *flags, "--choice", "on", "--choice", "off")[1] in ("on\n", "off\n")
+
+
+@pytest.mark.usefixtures("kept")
+def test_generate_structured_says_what_is_wrong(specserve: Run, tiny: str, tmp_path: Path) -> None:
+    flags = ("--model", tiny, *SMALL)
+    assert "Give one" in specserve("generate", "one", *flags, "--regex", "a", "--choice", "b")[2]
+    assert "missing.json" in specserve("generate", "one", *flags, "--schema", "missing.json")[2]
+    (tmp_path / "no.json").write_text('{"not": {}}')
+    status, out, err = specserve("generate", "one", *flags, "--schema", str(tmp_path / "no.json"))
+    assert (status, out) == (2, "")
+    assert "not" in err
 
 
 @pytest.mark.usefixtures("kept")

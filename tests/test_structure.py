@@ -35,7 +35,7 @@ LAYERS = (
     ("cache", "ops"),
     ("types", "sse"),
     ("config", "structured"),
-    ("errors", "version"),
+    ("errors", "version", "lifeline"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.
 CONTRACTS = ("types", "errors", "config", "structured", "ops", "sampling.noise", "speculation.base", "constraint")

@@ -63,6 +63,12 @@ class Compiler:
         """Of all that is kept."""
         return self._num_bytes
 
+    def prepare(self) -> None:
+        """Make the backend that is asked first, which takes a second."""
+        with self._making:
+            if self._names[0] not in self._backends:
+                self._made(self._names[0])
+
     def known(self, asked: Structured) -> bool:
         """Whether `compile` would answer at once."""
         with self._lock:

@@ -8,8 +8,6 @@ however that one ends.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import sys
 import time
@@ -25,6 +23,7 @@ from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, PromptTooLongError, SpecserveError
+from specserve.lifeline import end_with
 from specserve.server.engine.messages import (
     CONTEXT_LENGTH,
     QUEUE_TIMEOUT,
@@ -46,7 +45,6 @@ from specserve.server.engine.messages import (
 from specserve.speculation.base import NONE, files
 from specserve.types import Event, SamplingParams
 
-_PR_SET_PDEATHSIG = 1
 # After a step that gave everybody their first token: where all cores compute, the processes that carry it to the client
 # would get one at the end of the next step only (3 ms sooner this way, measured).
 _LET_OTHERS_RUN_S = 0.001
@@ -188,7 +186,7 @@ def _said(event: Event) -> Said:
 
 def main(address: str, parent: int) -> int:
     """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
-    _end_with(parent)
+    end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the other side decides
         signal.signal(number, signal.SIG_IGN)
     wire = Wire(address)
@@ -243,13 +241,6 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         },
         phases=phases,
     )
-
-
-def _end_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent ends, and look once whether it has already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("The process that started this engine has ended.")
 
 
 if __name__ == "__main__":

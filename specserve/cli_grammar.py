@@ -1,0 +1,78 @@
+"""`specserve grammar`: what the grammar backends can enforce. Knows how to read, print and write; the check is not its
+own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Group, Parameter, validators
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specserve.cli_options import MODEL, OUTPUT
+from specserve.config import DEFAULT_MODEL
+from specserve.errors import InputError
+
+CHECK = Group("Check", sort_key=0)
+
+grammar = App(name="grammar")
+
+
+@grammar.command
+def check(
+    file: Annotated[
+        Path,
+        Parameter(group=CHECK, help='JSON: a list of {"schema", "tests": [{"data", "valid"}]}.'),
+    ],
+    *,
+    backend: Annotated[str, Parameter(group=CHECK, help="auto, or a file name in grammars/.")] = "auto",
+    limit_s: Annotated[
+        float,
+        Parameter(group=CHECK, validator=validators.Number(gt=0), help="Seconds that one schema may take."),
+    ] = 10.0,
+    model: Annotated[str, Parameter(group=MODEL, help="Whose tokenizer splits the instances.")] = DEFAULT_MODEL,
+    json_file: Annotated[
+        Path | None, Parameter(name="--json", group=OUTPUT, help="Write totals and all groups to this file.")
+    ] = None,
+) -> None:
+    """Compile each schema and walk its grammar over each instance's tokens, without a model. JSON-Schema-Test-Suite's
+    own files are such lists. A wrong accept is an instance that does not fit and could be generated."""
+    from specserve.constraint.compiler import check_backend
+    from specserve.constraint.suite import by_keyword, check as check_all, entries_of, totals
+    from specserve.constraint.trial import Trial
+    from specserve.models import catalog
+    from specserve.models.tokenizer import Tokenizer
+
+    check_backend(backend)
+    entries = entries_of(_read(file))
+    folder = catalog.resolve(model)
+    trial = Trial(folder, Tokenizer(folder).vocab_size, backend, limit_s)
+    console = Console(stderr=True)
+    try:
+        with Progress(console=console, transient=True) as progress:
+            groups = list(progress.track(check_all(entries, trial), total=len(entries), description="schemas"))
+    finally:
+        trial.close()
+    counts, keywords = totals(groups), by_keyword(groups)
+    if json_file is not None:
+        told = {**counts, "keywords": keywords, "groups": [asdict(group) for group in groups]}
+        json_file.write_text(json.dumps(told, indent=1), "utf-8")
+    _show(counts, keywords)
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read as JSON: {error}.") from error
+
+
+def _show(counts: dict[str, int], keywords: dict[str, dict[str, int]]) -> None:
+    table = Table("keyword", *(name.replace("_", " ") for name in counts), box=None)
+    for name, found in {**keywords, "all groups": counts}.items():
+        table.add_row(name, *(str(number) if number else "" for number in found.values()))
+    Console().print(table)

@@ -1,0 +1,173 @@
+"""The worker that may hang or die: what it says, and that the next question is answered whatever the last one did."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from specserve.cli import run
+from specserve.constraint import suite
+from specserve.constraint.trial import Outcome, Trial
+from specserve.errors import EngineError, InputError
+from specserve.structured import Structured
+from specserve.testing import write_tiny_model
+
+SLOW = {"anyOf": [{"type": "object", "properties": {f"key{i}": {"type": "integer"}}} for i in range(3000)]}
+GROUPS: list[dict[str, Any]] = [
+    {"schema": {"type": "integer", "minimum": 2}, "tests": [{"data": 2, "valid": True}, {"data": 1, "valid": False}]},
+    {"schema": {"enum": [{"b": 1, "a": 2.0}]}, "tests": [{"data": {"a": 2, "b": 1}, "valid": True}]},
+    {"schema": {"const": [1, "é\n"]}, "tests": [{"data": [1.0, "é\n"], "valid": True}]},
+    {"schema": {"not": {"type": "null"}}, "tests": [{"data": 1, "valid": True}]},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture(scope="module")
+def trial(tiny: Path) -> Iterator[Trial]:
+    trial = Trial(tiny, 293, limit_s=30.0)
+    yield trial
+    trial.close()
+
+
+def test_what_is_accepted_and_what_is_refused(trial: Trial) -> None:
+    asked = Structured.choice(["yes", "no"])
+    assert trial.run(asked, ["yes", "ye", "no", "maybe"]) == Outcome([True, False, True, False])
+    assert trial.run(asked) == Outcome()
+    refused = trial.run(Structured.json({"not": {"type": "string"}}))
+    assert "not" in str(refused.refused)
+    assert trial.run(Structured.regex("a+"), ["aaa"]) == Outcome([True])
+
+
+def test_one_that_takes_too_long_is_killed_and_the_next_is_answered(tiny: Path) -> None:
+    trial = Trial(tiny, 293, limit_s=0.3)
+    assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
+    worker = trial._process
+    assert trial.run(Structured.json(SLOW)) == Outcome(timed_out=True)
+    assert worker is not None
+    assert worker.returncode == -signal.SIGKILL
+    assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
+    trial.close()
+
+
+def test_one_that_dies_says_how_and_the_next_is_answered(tiny: Path) -> None:
+    trial = Trial(tiny, 293, limit_s=60.0)
+    trial.run(Structured.regex("a"))
+    assert trial._process is not None
+    threading.Timer(0.1, os.kill, (trial._process.pid, signal.SIGKILL)).start()
+    outcome = trial.run(Structured.json(SLOW))
+    assert "-9" in str(outcome.crashed)
+    assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
+    trial.close()
+
+
+def test_a_worker_that_cannot_start_says_so(tmp_path: Path) -> None:
+    with pytest.raises(EngineError):
+        Trial(tmp_path, 293).run(Structured.regex("a"))
+
+
+def test_the_worker_ends_when_nobody_asks_any_more(tiny: Path) -> None:
+    trial = Trial(tiny, 293)
+    trial.run(Structured.regex("a"))
+    process = trial._process
+    assert process is not None
+    trial.close()
+    assert process.poll() is not None
+    end = time.monotonic() + 10
+    while Path(f"/proc/{process.pid}").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_groups_are_judged_in_all_their_spellings(trial: Trial) -> None:
+    groups = list(suite.check(GROUPS, trial))
+    assert [group.outcome for group in groups] == ["passed", "passed", "passed", "refused"]
+    assert suite.totals(groups) == {
+        "passed": 3, "wrong_accepts": 0, "wrong_rejects": 0, "refused": 1, "crashed": 0, "timed_out": 0
+    }  # fmt: skip
+    assert suite.by_keyword(groups)["minimum"]["passed"] == 1
+    assert suite.by_keyword(groups)["not"]["refused"] == 1
+
+
+def test_a_wrong_truth_is_noticed(trial: Trial) -> None:
+    """The check can fail: the same groups with every verdict turned round."""
+    turned = [
+        {**group, "tests": [{**test, "valid": not test["valid"]} for test in group["tests"]]} for group in GROUPS[:3]
+    ]
+    groups = list(suite.check(turned, trial))
+    assert [group.outcome for group in groups] == ["wrong_accept"] * 3
+    assert {wrong["mistake"] for wrong in groups[0].wrong} == {"wrong_accept", "wrong_reject"}
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from([0.5, 2.0, "a", ""]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(values)
+def test_every_spelling_is_the_same_value(value: Any) -> None:
+    texts = list(suite._spellings(value))
+    assert len(set(texts)) == len(texts) >= 1
+    assert all(json.loads(text) == value for text in texts)
+
+
+schemas = st.recursive(
+    st.sampled_from([True, {"type": "integer"}, {"type": "number", "exclusiveMinimum": 0, "maximum": 2.5},
+                     {"const": "a"}, {"type": "string", "maxLength": 1}, {"enum": [1, None, "a"]}, {"minimum": 3},
+                     {"type": "null"}]),
+    lambda inner: st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=2)})
+    | st.fixed_dictionaries({"allOf": st.lists(inner, min_size=1, max_size=2)})
+    | st.fixed_dictionaries({"items": inner, "maxItems": st.integers(0, 2)})
+    | st.fixed_dictionaries({"properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+                             "required": st.sampled_from([[], ["a"]]),
+                             "additionalProperties": st.booleans()}),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(schemas, st.lists(values, min_size=1, max_size=6))
+def test_no_random_schema_accepts_what_does_not_fit(trial: Trial, schema: Any, data: list[Any]) -> None:
+    """jsonschema-rs is the truth; what is refused says nothing."""
+    validator = jsonschema_rs.Draft202012Validator(schema)
+    tests = [{"data": value, "valid": validator.is_valid(value)} for value in data]
+    (group,) = suite.check([{"schema": schema, "tests": tests}], trial)
+    assert group.outcome in ("passed", "refused"), group
+
+
+def test_the_command_writes_what_it_found(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, told = tmp_path / "groups.json", tmp_path / "told.json"
+    asked.write_text(json.dumps(GROUPS))
+    assert run(["grammar", "check", str(asked), "--model", str(tiny), "--json", str(told)]) == 0
+    found = json.loads(told.read_text())
+    assert (found["passed"], found["refused"], len(found["groups"])) == (3, 1, 4)
+    assert "all groups" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '[{"schema": {}}]', '[{"schema": {}, "tests": [{"data": 1}]}]'])
+def test_a_file_that_is_none_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "groups.json"
+    file.write_text(text)
+    assert run(["grammar", "check", str(file)]) == 2
+    assert run(["grammar", "check", str(file), "--backend", "lguidance"]) == 2
+    assert "llguidance" in capsys.readouterr().err
+
+
+def test_entries_are_checked() -> None:
+    with pytest.raises(InputError, match="Entry 1"):
+        suite.entries_of([GROUPS[0], {"tests": []}])
