@@ -77,7 +77,3 @@ def test_an_error_is_shown(llm: Llm) -> None:
     done = llm("prompt", "-m", "specserve", "-o", "top_p", "0", QUESTION)
     assert done.returncode == 1
     assert "top_p" in done.stderr
-
-
-def test_planted(ask: Any) -> None:
-    assert ask("/version")[0] == 201

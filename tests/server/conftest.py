@@ -176,7 +176,8 @@ def shared_server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def server(shared_server: Served) -> Iterator[Served]:
     """The shared server. Afterwards: the same engine, idle, nothing leaked."""
-    engine = shared_server.engine_pid
+    engine, already_said = shared_server.engine_pid, len(shared_server.said)
     yield shared_server
     shared_server.until(shared_server.is_idle)
     assert shared_server.engine_pid == engine, shared_server.said
+    assert "Error handling request" not in shared_server.said[already_said:], "an exception that nobody caught"

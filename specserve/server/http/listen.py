@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from specserve.errors import ConfigError
 from specserve.server.http.watch import Watch
@@ -21,6 +23,16 @@ _LINGER_S = 10.0  # for the rest of a body that was not read
 _SHUTDOWN_S = 1.0  # for handlers that still run when the drain is over
 
 
+def is_no_fault(record: logging.LogRecord) -> bool:
+    """A filter that lets every record pass. What is no HTTP was answered by aiohttp, which tells of it as of a fault of
+    the server's, with a traceback each: a line is enough."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.msg, record.args = "What came is no HTTP request: %s", (error.message,)
+        record.levelno, record.levelname, record.exc_info, record.exc_text = logging.INFO, "INFO", None, None
+    return True
+
+
 class Listener:
     """An application behind a socket. `address` is what a client connects to."""
 
@@ -28,6 +40,7 @@ class Listener:
         self._options = options
         self._watch = Watch(options.header_timeout_s, options.write_timeout_s)
         app.middlewares.insert(0, self._note)
+        logging.getLogger("aiohttp.server").addFilter(is_no_fault)
         # Without handler_cancellation the work for a client that has left would go on to its end.
         self._runner = web.AppRunner(
             app,

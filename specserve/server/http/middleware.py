@@ -48,6 +48,10 @@ async def tell(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = await _answered(request, handler)
         status = response.status
         return response
+    except ConnectionError:  # nobody is there who could be told; aiohttp would log it as a fault
+        if request.transport is not None and not request.transport.is_closing():
+            raise
+        return web.Response(status=CLIENT_CLOSED)
     finally:
         _record(request, status, 1e3 * (time.perf_counter() - begun))
         request_id.reset(token)

@@ -253,8 +253,17 @@ class CountTokensRequest(TranslatedRequest):
             yield from message.content
 
     def _format(self) -> Any:
-        sent = self.output_config and self.output_config.format
-        return chat_format(self.output_format if sent is None else sent)
+        """The one that says more, where both names are used."""
+        named = [self.output_format, self.output_config and self.output_config.format]
+        said = [found for found in map(chat_format, named) if found not in (None, _PLAIN)]
+        if len(said) > 1 and said[0] != said[1]:
+            raise InputError(
+                "output_format and output_config.format mean the same and differ. Send one.", "output_format"
+            )
+        return said[0] if said else None
+
+
+_PLAIN = {"type": "text"}
 
 
 def chat_format(output_format: Any) -> Any:

@@ -94,7 +94,7 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
 _STRING = {"type": "string"}
 _TEXT_PARTS = [_object({"type": {"const": kind}, name: _STRING}) for kind, name in _TEXTS.items()]
 _CONTENT = {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": _TEXT_PARTS}, "maxItems": MAX_PARTS}]}
-_SUMMARY = {"type": "array", "items": _object({"text": _STRING})}
+_SUMMARY = {"type": ["array", "null"], "items": _object({"text": _STRING})}
 _ITEM = {
     "anyOf": [
         _object({"role": {"enum": list(_ROLES)}, "content": _CONTENT}, type={"enum": ["message", None]}),

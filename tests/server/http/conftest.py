@@ -33,6 +33,7 @@ from specserve.testing import tiny_tokenizer, write_tiny_model
 API_MIB, ENGINE_MIB = 48, 48  # what a case may leave behind in memory: allocators keep what they got
 BROKEN_TOKEN = 200  # what reads it overflows: a prompt that holds it cannot be computed
 WIDER = 16  # rows of the LM head beyond the tokenizer's ids
+UNFORESEEN = "Error handling request"  # aiohttp's words for an exception that nobody caught
 ROOM = {"max-num-seqs": 16, "max-model-len": 512, "stall-timeout-s": 1000}
 KEYS = ("sk-first-tenant-key", "sk-second-tenant-key")
 
@@ -262,7 +263,7 @@ def forbidden() -> re.Pattern[bytes]:
 def surviving(served: Any, known: dict[str, Any], may_fail: bool = False) -> Iterator[Case]:
     """One hostile case, and everything that must be so after it. With `may_fail` the streams beside it may be told of
     an error, and begin again."""
-    api, engine = served.process.pid, served.engine_pid
+    api, engine, already_said = served.process.pid, served.engine_pid, len(served.said)
     served.until(served.is_idle)
     before = {pid: (descriptors(pid), memory_mib(pid)) for pid in (api, engine)}
     beside = [
@@ -287,6 +288,7 @@ def surviving(served: Any, known: dict[str, Any], may_fail: bool = False) -> Ite
     for pid, bound in ((api, case.api_mib), (engine, ENGINE_MIB)):
         served.until(lambda pid=pid: descriptors(pid) <= before[pid][0])
         assert memory_mib(pid) <= before[pid][1] + bound
+    assert UNFORESEEN not in served.said[already_said:], served.said
     secrets = [found for text in case.heard if (found := forbidden().search(text))]
     assert secrets == [], secrets[0].string
 
