@@ -88,11 +88,15 @@ class Sampler:
         assert vocab_size == self.vocab_size, "logits are not of this vocabulary"
         assert num_rows >= rows.num_rows, "logits are not of this batch"
         assert masks is None or masks.shape == (rows.num_rows, -(-self.vocab_size // 32)), "masks are not of this batch"
-        known = None if is_processed(rows, masks) else best
+        known = None if is_processed(rows, None) else best
         tried = [self._tries(seq, draft) for seq, draft in zip(rows.seqs, rows.drafts, strict=True)]
-        if known is not None and all(seq.params.temperature == 0 for seq in rows.seqs):
+        is_greedy = known is not None and all(seq.params.temperature == 0 for seq in rows.seqs)
+        if known is not None and is_greedy and (masks is None or logits.is_cpu):
             said, residual = _greedy(known), None
+            if masks is not None:
+                _within(said, logits, masks.numpy())
         else:
+            known = known if masks is None else None
             raw = logits[: rows.num_rows].float()
             said, residual = self._first_pass(raw, process(raw, rows, masks), rows, tried, known)
         paths = [self._walk(said, rows, i, tried[i]) for i in range(len(tried))]
@@ -218,6 +222,23 @@ def _greedy(best: Tensor) -> _Said:
     cache each costs as much as all the Python here."""
     tokens = best.tolist()
     return _Said(tokens, [_BROKEN if token < 0 else 0 for token in tokens], [False] * len(tokens))
+
+
+def _within(said: _Said, logits: Tensor, masks: NDArray[np.int32]) -> None:
+    """Let greedy rows on a CPU say their best token of those that may come. Mostly that is their best of all; only
+    where it is not is anything searched."""
+    for row in np.flatnonzero((masks != -1).any(axis=1)).tolist():
+        best = said.tokens[row]
+        if said.faults[row] or masks[row, best // 32] >> best % 32 & 1:
+            continue
+        bits = np.unpackbits(masks[row].view(np.uint8), bitorder="little", count=logits.shape[1])
+        allowed = np.flatnonzero(bits)
+        scores = logits[row].float().numpy()[allowed]
+        at = int(scores.argmax()) if len(allowed) else 0
+        if not len(allowed) or scores[at] == -np.inf:
+            said.faults[row] = _EMPTY
+        else:
+            said.tokens[row] = int(allowed[at])
 
 
 def _faults(raw: Tensor, scores: Tensor, best: Tensor) -> Tensor:

@@ -177,6 +177,31 @@ def test_one_sequences_parameters_leave_the_other_rows_alone(sequence: Make) -> 
     assert not torch.equal(scores[2:4], logits[2:4])
 
 
+some_scores = st.lists(st.sampled_from([-1.0, 0.5, 2.0, -math.inf]), min_size=VOCAB, max_size=VOCAB)
+broken_scores = st.lists(st.sampled_from([-1.0, math.inf, math.nan]), min_size=VOCAB, max_size=VOCAB)
+
+
+@given(
+    st.lists(some_scores | some_scores | some_scores | broken_scores, min_size=3, max_size=3),
+    st.lists(st.just(-1) | token_ids.map(lambda i: 1 << i) | st.integers(0, 2**VOCAB - 1), min_size=3, max_size=3),
+)
+def test_greedy_rows_under_masks_say_the_same_with_and_without_a_best_token(
+    rows_: list[list[float]], words: list[int]
+) -> None:
+    """The short way, by each row's known best token, and the long way; ties, empty masks and broken rows too."""
+    logits, masks = torch.tensor(rows_), torch.tensor(words, dtype=torch.int32)[:, None]
+    peak = logits.amax(-1)
+    best = torch.where(
+        peak.isfinite(), torch.tensor([row.index(max(row)) if row[0] == row[0] else 0 for row in rows_]), -1
+    )
+    best = torch.where(logits.isnan().any(-1), -1, best)
+    greedy = SamplingParams(temperature=0.0)
+    seqs = [Sequence("r", i, [1, 2], 1, greedy, 0, 9) for i in range(2)]
+    rows = Rows(seqs, [Draft.chain([3]), Draft.empty()], [0, 2])
+    sampler = Sampler(VOCAB, "coupled", "cpu")
+    assert sampler(logits, rows, masks, best) == sampler(logits, rows, masks, None)
+
+
 @pytest.mark.parametrize("vocab", [31, 32, 33, 70])
 def test_mask_bits_of_wide_vocabularies(vocab: int, sequence: Make) -> None:
     """Every bit of every word, the sign bit too, and none beyond the vocabulary."""
