@@ -281,8 +281,8 @@ def refused(drafters: Drafters, name: Any) -> str:
 
 
 def test_an_unknown_name_has_near_misses(folder: Path) -> None:
-    message = refused(Drafters(DraftHost(NgramDrafter(), VOCABULARY, 5.0, "mine")), "ngramm")
-    assert "Unknown drafter 'ngramm'. Did you mean 'ngram'?" in message
+    message = refused(Drafters(DraftHost(NgramDrafter(), VOCABULARY, 5.0, "mine")), "ngrm")
+    assert "Unknown drafter 'ngrm'. Did you mean 'ngram'" in message
     assert all(name in message for name in ("mine", "none", "one", "prediction"))
     for name in ("", "../ngram", "ngram.NgramDrafter", "zoo"):
         assert f"Unknown drafter {name!r}" in refused(plain(), name)

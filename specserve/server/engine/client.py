@@ -32,6 +32,7 @@ from specserve.server.engine.messages import (
 )  # fmt: skip
 
 _log = logging.getLogger(__name__)
+_HEARD_AT_ONCE = 8  # messages
 
 
 class RefusedError(InputError):
@@ -182,12 +183,15 @@ class EngineClient:
             return
 
     def _listen(self) -> None:
-        """Hear all that has come; zmq tells of nothing new before."""
+        """Hear what has come, to the last of it, as zmq tells of nothing new before; but an engine that is quicker than
+        this must not keep everybody else from the event loop."""
+        if self.is_deaf or self._socket.closed:
+            return
         try:
-            if not self._socket.closed:
-                self._flush()
-            while not (self.is_deaf or self._socket.closed):
+            self._flush()
+            for _ in range(_HEARD_AT_ONCE):
                 self._hear(self._decode(self._socket.recv(zmq.NOBLOCK)))
+            self._loop.call_soon(self._listen)
         except zmq.Again:
             return
         except Exception:
