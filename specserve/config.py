@@ -20,7 +20,8 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 class EngineConfig:
     """Everything an engine is told at start. Sizes are tokens, sequences or GiB as their names say.
 
-    `drafter` is a file name in drafters/ or an entry point of the group `specserve.drafters`; "none" is plain decoding.
+    `drafter` is a file name in drafters/ or an entry point of the group `specserve.drafters`; "none" is plain decoding,
+    but for what grammars force, which is drafted unless a request itself names "none".
     `drafter_options` go to that drafter unread. A request may name another drafter for itself, which drafts
     `num_speculative_tokens` as well, or 5 where that is 0. `quantization="auto"` is int8 where native kernels serve the
     CPU and no dtype is asked for, else none. `kv_cache_gib=None` sizes the cache from free memory.

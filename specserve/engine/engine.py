@@ -105,7 +105,7 @@ class Engine:
     def _draft_limit(self, seq: Sequence) -> int:
         """How many tokens its draft may have. A drafter that the request names drafts although the engine's number is
         0, which stands for those that name none. What a grammar forces is drafted unless the request wants no drafts:
-        it costs its rows and is never in vain."""
+        it is seldom rejected."""
         forced = 0 if seq.grammar is None or seq.drafter == NONE else min(len(seq.grammar.forced()), _MOST_FORCED)
         if not self.drafters.can_draft(seq):
             return forced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from specserve.constraint import masks
 from specserve.constraint.base import Guarded
@@ -61,6 +61,7 @@ def bits(row: np.ndarray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 
+@settings(deadline=None)
 @given(sentences, trees(), st.integers(0, 4))
 def test_each_row_is_what_a_walk_from_scratch_says(language: list[list[int]], draft: Draft, said: int) -> None:
     seq, state = guided(language, said)
@@ -77,6 +78,7 @@ def test_each_row_is_what_a_walk_from_scratch_says(language: list[list[int]], dr
     assert state.said == before
 
 
+@settings(deadline=None)
 @given(sentences, trees(), st.integers(0, 4), st.integers(1, 9))
 def test_a_guided_draft_holds_what_may_stand_and_nothing_else(
     language: list[list[int]], draft: Draft, said: int, budget: int

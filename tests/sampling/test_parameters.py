@@ -181,6 +181,7 @@ some_scores = st.lists(st.sampled_from([-1.0, 0.5, 2.0, -math.inf]), min_size=VO
 broken_scores = st.lists(st.sampled_from([-1.0, math.inf, math.nan]), min_size=VOCAB, max_size=VOCAB)
 
 
+@settings(deadline=None)
 @given(
     st.lists(some_scores | some_scores | some_scores | broken_scores, min_size=3, max_size=3),
     st.lists(st.just(-1) | token_ids.map(lambda i: 1 << i) | st.integers(0, 2**VOCAB - 1), min_size=3, max_size=3),
