@@ -59,6 +59,14 @@ class Trial:
         return Outcome(told.get("accepted", []), told.get("refused"))
 
     def close(self) -> None:
+        """End the worker; whoever waits for it is told that it crashed."""
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._one_call:
+            self._end()
+
+    def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -70,7 +78,7 @@ class Trial:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
         if self._line(_START_S) != READY:
-            self.close()
+            self._end()
             raise EngineError("The process that tries grammars did not start; its log says why.")
 
     def _ask(self, job: str) -> str | None:
@@ -103,7 +111,7 @@ class Trial:
         try:
             status = self._process.wait(0.2)  # one that died is gone by now
         except subprocess.TimeoutExpired:
-            self.close()
+            self._end()
             return Outcome(timed_out=True)
-        self.close()
+        self._end()
         return Outcome(crashed=f"the process ended with status {status}")

@@ -24,6 +24,7 @@ from specserve.models.tokenizer import Tokenizer
 from specserve.structured import Structured
 
 READY = "ready"
+_NICE = 5  # behind the engine, whose streams go on while a grammar is tried
 
 
 def accepts(grammar: Grammar, output: str, words: Vocabulary) -> bool:
@@ -44,6 +45,7 @@ def answer(compiler: Compiler, words: Vocabulary, job: dict[str, Any]) -> dict[s
 
 def main(folder: str, size: str, backend: str, max_bytes: str, parent: str) -> None:
     end_with(int(parent))
+    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_AS, (int(max_bytes), int(max_bytes)))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer

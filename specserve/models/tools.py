@@ -13,14 +13,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specserve.models.tool_tags import HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_TAGS, CallStyle, style_of
+
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """`template` is a response_template with a field `tool_calls`. `special`: what opens or closes a call may be a
     special token, so those must not be left out of the text. `short_ids`: the chat template takes no ids of calls but
-    those of nine letters and digits."""
+    those of nine letters and digits. `style` is how calls are written that must be right, None where no exact form of
+    them is known."""
 
     template: Mapping[str, Any]
+    style: CallStyle | None = None
     special: bool = False
     short_ids: bool = False
 
@@ -28,12 +32,14 @@ class CallFormat:
 def call_format(stated: Any, source: str, special: Iterable[str]) -> CallFormat | None:
     """The format of a model whose files state the response_template `stated`, or None, and whose chat template has the
     text `source`; None for one that nobody here knows. `special` are the texts of its special tokens."""
-    template = stated if _has_calls(stated) else _of_family(source)
-    if template is None:
+    found = (stated, style_of(stated)) if _has_calls(stated) else _of_family(source)
+    if found is None:
         return None
+    template, style = found
     written = json.dumps(template["fields"]["tool_calls"], ensure_ascii=False).replace("\\", "")
     return CallFormat(
         template,
+        style,
         special=any(token in written for token in special),
         short_ids=re.search(r"length\s*!=\s*9\b", source) is not None,
     )
@@ -44,9 +50,9 @@ def _has_calls(stated: Any) -> bool:
     return isinstance(fields, Mapping) and "tool_calls" in fields
 
 
-def _of_family(source: str) -> Mapping[str, Any] | None:
+def _of_family(source: str) -> tuple[Mapping[str, Any], CallStyle] | None:
     """The first family all of whose signs are in the template."""
-    return next((template for signs, template in _FAMILIES if all(sign in source for sign in signs)), None)
+    return next(((read, style) for signs, read, style in _FAMILIES if all(sign in source for sign in signs)), None)
 
 
 _ANSWER = {"content": "text"}
@@ -130,11 +136,14 @@ _MISTRAL_LIST = {
     },
 }
 
-# What the chat template of a family holds; the more special first.
-_FAMILIES: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...] = (
-    (("<tool_call>", "<function="), _QWEN_TAGS),
-    (("<tool_call>",), _HERMES),
-    (("[TOOL_CALLS]", "[ARGS]"), _MISTRAL_NAMED),
-    (("[TOOL_CALLS]",), _MISTRAL_LIST),
-    (("<|start_header_id|>", '"parameters":'), _LLAMA),
+# What the chat template of a family holds, how calls are read and how they are written; the more special first.
+_FAMILIES: tuple[tuple[tuple[str, ...], Mapping[str, Any], CallStyle], ...] = (
+    (("<tool_call>", "<function="), _QWEN_TAGS, QWEN_TAGS),
+    (("<tool_call>",), _HERMES, HERMES),
+    (("[TOOL_CALLS]", "[ARGS]"), _MISTRAL_NAMED, MISTRAL_NAMED),
+    (("[TOOL_CALLS]",), _MISTRAL_LIST, MISTRAL_LIST),
+    (("<|start_header_id|>", '"parameters":'), _LLAMA, LLAMA),
 )
+
+# For a model whose template says nothing of tools, but which can be made to call one.
+PLAIN = CallFormat(_HERMES, HERMES)

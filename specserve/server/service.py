@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from specserve.constraint.base import RefusedError as StructureRefusedError
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.errors import InputError, PromptTooLongError
 from specserve.models.tokenizer import Tokenizer
@@ -17,9 +18,12 @@ from specserve.server.engine.client import EngineClient, RefusedError, Subscript
 from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Said, Submit
 from specserve.server.engine.supervisor import State, Supervisor
 from specserve.server.metrics import Metrics
+from specserve.server.tool_use import ToolUse, constraint, format_for, reader
+from specserve.server.trials import Trials
 from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.errors import WireError, unavailable
-from specserve.server.wire.tool_calls import ToolCalling
+from specserve.server.wire.tool_calls import keeping_delimiters
+from specserve.structured import Structured
 from specserve.types import Event, SamplingParams
 
 T = TypeVar("T")
@@ -40,6 +44,7 @@ class Ask:
     drafter: str | None = None
     prediction: Sequence[int] = ()
     bad_ids: Sequence[Sequence[int]] = ()  # params.bad_words as ids; see Service.prepare
+    source: str = "structured"  # the request's field that params.structured comes from
 
 
 class _Answer:
@@ -118,7 +123,10 @@ def _taken(answer: _Answer) -> list[Chunk]:
 class Service:
     """What all routes share. Long texts are tokenized on threads: they must not hold up other streams."""
 
-    def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer, metrics: Metrics, num_threads: int = 2) -> None:
+    def __init__(
+        self, supervisor: Supervisor, tokenizer: Tokenizer, metrics: Metrics, trials: Trials, num_threads: int = 2
+    ) -> None:
+        self.trials = trials
         self.supervisor = supervisor
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -157,23 +165,17 @@ class Service:
             text = await self.on_thread(functools.partial(self.tokenizer.render_chat, messages, **template))
             await self.check_length(text)
 
-    async def with_tools(
-        self, ask: Ask, tools: Sequence[Mapping[str, Any]], parallel: bool = True
-    ) -> tuple[Ask, Callable[[], AnswerParser] | None]:
-        """What is asked so that calls of `tools` can be found in the answer, and what finds them (Reply.tool_parser),
-        None without tools. Raises InputError for a model whose way of writing calls is not known."""
-        if not tools:
+    async def with_tools(self, ask: Ask, use: ToolUse) -> tuple[Ask, Callable[[], AnswerParser] | None]:
+        """What is asked so that calls of tools can be found in the answer, or must be, and what finds them
+        (Reply.tool_parser), None without tools. Raises InputError for a model whose way of writing calls is not
+        known, and for calls that cannot be enforced."""
+        if not use.tools:
             return ask, None
-        call_format = self.tokenizer.call_format
-        if call_format is None:
-            raise InputError(
-                "tools: how this model writes calls is not known here: its files have no response_template, and its "
-                'chat template is of no known family. Leave them out, or send tool_choice "none".',
-                "tools",
-            )
-        make = functools.partial(ToolCalling, call_format, tools, ask.prompt or "", parallel=parallel)
-        calling = await self.on_thread(make)  # the first loads the parser
-        return replace(ask, params=calling.sampling(ask.params)), calling.parser
+        written = format_for(use, self.tokenizer.call_format)
+        asked = constraint(use, written, ask.params.structured)
+        make = await self.on_thread(reader, use, written, ask.prompt or "")  # the first loads a parser
+        params = replace(keeping_delimiters(written, ask.params), structured=asked)
+        return replace(ask, params=params, source="tools" if asked else ask.source), make
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function whose work grows with `size`, a number of characters: on a thread if there are many."""
@@ -184,10 +186,19 @@ class Service:
 
     async def prepare(self, ask: Ask, tenant: bytes = b"") -> Ask:
         """What is to be asked, with its bad words as ids and its prefix cache apart from that of other tenants.
-        `tenant` has the same length for all of them, so no salt that a client may choose leads to another's cache."""
+        `tenant` has the same length for all of them, so no salt that a client may choose leads to another's cache.
+        Raises InputError for a constraint that cannot be enforced."""
+        if ask.params.structured is not None:
+            await self._try(ask.params.structured, ask.source)
         size = sum(map(len, ask.params.bad_words))
         bad_ids = await self.run(size, self._bad_ids, ask.params) if size else ()
         return replace(ask, bad_ids=bad_ids, salt=tenant + ask.salt)
+
+    async def _try(self, asked: Structured, source: str) -> None:
+        try:
+            await self.trials.check(asked, self.ready.vocab_size)
+        except StructureRefusedError as error:
+            raise InputError(f"{source}{str(error).removeprefix('structured')}", source) from error
 
     def start(self, asks: Sequence[Ask], name: str) -> Answers:
         """Ask the engine what was prepared; `name` is the answer's. Raises WireError while there is none, and
@@ -219,6 +230,7 @@ class Service:
         return _Answer(ask, name, client, subscription, self)
 
     def close(self) -> None:
+        self.trials.close()
         for pool in (self._pool, self._long_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 

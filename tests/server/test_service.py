@@ -15,6 +15,8 @@ from specserve.models.tokenizer import Tokenizer
 from specserve.server.engine.supervisor import State
 from specserve.server.metrics import Metrics
 from specserve.server.service import Ask, Service
+from specserve.server.tool_use import ToolUse
+from specserve.server.trials import Trials
 from specserve.server.wire.answer import Arguments, Call, Text
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
@@ -28,7 +30,7 @@ def service(folder: Path, template: str, **stated: Any) -> Service:
     path = write_tiny_model(folder, "llama") / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template, **stated}))
     supervisor: Any = SimpleNamespace(state=State.READY, ready=SimpleNamespace(max_model_len=256))
-    return Service(supervisor, Tokenizer(folder), Metrics("tiny"))
+    return Service(supervisor, Tokenizer(folder), Metrics("tiny"), Trials(folder))
 
 
 def ask(prompt: str = "") -> Ask:
@@ -42,7 +44,7 @@ def test_calls_are_found_after_the_prompt_as_it_is(tmp_path: Path) -> None:
     async def run() -> None:
         prompt, ids = await made.chat_ids([{"role": "user", "content": "<|end|>"}], tools=None)
         assert (prompt, ids) == made.tokenizer.chat_ids([{"role": "user", "content": "<|end|>"}])
-        asked, parser = await made.with_tools(ask(prompt), TOOLS)
+        asked, parser = await made.with_tools(ask(prompt), ToolUse(TOOLS))
         assert asked == ask(prompt)
         assert parser is not None
         first = parser()
@@ -50,7 +52,7 @@ def test_calls_are_found_after_the_prompt_as_it_is(tmp_path: Path) -> None:
         second = parser()
         parts = second.push(f"</think>{answer}") + second.finish()
         assert [type(part) for part in parts] == [Text, Call, Arguments]
-        assert await made.with_tools(ask(), []) == (ask(), None)
+        assert await made.with_tools(ask(), ToolUse([])) == (ask(), None)
 
     asyncio.run(run())
     made.close()
@@ -60,7 +62,7 @@ def test_special_tokens_that_delimit_calls_stay_in_the_text(tmp_path: Path) -> N
     end = "<|end|>"
     fields = {"tool_calls": {"open": end, "content": "json"}, "content": {"content": "text"}}
     made = service(tmp_path, "{{ tools }}", response_template={"start_anchor": "a", "fields": fields})
-    asked, parser = asyncio.run(made.with_tools(ask(), TOOLS))
+    asked, parser = asyncio.run(made.with_tools(ask(), ToolUse(TOOLS)))
     assert asked.params == SamplingParams(max_tokens=5, skip_special_tokens=False)
     assert parser is not None
     made.close()
@@ -69,6 +71,6 @@ def test_special_tokens_that_delimit_calls_stay_in_the_text(tmp_path: Path) -> N
 def test_a_model_whose_calls_nobody_knows_takes_no_tools(tmp_path: Path) -> None:
     made = service(tmp_path, "{{ tools }}")
     with pytest.raises(InputError, match=r'chat template is of no known family.*tool_choice "none"') as caught:
-        asyncio.run(made.with_tools(ask(), TOOLS))
+        asyncio.run(made.with_tools(ask(), ToolUse(TOOLS)))
     assert caught.value.param == "tools"
     made.close()

@@ -24,6 +24,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, PromptTooLongError, SpecserveError
 from specserve.lifeline import end_with
+from specserve.server.engine.compiling import Compiling
 from specserve.server.engine.messages import (
     CONTEXT_LENGTH,
     QUEUE_TIMEOUT,
@@ -48,6 +49,8 @@ from specserve.types import Event, SamplingParams
 # After a step that gave everybody their first token: where all cores compute, the processes that carry it to the client
 # would get one at the end of the next step only (3 ms sooner this way, measured).
 _LET_OTHERS_RUN_S = 0.001
+_IDLE_MS = 1000
+_COMPILING_MS = 1
 _HOPELESS = (ConfigError, ModelError, CapacityError)
 
 
@@ -67,10 +70,10 @@ class Wire:
     def send(self, report: Report) -> None:
         self._socket.send(self._encode(report))
 
-    def commands(self, wait: bool) -> Iterator[Command]:
-        """All that have come; with `wait` at least one, or none after a second."""
-        if wait:
-            self._socket.poll(1000)
+    def commands(self, wait_ms: int) -> Iterator[Command]:
+        """All that have come, once there is one or the time is over."""
+        if wait_ms:
+            self._socket.poll(wait_ms)
         while True:
             try:
                 yield self._decode(self._socket.recv(zmq.NOBLOCK))
@@ -82,7 +85,7 @@ class Wire:
     def configuration(self) -> dict[str, Any]:
         """The first command's options; waits for it."""
         while True:
-            for command in self.commands(wait=True):
+            for command in self.commands(_IDLE_MS):
                 if isinstance(command, Configure):
                     return command.options
 
@@ -96,24 +99,45 @@ class EngineProcess:
     def __init__(self, wire: Wire, built: Built) -> None:
         self._wire = wire
         self._engine: Engine = built.engine
+        self._compiling = Compiling(built.compiler)
+        self._has_compiled = False
         self._stopping = False
 
     def run(self) -> None:
         while not self._stopping:
-            for command in self._wire.commands(wait=not self._engine.has_work):
+            commands = list(self._wire.commands(self._wait_ms()))
+            for command in commands:
                 self._obey(command)
+            for request, error in self._compiling.done():
+                self._add(request) if error is None else self._refuse(request, error)
             if self._engine.has_work:
-                events = self._engine.step()
-                self._report(events)
-                if events and all(map(_is_first, events)):
-                    time.sleep(_LET_OTHERS_RUN_S)
+                self._step()
+            elif not commands and not self._compiling:
+                self._use_pause()
+
+    def _wait_ms(self) -> int:
+        if self._engine.has_work:
+            return 0
+        return _COMPILING_MS if self._compiling else _IDLE_MS
+
+    def _step(self) -> None:
+        events = self._engine.step()
+        self._report(events)
+        if events and all(map(_is_first, events)):
+            time.sleep(_LET_OTHERS_RUN_S)
+
+    def _use_pause(self) -> None:
+        """What the first grammar needs takes a third of a second, in which Python does nothing else."""
+        if not self._has_compiled:
+            self._has_compiled = True
+            self._compiling.prepare()
 
     def _obey(self, command: Command) -> None:
         match command:
             case Submit():
                 self._submit(command)
             case Abort(id=number, index=index):
-                self._report(self._engine.abort(str(number), index))
+                self._abort(str(number), index)
             case Expire(id=number):
                 self._expire(number)
             case ResetPrefixCache():
@@ -132,17 +156,34 @@ class EngineProcess:
             drafter=asked.drafter,
             prediction=tuple(asked.prediction),
         )
+        if request.params.structured is None:
+            self._add(request)
+        else:
+            self._has_compiled = True
+            self._compiling.add(request)
+
+    def _add(self, request: Request) -> None:
         try:
             self._engine.add(request)
         except InputError as error:
-            code = CONTEXT_LENGTH if isinstance(error, PromptTooLongError) else None
-            self._wire.send(Refused(asked.id, str(error), error.param, code))
+            self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: InputError) -> None:
+        code = CONTEXT_LENGTH if isinstance(error, PromptTooLongError) else None
+        self._wire.send(Refused(int(request.id), str(error), error.param, code))
+
+    def _abort(self, name: str, index: int | None) -> None:
+        """One that waits for its grammar has said nothing, so nobody waits to hear that it ended."""
+        if not self._compiling.drop(name):
+            self._report(self._engine.abort(name, index))
 
     def _expire(self, number: int) -> None:
         """What has begun to run is let finish: the work that was put into it would be lost."""
-        group = self._engine.requests.get(str(number), ())
-        if group and all(seq.stats.first_scheduled is None for seq in group):
-            self._engine.abort(str(number))
+        name = str(number)
+        group = self._engine.requests.get(name, ())
+        is_waiting = bool(group) and all(seq.stats.first_scheduled is None for seq in group)
+        if self._compiling.drop(name) or is_waiting:
+            self._engine.abort(name)
             self._wire.send(Refused(number, "No request before this one ended in time.", None, QUEUE_TIMEOUT))
 
     def _report(self, events: list[Event]) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -15,6 +16,7 @@ from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context
 from specserve.server.http.respond import Call, respond
 from specserve.server.service import Ask
+from specserve.server.tool_use import ToolUse, told
 from specserve.server.wire.fields import Limits, header_names
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
 from specserve.server.wire.responses import chat_body, completion_body
@@ -35,7 +37,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     accept(request, asked)
     with server.admission.enter(asked.num_choices):
         ask = await chat_ask(server, asked)
-        ask, parser = await server.service.with_tools(ask, asked.callable_tools, asked.parallel_tool_calls)
+        ask, parser = await server.service.with_tools(ask, tool_use(asked))
         reply = server.reply(response_id("chatcmpl", asked), asked, tool_parser=parser)
         call = Call(
             name=reply.id,
@@ -81,12 +83,25 @@ def response_id(prefix: str, asked: SamplingFields) -> str:
 
 async def chat_ask(server: Context, asked: ChatCompletionRequest) -> Ask:
     """A conversation as the engine is asked for its next message."""
-    conversation, template = asked.conversation(), asked.template_options()
+    conversation, template = conversation_of(server, asked)
     await server.service.check_chat_length(conversation, template)
     prompt, ids = await server.service.chat_ids(conversation, **template)
     predicted = asked.prediction.content if asked.prediction else ""
     prediction = await _prediction_ids(server, predicted) if predicted else []
     return _ask(asked, ids, prompt, prediction)
+
+
+def conversation_of(server: Context, asked: ChatCompletionRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages and the keyword arguments of Service.chat_ids. A model that is told of no tools can be made to call
+    one, and hears of them in words."""
+    conversation, template = asked.conversation(), asked.template_options()
+    if not asked.must_call or server.service.tokenizer.takes_tools:
+        return conversation, template
+    return told(conversation, asked.tools), {**template, "tools": None}
+
+
+def tool_use(asked: ChatCompletionRequest) -> ToolUse:
+    return ToolUse(asked.callable_tools, asked.must_call, asked.parallel_tool_calls)
 
 
 async def _prediction_ids(server: Context, text: str) -> list[int]:
@@ -120,4 +135,5 @@ def _ask(asked: SamplingFields, ids: list[int], prompt: str | None, prediction: 
         salt=asked.salt,
         drafter=asked.speculative.drafter if asked.speculative else None,
         prediction=prediction,
+        source=asked.constraint[0] if asked.constraint else "structured",
     )

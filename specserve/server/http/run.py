@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specserve.constraint.compiler import AUTO
 from specserve.errors import EngineError
 from specserve.models import catalog
 from specserve.models.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from specserve.server.http.listen import Listener
 from specserve.server.metrics import Metrics
 from specserve.server.options import ServeOptions
 from specserve.server.service import Service
+from specserve.server.trials import Trials
 
 _log = logging.getLogger("specserve")
 _LOOK_S = 0.05  # between two looks at whether all requests have ended, while draining
@@ -62,7 +64,8 @@ class _Life:
         self._begun = begun
         self._supervisor = Supervisor({**engine, "model": str(folder)}, metrics, patience, nest)
         self._spawned = time.perf_counter()
-        self._service = Service(self._supervisor, Tokenizer(folder), metrics)
+        trials = Trials(folder, engine.get("grammar_backend", AUTO))
+        self._service = Service(self._supervisor, Tokenizer(folder), metrics, trials)
         admission = Admission(engine["max_num_seqs"] + options.max_queue)
         self._context = Context(
             options=options, names=names, service=self._service, admission=admission, timeline=timeline
@@ -111,6 +114,7 @@ class _Life:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._context.timeline.items())
         _log.info("%s", ready.summary)
         _log.info("Ready on %s (seconds: %s).", self._listener.address, phases)
+        self._service.trials.prepare(ready.vocab_size)
         while self._options.status_interval_s:
             await asyncio.sleep(self._options.status_interval_s)
             gauges = self._supervisor.client.gauges if self._supervisor.state is State.READY else None

@@ -9,7 +9,7 @@ import secrets
 from aiohttp import web
 
 from specserve.server.http.bodies import parsed
-from specserve.server.http.completions import IGNORED, chat_ask
+from specserve.server.http.completions import IGNORED, chat_ask, conversation_of, tool_use
 from specserve.server.http.context import context
 from specserve.server.http.respond import Call, json_response, respond
 from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest
@@ -33,7 +33,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     chat = _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
         ask = await chat_ask(server, chat)
-        ask, parser = await server.service.with_tools(ask, chat.callable_tools, chat.parallel_tool_calls)
+        ask, parser = await server.service.with_tools(ask, tool_use(chat))
         reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             name=reply.id,
@@ -51,7 +51,8 @@ async def count_tokens(request: web.Request) -> web.Response:
     server.admission.check()
     asked: CountTokensRequest = await parsed(request, _read_count)
     chat = _accepted(request, asked)
-    _, ids = await server.service.chat_ids(chat.conversation(), **chat.template_options())
+    conversation, template = conversation_of(server, chat)
+    _, ids = await server.service.chat_ids(conversation, **template)
     return json_response(count_tokens_body(len(ids)))
 
 
@@ -63,7 +64,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     chat = _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
         ask = await chat_ask(server, chat)
-        ask, parser = await server.service.with_tools(ask, chat.callable_tools, chat.parallel_tool_calls)
+        ask, parser = await server.service.with_tools(ask, tool_use(chat))
         reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             name=reply.id,

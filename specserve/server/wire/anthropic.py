@@ -16,9 +16,9 @@ from specserve.errors import InputError
 from specserve.server.wire.errors import WireError
 from specserve.server.wire.fields import Count, Name, Stops, Wire
 from specserve.server.wire.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, text_of
-from specserve.server.wire.requests import Format
 from specserve.server.wire.sampling_fields import in_range
 from specserve.server.wire.sentences import shown
+from specserve.server.wire.structured import FlatFormat
 from specserve.server.wire.translated import (
     ToolName,
     TranslatedRequest,
@@ -186,8 +186,8 @@ AnthropicTools: TypeAlias = Annotated[list[AnthropicTool], Field(max_length=MAX_
 class OutputConfig(Wire):
     effort: Name | None = None
     """For chat templates that read reasoning_effort."""
-    format: Format = None
-    """Text is the only one."""
+    format: FlatFormat = None
+    """Text, or JSON: any object, or what fits a schema."""
 
 
 class CountTokensRequest(TranslatedRequest):
@@ -216,7 +216,7 @@ class CountTokensRequest(TranslatedRequest):
     ] = None
     output_config: OutputConfig | None = None
     """How the answer is written."""
-    output_format: Format = None
+    output_format: FlatFormat = None
     """The older name of output_config.format."""
     mcp_servers: Annotated[
         Unsupported,

@@ -16,9 +16,9 @@ from specserve.errors import InputError
 from specserve.server.wire.fields import Count, Limits, Logprobs, Name, Wire
 from specserve.server.wire.messages import MAX_TOOLS
 from specserve.server.wire.openai_items import Input
-from specserve.server.wire.requests import Format
 from specserve.server.wire.sampling_fields import in_range
 from specserve.server.wire.sentences import shown
+from specserve.server.wire.structured import FlatFormat
 from specserve.server.wire.translated import (
     ToolName,
     TranslatedRequest,
@@ -92,8 +92,8 @@ ToolChoice: TypeAlias = Annotated[Literal["none", "auto", "required"] | NamedFun
 
 
 class TextConfig(Wire):
-    format: Annotated[Format, AfterValidator(well_formed_json)] = None
-    """Text is the only one."""
+    format: Annotated[FlatFormat, AfterValidator(well_formed_json)] = None
+    """Text, or JSON: any object, or what fits a schema."""
 
     def as_chat(self) -> Any:
         if not isinstance(self.format, Mapping) or self.format.get("type") != "json_schema":

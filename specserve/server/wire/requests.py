@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from specserve.errors import InputError
+from specserve.errors import InputError, unknown
 from specserve.server.wire.fields import (
     ID,
     ClosedWire,
@@ -136,13 +136,30 @@ class Prediction(ClosedWire):
     """Text, or a list of text parts."""
 
 
-_TEXT_FORMAT = {
+def _tool_choice(value: Any) -> Any:
+    """A word, or the name of the one tool that must be called as {"name": ...}."""
+    if value in ("none", "auto", "required"):
+        return value
+    named = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if not isinstance(name, str):
+        raise ValueError(
+            f'is {shown(value)}; it must be "none", "auto", "required" or '
+            '{"type": "function", "function": {"name": ...}}.'
+        )
+    return {"name": name}
+
+
+_NAMED = {
     "type": "object",
-    "properties": {"type": {"const": "text"}},
-    "required": ["type"],
-    "additionalProperties": False,
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
 }
-Format: TypeAlias = Annotated[Any, WithJsonSchema(_TEXT_FORMAT)]
+_CHOICES = {"anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, _NAMED]}
+ToolChoice: TypeAlias = Annotated[Any, BeforeValidator(_tool_choice), WithJsonSchema(_CHOICES)]
 
 
 class ChatCompletionRequest(TemplateFields, SamplingFields):
@@ -156,12 +173,10 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     """Send the log-probability of each token."""
     top_logprobs: Logprobs | None = None
     """The k most likely tokens at each place as well; needs logprobs true."""
-    tool_choice: Annotated[Any, WithJsonSchema({"type": "string", "enum": ["none", "auto"]})] = None
-    """Whether the model may call tools."""
+    tool_choice: ToolChoice = None
+    """Whether the model may call tools, must call one or more, or must call one of this name."""
     parallel_tool_calls: bool = True
     """Whether the model may call several tools in one answer."""
-    response_format: Format = None
-    """Text is the only one."""
     prediction: Prediction | None = None
     """Text that the answer will probably repeat. It is a draft and changes nothing."""
     reasoning_effort: Name | None = None
@@ -177,6 +192,11 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
         and its answer is text."""
         return () if self.tool_choice == "none" else self.tools
 
+    @property
+    def must_call(self) -> str | bool:
+        """The name of the tool that must be called; True: any, False: none."""
+        return str(self.tool_choice["name"]) if isinstance(self.tool_choice, dict) else self.tool_choice == "required"
+
     def ignored(self, limits: Limits) -> list[str]:
         """As SamplingFields; a prediction too, where no drafter reads it."""
         unread = self.prediction is not None and "prediction" not in limits.drafters
@@ -186,6 +206,16 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
         """As TemplateFields; a template that knows no reasoning_effort does not read it."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **super().template_options()}
+
+    @model_validator(mode="after")
+    def _some_tool(self) -> ChatCompletionRequest:
+        """What must be called must be there."""
+        names = [tool["function"]["name"] for tool in self.tools]
+        if self.must_call and not names:
+            raise InputError("tool_choice asks for a call and there are no tools. Send tools.", "tool_choice")
+        if isinstance(self.must_call, str) and self.must_call not in names:
+            raise InputError("tool_choice: " + unknown("tool", self.must_call, names), "tool_choice")
+        return self
 
     def sampling_params(self) -> SamplingParams:
         limit = self.max_completion_tokens

@@ -24,6 +24,7 @@ from specserve.server.wire.fields import (
     Words,
     limits_of,
 )
+from specserve.server.wire.structured import StructuredFields
 from specserve.server.wire.unsupported import REFUSED
 from specserve.types import RANGES, SamplingParams
 
@@ -95,7 +96,7 @@ class Speculative(ClosedWire):
             )
 
 
-class SamplingFields(Wire):
+class SamplingFields(StructuredFields):
     """The fields that chat completions and completions share. One that was validated is right: its SamplingParams can
     be made and fit the limits it was validated with. `user`, `metadata` and `store` are accepted and not used."""
 
@@ -192,7 +193,7 @@ class SamplingFields(Wire):
     def _params(self, **own: Any) -> SamplingParams:
         same = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         cap = self.speculative.cap if self.speculative else None
-        return SamplingParams(**same, num_speculative_tokens=cap, **own)
+        return SamplingParams(**same, num_speculative_tokens=cap, structured=self.structured, **own)
 
     @model_validator(mode="after")
     def _right(self, info: ValidationInfo) -> SamplingFields:

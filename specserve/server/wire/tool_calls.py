@@ -56,12 +56,8 @@ class ToolCalling:
         self._typed_by = None if calls_are_json else list(tools)  # JSON says itself what is a number
         self._names = {tool["function"]["name"] for tool in tools}
         self.parallel = parallel
-        self.new_id = new_id or (_short_id if call_format.short_ids else _id)
+        self.new_id = new_id or ids_of_calls(call_format)
         self._begun = self._answer_begun_in(prompt)
-
-    def sampling(self, params: SamplingParams) -> SamplingParams:
-        """`params` with which the text keeps what delimits calls."""
-        return replace(params, skip_special_tokens=False) if self._format.special else params
 
     def parser(self) -> ToolCallParser:
         """For one completion."""
@@ -201,6 +197,16 @@ def _functions(value: Any) -> Iterator[Any]:
         yield from _functions(value["function"])
     else:
         yield value
+
+
+def ids_of_calls(call_format: CallFormat) -> Callable[[], str]:
+    """What makes the ids of calls."""
+    return _short_id if call_format.short_ids else _id
+
+
+def keeping_delimiters(call_format: CallFormat, params: SamplingParams) -> SamplingParams:
+    """`params` with which the text keeps what delimits calls."""
+    return replace(params, skip_special_tokens=False) if call_format.special else params
 
 
 def _id() -> str:

@@ -22,7 +22,6 @@ class _Refusal:
     applies: Callable[[Any], bool] = _stated
 
 
-_CONSTRAINED = _Refusal("asks for structured output, which is not supported yet. Leave it out.")
 _TEMPLATE = _Refusal("is not taken from requests: the model's own chat template is used.")
 
 
@@ -31,26 +30,7 @@ def _is_no_choice(value: Any) -> bool:
 
 
 REFUSED: dict[str, _Refusal] = {
-    # structured output
-    "response_format": _Refusal(
-        'asks for structured output, which is not supported yet. Leave it out, or send {"type": "text"}.',
-        lambda value: value not in (None, {"type": "text"}),
-    ),
-    "structured_outputs": _CONSTRAINED,
-    "guided_json": _CONSTRAINED,
-    "guided_regex": _CONSTRAINED,
-    "guided_choice": _CONSTRAINED,
-    "guided_grammar": _CONSTRAINED,
-    "json_schema": _CONSTRAINED,
-    "regex": _CONSTRAINED,
-    "ebnf": _CONSTRAINED,
-    "structural_tag": _CONSTRAINED,
     # tools
-    "tool_choice": _Refusal(
-        'is neither "auto" nor "none". That a tool is called, or which one, is enforced by structured output, which is '
-        'not there yet; send "auto".',
-        _is_no_choice,
-    ),
     "functions": _Refusal("is OpenAI's old name for tools. Send tools."),
     "function_call": _Refusal("is OpenAI's old name for tool_choice. Send tools and tool_choice.", _is_no_choice),
     # other ways to search and to fill in

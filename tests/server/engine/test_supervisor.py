@@ -19,6 +19,7 @@ from specserve.models.tokenizer import Tokenizer
 from specserve.server.engine.supervisor import Patience, State, Supervisor
 from specserve.server.metrics import Metrics
 from specserve.server.service import Ask, Service
+from specserve.server.trials import Trials
 from specserve.server.wire.errors import WireError
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
@@ -45,7 +46,7 @@ def expected(folder: Path) -> list[int]:
 async def running(folder: Path, **options: Any) -> AsyncIterator[Service]:
     metrics = Metrics("tiny")
     supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, metrics, PATIENCE)
-    service = Service(supervisor, Tokenizer(folder), metrics)
+    service = Service(supervisor, Tokenizer(folder), metrics, Trials(folder))
     try:
         await supervisor.wait_until_ready()
         yield service
@@ -150,7 +151,7 @@ def test_an_engine_that_steps_and_says_nothing_is_replaced(tmp_path: Path) -> No
     async def play() -> None:
         metrics = Metrics("tiny")
         supervisor = Supervisor({"model": str(folder), **OPTIONS, **slow}, metrics, Patience(loop_s=0.2))
-        service = Service(supervisor, Tokenizer(folder), metrics)
+        service = Service(supervisor, Tokenizer(folder), metrics, Trials(folder))
         await supervisor.wait_until_ready()
         pid = supervisor.pid
         with pytest.raises(EngineError, match="said nothing to anybody"):

@@ -360,7 +360,7 @@ def test_frames_that_are_none(tmp_path: Path) -> None:
             other.send(frame)
         heard: list[Any] = []
         while not heard:
-            heard += wire.commands(wait=True)
+            heard += wire.commands(1000)
         wire.close()
     assert heard == [Abort(3)]
     assert not (tmp_path / "evil").exists()

@@ -247,8 +247,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ({"thinking": {"type": "adaptive"}}, "thinking"),
     ({"mcp_servers": [{"type": "url", "url": "http://x"}]}, "mcp_servers"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
-    ({"output_format": {"type": "json_schema", "schema": {}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+    ({"output_format": {"type": "json_schema"}}, "output_config.format"),
     ({"system": 5}, "system"),
     ({"system": [IMAGE]}, "system"),
     ({"tools": [TOOL, TOOL]}, "tools"),  # two of a name

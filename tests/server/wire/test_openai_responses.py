@@ -244,8 +244,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"include": "a"}, "include"),
     ({"include": [5]}, "include"),
     ({"include": [LOGPROBS], "tools": [TOOL]}, "include"),
-    ({"text": {"format": {"type": "json_object"}}}, "text.format"),
-    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}, "text.format"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format"),
+    ({"text": {"format": {"type": "json_object", "schema_": {}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
     ({"text": "json"}, "text"),
     ({"reasoning": "low"}, "reasoning"),
     ({"reasoning": {"effort": 5}}, "reasoning.effort"),
@@ -301,7 +303,7 @@ def test_refused_by_the_name_that_was_sent(fields: dict[str, Any], param: str) -
 
 def test_messages_say_no_name_that_was_not_sent() -> None:
     for fields, wrong in (
-        ({"text": {"format": {"type": "json_object"}}}, "response_format"),
+        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "response_format"),
         ({"max_output_tokens": 0}, "max_tokens"),
     ):
         with pytest.raises(InputError) as caught:

@@ -125,7 +125,7 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [""]}, "bad_words"),
     ({"bad_words": "word"}, "bad_words"),
     # 21
-    ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     ({"model": 5}, "model"),
     # 22
     ({"seed": 2**64}, "seed"),
@@ -165,9 +165,7 @@ def test_both_endpoints_refuse(make: Any, fields: dict[str, Any], param: str) ->
 
 
 @pytest.mark.parametrize("make", [chat, completion])
-@pytest.mark.parametrize(
-    "name", [name for name in REFUSED if name not in ("tool_choice", "use_beam_search", "best_of")]
-)
+@pytest.mark.parametrize("name", [name for name in REFUSED if name not in ("use_beam_search", "best_of")])
 def test_what_is_not_supported_is_refused_by_name(make: Any, name: str) -> None:
     assert_refused(make, {name: {"type": "json_object"}}, name)
     assert name not in make(**{name: None}).ignored(LIMITS)
@@ -202,7 +200,7 @@ def test_what_is_not_supported_is_refused_by_name(make: Any, name: str) -> None:
         ({"tools": [tool("f", {"properties": {"a": 5}})]}, "tools"),
         ({"tools": [tool("f", {"required": "a"})]}, "tools"),
         ({"tools": [tool("f", {"required": [1]})]}, "tools"),
-        ({"tools": [tool("f")], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -536,8 +534,12 @@ def test_tools_are_callable_unless_the_choice_is_none() -> None:
     none = chat(tools=tools, tool_choice="none", parallel_tool_calls=False)
     assert (none.callable_tools, none.template_options()["tools"]) == ((), tools)
     assert chat().callable_tools == ()
-    with pytest.raises(InputError, match='enforced by structured output, which is not there yet; send "auto"'):
-        chat(tools=tools, tool_choice="required")
+
+
+def test_which_tool_must_be_called() -> None:
+    tools, named = [tool("f"), tool("g")], {"type": "function", "function": {"name": "g"}}
+    asked = [chat(tools=tools, tool_choice=choice).must_call for choice in (None, "none", "auto", "required", named)]
+    assert asked == [False, False, False, True, "g"]
 
 
 # --- /tokenize, /detokenize -------------------------------------------------------------------------------------------

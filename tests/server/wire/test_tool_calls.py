@@ -16,12 +16,13 @@ from hypothesis import given, settings, strategies as st
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import ModelError
+from specserve.models.tool_tags import style_of
 from specserve.models.tools import CallFormat, call_format
 from specserve.server.wire.answer import Arguments, Call, Part, Text
 from specserve.server.wire.anthropic_stream import MessageStream, message_body
 from specserve.server.wire.responses import Reply, chat_body
 from specserve.server.wire.stream import ChatStream
-from specserve.server.wire.tool_calls import ToolCalling
+from specserve.server.wire.tool_calls import ToolCalling, keeping_delimiters
 from specserve.types import SamplingParams, SequenceStats, TokenLogprobs
 
 PARAMETERS = {
@@ -113,7 +114,7 @@ def test_a_model_is_taken_at_its_word() -> None:
         },
     }
     found = call_format(own, HERMES, ())
-    assert found == CallFormat(own)
+    assert found == CallFormat(own, style_of(own))
     assert told(parts_of(calling(found), f"a CALL({WEATHER}) b")) == ["a", BOTH[0], " b"]
     assert call_format({"fields": {"content": {}}}, HERMES, ()) == named(HERMES)
     longer = {"tool_calls": {"open": ["CALL(", "CALL(("], "close": [")", "))"], "content": "json"}}
@@ -139,10 +140,10 @@ def test_formats_say_what_they_need() -> None:
         True,
     ]
     params = SamplingParams(temperature=0.5)
-    assert calling(named(MISTRAL_LIST, tokens)).sampling(params) == SamplingParams(
+    assert keeping_delimiters(named(MISTRAL_LIST, tokens), params) == SamplingParams(
         temperature=0.5, skip_special_tokens=False
     )
-    assert calling(named(HERMES, tokens)).sampling(params) is params
+    assert keeping_delimiters(named(HERMES, tokens), params) is params
     for family, pattern in ((HERMES, "call_[0-9a-f]{24}"), (MISTRAL_LIST, "[0-9a-f]{9}")):
         ids = [
             part.id for part in parts_of(ToolCalling(named(family), TOOLS), ANSWERS[family]) if isinstance(part, Call)

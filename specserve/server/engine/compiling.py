@@ -1,0 +1,52 @@
+"""Requests that wait for their grammar, which a thread compiles: no step waits for it. Knows requests and the compiler;
+knows no messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from specserve.constraint.base import Grammar
+from specserve.constraint.compiler import Compiler
+from specserve.engine.request import Request
+from specserve.errors import InputError
+
+
+class Compiling:
+    """At most one grammar is compiled at a time: the cores belong to the engine. Whoever asks has tried each of them
+    elsewhere, so none takes long or fails."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._thread = ThreadPoolExecutor(1, "specserve-grammars")
+        self._waiting: dict[str, tuple[Request, Future[Grammar]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        assert request.params.structured is not None, "free requests wait for nothing"
+        made = self._thread.submit(self._compiler.compile, request.params.structured)
+        self._waiting[request.id] = request, made
+
+    def drop(self, request_id: str) -> bool:
+        """Whether it had waited here; it does no longer."""
+        return self._waiting.pop(request_id, None) is not None
+
+    def done(self) -> Iterator[tuple[Request, InputError | None]]:
+        """Those whose grammar is ready, or why theirs was refused; they wait no longer."""
+        for request, made in [entry for entry in self._waiting.values() if entry[1].done()]:
+            del self._waiting[request.id]
+            error = made.exception()
+            if error is None:
+                yield replace(request, grammar=made.result()), None
+            elif isinstance(error, InputError):
+                yield request, error
+            else:
+                why = f"structured: compiling it failed: {type(error).__name__}: {error}"
+                yield request, InputError(why, "structured")
+
+    def prepare(self) -> None:
+        """Make on the thread what the first grammar needs."""
+        self._thread.submit(self._compiler.prepare)

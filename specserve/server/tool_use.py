@@ -1,0 +1,112 @@
+"""What becomes of a request that brings tools: what its answer must be, and who reads the calls in it. Knows ways of
+writing calls and structural tags; knows no engine and no HTTP."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specserve.errors import InputError
+from specserve.models.tool_tags import HERMES, CallStyle, is_strict
+from specserve.models.tools import PLAIN, CallFormat
+from specserve.server.wire.answer import AnswerParser
+from specserve.server.wire.enforced_calls import EnforcedCalls
+from specserve.server.wire.tool_calls import ToolCalling, ids_of_calls
+from specserve.structured import Structured
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request says of tools: those that may be called, which must be (by name; True: any, False: none), and
+    whether an answer may have several calls."""
+
+    tools: Sequence[Mapping[str, Any]]
+    must_call: str | bool = False
+    parallel: bool = True
+
+    @property
+    def chosen(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that an answer may call."""
+        if isinstance(self.must_call, str):
+            return [tool for tool in self.tools if tool["function"]["name"] == self.must_call]
+        return self.tools
+
+
+def format_for(use: ToolUse, known: CallFormat | None) -> CallFormat:
+    """How calls are written by a model whose format is `known`. Raises InputError where nobody knows and none has to
+    be made."""
+    if known is None and not use.must_call:
+        raise InputError(
+            "tools: how this model writes calls is not known here: its files have no response_template, and its "
+            'chat template is of no known family. Leave them out, or send tool_choice "none", "required" or the name '
+            "of one.",
+            "tools",
+        )
+    return known or PLAIN
+
+
+def constraint(use: ToolUse, written: CallFormat, asked: Structured | None) -> Structured | None:
+    """What the answer must be: calls where some must be made, else what is `asked` or calls, or text in which calls of
+    strict tools are exact. Raises InputError for what has no exact form."""
+    if not use.must_call and asked is None and not any(map(is_strict, use.tools)):
+        return None
+    style = written.style
+    if style is None:
+        raise InputError(
+            "tools: this model brings its own way to write calls, which cannot be enforced. Send tool_choice "
+            '"auto", tools that are not strict, and no format of the answer.',
+            "tools",
+        )
+    try:
+        return Structured.structural_tag({"format": _format(use, style, asked)})
+    except ValueError as error:
+        raise error if isinstance(error, InputError) else InputError(f"tools: {error}.", "tools") from error
+
+
+def _format(use: ToolUse, style: CallStyle, asked: Structured | None) -> dict[str, Any]:
+    parallel = use.parallel and not isinstance(use.must_call, str)
+    if use.must_call:
+        return style.calls(use.chosen, parallel)
+    if asked is None:
+        return style.text_with_calls(use.tools, parallel)
+    return {"type": "or", "elements": [style.calls(use.tools, parallel, must=False), _element(asked)]}
+
+
+def _element(asked: Structured) -> dict[str, Any]:
+    """A constraint inside a structural tag."""
+    match asked.kind:
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": json.loads(asked.text)}
+        case "regex":
+            return {"type": "regex", "pattern": asked.text}
+        case "choice":
+            texts = [{"type": "const_string", "value": option} for option in json.loads(asked.text)]
+            return {"type": "or", "elements": texts}
+        case "ebnf":
+            return {"type": "grammar", "grammar": asked.text}
+        case "structural_tag" if "format" in (tag := json.loads(asked.text)):
+            found: dict[str, Any] = tag["format"]
+            return found
+    raise InputError(f'tools: beside a {asked.kind} they cannot be called. Send tool_choice "none".', "tools")
+
+
+def reader(use: ToolUse, written: CallFormat, prompt: str) -> Callable[[], AnswerParser]:
+    """What makes the parser of each completion. `prompt` is the rendered one. The first call takes a second."""
+    style = written.style
+    if use.must_call and style is not None and not style.has_tags:
+        return functools.partial(EnforcedCalls, style, ids_of_calls(written))
+    return ToolCalling(written, use.tools, prompt, parallel=use.parallel).parser
+
+
+def told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation of a model whose chat template takes no tools, with a system message that tells of them."""
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    before, after = f"{HERMES.before}NAME{HERMES.between}", HERMES.after
+    text = f"Answer by calling one of these functions:\n{functions}\nA call is written as\n{before}{{...}}{after}"
+    first, *others = [dict(message) for message in messages]
+    if first["role"] == "system" and isinstance(first["content"], str):
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
+    return [{"role": "system", "content": text}, first, *others]

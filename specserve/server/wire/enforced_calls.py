@@ -1,0 +1,73 @@
+"""Reads an answer that is calls of tools and nothing else, as its grammar lets nothing else through: what a call is
+need not be found out, so its arguments are told while they come. Knows ways of writing calls; knows no API's shape.
+
+An answer that max_tokens cuts off ends in the midst of its arguments, as OpenAI's do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from specserve.models.tool_tags import CallStyle
+from specserve.server.wire.answer import Arguments, Call, Part
+
+
+class EnforcedCalls:
+    """The AnswerParser (answer.py) of one completion. `new_id` makes the id of a call. The style's arguments are JSON;
+    those in tags are ToolCalling's to read."""
+
+    def __init__(self, style: CallStyle, new_id: Callable[[], str]) -> None:
+        assert not style.has_tags, "arguments in tags are no JSON"
+        self._head = re.compile(f"{re.escape(style.before)}(?P<name>.+?){re.escape(style.between)}")
+        self._new_id = new_id
+        self._rest = ""  # of what stands before arguments: the names of calls, and what is between calls
+        self._scan: _Scan | None = None  # of the arguments that have begun
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        self._rest += text
+        while self._rest:
+            if self._scan is None:
+                head = self._head.search(self._rest)
+                if head is None:
+                    break
+                parts.append(Call(self._new_id(), head["name"]))
+                self._rest, self._scan = self._rest[head.end() :], _Scan()
+                continue
+            end = self._scan.length(self._rest)
+            parts.append(Arguments(self._rest[:end]))
+            self._rest = self._rest[end:]
+            self._scan = None if self._scan.is_whole else self._scan
+        return parts
+
+    def finish(self) -> list[Part]:
+        """Nothing was held back but what belongs to no call, and a call whose name is not whole is none."""
+        return []
+
+
+class _Scan:
+    """Finds the end of a JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.is_whole = False
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+
+    def length(self, piece: str) -> int:
+        """How much of the next piece belongs to the object."""
+        for at, character in enumerate(piece):
+            self._take(character)
+            if self._depth == 0:
+                self.is_whole = True
+                return at + 1
+        return len(piece)
+
+    def _take(self, character: str) -> None:
+        if self._in_string:
+            self._in_string = self._is_escaped or character != '"'
+            self._is_escaped = character == "\\" and not self._is_escaped
+        elif character == '"':
+            self._in_string = True
+        else:
+            self._depth += (character in "{[") - (character in "}]")
