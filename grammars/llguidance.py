@@ -1,5 +1,5 @@
 """llguidance: a lexer of derivatives and an Earley parser, so compiling is parsing and masks are made when they are
-needed, under limits of its own. JSON Schema, regular expressions, choices and Lark grammars.
+needed, under limits of its own. JSON Schema, regular expressions, choices, Lark grammars and structural tags.
 
 Source: github.com/guidance-ai/llguidance. Its matchers report errors instead of raising them, and stay in them: an
 error looks like the end of the text, so it is asked for after every call. It refuses by itself what it does not know;
@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from specserve.constraint.base import RefusedError, Vocabulary
+from specserve.constraint.tags import parse
+from specserve.grammars._lark_tags import Embedded, written
 from specserve.structured import Structured
 from specserve.types import Ids
 
@@ -49,14 +52,14 @@ _IN_PLACE = ("allOf", "anyOf", "oneOf")
 class LlguidanceBackend:
     """Constraints for one vocabulary."""
 
-    kinds = frozenset({"json_schema", "regex", "choice", "lark"})
+    kinds = frozenset({"json_schema", "regex", "choice", "lark", "structural_tag"})
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._tokenizer = LLTokenizer(_Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
 
     def compile(self, asked: Structured) -> LlguidanceGrammar:
-        text = _grammar(asked)
+        text = _tags(asked, self._vocabulary) if asked.kind == "structural_tag" else _grammar(asked)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise RefusedError(_reason(matcher))
@@ -156,24 +159,54 @@ class _Tokens(TokenizerWrapper):
 def _grammar(asked: Structured) -> str:
     """What LLMatcher takes."""
     if asked.kind == "json_schema":
-        schema = json.loads(asked.text)
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        if not isinstance(schema, dict):
-            raise RefusedError("a JSON Schema is an object, true or false.")
-        _check_schema(schema)
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
+        return _of_schema(json.loads(asked.text))
     if asked.kind == "regex":
         return LLMatcher.grammar_from_regex(asked.text)
     if asked.kind == "choice":
         options = (json.dumps(option, ensure_ascii=False) for option in json.loads(asked.text))
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(options)}")
     assert asked.kind == "lark", "kinds has no others"
-    if asked.text.count(":") > _MOST_RULES:
+    return _of_lark(asked.text)
+
+
+def _of_schema(schema: Any) -> str:
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise RefusedError("a JSON Schema is an object, true or false.")
+    _check_schema(schema)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
+
+
+def _of_lark(text: str) -> str:
+    if text.count(":") > _MOST_RULES:
         raise RefusedError(f"this grammar has more than {_MOST_RULES} rules.")
-    if "%json" in asked.text:
+    if "%json" in text:
         raise RefusedError("%json inside a grammar is not taken: send the schema itself.")
-    return LLMatcher.grammar_from_lark(asked.text)
+    return LLMatcher.grammar_from_lark(text)
+
+
+def _tags(asked: Structured, vocabulary: Vocabulary) -> str:
+    def entry(text: str) -> dict[str, Any]:
+        (found,) = json.loads(text)["grammars"]
+        return dict(found)
+
+    embedded = Embedded(
+        schema=lambda schema: entry(_of_schema(schema)),
+        regex=lambda pattern: entry(LLMatcher.grammar_from_regex(pattern)),
+        ebnf=lambda text: {"lark_grammar": _of_lark(_from_ebnf(text))},
+    )
+    return str(written(parse(asked.text), vocabulary, embedded))
+
+
+def _from_ebnf(text: str) -> str:
+    """A grammar in GBNF as Lark."""
+    if "::=" not in text:
+        raise RefusedError('structural tag: a grammar is EBNF: rules like root ::= "a" | "b".')
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # the converter raises bare Exceptions
+        raise RefusedError(f"structural tag: the grammar cannot be read: {error}.") from error
 
 
 def _reason(matcher: LLMatcher) -> str:

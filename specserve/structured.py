@@ -81,7 +81,8 @@ class Structured:
 
     @classmethod
     def structural_tag(cls, tag: Mapping[str, Any]) -> Structured:
-        """Free text with constrained stretches, as xgrammar's structural tags describe it."""
+        """Free text with constrained stretches, as xgrammar's structural tags describe it: {"type": "structural_tag",
+        "format": ...}, or vLLM's older "structures" and "triggers"."""
         return cls("structural_tag", _as_json(tag))
 
 

@@ -7,8 +7,8 @@ A backend is a file: `grammars/NAME.py` with exactly one public class named `...
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence as Many
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence as Many
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from specserve.errors import InputError
@@ -24,12 +24,14 @@ _log = logging.getLogger(__name__)
 class Vocabulary:
     """Tokens as grammars see them. `tokens[i]` are the bytes of token i inside a text, empty for one that is not text:
     a control token or an id that stands for nothing. `eos_ids` end a text, the usual one first. `size` is the width of
-    the LM head, at least len(tokens). `encode` is how the tokenizer itself would split a text."""
+    the LM head, at least len(tokens). `encode` is how the tokenizer itself would split a text. `controls` are the
+    control tokens by how they are spelled: where a constraint spells one, the token is meant, as no text becomes it."""
 
     tokens: Many[bytes]
     eos_ids: tuple[int, ...]
     size: int
     encode: Callable[[str], list[int]]
+    controls: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_words(self) -> int:

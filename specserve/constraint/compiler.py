@@ -26,7 +26,7 @@ _REFUSAL_BYTES = 1024
 
 def backends() -> list[str]:
     """Names of all backends, sorted; none of them is imported."""
-    return sorted(module.name for module in pkgutil.iter_modules(specserve.grammars.__path__))
+    return sorted(m.name for m in pkgutil.iter_modules(specserve.grammars.__path__) if not m.name.startswith("_"))
 
 
 def check_backend(name: str) -> None:

@@ -13,7 +13,8 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     known = min(tokenizer.vocab_size, size)
     tokens = [b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in range(known)]
     eos_ids = sorted(tokenizer.eos_ids, key=lambda token: (token != tokenizer.eos_id, token))
-    return Vocabulary(tokens, tuple(eos_ids), size, _Split(tokenizer, tokens))
+    controls = {text: token for text, token in tokenizer.added_tokens.items() if token in tokenizer.special_ids}
+    return Vocabulary(tokens, tuple(eos_ids), size, _Split(tokenizer, tokens), controls)
 
 
 class _Split:

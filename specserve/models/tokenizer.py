@@ -30,8 +30,9 @@ class Tokenizer:
     other files state.
 
     `vocab_size` counts tokens, added ones included; `eos_ids` is every id that ends a text by itself, `eos_id` the
-    usual one; that and `bos_id` may be None; `special_ids` are what `skip_special_tokens` skips. Raises ModelError for
-    a file that is missing or broken and for a tokenizer that is neither byte-level nor sentencepiece.
+    usual one; that and `bos_id` may be None; `added_tokens` are ids by spelling, and `special_ids` those of them that
+    `skip_special_tokens` skips. Raises ModelError for a file that is missing or broken and for a tokenizer that is
+    neither byte-level nor sentencepiece.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,6 +42,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self.bos_id = self._id(special.get("bos_token"))
         self.eos_id = self._id(special.get("eos_token"))
         self.eos_ids = _eos_ids(folder, self.eos_id)
