@@ -61,7 +61,7 @@ def constraint(use: ToolUse, written: CallFormat, asked: Structured | None) -> S
             "tools",
         )
     try:
-        return Structured.structural_tag({"format": _format(use, style, asked)})
+        return Structured.structural_tag({"type": "structural_tag", "format": _format(use, style, asked)})
     except ValueError as error:
         raise error if isinstance(error, InputError) else InputError(f"tools: {error}.", "tools") from error
 
