@@ -22,7 +22,7 @@ from specserve.speculation.base import NONE, DraftHost
 from specserve.speculation.drafters import Drafters
 from specserve.types import Draft, Event, Sequence, Verdict
 
-_MOST_FORCED = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
+MOST_FORCED = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
 
 
 class Engine:
@@ -106,7 +106,7 @@ class Engine:
         """How many tokens its draft may have. A drafter that the request names drafts although the engine's number is
         0, which stands for those that name none. What a grammar forces is drafted unless the request wants no drafts:
         it is seldom rejected."""
-        forced = 0 if seq.grammar is None or seq.drafter == NONE else min(len(seq.grammar.forced()), _MOST_FORCED)
+        forced = 0 if seq.grammar is None or seq.drafter == NONE else min(len(seq.grammar.forced()), MOST_FORCED)
         if not self.drafters.can_draft(seq):
             return forced
         count = self.num_speculative_tokens

@@ -106,7 +106,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The engine takes requests. `drafters` are the names that a request may ask for, `drafter` the engine's own;
-    `num_spec_tokens` the longest draft it makes. `phases` are the seconds that its start took, in order."""
+    `num_spec_tokens` the longest draft it makes, `num_forced_tokens` that of tokens that a grammar forces. `phases` are
+    the seconds that its start took, in order."""
 
     vocab_size: int
     max_model_len: int
@@ -114,6 +115,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     drafter: str
     drafters: list[str]
     num_spec_tokens: int
+    num_forced_tokens: int
     summary: str
     about: dict[str, str]
     phases: dict[str, float]

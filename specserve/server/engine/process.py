@@ -20,7 +20,7 @@ import zmq
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.counters import Counters
-from specserve.engine.engine import Engine
+from specserve.engine.engine import MOST_FORCED, Engine
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, PromptTooLongError, SpecserveError
 from specserve.lifeline import end_with
@@ -271,6 +271,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         max_num_seqs=config.max_num_seqs,
         drafter=config.drafter,
         drafters=sorted({NONE, config.drafter, *files()}),
+        num_forced_tokens=MOST_FORCED,
         num_spec_tokens=config.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS,
         summary=built.summary,
         about={

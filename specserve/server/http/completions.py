@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +27,7 @@ from specserve.server.wire.stream import ChatStream, CompletionStream
 
 IGNORED = web.RequestKey("ignored", str)  # a header's value: names in the request that mean nothing here
 
+_AS_SENT: Mapping[str, str] = MappingProxyType({})
 _read_chat = functools.partial(read, ChatCompletionRequest)
 _read_completion = functools.partial(read, CompletionRequest)
 
@@ -38,7 +41,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     with server.admission.enter(asked.num_choices):
         ask = await chat_ask(server, asked)
         ask, parser = await server.service.with_tools(ask, tool_use(asked))
-        reply = server.reply(response_id("chatcmpl", asked), asked, tool_parser=parser)
+        reply = server.reply(response_id("chatcmpl", asked), asked, ask, tool_parser=parser)
         call = Call(
             name=reply.id,
             asks=[ask],
@@ -57,7 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     accept(request, asked)
     with server.admission.enter(asked.num_choices):
         asks = await _completion_asks(server, asked)
-        reply = server.reply(response_id("cmpl", asked), asked, echo=asked.echo)
+        reply = server.reply(response_id("cmpl", asked), asked, asks[0], echo=asked.echo)
         call = Call(
             name=reply.id,
             asks=asks,
@@ -81,14 +84,16 @@ def response_id(prefix: str, asked: SamplingFields) -> str:
     return f"{prefix}-{asked.request_id or secrets.token_hex(12)}"
 
 
-async def chat_ask(server: Context, asked: ChatCompletionRequest) -> Ask:
-    """A conversation as the engine is asked for its next message."""
+async def chat_ask(server: Context, asked: ChatCompletionRequest, own_names: Mapping[str, str] = _AS_SENT) -> Ask:
+    """A conversation as the engine is asked for its next message. `own_names` are those of the fields that were sent,
+    where they are not chat's."""
     conversation, template = conversation_of(server, asked)
     await server.service.check_chat_length(conversation, template)
     prompt, ids = await server.service.chat_ids(conversation, **template)
     predicted = asked.prediction.content if asked.prediction else ""
     prediction = await _prediction_ids(server, predicted) if predicted else []
-    return _ask(asked, ids, prompt, prediction)
+    ask = _ask(asked, ids, prompt, prediction)
+    return replace(ask, source=own_names.get(ask.source, ask.source))
 
 
 def conversation_of(server: Context, asked: ChatCompletionRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:

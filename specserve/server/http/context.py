@@ -12,7 +12,7 @@ from aiohttp import web
 from specserve.server.admission import Admission, Bodies
 from specserve.server.engine.messages import Ready
 from specserve.server.options import ServeOptions
-from specserve.server.service import Service
+from specserve.server.service import Ask, Service
 from specserve.server.wire.errors import model_not_found
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.responses import Reply
@@ -55,14 +55,14 @@ class Context:
         if name is not None and name not in self.names:
             raise model_not_found(name, self.names)
 
-    def reply(self, response_id: str, asked: Any, **own: Any) -> Reply:
-        """What the bodies of an answer to `asked`, a request with sampling fields, share."""
+    def reply(self, response_id: str, asked: Any, ask: Ask, **own: Any) -> Reply:
+        """What the bodies of an answer to `asked`, a request with sampling fields that has become `ask`, share."""
         return Reply(
             id=response_id,
             created=int(time.time()),
             model=self.names[0],
             vocabulary=self.service.tokenizer,
-            num_spec_tokens=_longest_draft(self.service.ready, asked),
+            num_spec_tokens=_longest_draft(self.service.ready, ask),
             return_token_ids=asked.return_token_ids,
             include_usage=asked.include_usage,
             skip_special_tokens=asked.skip_special_tokens,
@@ -70,13 +70,13 @@ class Context:
         )
 
 
-def _longest_draft(ready: Ready, asked: Any) -> int:
-    """0 where nothing can draft."""
-    speculative = asked.speculative
-    named = speculative.drafter if speculative else None
-    predicted = getattr(asked, "prediction", None) is not None
-    drafter = named or ("prediction" if predicted else ready.drafter)
-    return 0 if drafter == "none" else ready.num_spec_tokens
+def _longest_draft(ready: Ready, ask: Ask) -> int:
+    """0 where nothing can draft. What a grammar forces is drafted by an engine that drafts nothing else, too."""
+    if ask.drafter == "none":
+        return 0
+    drafter = ask.drafter or ("prediction" if ask.prediction else ready.drafter)
+    drafted = 0 if drafter == "none" else ready.num_spec_tokens
+    return drafted if ask.params.structured is None else max(drafted, ready.num_forced_tokens)
 
 
 CONTEXT = web.AppKey("specserve", Context)

@@ -32,9 +32,9 @@ async def messages(request: web.Request) -> web.StreamResponse:
     asked: MessagesRequest = await parsed(request, _read_messages)
     chat = _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
-        ask = await chat_ask(server, chat)
+        ask = await chat_ask(server, chat, asked.own_names)
         ask, parser = await server.service.with_tools(ask, tool_use(chat))
-        reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, tool_parser=parser)
+        reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, ask, tool_parser=parser)
         call = Call(
             name=reply.id,
             asks=[ask],
@@ -63,9 +63,9 @@ async def responses(request: web.Request) -> web.StreamResponse:
     asked: ResponsesRequest = await parsed(request, _read_responses)
     chat = _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
-        ask = await chat_ask(server, chat)
+        ask = await chat_ask(server, chat, asked.own_names)
         ask, parser = await server.service.with_tools(ask, tool_use(chat))
-        reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, tool_parser=parser)
+        reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, ask, tool_parser=parser)
         call = Call(
             name=reply.id,
             asks=[ask],

@@ -1,0 +1,189 @@
+"""Structured output and tools that must be called, over HTTP: what clients say becomes what they get."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from specserve.testing import write_tiny_model
+
+USER = [{"role": "user", "content": "Hello there"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}, "legs": {"enum": [2, 4]}},
+    "required": ["kind", "old", "legs"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
+CHAT = {"messages": USER, "max_tokens": 120, "temperature": 0}
+TOOLS = [
+    {"type": "function", "function": {"name": "feed", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+FEED = {"type": "function", "function": {"name": "feed"}}
+
+SAYING: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": NAMED}, r"\{.*\}"),
+    ({"structured_outputs": {"json": SCHEMA}}, r"\{.*\}"),
+    ({"guided_json": SCHEMA}, r"\{.*\}"),
+    ({"guided_choice": ["red", "blue\n"]}, "red|blue\n"),
+    ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+    ({"guided_grammar": 'start: "a" | "b"'}, "[ab]"),
+    ({"regex": "x{7}"}, "x{7}"),
+    ({"structural_tag": {"type": "structural_tag", "format": {"type": "const_string", "value": "ab"}}}, "ab"),
+]
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory, serving_process: Any) -> Iterator[Any]:
+    """A server whose context holds tools told of in words."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("roomy"), "llama", max_position_embeddings=2048)
+    room = {"max-model-len": 2048}
+    with serving_process(folder, tmp_path_factory.mktemp("served"), "--served-model-name=tiny", **room) as served:
+        yield served
+
+
+def is_pet(text: str) -> bool:
+    return jsonschema_rs.is_valid(SCHEMA, json.loads(text))
+
+
+@pytest.mark.parametrize(("fields", "pattern"), SAYING, ids=lambda value: str(value)[:30])
+def test_answers_fit(server: Any, fields: dict[str, Any], pattern: str) -> None:
+    chat = server.post("/v1/chat/completions", {**CHAT, **fields}).json["choices"][0]
+    assert chat["finish_reason"] == "stop"
+    assert re.fullmatch(pattern, chat["message"]["content"])
+    asked = {"prompt": ["a", "b"], "max_tokens": 120, "temperature": 1, "seed": 5, "n": 2, **fields}
+    whole = server.post("/v1/completions", asked).json["choices"]
+    assert [choice["finish_reason"] for choice in whole] == ["stop"] * 4
+    assert all(re.fullmatch(pattern, choice["text"]) for choice in whole)
+    events = server.post("/v1/completions", {**asked, "stream": True}).events[:-1]
+    texts = ["", "", "", ""]
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in whole]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_drafters_change_nothing(server: Any, temperature: float) -> None:
+    asked = {**CHAT, "response_format": NAMED, "temperature": temperature, "seed": 3, "return_token_ids": True}
+
+    def said(drafter: str) -> Any:
+        return server.post("/v1/chat/completions", {**asked, "speculative": {"drafter": drafter}}).json["choices"][0]
+
+    plain = said("none")
+    assert is_pet(plain["message"]["content"])
+    for drafter in ("ngram", "grammar", "prediction"):
+        assert said(drafter) == plain, drafter
+
+
+def test_other_apis_say_it_in_their_words(server: Any) -> None:
+    flat = {"type": "json_schema", "name": "pet", "schema": SCHEMA}
+    asked = {"input": "Hi", "max_output_tokens": 120, "temperature": 0, "text": {"format": flat}}
+    whole = server.post("/v1/responses", asked).json
+    assert is_pet(whole["output"][0]["content"][0]["text"])
+    assert whole["text"]["format"] == flat
+    message = {"messages": USER, "max_tokens": 120, "temperature": 0}
+    format = {"type": "json_schema", "schema": SCHEMA}
+    for fields in ({"output_config": {"format": format}}, {"output_format": format}):
+        assert is_pet(server.post("/v1/messages", {**message, **fields}).json["content"][0]["text"])
+
+
+def test_what_cannot_be_enforced_is_refused_by_its_field(server: Any) -> None:
+    wrong = {"type": "object", "unevaluatedProperties": False, "$dynamicRef": "#a"}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": wrong}}
+    for fields, param in (
+        ({"response_format": schema}, "response_format"),
+        ({"guided_json": wrong}, "guided_json"),
+        ({"structured_outputs": {"json": wrong}}, "structured_outputs"),
+        ({"regex": "a(?=b)"}, "regex"),
+        ({"grammar": "start: nothing"}, "grammar"),
+    ):
+        for _ in range(2):  # the second is told from memory
+            reply = server.post("/v1/chat/completions", {**CHAT, **fields})
+            assert (reply.status, reply.error["param"]) == (400, param)
+            assert reply.error["message"].startswith(f"{param}: ")
+    reply = server.post("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "schema": wrong}}})
+    assert (reply.status, reply.error["param"]) == (400, "text.format")
+    assert reply.error["message"].startswith("text.format: ")
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    assert message["content"] is None
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
+
+
+@pytest.mark.parametrize("choice", ["required", FEED], ids=["required", "named"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_tools_that_must_be_called_are(roomy: Any, choice: Any, parallel: bool) -> None:
+    asked = {**CHAT, "max_tokens": 400, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
+    for seed in range(4):
+        reply = roomy.post("/v1/chat/completions", {**asked, "temperature": 1, "seed": seed}).json["choices"][0]
+        calls = calls_of(reply["message"])
+        if reply["finish_reason"] == "tool_calls":
+            assert len(calls) == 1 or (parallel and choice == "required")
+        assert {name for name, _ in calls} <= ({"feed", "now"} if choice == "required" else {"feed"})
+        assert all(jsonschema_rs.is_valid(SCHEMA, value) if name == "feed" else value == {} for name, value in calls)
+
+
+def test_arguments_come_while_they_are_written(roomy: Any) -> None:
+    asked = {**CHAT, "tools": TOOLS, "tool_choice": FEED, "speculative": {"drafter": "none"}}
+    whole = roomy.post("/v1/chat/completions", asked).json["choices"][0]["message"]["tool_calls"][0]["function"]
+    events = roomy.post("/v1/chat/completions", {**asked, "stream": True}).events[:-1]
+    deltas = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert deltas[0]["function"] == {"name": "feed", "arguments": ""}
+    assert {delta["index"] for delta in deltas} == {0}
+    pieces = [delta["function"]["arguments"] for delta in deltas[1:]]
+    assert len(pieces) > 10, "one piece a token, as nothing was drafted"
+    assert "".join(pieces) == whole["arguments"]
+    assert events[-1]["choices"][0] == {**events[-1]["choices"][0], "delta": {}, "finish_reason": "tool_calls"}
+
+
+def test_calls_that_max_tokens_cuts_off(roomy: Any) -> None:
+    asked = {**CHAT, "tools": TOOLS, "tool_choice": FEED}
+    whole = roomy.post("/v1/chat/completions", asked).json["choices"][0]["message"]["tool_calls"][0]["function"]
+    for limit in (5, 60, 75):
+        cut = roomy.post("/v1/chat/completions", {**asked, "max_tokens": limit}).json["choices"][0]
+        assert cut["finish_reason"] == "length"
+        said = [call["function"]["arguments"] for call in cut["message"].get("tool_calls", ())]
+        assert all(whole["arguments"].startswith(arguments) for arguments in said)
+
+
+def test_other_apis_call_too(roomy: Any) -> None:
+    tool = {"name": "feed", "input_schema": SCHEMA}
+    asked = {"messages": USER, "max_tokens": 120, "temperature": 0, "tools": [tool]}
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "feed"}):
+        message = roomy.post("/v1/messages", {**asked, "tool_choice": choice}).json
+        (block,) = message["content"]
+        assert (block["type"], block["name"], message["stop_reason"]) == ("tool_use", "feed", "tool_use")
+        assert jsonschema_rs.is_valid(SCHEMA, block["input"])
+    function = {"type": "function", "name": "feed", "parameters": SCHEMA}
+    asked = {"input": "a", "max_output_tokens": 120, "temperature": 0, "tools": [function]}
+    whole = roomy.post("/v1/responses", {**asked, "tool_choice": {"type": "function", "name": "feed"}}).json
+    assert [(item["type"], item["name"]) for item in whole["output"]] == [("function_call", "feed")]
+    assert is_pet(whole["output"][0]["arguments"])
+
+
+def test_a_model_that_is_told_of_no_tools_hears_of_those_it_must_call(roomy: Any) -> None:
+    asked = {"messages": [{"role": "system", "content": "Be kind."}, *USER], "max_tokens": 90, "tools": TOOLS}
+    reply = roomy.post("/v1/chat/completions", {**asked, "tool_choice": "required", "return_token_ids": True}).json
+    prompt = roomy.post("/detokenize", {"tokens": reply["prompt_token_ids"]}).json["prompt"]
+    assert "Be kind.\n\nAnswer by calling one of these functions:" in prompt
+    assert all(json.dumps(tool["function"]) in prompt for tool in TOOLS)
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"type": "object", "not": {}}, {"type": "object", "properties": {"a": {"$ref": "http://x"}}}]
+)
+def test_schemas_of_tools_that_cannot_be_enforced(roomy: Any, parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    reply = roomy.post("/v1/chat/completions", {**CHAT, "tools": tools, "tool_choice": "required"})
+    assert (reply.status, reply.error["param"]) == (400, "tools")
