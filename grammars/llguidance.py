@@ -46,6 +46,7 @@ _LIMITS: Any = {
 }
 _MOST_RULES = 1000  # of a Lark grammar: a chain of 5,000 rules overflows the stack, and the process dies
 _MOST_MULTIPLE = 1000  # of multipleOf: its automaton has so many states, and takes seconds
+_MOST_SHOWN = 300  # characters of a reason: some repeat the whole grammar
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 
 
@@ -210,9 +211,11 @@ def _from_ebnf(text: str) -> str:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The first line: the others show where in a grammar of its own making."""
-    lines = matcher.get_error().split("\n<", 1)[0].strip().splitlines()
-    return lines[0].rstrip(".: ") + "." if lines else "the grammar failed without saying why."
+    """What is wrong with an expression, else the first line: the others show where in a grammar of its own making."""
+    lines = matcher.get_error().split("\n<", 1)[0].strip().splitlines() or ["the grammar failed without saying why"]
+    stated = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    line = (stated or lines)[0].rstrip(".: ")
+    return f"{line if len(line) <= _MOST_SHOWN else line[:_MOST_SHOWN] + '...'}."
 
 
 # --- what it gets wrong -----------------------------------------------------------------------------------------------
