@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 from specserve.constraint.compiler import Compiler
+from specserve.constraint.reasoning import wrapped
 from specserve.engine.outputs import CompletionOutput, RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import InputError
@@ -59,10 +60,13 @@ class Requests:
         return self._make(text, ids, params, wishes)
 
     def compiled(self, request: Request) -> Request:
-        """The request with its grammar, if it is to be structured. May take a second or more, once for each grammar.
-        Raises RefusedError."""
+        """The request with its grammar, if it is to be structured: behind the reasoning of models that reason. May take
+        a second or more, once for each grammar. Raises RefusedError."""
         asked = request.params.structured
-        return request if asked is None else replace(request, grammar=self._compiler.compile(asked))
+        if asked is None:
+            return request
+        grammar = self._compiler.compile(asked)
+        return replace(request, grammar=wrapped(grammar, request.prompt_ids, self.tokenizer.reasoning))
 
     def _make(
         self, text: str | None, ids: list[int], params: SamplingParams, wishes: Wishes

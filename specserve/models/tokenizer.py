@@ -17,6 +17,7 @@ from specserve.models.chat import ChatTemplate, with_reasoning_apart
 from specserve.models.control import ControlTokens, Marks
 from specserve.models.folder import read_json
 from specserve.models.longest import longest_token
+from specserve.models.reasoning import Reasoning, reasoning
 from specserve.models.tools import CallFormat, call_format
 
 Message = Mapping[str, Any]
@@ -136,6 +137,11 @@ class Tokenizer:
         """How the model writes calls of tools; None for one that nobody here knows."""
         special = (token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
         return call_format(self._response_template, self._chat.tool_source, special)
+
+    @cached_property
+    def reasoning(self) -> Reasoning | None:
+        """The tokens around the model's reasoning; None for one that does not reason."""
+        return reasoning(self, self._response_template, self._chat.tool_source + (self._chat.source or ""))
 
     def loads_for(self, messages: Sequence[Message], **options: Any) -> bool:
         """Whether `chat_ids(messages, **options)` may first have to make a second backend: a second or more, once."""
