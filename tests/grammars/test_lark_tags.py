@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from tokenizers import AddedToken, Tokenizer as Backend
 
 from specserve.constraint.base import Grammar, RefusedError, Vocabulary
 from specserve.constraint.compiler import backends
@@ -165,6 +168,24 @@ def test_a_trigger_that_is_a_control_token_works_as_text_too(backend: Llguidance
     assert walked(grammar, words, [*open_call, *closing])[0] == len(open_call)
 
 
+def test_a_trigger_that_is_one_token_of_text(tmp_path: Path) -> None:
+    """As in Qwen: the token is text, and what is forced is the token."""
+    folder = write_tiny_model(tmp_path, "llama", vocab_size=295)
+    tokens = Backend.from_file(str(folder / "tokenizer.json"))
+    tokens.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
+    tokens.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(folder)
+    own = vocabulary(tokenizer, 295)
+    backend = LlguidanceBackend(own)
+    assert compiled(backend, calls(at_least_one=True)).start().forced()[0] == tokenizer.added_tokens["<tool_call>"]
+    free = compiled(backend, calls())
+    ids = tokenizer.encode(f"a {weather()} b {clock()}", add_special_tokens=False)
+    assert tokenizer.added_tokens["<tool_call>"] in ids
+    assert walked(free, own, ids) == (len(ids), True)
+    spelled = [own.tokens.index(bytes([byte])) for byte in b"a <tool_call>x"]
+    assert walked(free, own, spelled)[0] == len(spelled) - 1
+
+
 def test_free_text_has_no_other_control_token(backend: LlguidanceBackend, words: Vocabulary) -> None:
     grammar = compiled(backend, calls(OPEN, CLOSE))
     row = np.zeros(words.num_words, np.int32)
@@ -287,7 +308,7 @@ def test_xgrammar_takes_the_same_texts(
     number: int, text: str, backend: LlguidanceBackend, words: Vocabulary, xgrammars: Any
 ) -> None:
     value, examples = SAME[number]
-    grammar, other = compiled_once(backend, number), xgrammars(number)
+    grammar, other = compiled_once(backend, number), xgrammars(json.dumps(value))
     for each in (text, *examples):
         ids = ids_of(words, each)
         assert walked(grammar, words, ids) == other(ids), (value, each)
@@ -300,7 +321,7 @@ def compiled_once(backend: LlguidanceBackend, number: int) -> Grammar:
 
 @pytest.fixture(scope="module")
 def xgrammars(words: Vocabulary) -> Any:
-    """For the number of a format: what `walked` says by xgrammar."""
+    """For a format as JSON: what `walked` says by xgrammar."""
     xgrammar = pytest.importorskip("xgrammar")
     info = xgrammar.TokenizerInfo(
         list(words.tokens), xgrammar.VocabType.RAW, vocab_size=words.size, stop_token_ids=list(words.eos_ids)
@@ -308,8 +329,8 @@ def xgrammars(words: Vocabulary) -> Any:
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)
 
     @cache
-    def of(number: int) -> Any:
-        grammar = compiler.compile_structural_tag({"type": "structural_tag", "format": SAME[number][0]})
+    def of(value: str) -> Any:
+        grammar = compiler.compile_structural_tag({"type": "structural_tag", "format": json.loads(value)})
 
         def judge(ids: list[int]) -> tuple[int, bool]:
             matcher, taken = xgrammar.GrammarMatcher(grammar), 0
@@ -322,6 +343,80 @@ def xgrammars(words: Vocabulary) -> Any:
         return judge
 
     return of
+
+
+leaves = st.sampled_from(
+    [
+        ANY,
+        {**ANY, "excludes": ["b"]},
+        {"type": "const_string", "value": "ab"},
+        {"type": "const_string", "value": "<"},
+        {"type": "regex", "pattern": "a*"},
+        {"type": "regex", "pattern": "[ab1]+"},
+        {"type": "regex", "pattern": ".*"},
+        json_of({"type": "integer"}),
+        json_of({"enum": ["a", "</t>", 1]}),
+        {"type": "grammar", "grammar": 'root ::= "a" root "b" | "1"'},
+    ]
+)
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    several = st.lists(inner, min_size=1, max_size=3)
+    ends = st.sampled_from(["</t>", "b", ["</t>", "!"], ""])
+    tags = st.lists(st.builds(tag, st.sampled_from(["<t>", "<t1>", "<ta"]), inner, ends), min_size=1, max_size=2)
+    flags = {"at_least_one": st.booleans(), "stop_after_first": st.booleans()}
+    return st.one_of(
+        st.fixed_dictionaries({"type": st.sampled_from(["sequence", "or"]), "elements": several}),
+        st.builds(tag, st.sampled_from(["<t>", "a", ""]), inner, ends),
+        st.fixed_dictionaries({"type": st.just("triggered_tags"), "triggers": st.just(["<t"]), "tags": tags, **flags}),
+        st.fixed_dictionaries(
+            {"type": st.just("tags_with_separator"), "tags": tags, "separator": st.sampled_from([",", ""]), **flags}
+        ),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(value=st.recursive(leaves, nested, max_leaves=4), seed=st.integers(0, 2**32))
+def test_what_is_said_under_any_tags_is_what_xgrammar_takes(
+    value: Any, seed: int, backend: LlguidanceBackend, words: Vocabulary, xgrammars: Any
+) -> None:
+    """Walks under the mask alone never find themselves without a way on, and where they end xgrammar would, too."""
+    try:
+        grammar = compiled(backend, value)
+    except RefusedError:
+        return
+    try:
+        judge = xgrammars(json.dumps(value))
+    except RuntimeError:  # it takes no tag with an empty end around what may go on
+        return
+    for ids in strolls(grammar, words, seed):
+        said = b"".join(words.tokens[token] for token in ids)
+        assert judge(ids) == (len(ids), True), (value, said)
+
+
+def strolls(grammar: Grammar, words: Vocabulary, seed: int) -> Iterator[list[int]]:
+    """Texts that were ended where they may end."""
+    noise = np.random.default_rng(seed)
+    liked = [words.tokens.index(character.encode()) for character in 'ab1<t>/,!"']
+    for _ in range(8):
+        state, ids = grammar.start(), list[int]()
+        for _ in range(30):
+            row = np.zeros(words.num_words, np.int32)
+            state.fill(row)
+            bits = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            assert len(bits), "a dead end"
+            may_end = words.eos_ids[0] in bits
+            if may_end and noise.random() < 0.3:
+                yield ids
+                break
+            going_on = np.setdiff1d(bits, words.eos_ids)
+            if not len(going_on):
+                yield ids
+                break
+            common = np.intersect1d(going_on, liked)
+            ids.append(int(noise.choice(common if len(common) else going_on)))
+            assert state.advance(ids[-1])
 
 
 def test_free_text_ends_where_its_end_comes_first(backend: LlguidanceBackend, words: Vocabulary) -> None:
