@@ -19,6 +19,7 @@ from torch import Tensor
 
 import specserve.kernels._native as _native
 from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, Tape
+from specserve.types import Ids
 
 _TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
 _GROUP = 32  # inputs that share a scale
@@ -95,6 +96,7 @@ class Kernels:
         self._format = _FORMATS[unquantised if quantization == "none" else quantization]
         self._kind = min(self._format, _INT8)
         self._team = _native.Team(threads)
+        self._drawer = _native.Drawer(self._team, self.instruction_set)
         self._recording: Recording | None = None
         self._tape: Tape | None = None
 
@@ -240,17 +242,17 @@ class Kernels:
             program.argmax(logits.data_ptr(), logits.shape[1], best.data_ptr())
         return best[:, 0]
 
-    def draw(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor:
-        assert (
-            scores.dtype == torch.float32 and scores.stride(1) == 1 and keys.is_contiguous() and hashed.is_contiguous()
-        )
+    def draw(
+        self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor, masks: Ids | None
+    ) -> Tensor:
+        is_packed = keys.is_contiguous() and hashed.is_contiguous() and (masks is None or masks.flags.c_contiguous)
+        assert is_packed and scores.dtype == torch.float32 and scores.stride(1) == 1
         out = torch.empty(len(rows), dtype=torch.int64)
-        rows, temperature = np.ascontiguousarray(rows), np.ascontiguousarray(laws.temperature)
-        min_p, top_p, top_k = (np.ascontiguousarray(x) for x in (laws.min_p, laws.top_p, laws.top_k))
-        _native.draw(
-            self._team, self.instruction_set, scores.data_ptr(), scores.stride(0), scores.shape[1], len(rows),
-            rows.ctypes.data, temperature.ctypes.data, min_p.ctypes.data, top_p.ctypes.data, top_k.ctypes.data,
-            keys.data_ptr(), hashed.data_ptr(), out.data_ptr(),
+        arrays = [np.ascontiguousarray(x) for x in (rows, laws.temperature, laws.min_p, laws.top_p, laws.top_k)]
+        at, temperature, min_p, top_p, top_k = (array.ctypes.data for array in arrays)
+        self._drawer.run(
+            scores.data_ptr(), scores.stride(0), scores.shape[1], len(rows), at, temperature, min_p, top_p, top_k,
+            keys.data_ptr(), hashed.data_ptr(), 0 if masks is None else masks.ctypes.data, out.data_ptr(),
         )  # fmt: skip
         return out
 

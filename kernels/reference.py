@@ -176,7 +176,9 @@ class Kernels:
         top, best = logits.max(-1)  # of equals the first; a NaN is above all
         return best.masked_fill_(~top.isfinite(), -1)
 
-    def draw(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor:
+    def draw(
+        self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor, masks: Ids | None
+    ) -> Tensor:
         raise NotImplementedError("the sampler draws with torch; see can_draw")
 
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:

@@ -151,7 +151,14 @@ struct DrawArgs {
   const double *temperature, *min_p, *top_p;  // temperature above 0
   const int64_t* top_k;                       // 0: all
   const int64_t *keys, *hashed;
+  const int32_t* masks;  // [all rows, (vocab + 31) / 32], bits of the tokens that may come; or null
   int64_t* out;
+};
+
+// A thread's own, [padded(vocab)] each.
+struct DrawScratch {
+  float *weights, *candidates, *scores;
+  int32_t* tokens;
 };
 
 // One instruction set's kernels. Those with [begin, end) compute these rows, tiles or items; `scratch` is the calling
@@ -167,7 +174,7 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, void* scratch, Ahead&);
   void (*activate)(const ActivateArgs&, int begin, int end);
   void (*softcap)(float* x, int width, float cap, int begin, int end);
-  void (*draw)(const DrawArgs&, int begin, int end, float* scratch);  // of 2 * padded(vocab) floats
+  void (*draw)(const DrawArgs&, int begin, int end, const DrawScratch&);
   void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);
 };
 

@@ -12,14 +12,18 @@ namespace specserve::SPECSERVE_ISA {
 
 constexpr int kNoiseAtOnce = 256;
 
-// What one row's draw works on. `weights` are e^score relative to the best, 0 for what is ruled out.
+// What one row's draw works on: the tokens that may come, in their order. `weights` are e^score relative to the best, 0
+// for what is ruled out.
 struct Race {
-  const float* scores;
-  int vocab, best;
+  const float* scores;    // [size]
+  const int32_t* tokens;  // [size], or null where token i is i
+  int size, best;
   double temperature;
-  float* weights;     // [vocab, padded to vectors]
-  float* candidates;  // [vocab]: scores, the first num_candidates of them
+  float* weights;     // [size, padded to vectors]
+  float* candidates;  // [size]: scores, the first num_candidates of them
   int num_candidates;
+
+  int token(int i) const { return tokens ? tokens[i] : i; }
 
   double shaped(float score) const { return (double(score) - double(scores[best])) / temperature; }
 };
@@ -34,22 +38,26 @@ inline int first_best(const float* x, int n) {
 }
 
 inline void weigh_all(Race& race) {
-  const int padded_vocab = (race.vocab + kLanes - 1) / kLanes * kLanes;
-  for (int i = race.vocab; i < padded_vocab; ++i) race.weights[i] = -INFINITY;
+  const int padded_size = (race.size + kLanes - 1) / kLanes * kLanes;
+  for (int i = race.size; i < padded_size; ++i) race.weights[i] = -INFINITY;
   const double top = race.scores[race.best], inverse = 1.0 / race.temperature;
-  for (int i = 0; i < race.vocab; ++i) race.weights[i] = float((double(race.scores[i]) - top) * inverse);
+  for (int i = 0; i < race.size; ++i) race.weights[i] = float((double(race.scores[i]) - top) * inverse);
   race.weights[race.best] = 0.0f;  // 0 times infinity, where the temperature is next to nothing
-  for (int i = 0; i < padded_vocab; i += kLanes) store(&race.weights[i], exp(load(&race.weights[i])));
+  for (int i = 0; i < padded_size; i += kLanes) store(&race.weights[i], exp(load(&race.weights[i])));
 }
 
 inline void drop_below(Race& race, float floor) {
-  for (int i = 0; i < race.vocab; ++i) race.weights[i] = race.scores[i] < floor ? 0.0f : race.weights[i];
+  for (int i = 0; i < race.size; ++i) race.weights[i] = race.scores[i] < floor ? 0.0f : race.weights[i];
 }
 
-inline double total_of(const Race& race) {  // in the order of tokens, by eights
+// By eights of the vocabulary, so that tokens which may not come change no sum by their absence.
+inline double total_of(const Race& race) {
   double sums[8] = {};
-  for (int i = 0; i < race.vocab; i += 8)  // beyond it the weights are 0
-    for (int j = 0; j < 8; ++j) sums[j] += race.weights[i + j];
+  if (race.tokens)
+    for (int i = 0; i < race.size; ++i) sums[race.tokens[i] % 8] += race.weights[i];
+  else
+    for (int i = 0; i < race.size; i += 8)  // beyond it the weights are 0
+      for (int j = 0; j < 8; ++j) sums[j] += race.weights[i + j];
   for (int n = 4; n; n /= 2)
     for (int j = 0; j < n; ++j) sums[j] += sums[j + n];
   return sums[0];
@@ -59,7 +67,7 @@ inline double total_of(const Race& race) {  // in the order of tokens, by eights
 inline void take_near(Race& race, float reach) {
   const float floor = race.scores[race.best] - reach;
   race.num_candidates = 0;
-  for (int i = 0; i < race.vocab; ++i)
+  for (int i = 0; i < race.size; ++i)
     if (race.scores[i] >= floor && race.weights[i] > 0) race.candidates[race.num_candidates++] = race.scores[i];
 }
 
@@ -74,7 +82,7 @@ void take_enough(Race& race, Enough enough) {
 }
 
 inline void keep_top_k(Race& race, int k) {
-  if (k <= 0 || k >= race.vocab) return;
+  if (k <= 0 || k >= race.size) return;
   take_enough(race, [&] { return race.num_candidates >= k; });
   if (race.num_candidates >= k) drop_below(race, nth_largest(race.candidates, race.num_candidates, k));
 }
@@ -99,7 +107,7 @@ inline void keep_top_p(Race& race, double top_p) {
 inline void keep_min_p(Race& race, double min_p) {
   if (min_p <= 0) return;
   const double floor = std::log(min_p);
-  for (int i = 0; i < race.vocab; ++i)
+  for (int i = 0; i < race.size; ++i)
     if (race.shaped(race.scores[i]) < floor) race.weights[i] = 0.0f;
 }
 
@@ -109,9 +117,9 @@ inline uint64_t mix(uint64_t x) {
   return x ^ x >> 31;
 }
 
-inline double finish_line(const Race& race, int token, uint64_t key, const int64_t* hashed) {
-  const double u = (double(mix(key ^ uint64_t(hashed[token])) >> 12) + 0.5) * 0x1p-52;
-  return race.shaped(race.scores[token]) - std::log(-std::log(u));
+inline double finish_line(const Race& race, int i, uint64_t key, const int64_t* hashed) {
+  const double u = (double(mix(key ^ uint64_t(hashed[race.token(i)])) >> 12) + 0.5) * 0x1p-52;
+  return race.shaped(race.scores[i]) - std::log(-std::log(u));
 }
 
 // The token with the highest score plus noise. Since -log(u) >= 1 - u, a token can only beat `ahead` if 1 - u is below
@@ -119,12 +127,18 @@ inline double finish_line(const Race& race, int token, uint64_t key, const int64
 inline int run(const Race& race, uint64_t key, const int64_t* hashed) {
   int winner = race.best;
   double ahead = finish_line(race, winner, key, hashed);
-  for (int first = 0; first < race.vocab; first += kNoiseAtOnce) {
-    const int n = std::min(kNoiseAtOnce, race.vocab - first);
+  for (int first = 0; first < race.size; first += kNoiseAtOnce) {
+    const int n = std::min(kNoiseAtOnce, race.size - first);
     const double reach = std::exp(-ahead) * (1 + 1e-5);  // weights are rounded
+    int64_t gathered[kNoiseAtOnce];
+    const int64_t* own = hashed + first;
+    if (race.tokens) {
+      for (int i = 0; i < n; ++i) gathered[i] = hashed[race.tokens[first + i]];
+      own = gathered;
+    }
     uint8_t near[kNoiseAtOnce] = {};
     for (int i = 0; i < n; ++i) {
-      const uint64_t noise = mix(key ^ uint64_t(hashed[first + i])) >> 12;
+      const uint64_t noise = mix(key ^ uint64_t(own[i])) >> 12;
       const double miss = (double(int64_t(0xFFFFFFFFFFFFF - noise)) + 0.5) * 0x1p-52;  // 1 - u
       near[i] = miss < double(race.weights[first + i]) * reach;
     }
@@ -137,20 +151,54 @@ inline int run(const Race& race, uint64_t key, const int64_t* hashed) {
       }
     }
   }
-  return winner;
+  return race.token(winner);
 }
 
-// A row without a finite best draws token 0: nobody looks at it.
-inline void draw(const DrawArgs& args, int begin, int end, float* scratch) {
+// Of one row the tokens whose bit is set, and their scores; returns how many they are.
+inline int gather(const int32_t* mask, const float* scores, int vocab, float* kept, int32_t* tokens) {
+  int count = 0;
+  for (int first = 0; first < vocab; first += 32) {
+    const int width = std::min(32, vocab - first);
+    uint32_t word = uint32_t(mask[first / 32]);
+    if (word == ~0u) {
+      for (int i = 0; i < width; ++i) tokens[count + i] = first + i, kept[count + i] = scores[first + i];
+      count += width;
+      continue;
+    }
+    for (; word; word &= word - 1) {
+      const int token = first + __builtin_ctz(word);
+      if (token >= vocab) break;
+      tokens[count] = token;
+      kept[count++] = scores[token];
+    }
+  }
+  return count;
+}
+
+// The row as it lies, or only what may come of it.
+inline void enter(Race& race, const DrawArgs& args, int64_t row, const DrawScratch& scratch) {
+  race.scores = args.scores + row * args.stride;
+  race.tokens = nullptr;
+  race.size = args.vocab;
+  if (!args.masks) return;
+  const int num_words = (args.vocab + 31) / 32;
+  const int32_t* mask = args.masks + row * num_words;
+  if (std::all_of(mask, mask + num_words, [](int32_t word) { return word == -1; })) return;
+  race.size = gather(mask, race.scores, args.vocab, scratch.scores, scratch.tokens);
+  race.scores = scratch.scores;
+  race.tokens = scratch.tokens;
+}
+
+// A row without a finite best draws nothing, -1.
+inline void draw(const DrawArgs& args, int begin, int end, const DrawScratch& scratch) {
   Race race;
-  race.weights = scratch;
-  race.candidates = scratch + padded(args.vocab);
+  race.weights = scratch.weights;
+  race.candidates = scratch.candidates;
   for (int i = begin; i < end; ++i) {
-    race.scores = args.scores + args.rows[i] * args.stride;
-    race.vocab = args.vocab;
-    race.best = first_best(race.scores, args.vocab);
+    enter(race, args, args.rows[i], scratch);
+    race.best = first_best(race.scores, race.size);
     race.temperature = args.temperature[i];
-    args.out[i] = 0;
+    args.out[i] = -1;
     if (race.best < 0) continue;
     weigh_all(race);
     keep_min_p(race, args.min_p[i]);

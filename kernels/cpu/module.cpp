@@ -60,6 +60,35 @@ Activation activation(int kind, int width, Address data, Address scales, Address
   return {Kind(kind), int(padded(width)), at<void>(data), at<float>(scales), at<int32_t>(sums)};
 }
 
+// Draws rows with a team, in memory that it keeps: so much of it costs more to ask for than a draw takes.
+class Drawer {
+ public:
+  Drawer(std::shared_ptr<Team> team, const Kernels& kernels) : team_(std::move(team)), kernels_(kernels) {}
+
+  void run(const DrawArgs& args, int count) {
+    const size_t size = padded(args.vocab), num_threads = team_->threads();
+    if (tokens_.size() < size * num_threads) {
+      floats_.resize(3 * size * num_threads);
+      tokens_.resize(size * num_threads);
+    }
+    const auto scratch = [&](int thread) {
+      float* own = floats_.data() + 3 * size * thread;
+      return DrawScratch{own, own + size, own + 2 * size, tokens_.data() + size * thread};
+    };
+    if (count == 1) return kernels_.draw(args, 0, 1, scratch(0));  // waking the others takes as long
+    std::atomic<int> next{0};
+    team_->run({[&](int thread) {
+      for (int row; (row = next.fetch_add(1)) < count;) kernels_.draw(args, row, row + 1, scratch(thread));
+    }});
+  }
+
+ private:
+  std::shared_ptr<Team> team_;
+  const Kernels& kernels_;
+  std::vector<float> floats_;
+  std::vector<int32_t> tokens_;
+};
+
 void bind_program(nb::module_& m) {
   nb::class_<Program>(m, "Program")
       .def("__init__", [](Program* self, std::shared_ptr<Team> team, const std::string& isa) {
@@ -138,22 +167,20 @@ NB_MODULE(_native, m) {
         nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Plan>(m, "Plan").def(
       nb::init<std::vector<int>, std::vector<int>, std::vector<std::vector<int32_t>>, std::vector<std::vector<int32_t>>, int, int>());
-  m.def(
-      "draw",
-      [](Team& team, const std::string& isa, Address scores, int64_t stride, int vocab, int count, Address rows,
-         Address temperature, Address min_p, Address top_p, Address top_k, Address keys, Address hashed, Address out) {
-        const DrawArgs args{at<float>(scores),    stride,           vocab,           at<int64_t>(rows),
-                            at<double>(temperature), at<double>(min_p), at<double>(top_p), at<int64_t>(top_k),
-                            at<int64_t>(keys),    at<int64_t>(hashed), at<int64_t>(out)};
-        const Kernels& kernels = kernels_named(isa);
-        std::vector<float> scratch(2 * padded(vocab) * (count == 1 ? 1 : team.threads()));
-        if (count == 1) return kernels.draw(args, 0, 1, scratch.data());  // waking the others takes as long
-        std::atomic<int> next{0};
-        team.run({[&](int thread) {
-          float* own = scratch.data() + 2 * padded(vocab) * thread;
-          for (int row; (row = next.fetch_add(1)) < count;) kernels.draw(args, row, row + 1, own);
-        }});
-      },
-      nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Drawer>(m, "Drawer")
+      .def("__init__",
+           [](Drawer* self, std::shared_ptr<Team> team, const std::string& isa) {
+             new (self) Drawer(std::move(team), kernels_named(isa));
+           })
+      .def(
+          "run",
+          [](Drawer& drawer, Address scores, int64_t stride, int vocab, int count, Address rows, Address temperature,
+             Address min_p, Address top_p, Address top_k, Address keys, Address hashed, Address masks, Address out) {
+            drawer.run({at<float>(scores), stride, vocab, at<int64_t>(rows), at<double>(temperature), at<double>(min_p),
+                        at<double>(top_p), at<int64_t>(top_k), at<int64_t>(keys), at<int64_t>(hashed),
+                        at<int32_t>(masks), at<int64_t>(out)},
+                       count);
+          },
+          nb::call_guard<nb::gil_scoped_release>());
   bind_program(m);
 }

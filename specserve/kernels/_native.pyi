@@ -5,22 +5,6 @@ def tile_bytes(format: int, inputs: int) -> int: ...
 def pack(format: int, rows: int, outputs: int, inputs: int, out: int) -> None: ...
 def weight(format: int, outputs: int, inputs: int, data: int) -> Weight: ...
 def activation(kind: int, width: int, data: int, scales: int, sums: int) -> Activation: ...
-def draw(
-    team: Team,
-    instruction_set: str,
-    scores: int,
-    stride: int,
-    vocab: int,
-    count: int,
-    rows: int,
-    temperature: int,
-    min_p: int,
-    top_p: int,
-    top_k: int,
-    keys: int,
-    hashed: int,
-    out: int,
-) -> None: ...
 
 class Weight:
     outputs: int
@@ -32,6 +16,25 @@ class Activation:
 class Team:
     def __init__(self, threads: int) -> None: ...
     threads: int
+
+class Drawer:
+    def __init__(self, team: Team, instruction_set: str) -> None: ...
+    def run(
+        self,
+        scores: int,
+        stride: int,
+        vocab: int,
+        count: int,
+        rows: int,
+        temperature: int,
+        min_p: int,
+        top_p: int,
+        top_k: int,
+        keys: int,
+        hashed: int,
+        masks: int,
+        out: int,
+    ) -> None: ...
 
 def read_bandwidth(team: Team, memory: int, bytes: int, passes: int) -> float: ...
 

@@ -146,9 +146,13 @@ class Ops(Protocol):
         """The lowest of the best token ids of each row of float32 [rows, vocab], int64 [rows]; -1 where the highest
         logit is infinite or any is NaN."""
 
-    def draw(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor:
+    def draw(
+        self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor, masks: Ids | None
+    ) -> Tensor:
         """A token for each of n rows of scores float32 [all rows, vocab] -> int64 [n]: what sampling.filters.shape and
-        sampling.noise.draw define, with noise keys int64 [n] and hashed token ids int64 [vocab]. Only if can_draw."""
+        sampling.noise.draw define, with noise keys int64 [n] and hashed token ids int64 [vocab], among those whose bit
+        is set in masks int32 [all rows, ceil(vocab / 32)]; -1 where the best of them has no finite score, or there is
+        none. One caller at a time. Only if can_draw."""
 
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
         """Let slots `targets` of every kv [2, slots, kv_heads, d] hold what `sources` hold, int64 [n] each, no target

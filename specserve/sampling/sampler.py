@@ -23,7 +23,7 @@ from specserve.sampling.filters import is_processed, laws, normalise, process, r
 from specserve.sampling.logprobs import token_logprobs
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys, unit
 from specserve.sampling.verify import Failure
-from specserve.types import Draft, SamplingParams, Sequence, TokenLogprobs, Verdict
+from specserve.types import Draft, Ids, SamplingParams, Sequence, TokenLogprobs, Verdict
 
 _CACHED_ELEMENTS = 2**16
 _BROKEN, _EMPTY = 1, 2  # why a row is bad; 0 is a good one
@@ -38,7 +38,9 @@ _MESSAGES = {
 class Draw(Protocol):
     """What ops.draw does."""
 
-    def __call__(self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor) -> Tensor: ...
+    def __call__(
+        self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor, masks: Ids | None
+    ) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -81,8 +83,8 @@ class Sampler:
         logits float [rows.num_rows or more, vocab_size]; what follows the last row is padding. masks int32 [num_rows,
         ceil(vocab_size / 32)], bits of the tokens that may come. Draft tokens are below vocab_size; q, where there is
         one, is finite, not negative and sums to 1 in each row. What follows a token that ends the sequence is for the
-        caller to trim. `best` int64 [rows.num_rows or more] spares a search where all is greedy and nothing processed:
-        each row's best token, -1 where its logits are NaN or infinite.
+        caller to trim. `best` int64 [rows.num_rows or more] spares a search where masks are all that is processed: each
+        row's best token, -1 where its logits are NaN or infinite.
         """
         num_rows, vocab_size = logits.shape
         assert vocab_size == self.vocab_size, "logits are not of this vocabulary"
@@ -90,11 +92,9 @@ class Sampler:
         assert masks is None or masks.shape == (rows.num_rows, -(-self.vocab_size // 32)), "masks are not of this batch"
         known = None if is_processed(rows, None) else best
         tried = [self._tries(seq, draft) for seq, draft in zip(rows.seqs, rows.drafts, strict=True)]
-        is_greedy = known is not None and all(seq.params.temperature == 0 for seq in rows.seqs)
-        if known is not None and is_greedy and (masks is None or logits.is_cpu):
-            said, residual = _greedy(known), None
-            if masks is not None:
-                _within(said, logits, masks.numpy())
+        sampled = [i for i, seq in enumerate(rows.seqs) if seq.params.temperature > 0]
+        if known is not None and self._is_quick(logits, sampled, tried, masks):
+            said, residual = self._quick_pass(known, logits, rows, sampled, masks), None
         else:
             known = known if masks is None else None
             raw = logits[: rows.num_rows].float()
@@ -117,6 +117,29 @@ class Sampler:
     def _tries(self, seq: Sequence, draft: Draft) -> bool:
         """Whether the draft is tried node by node, rather than compared with samples of the target."""
         return self.verification != "coupled" and seq.params.temperature > 0 and len(draft) > 0
+
+    def _is_quick(self, logits: Tensor, sampled: list[int], tried: list[bool], masks: Tensor | None) -> bool:
+        """Whether rows whose best tokens are known need nothing of torch's."""
+        is_drawn = not sampled or (self._native is not None and not any(tried))
+        return is_drawn and (logits.is_cpu or masks is None)
+
+    def _quick_pass(self, known: Tensor, logits: Tensor, rows: Rows, sampled: list[int], masks: Tensor | None) -> _Said:
+        """What `_first_pass` says, with no more than two calls of torch: after a step that has flushed every cache each
+        costs as much as all the Python here."""
+        tokens = known.tolist()
+        said = _Said(tokens, [_BROKEN if token < 0 else 0 for token in tokens], [False] * len(tokens))
+        bits = None if masks is None else masks.numpy()
+        if bits is not None and len(sampled) < len(rows.seqs):
+            greedy = [i for i, seq in enumerate(rows.seqs) if seq.params.temperature == 0]
+            _within(said, logits, bits, _row_indices(rows, greedy))
+        if sampled:
+            assert self._native is not None, "who asked has looked"
+            indices, keys = _row_indices(rows, sampled), _sample_keys(rows, sampled)
+            drawn = self._native(logits, indices, laws(_row_params(rows, sampled)), keys, self._hashed, bits)
+            for row, token in zip(indices.tolist(), drawn.tolist(), strict=True):
+                said.tokens[row] = token
+                said.faults[row] = said.faults[row] or (_EMPTY if token < 0 else 0)
+        return said
 
     def _first_pass(
         self, raw: Tensor, scores: Tensor, rows: Rows, tried: list[bool], known: Tensor | None
@@ -142,7 +165,7 @@ class Sampler:
         indices, params = _row_indices(rows, which), _row_params(rows, which)
         at, keys = torch.from_numpy(indices).to(self.device), _sample_keys(rows, which).to(self.device)
         if self._native is not None:
-            tokens[at] = self._native(scores, indices, laws(params), keys, self._hashed)
+            tokens[at] = self._native(scores, indices, laws(params), keys, self._hashed, None)
             return
         for first in range(0, len(at), self._rows_at_once):
             some = slice(first, first + self._rows_at_once)
@@ -217,17 +240,10 @@ class Sampler:
         return _with_logprobs(logits, rows, found)
 
 
-def _greedy(best: Tensor) -> _Said:
-    """What greedy rows say whose best tokens are known: one call of torch, since after a step that has flushed every
-    cache each costs as much as all the Python here."""
-    tokens = best.tolist()
-    return _Said(tokens, [_BROKEN if token < 0 else 0 for token in tokens], [False] * len(tokens))
-
-
-def _within(said: _Said, logits: Tensor, masks: NDArray[np.int32]) -> None:
+def _within(said: _Said, logits: Tensor, masks: Ids, rows: NDArray[np.int64]) -> None:
     """Let greedy rows on a CPU say their best token of those that may come. Mostly that is their best of all; only
     where it is not is anything searched."""
-    for row in np.flatnonzero((masks != -1).any(axis=1)).tolist():
+    for row in rows[(masks[rows] != -1).any(axis=1)].tolist():
         best = said.tokens[row]
         if said.faults[row] or masks[row, best // 32] >> best % 32 & 1:
             continue
