@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ _LIMITS: Any = {
 _MOST_RULES = 1000  # of a Lark grammar: a chain of 5,000 rules overflows the stack, and the process dies
 _MOST_MULTIPLE = 1000  # of multipleOf: its automaton has so many states, and takes seconds
 _MOST_SHOWN = 300  # characters of a reason: some repeat the whole grammar
+_REMEMBERED, _SHORT = 4096, 128  # splits of forced texts, and their characters at most: about 4 MB
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 
 
@@ -152,9 +154,12 @@ class _Tokens(TokenizerWrapper):
         self.special_token_ids = list(vocabulary.eos_ids)
         self.is_tokenizer_wrapper = True
         self._encode = vocabulary.encode
+        self._encode_short = lru_cache(_REMEMBERED)(vocabulary.encode)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._encode(text if isinstance(text, str) else text.decode())
+        """Asked with the same few texts, names of keys and what stands between them, in most masks and drafts."""
+        text = text if isinstance(text, str) else text.decode()
+        return self._encode_short(text) if len(text) <= _SHORT else self._encode(text)
 
 
 def _grammar(asked: Structured) -> str:
