@@ -29,6 +29,7 @@ from specserve.types import SamplingParams
 if TYPE_CHECKING:
     from specserve.bench.compare import Mismatch, Plan, Question, Run
     from specserve.llm import LLM
+    from specserve.structured import Structured
 
     StepEngineOptions = EngineConfig
     QualityEngineOptions = EngineConfig
@@ -72,6 +73,12 @@ Text = Annotated[
 ]
 JsonFile = Annotated[Path | None, Parameter(name="--json", group=OUTPUT, help="Write all figures to this file.")]
 
+Raw = Annotated[bool, Parameter(group=MEASUREMENT, negative=(), help="No chat template: continue the text.")]
+Schema = Annotated[
+    Path | None,
+    Parameter(group=MEASUREMENT, help="JSON Schema that all answers must fit: measures masks, counts misfits."),
+]
+
 bench = App(name="bench")
 bench.command(
     "specserve.cli_bench_serve:serve",
@@ -108,9 +115,8 @@ def compare(
     max_tokens: Annotated[Whole, Parameter(group=MEASUREMENT, help="Most output tokens of a prompt.")] = 128,
     temperature: Annotated[float, Parameter(group=MEASUREMENT, help="0 is greedy.")] = 0.0,
     seed: Annotated[Whole, Parameter(group=MEASUREMENT, help="Prompt i is sampled with seed + i.")] = 0,
-    raw: Annotated[
-        bool, Parameter(group=MEASUREMENT, negative=(), help="No chat template: continue the text.")
-    ] = False,
+    raw: Raw = False,
+    schema: Schema = None,
     json_file: JsonFile = None,
     record: Annotated[
         Path | None, Parameter(group=OUTPUT, help="Write plain decoding's answers to this file, for bench replay.")
@@ -122,12 +128,14 @@ def compare(
     warm-up and with an empty prefix cache. Of a prompt with several turns the first is asked."""
     from specserve.bench.compare import Plan
     from specserve.bench.prompts import load_prompts, spread
+    from specserve.bench.structured import load_schema
     from specserve.speculation.base import create
 
     options = engine_options(engine)
+    structured = None if schema is None else load_schema(schema)
     plan = Plan(
         drafters=drafter,
-        params=SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed),
+        params=SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, structured=structured),
         num_speculative_tokens=engine.num_speculative_tokens,
         drafter_options=options.pop("drafter_options"),
         concurrency=concurrency,
@@ -162,6 +170,8 @@ def _measure(
     print(llm.summary, file=sys.stderr)
     runs = _run(llm, questions, plan)
     figures = report(llm, questions, plan.concurrency, runs)
+    if plan.params.structured is not None:
+        _add_structured(figures, runs, plan.params.structured)
     write_json(json_file, figures)
     if record is not None:
         _record(record, questions, runs[0])
@@ -169,6 +179,14 @@ def _measure(
     if llm.config.verification != "coupled" and plan.params.temperature > 0:
         print(f"With --verification {llm.config.verification} sampled texts may differ; their law is the same.")
     _show(llm, questions, runs[-1], show)
+
+
+def _add_structured(figures: dict[str, Any], runs: Sequence[Run], asked: Structured) -> None:
+    from specserve.bench.structured import checker, structured_figures
+
+    fits = checker(asked)
+    for each, run in zip(figures["runs"], runs, strict=True):
+        each["structured"] = structured_figures(run, fits)
 
 
 def _run(llm: LLM, questions: list[Question], plan: Plan) -> list[Run]:
@@ -194,9 +212,12 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
 
 def _print(figures: dict[str, Any], different: list[Mismatch]) -> None:
     from specserve.bench.report import by_category, by_phase, describe, overview
+    from specserve.bench.structured import structured_table
 
     console = Console()
     tables = [overview(figures), *([by_category(figures)] if len(figures["runs"]) > 1 else []), by_phase(figures)]
+    if "structured" in figures["runs"][0]:
+        tables.append(structured_table(figures["runs"]))
     for table in tables:
         console.print(table, "")
     for mismatch in different:

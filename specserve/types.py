@@ -166,6 +166,8 @@ class SequenceStats:
     num_drafts: int = 0  # of these, how many had a draft
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_forced_tokens: int = 0  # of the draft tokens, those that a grammar forced
+    num_accepted_forced_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)  # [i]: drafts of which token i was accepted
     drafted_by_position: list[int] = field(default_factory=list)  # [i]: drafts that had a token at depth i
     num_preemptions: int = 0
@@ -238,20 +240,23 @@ class Draft:
     """A guess: node i is `tokens[i]` and follows node `parents[i]` (< i), or the last committed token (-1).
 
     A chain has parents [-1, 0, 1, ...]; empty is legal. Siblings must differ. `q[i]` is the distribution node i was
-    drawn from, float [n, vocab]; None means every node is deterministic (one-hot q).
+    drawn from, float [n, vocab]; None means every node is deterministic (one-hot q). `forced` are the nodes that are
+    there because a grammar forces them.
     """
 
     tokens: Ids
     parents: Ids
     q: torch.Tensor | None = None
+    forced: frozenset[int] = frozenset()
     _chain: bool | None = field(default=None, init=False, repr=False)  # is_chain, once somebody has asked
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
-    def chain(cls, tokens: Many[int], q: torch.Tensor | None = None) -> Draft:
-        draft = cls(np.asarray(tokens, np.int32).reshape(-1), np.arange(-1, len(tokens) - 1, dtype=np.int32), q)
+    def chain(cls, tokens: Many[int], q: torch.Tensor | None = None, forced: frozenset[int] = frozenset()) -> Draft:
+        parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
+        draft = cls(np.asarray(tokens, np.int32).reshape(-1), parents, q, forced)
         object.__setattr__(draft, "_chain", True)
         return draft
 

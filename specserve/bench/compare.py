@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from specserve.engine.counters import Times
 from specserve.errors import ConfigError, EngineError
 from specserve.types import SamplingParams, SequenceStats
 
@@ -60,6 +61,7 @@ class Reply:
     token_ids: list[int]
     text: str
     stats: SequenceStats
+    finish_reason: str | None = None
 
 
 @dataclass(slots=True)
@@ -74,6 +76,8 @@ class Run:
     live_tokens: int = 0
     allocated_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    mask_per_step: Times = field(default_factory=Times)
+    mask_per_row: Times = field(default_factory=Times)
 
     def add(self, replies: list[Reply], wall: float, before: Counters, after: Counters) -> None:
         """One group of prompts: its replies, and the engine's counters around it."""
@@ -86,6 +90,8 @@ class Run:
         self.allocated_tokens += after.allocated_tokens - before.allocated_tokens
         for phase, total in after.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + total - before.seconds[phase]
+        self.mask_per_step += after.mask_per_step - before.mask_per_step
+        self.mask_per_row += after.mask_per_row - before.mask_per_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,7 @@ def _reply(question: int, repeat: int, output: RequestOutput) -> Reply:
     completion = output.outputs[0]
     if completion.finish_reason == "error":
         raise EngineError(f"Prompt {question + 1} failed: {completion.error}")
-    return Reply(question, repeat, completion.token_ids, completion.text, completion.stats)
+    return Reply(question, repeat, completion.token_ids, completion.text, completion.stats, completion.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)

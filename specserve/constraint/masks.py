@@ -23,8 +23,8 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
     assert seq.grammar is not None, "free sequences are not guided"
     if len(draft) and (draft.q is not None or not draft.is_chain):
         return _cut(seq.grammar, draft, seq.stop_ids)
-    tokens = _led(seq.grammar, draft.tokens.tolist(), budget, seq.stop_ids)
-    return draft if tokens == draft.tokens.tolist() else Draft.chain(tokens)
+    tokens, forced = _led(seq.grammar, draft.tokens.tolist(), budget, seq.stop_ids)
+    return draft if not forced and tokens == draft.tokens.tolist() else Draft.chain(tokens, forced=frozenset(forced))
 
 
 def fill(rows: Rows, num_words: int) -> Tensor | None:
@@ -51,18 +51,22 @@ def advance(seq: Sequence, tokens: list[int]) -> str | None:
     return seq.grammar.fault
 
 
-def _led(state: GuardedState, ahead: list[int], budget: int, ends: frozenset[int]) -> list[int]:
-    """A chain: what is forced, else what `ahead` says, as long as that agrees with what came before."""
+def _led(state: GuardedState, ahead: list[int], budget: int, ends: frozenset[int]) -> tuple[list[int], list[int]]:
+    """A chain: what is forced, else what `ahead` says, as long as that agrees with what came before; and where in it
+    are the forced ones."""
     tokens: list[int] = []
+    places: list[int] = []
     while len(tokens) < budget and not (tokens and tokens[-1] in ends):
-        following = state.forced()[: budget - len(tokens)] or ahead[:1]
+        forced = state.forced()[: budget - len(tokens)]
+        following = forced or ahead[:1]
         taken = _take(state, following)
+        places += range(len(tokens), len(tokens) + taken if forced else 0)
         tokens += following[:taken]
         ahead = ahead[taken:] if ahead[:taken] == following[:taken] else []
         if not following or taken < len(following):
             break
     state.rollback(len(tokens))
-    return tokens
+    return tokens, places
 
 
 def _take(state: GuardedState, tokens: list[int]) -> int:

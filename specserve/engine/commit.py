@@ -22,7 +22,7 @@ def extend(seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
             break
     if verdict.logprobs is not None:
         seq.logprobs += verdict.logprobs[: len(tokens)]
-    _count(seq, draft, accepted=min(len(verdict.path), len(tokens)))
+    _count(seq, draft, verdict.path[: len(tokens)])
     return tokens
 
 
@@ -36,8 +36,8 @@ def _stop(seq: Sequence, token: int) -> None:
         seq.finish_reason = "length"
 
 
-def _count(seq: Sequence, draft: Draft, accepted: int) -> None:
-    stats = seq.stats
+def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
+    stats, accepted = seq.stats, len(path)
     now = time.perf_counter()
     stats.first_token = stats.first_token or now
     stats.num_steps += 1
@@ -49,6 +49,8 @@ def _count(seq: Sequence, draft: Draft, accepted: int) -> None:
         stats.num_drafts += 1
         stats.num_draft_tokens += len(draft)
         stats.num_accepted_tokens += accepted
+        stats.num_forced_tokens += len(draft.forced)
+        stats.num_accepted_forced_tokens += len(draft.forced.intersection(path))
         for i in range(depth):
             stats.drafted_by_position[i] += 1
             stats.accepted_by_position[i] += i < accepted

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 
 PHASES = ("draft", "mask", "forward", "sample")
+_SHORTEST_S, _BINS_PER_DOUBLING, _NUM_BINS = 1e-6, 8, 193  # up to 17 s
 
 
 class _Timer:
@@ -25,10 +27,38 @@ class _Timer:
 
 
 @dataclass(slots=True)
+class Times:
+    """How often a time came, by its logarithm: so many bins however many times come, and a percentile is at most 9 %
+    above the true one. Those of a stretch are the difference of two."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        place = math.ceil(_BINS_PER_DOUBLING * math.log2(max(seconds, _SHORTEST_S) / _SHORTEST_S))
+        self.counts[min(place, _NUM_BINS - 1)] += count
+
+    def percentile(self, percent: float) -> float | None:
+        """The seconds that this share of the times does not exceed, None without any."""
+        wanted, seen = math.ceil(sum(self.counts) * percent / 100), 0
+        for place, count in enumerate(self.counts):
+            seen += count
+            if count and seen >= wanted:
+                return _SHORTEST_S * math.exp2(place / _BINS_PER_DOUBLING)
+        return None
+
+    def __add__(self, other: Times) -> Times:
+        return Times([a + b for a, b in zip(self.counts, other.counts, strict=True)])
+
+    def __sub__(self, other: Times) -> Times:
+        return Times([a - b for a, b in zip(self.counts, other.counts, strict=True)])
+
+
+@dataclass(slots=True)
 class Counters:
     """Totals since the engine started; use differences. `live_tokens` and `allocated_tokens` (KV slots that hold a
     committed token, and that belong to a sequence) are summed over steps. `seconds` has PHASES, "total", and "host":
-    what of the total is in no phase."""
+    what of the total is in no phase. All that grammars do is in the phase "mask"; `mask_per_step` and `mask_per_row`
+    are its times of each step with constrained rows, and of each such row of them, draft nodes too."""
 
     num_steps: int = 0
     num_rows: int = 0  # without padding
@@ -36,16 +66,24 @@ class Counters:
     num_preemptions: int = 0
     num_aborted: int = 0
     num_drafts_dropped: int = 0
+    num_forced_tokens: int = 0  # drafted because a grammar forced them, of sequences that ended
+    num_accepted_forced_tokens: int = 0
     live_tokens: int = 0
     allocated_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "host", "total"), 0.0))
+    mask_per_step: Times = field(default_factory=Times)
+    mask_per_row: Times = field(default_factory=Times)
 
     def timed(self, phase: str) -> _Timer:
         return _Timer(self.seconds, phase)
 
     def snapshot(self) -> Counters:
-        return replace(self, seconds=dict(self.seconds))
+        times = {name: getattr(self, name) + Times() for name in ("mask_per_step", "mask_per_row")}
+        return replace(self, seconds=dict(self.seconds), **times)
 
-    def settle(self) -> None:
-        """After a step: the host's share is what the phases leave of the total."""
+    def settle(self, mask_s: float, num_masked_rows: int) -> None:
+        """After a step, whose masks took so long: the host's share is what the phases leave of the total."""
+        if num_masked_rows:
+            self.mask_per_step.add(mask_s)
+            self.mask_per_row.add(mask_s / num_masked_rows, num_masked_rows)
         self.seconds["host"] = self.seconds["total"] - sum(self.seconds[phase] for phase in PHASES)

@@ -85,32 +85,42 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Verify one draft, possibly empty, of every sequence whose prompt is computed; returns what each said."""
-        timed = self.counters.timed
+        timed, mask_s = self.counters.timed, -self.counters.seconds["mask"]
         with timed("total"):
             work = self.scheduler.pick(self._draft_limit)
             with timed("draft"):
-                drafts = self._guide(work, self.drafters.propose(work.seqs, work.budgets))
+                drafts = self.drafters.propose(work.seqs, work.budgets)
+            with timed("mask"):
+                drafts = self._guide(work, drafts)
             batch = pack(work, drafts, self.runner.ops.row_multiple)
             with timed("forward"):
                 out = self.runner.run(batch)
+            with timed("mask"):
+                allowed = masks.fill(batch.rows, -(-self.limits.vocab_size // 32))
             with timed("sample"):
-                results = self._judge(batch, out)
+                results = self._judge(batch, out, allowed)
             events, verdicts = self._keep(work, batch.rows, results)
             with timed("draft"):
                 self.drafters.commit(list(verdicts), list(verdicts.values()), self._hidden(batch.rows, verdicts, out))
             self._close(work, batch)
-        self.counters.settle()
+        self.counters.settle(mask_s + self.counters.seconds["mask"], _num_masked(batch.rows))
         return events
 
     def _draft_limit(self, seq: Sequence) -> int:
         """How many tokens its draft may have. A drafter that the request names drafts although the engine's number is
         0, which stands for those that name none. What a grammar forces is drafted unless the request wants no drafts:
         it is seldom rejected."""
-        forced = 0 if seq.grammar is None or seq.drafter == NONE else min(len(seq.grammar.forced()), MOST_FORCED)
+        forced = self._num_forced(seq)
         if not self.drafters.can_draft(seq):
             return forced
         count = self.num_speculative_tokens
         return max(forced, count if count or seq.drafter is None else DEFAULT_NUM_SPECULATIVE_TOKENS)
+
+    def _num_forced(self, seq: Sequence) -> int:
+        if seq.grammar is None or seq.drafter == NONE:
+            return 0
+        with self.counters.timed("mask"):
+            return min(len(seq.grammar.forced()), MOST_FORCED)
 
     def _guide(self, work: Work, drafts: list[Draft]) -> list[Draft]:
         """The drafts as grammars leave them."""
@@ -119,10 +129,9 @@ class Engine:
             for seq, draft, budget in zip(work.seqs, drafts, work.budgets, strict=True)
         ]
 
-    def _judge(self, batch: Batch, out: Output) -> dict[Sequence, Verdict | Failure]:
+    def _judge(self, batch: Batch, out: Output, allowed: Tensor | None) -> dict[Sequence, Verdict | Failure]:
         """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
         logits = out.logits
-        allowed = masks.fill(batch.rows, -(-self.limits.vocab_size // 32))
         results = self.sampler(logits, batch.rows, allowed, out.best) if batch.rows.seqs else []
         start = batch.rows.num_rows
         for seq, targets in batch.scored:
@@ -148,10 +157,17 @@ class Engine:
             else:
                 self.cache.keep(seq, count, result.path, result.tokens)
                 tokens = extend(seq, drafts[seq], result)
-                fault = None if seq.grammar is None else masks.advance(seq, tokens)
+                fault = self._advance(seq, tokens)
                 events.append(event(seq, tokens) if fault is None else _failed(seq, tokens, fault))
                 verdicts[seq] = result
         return events, verdicts
+
+    def _advance(self, seq: Sequence, tokens: list[int]) -> str | None:
+        """Why a sequence's grammar cannot follow it, None where it can or there is none."""
+        if seq.grammar is None:
+            return None
+        with self.counters.timed("mask"):
+            return masks.advance(seq, tokens)
 
     def _hidden(self, rows: Rows, verdicts: dict[Sequence, Verdict], out: Output) -> Tensor | None:
         """The hidden states that judged each emitted token, sequence after sequence, for drafters that want them."""
@@ -179,12 +195,19 @@ class Engine:
 
     def _end(self, seq: Sequence) -> None:
         seq.stats.finished = time.perf_counter()
+        self.counters.num_forced_tokens += seq.stats.num_forced_tokens
+        self.counters.num_accepted_forced_tokens += seq.stats.num_accepted_forced_tokens
         self.scheduler.remove(seq)
         self.drafters.end(seq)
         siblings = self.requests[seq.request_id]
         siblings.remove(seq)
         if not siblings:
             del self.requests[seq.request_id]
+
+
+def _num_masked(rows: Rows) -> int:
+    """How many rows have a grammar's bits."""
+    return sum(len(draft) + 1 for seq, draft in zip(rows.seqs, rows.drafts, strict=True) if seq.grammar is not None)
 
 
 def _failed(seq: Sequence, tokens: list[int], message: str) -> Event:

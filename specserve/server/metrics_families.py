@@ -105,7 +105,7 @@ _TIMES = {
 
 
 def _own(service: Service, make: _Maker) -> Iterator[Metric]:
-    engine = service.engine
+    engine, whole = service.engine, together(service.acceptance.values())
     yield make.gauge(OWN + "up", "1 while this process answers.", 1)
     yield make.gauge(OWN + "ready", "1 while requests are taken.", service.ready)
     for name, text, value in (
@@ -113,6 +113,8 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
         ("engine_steps", "Steps of the engine.", engine.num_steps),
         ("engine_step_rows", "Rows of these steps: prompt tokens, last tokens and draft tokens.", engine.num_rows),
         ("drafts_dropped", "Drafts that broke the contract and were not verified.", engine.num_drafts_dropped),
+        ("forced_tokens", "Tokens drafted because a grammar forced them.", whole.num_forced_tokens),
+        ("accepted_forced_tokens", "Those of them that were accepted.", whole.num_accepted_forced_tokens),
     ):
         yield make.counter(OWN + name, text, value)
     seconds = {phase: engine.seconds[phase] for phase in STEP_PHASES}

@@ -110,10 +110,21 @@ def test_what_is_forced_stands_before_between_and_after_what_is_drafted() -> Non
     assert masks.guide(seq, Draft.chain([1, 2, 1]), 4).tokens.tolist() == [1, 2, 1, 3]
 
 
+def test_a_guided_draft_says_which_of_its_tokens_are_forced() -> None:
+    seq, _ = guided([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2]])
+    drafts = [masks.guide(seq, Draft.chain(said), 9) for said in ([1, 2, 0], [1, 2, 1], [1, 2, 2], [])]
+    assert [(draft.tokens.tolist(), set(draft.forced)) for draft in drafts] == [
+        ([1, 2, 0, 3, 3, EOS], {0, 1, 3, 4, 5}),
+        ([1, 2, 1, 3, 2, EOS], {0, 1, 3, 4, 5}),
+        ([1, 2], {0, 1}),
+        ([1, 2], {0, 1}),
+    ]
+
+
 def test_a_draft_that_may_stand_whole_is_not_touched() -> None:
     seq, _ = guided([[1, 2], [1, 3], [0, 0]])
-    draft = Draft.chain([1, 2, EOS])
-    assert masks.guide(seq, draft, 3) is draft
+    draft = Draft.chain([1, 2])
+    assert masks.guide(seq, draft, 2) is draft
     tree = Draft(np.array([1, 0, 2, 3], np.int32), np.array([-1, -1, 0, 0], np.int32))
     assert masks.guide(seq, tree, 4) is tree
 
