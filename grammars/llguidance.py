@@ -55,7 +55,7 @@ _IN_PLACE = ("allOf", "anyOf", "oneOf")
 class LlguidanceBackend:
     """Constraints for one vocabulary."""
 
-    kinds = frozenset({"json_schema", "regex", "choice", "lark", "structural_tag"})
+    kinds = frozenset({"json_schema", "regex", "choice", "lark", "ebnf", "structural_tag"})
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -169,8 +169,9 @@ def _grammar(asked: Structured) -> str:
     if asked.kind == "regex":
         return LLMatcher.grammar_from_regex(asked.text)
     if asked.kind == "choice":
-        options = (json.dumps(option, ensure_ascii=False) for option in json.loads(asked.text))
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(options)}")
+        return LLMatcher.grammar_from_regex("|".join(_literal(option) for option in json.loads(asked.text)))
+    if asked.kind == "ebnf":
+        return _of_lark(_from_ebnf(asked.text))
     assert asked.kind == "lark", "kinds has no others"
     return _of_lark(asked.text)
 
@@ -208,11 +209,16 @@ def _tags(asked: Structured, vocabulary: Vocabulary) -> str:
 def _from_ebnf(text: str) -> str:
     """A grammar in GBNF as Lark."""
     if "::=" not in text:
-        raise RefusedError('structural tag: a grammar is EBNF: rules like root ::= "a" | "b".')
+        raise RefusedError('a grammar in EBNF has rules like root ::= "a" | "b".')
     try:
         return str(gbnf_to_lark(text))
     except Exception as error:  # the converter raises bare Exceptions
-        raise RefusedError(f"structural tag: the grammar cannot be read: {error}.") from error
+        raise RefusedError(f"this grammar cannot be read: {str(error)[:_MOST_SHOWN]}.") from error
+
+
+def _literal(text: str) -> str:
+    """A regular expression for this text alone; literals in Lark cannot spell every control character."""
+    return "".join(c if c.isascii() and c.isalnum() else rf"\x{{{ord(c):x}}}" for c in text)
 
 
 def _reason(matcher: LLMatcher) -> str:

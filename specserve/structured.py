@@ -34,6 +34,10 @@ class Structured:
             raise InputError(unknown("kind of structured output", str(self.kind), KINDS), "structured")
         if not isinstance(self.text, str) or not self.text:
             raise InputError(f"structured: a {self.kind} is text that is not empty.", "structured")
+        if not _is_unicode(self.text):
+            raise InputError(
+                f"structured: this {self.kind} has half of a surrogate pair, which is no text.", "structured"
+            )
         if len(self.text) > _MAX_CHARACTERS:
             raise InputError(
                 f"structured: this {self.kind} has {len(self.text)} characters; at most {_MAX_CHARACTERS} are taken.",
@@ -84,6 +88,14 @@ class Structured:
         """Free text with constrained stretches, as xgrammar's structural tags describe it: {"type": "structural_tag",
         "format": ...}, or vLLM's older "structures" and "triggers"."""
         return cls("structural_tag", _as_json(tag))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _as_json(value: Any) -> str:

@@ -59,6 +59,8 @@ def test_equal_constraints_are_equal() -> None:
         lambda: Structured.choice([]),
         lambda: Structured.choice("abc"),
         lambda: Structured.choice(["a", ""]),
+        lambda: Structured.choice(["a", "\ud800"]),
+        lambda: Structured.regex("\udfff"),
         lambda: Structured.json("{"),
         lambda: Structured.json({"a": {1, 2}}),
         lambda: Structured.json({"a": float("nan")}),

@@ -114,6 +114,29 @@ def test_every_kind(
     assert [text for text in bad if takes(state, words, text)] == []
 
 
+def test_a_choice_may_be_any_text(backend: LlguidanceBackend, words: Vocabulary) -> None:
+    options = [
+        "\n",
+        "a\tb",
+        "\r\n",
+        '"q"',
+        "back\\slash",
+        "\\n",
+        "😀",
+        "é|è",
+        "/x/",
+        "a.b*",
+        "\x01\x7f",
+        " ",
+        "\u2028",
+        "\0",
+    ]
+    state = backend.compile(Structured.choice(options)).start()
+    assert [option for option in options if not takes(state, words, option)] == []
+    others = ["n", "a\\tb", "\r", "'q'", "backslash", "\\", "é", "x", "aab", "\x01", "  ", "u2028", "0", "\n\n"]
+    assert [other for other in others if takes(state, words, other)] == []
+
+
 def test_the_end_comes_once_and_can_be_taken_back(backend: LlguidanceBackend, words: Vocabulary) -> None:
     state = backend.compile(Structured.choice(["ab"])).start()
     ids = words.encode("ab")
