@@ -14,9 +14,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_chain
 
+from specserve.constraint import walk
 from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.constraint.tags import parse
 from specserve.grammars._lark_tags import Embedded, written
@@ -59,6 +61,7 @@ class LlguidanceBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._executor = LLExecutor(num_threads=1)
         self._tokenizer = LLTokenizer(_Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
 
     def compile(self, asked: Structured) -> LlguidanceGrammar:
@@ -68,7 +71,7 @@ class LlguidanceBackend:
             raise RefusedError(_reason(matcher))
         if warnings := matcher.get_grammar_warnings():
             raise RefusedError(" ".join(warnings))
-        grammar = LlguidanceGrammar(matcher, self._vocabulary.eos_ids, len(text))
+        grammar = LlguidanceGrammar(matcher, self._vocabulary, self._executor, len(text))
         self._try(grammar)
         return grammar
 
@@ -86,14 +89,15 @@ class LlguidanceBackend:
 class LlguidanceGrammar:
     """A matcher that nobody moves."""
 
-    def __init__(self, matcher: LLMatcher, eos_ids: tuple[int, ...], num_characters: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, executor: LLExecutor, num_characters: int) -> None:
         self._matcher = matcher
-        self._eos_ids = eos_ids
+        self._vocabulary = vocabulary
+        self._executor = executor
         # About 0.1 MiB each, measured over 200 tools; what it grows to while masks are made is bounded by the limits.
         self.num_bytes = 100_000 + 64 * num_characters
 
     def start(self) -> LlguidanceState:
-        return LlguidanceState(self._matcher.deep_copy(), self._eos_ids)
+        return LlguidanceState(self._matcher.deep_copy(), self._vocabulary, self._executor)
 
 
 class LlguidanceState:
@@ -102,9 +106,11 @@ class LlguidanceState:
     Where text is forced its mask has the one token that the tokenizer would take; `advance` takes any spelling.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, executor: LLExecutor) -> None:
         self._matcher = matcher
-        self._eos_ids = eos_ids
+        self._eos_ids = vocabulary.eos_ids
+        self._size = vocabulary.size
+        self._executor = executor
         self._ended = False
 
     def fill(self, row: Ids) -> None:
@@ -114,8 +120,28 @@ class LlguidanceState:
         self._matcher.unsafe_compute_mask_ptr(row.__array_interface__["data"][0], row.nbytes)
         self._check()
 
+    def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
+        if (parents != np.arange(-1, len(parents) - 1)).any():
+            walk.fill_draft(self, tokens, parents, ends, rows)
+            return
+        rows[:] = 0  # those behind a token that may not stand are not written
+        chain = self._until_end(tokens.tolist(), ends)
+        if self._ended or not chain:
+            self.fill(rows[0])
+            return
+        assert len(rows) > len(chain), "it writes behind the end of too few rows"
+        fill_chain(self._executor, [(self._matcher, 0, chain)], rows)
+        self._check()
+
+    def _until_end(self, chain: list[int], ends: frozenset[int]) -> list[int]:
+        """The tokens before the first that ends a text, or that the matcher would take for an error."""
+        for place, token in enumerate(chain):
+            if token in ends or token in self._eos_ids or not 0 <= token < self._size:
+                return chain[:place]
+        return chain
+
     def advance(self, token: int) -> bool:
-        if self._ended:
+        if self._ended or not 0 <= token < self._size:
             return False
         if token in self._eos_ids:
             self._ended = self._matcher.is_accepting()
@@ -126,6 +152,8 @@ class LlguidanceState:
         return moved
 
     def rollback(self, n: int) -> None:
+        if not n:
+            return
         self._matcher.rollback(n - self._ended)
         self._ended = False
         self._check()

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from specserve.constraint import walk
 from specserve.errors import ConfigError, unknown
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
@@ -375,6 +376,9 @@ class LanguageState:
         bits = row.view(np.uint32)
         for token in self.next():
             bits[token // 32] |= np.uint32(1 << token % 32)
+
+    def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
+        walk.fill_draft(self, tokens, parents, ends, rows)
 
     def advance(self, token: int) -> bool:
         if token not in self.next():

@@ -83,6 +83,12 @@ class Guarded:
         if self.fault is not None:
             row[:] = 0
 
+    def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
+        if self.fault is None:
+            self._call(lambda: self._state.fill_draft(tokens, parents, ends, rows), None)
+        if self.fault is not None:
+            rows[:] = 0
+
     def advance(self, token: int) -> bool:
         self._forced = None
         return self._call(lambda: self._state.advance(token), False)

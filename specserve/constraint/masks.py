@@ -6,14 +6,13 @@ A state stands at its sequence's last committed token. It walks a draft and is r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from specserve.constraint.walk import visit
 from specserve.runtime.batch import Rows
-from specserve.types import Draft, GuardedState, Ids, Sequence
+from specserve.types import Draft, GuardedState, Sequence
 
 
 def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
@@ -35,7 +34,7 @@ def fill(rows: Rows, num_words: int) -> Tensor | None:
     masks = np.full((rows.num_rows, num_words), -1, np.int32)
     for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
         if seq.grammar is not None:
-            _fill(seq.grammar, draft, seq.stop_ids, masks[start : start + len(draft) + 1])
+            seq.grammar.fill_draft(draft.tokens, draft.parents, seq.stop_ids, masks[start : start + len(draft) + 1])
     return torch.from_numpy(masks)
 
 
@@ -79,43 +78,10 @@ def _take(state: GuardedState, tokens: list[int]) -> int:
 
 def _cut(state: GuardedState, draft: Draft, ends: frozenset[int]) -> Draft:
     kept: list[int] = []
-    _visit(state, draft, ends, kept.append)
+    visit(state, draft.tokens, draft.parents, ends, kept.append)
     if len(kept) == len(draft):
         return draft
     kept.sort()
     at = {node: i for i, node in enumerate(kept)}
     parents = np.array([at.get(int(draft.parents[node]), -1) for node in kept], np.int32)
     return Draft(draft.tokens[kept], parents, None if draft.q is None else draft.q[kept])
-
-
-def _fill(state: GuardedState, draft: Draft, ends: frozenset[int], rows: Ids) -> None:
-    rows[:] = 0
-    state.fill(rows[0])
-
-    def row_after(node: int) -> None:
-        if int(draft.tokens[node]) not in ends:
-            state.fill(rows[node + 1])
-
-    _visit(state, draft, ends, row_after)
-
-
-def _visit(state: GuardedState, draft: Draft, ends: frozenset[int], visit: Callable[[int], object]) -> None:
-    """Call `visit` for each node that may stand, with the state behind it; parents go first, and the state is where it
-    was in the end. Nothing stands behind a token that ends the sequence."""
-    if not len(draft):
-        return
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(draft.parents.tolist()):
-        children.setdefault(parent, []).append(node)
-    depth, ahead = 0, [(node, 0) for node in reversed(children[-1])]
-    while ahead:
-        node, level = ahead.pop()
-        state.rollback(depth - level)
-        depth = level
-        token = int(draft.tokens[node])
-        if state.advance(token):
-            depth += 1
-            visit(node)
-            if token not in ends:
-                ahead += [(child, depth) for child in reversed(children.get(node, ()))]
-    state.rollback(depth)

@@ -14,8 +14,7 @@ import pytest
 from scipy.stats import chisquare
 
 from specserve.config import EngineConfig
-from specserve.constraint import masks
-from specserve.constraint.base import Grammar
+from specserve.constraint.base import Grammar, Guarded
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
 from specserve.speculation.base import DraftHost, create
@@ -287,12 +286,12 @@ def pool(observed: list[int], expected: list[float]) -> tuple[list[float], list[
 
 def test_a_planted_fault_in_the_masks_is_caught(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a draft that all have the root's bits: outputs then leave the language."""
-    real = masks._fill
+    real = Guarded.fill_draft
 
-    def stale(state: Any, draft: Any, ends: Any, rows: Any) -> None:
-        real(state, draft, ends, rows)
+    def stale(self: Guarded, tokens: Any, parents: Any, ends: Any, rows: Any) -> None:
+        real(self, tokens, parents, ends, rows)
         rows[1:] = rows[0]
 
-    monkeypatch.setattr(masks, "_fill", stale)
+    monkeypatch.setattr(Guarded, "fill_draft", stale)
     with pytest.raises(AssertionError):
         test_the_law_under_a_grammar_is_the_models_own_given_that_it_fits(tiny, "coupled", "chain")

@@ -1,0 +1,44 @@
+"""A draft walked node by node, with the grammar's state moved over each token and taken back: the plain form of what
+some backends do in one call. Knows states and drafts; knows no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specserve.types import GrammarState, Ids
+
+
+def fill_draft(state: GrammarState, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
+    """What GrammarState.fill_draft promises, by `fill`, `advance` and `rollback` alone."""
+    rows[:] = 0
+    state.fill(rows[0])
+
+    def fill_behind(node: int) -> None:
+        if int(tokens[node]) not in ends:
+            state.fill(rows[node + 1])
+
+    visit(state, tokens, parents, ends, fill_behind)
+
+
+def visit(
+    state: GrammarState, tokens: Ids, parents: Ids, ends: frozenset[int], behind: Callable[[int], object]
+) -> None:
+    """Call `behind` for each node that may stand, with the state behind it; parents go first, and the state is where it
+    was in the end. Nothing stands behind a token that ends the sequence."""
+    if not len(tokens):
+        return
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents.tolist()):
+        children.setdefault(parent, []).append(node)
+    depth, ahead = 0, [(node, 0) for node in reversed(children[-1])]
+    while ahead:
+        node, level = ahead.pop()
+        state.rollback(depth - level)
+        depth = level
+        token = int(tokens[node])
+        if state.advance(token):
+            depth += 1
+            behind(node)
+            if token not in ends:
+                ahead += [(child, depth) for child in reversed(children.get(node, ()))]
+    state.rollback(depth)
