@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from specserve.constraint import walk
 from specserve.constraint.base import Grammar
 from specserve.models.reasoning import Reasoning
 from specserve.types import GrammarState, Ids
@@ -85,6 +86,12 @@ class ReasoningState:
         if place.phase is _Phase.OPENING:
             token = self._open[place.matched]
             row.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+    def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
+        if self._place.phase is _Phase.ANSWERING:
+            self._answer.fill_draft(tokens, parents, ends, rows)
+        else:
+            walk.fill_draft(self, tokens, parents, ends, rows)
 
     def advance(self, token: int) -> bool:
         found = self._after(token)

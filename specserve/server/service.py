@@ -14,6 +14,7 @@ from specserve.constraint.base import RefusedError as StructureRefusedError
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.errors import InputError, PromptTooLongError
 from specserve.models.tokenizer import Tokenizer
+from specserve.models.tools import CallFormat
 from specserve.server.engine.client import EngineClient, RefusedError, Subscription
 from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Said, Submit
 from specserve.server.engine.supervisor import State, Supervisor
@@ -173,9 +174,13 @@ class Service:
             return ask, None
         written = format_for(use, self.tokenizer.call_format)
         asked = constraint(use, written, ask.params.structured)
-        make = await self.on_thread(reader, use, written, ask.prompt or "")  # the first loads a parser
+        make = await self.on_thread(self._reader, use, written, ask.prompt or "")
         params = replace(keeping_delimiters(written, ask.params), structured=asked)
         return replace(ask, params=params, source="tools" if asked else ask.source), make
+
+    def _reader(self, use: ToolUse, written: CallFormat, prompt: str) -> Callable[[], AnswerParser]:
+        """The first loads a parser, and finds out whether the model reasons."""
+        return reader(use, written, prompt, reasons=self.tokenizer.reasoning is not None)
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function whose work grows with `size`, a number of characters: on a thread if there are many."""

@@ -93,10 +93,11 @@ def _element(asked: Structured) -> dict[str, Any]:
     raise InputError(f'tools: beside a {asked.kind} they cannot be called. Send tool_choice "none".', "tools")
 
 
-def reader(use: ToolUse, written: CallFormat, prompt: str) -> Callable[[], AnswerParser]:
-    """What makes the parser of each completion. `prompt` is the rendered one. The first call takes a second."""
+def reader(use: ToolUse, written: CallFormat, prompt: str, reasons: bool = False) -> Callable[[], AnswerParser]:
+    """What makes the parser of each completion. `prompt` is the rendered one; `reasons`: calls come behind text of a
+    model that reasons first. The first call takes a second."""
     style = written.style
-    if use.must_call and style is not None and not style.has_tags:
+    if use.must_call and style is not None and not style.has_tags and not reasons:
         return functools.partial(EnforcedCalls, style, ids_of_calls(written))
     return ToolCalling(written, use.tools, prompt, parallel=use.parallel).parser
 

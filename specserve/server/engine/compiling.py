@@ -9,16 +9,19 @@ from dataclasses import replace
 
 from specserve.constraint.base import Grammar
 from specserve.constraint.compiler import Compiler
+from specserve.constraint.reasoning import wrapped
 from specserve.engine.request import Request
 from specserve.errors import InputError
+from specserve.models.reasoning import Reasoning
 
 
 class Compiling:
     """At most one grammar is compiled at a time: the cores belong to the engine. Whoever asks has tried each of them
-    elsewhere, so none takes long or fails."""
+    elsewhere, so none takes long or fails. `reasoning` is the model's."""
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, reasoning: Reasoning | None) -> None:
         self._compiler = compiler
+        self._reasoning = reasoning
         self._thread = ThreadPoolExecutor(1, "specserve-grammars")
         self._waiting: dict[str, tuple[Request, Future[Grammar]]] = {}
 
@@ -40,7 +43,8 @@ class Compiling:
             del self._waiting[request.id]
             error = made.exception()
             if error is None:
-                yield replace(request, grammar=made.result()), None
+                grammar = wrapped(made.result(), request.prompt_ids, self._reasoning)
+                yield replace(request, grammar=grammar), None
             elif isinstance(error, InputError):
                 yield request, error
             else:

@@ -99,7 +99,7 @@ class EngineProcess:
     def __init__(self, wire: Wire, built: Built) -> None:
         self._wire = wire
         self._engine: Engine = built.engine
-        self._compiling = Compiling(built.compiler)
+        self._compiling = Compiling(built.compiler, built.tokenizer.reasoning)
         self._has_compiled = False
         self._stopping = False
 
