@@ -103,6 +103,8 @@ wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of it
 	@build/wheel/venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps build/wheel/*.whl
 	@cd build/wheel && venv/bin/python -c \
 	  "import pkgutil, specserve.drafters as d; print('specserve', *d.__path__, *(m.name for m in pkgutil.iter_modules(d.__path__)))"
+	@cd build/wheel && venv/bin/python -c \
+	  "from specserve import library; print('grammars', *(library.find(name).name for name in library.names()))"
 	@test $$SPECSERVE_REQUIRE_NATIVE = 0 || (cd build/wheel && venv/bin/python -c \
 	  "from specserve.kernels import _native; print('native kernels', _native.__file__)")
 	@mv build/wheel/*.whl dist/

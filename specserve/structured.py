@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast, get_args
 
+from specserve import library
 from specserve.errors import InputError, unknown
 
 Kind: TypeAlias = Literal["json_schema", "regex", "choice", "lark", "ebnf", "structural_tag"]
@@ -82,6 +84,18 @@ class Structured:
     def grammar(cls, text: str, syntax: Literal["lark", "ebnf"] = "lark") -> Structured:
         """Text that a context-free grammar derives from its rule `start` (Lark) or `root` (EBNF as of GBNF)."""
         return cls(syntax, text)
+
+    @classmethod
+    def named(cls, name: str) -> Structured:
+        """A grammar of the library, such as "date" or "sql"; `specserve grammar list` shows all."""
+        entry = library.find(name)
+        return cls(cast(Kind, entry.kind), entry.text)
+
+    @classmethod
+    def file(cls, path: str | Path) -> Structured:
+        """A grammar in a file, whose name ends in .regex, .ebnf, .gbnf or .lark."""
+        kind, text = library.read(Path(path))
+        return cls(cast(Kind, kind), text)
 
     @classmethod
     def structural_tag(cls, tag: Mapping[str, Any]) -> Structured:

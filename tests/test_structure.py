@@ -35,6 +35,7 @@ LAYERS = (
     ("cache", "ops"),
     ("types", "sse"),
     ("config", "structured"),
+    ("library",),
     ("errors", "version", "lifeline"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.

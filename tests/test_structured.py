@@ -82,6 +82,17 @@ def test_a_near_miss_is_named() -> None:
         Structured("rexeg", "a")  # type: ignore[arg-type]
 
 
+def test_a_grammar_has_a_name_or_a_file(tmp_path: Path) -> None:
+    assert Structured.named("uuid").kind == "regex"
+    assert Structured.named("sql").text.startswith("#")
+    (tmp_path / "two.lines.lark").write_text("start: A\nA: /é/\n", "utf-8")
+    assert Structured.file(str(tmp_path / "two.lines.lark")) == Structured.grammar("start: A\nA: /é/\n")
+    (tmp_path / "bytes.ebnf").write_bytes(b"\xff")
+    for name, said in {"bytes.ebnf": "cannot be read", "none.regex": "cannot be read", "a.txt": "must end in"}.items():
+        with pytest.raises(InputError, match=said):
+            Structured.file(tmp_path / name)
+
+
 def test_the_readmes_example_runs_on_the_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it stands there."""
     readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
