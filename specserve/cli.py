@@ -23,7 +23,10 @@ COMMANDS = {
     "chat": ("specserve.cli_chat:chat", "Talk to a model; tokens per second and acceptance after each answer."),
     "serve": ("specserve.cli_serve:serve", "Serve a model over HTTP with OpenAI's API."),
     "bench": ("specserve.cli_bench:bench", "Measure drafters against plain decoding."),
-    "grammar": ("specserve.cli_grammar:grammar", "Check what structured output can enforce."),
+    "grammar": (
+        "specserve.cli_grammar:grammar",
+        "Check what structured output can enforce; show grammars that come along.",
+    ),
     "top": ("specserve.cli_top:top", "Watch a running server."),
     "pull": ("specserve.cli_tools:pull", "Fetch a model into the cache, or list what is there."),
     "doctor": ("specserve.cli_tools:doctor", "Show the device, memory, kernels, model folder and versions."),

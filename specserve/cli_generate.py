@@ -45,6 +45,12 @@ def generate(
         tuple[str, ...],
         Parameter(group=STRUCTURED, negative=(), show_default=False, help="The answer is this; may be repeated."),
     ] = (),
+    grammar: Annotated[
+        str | None,
+        Parameter(
+            group=STRUCTURED, help="A name of `specserve grammar list`, or a file: .regex, .ebnf, .gbnf or .lark."
+        ),
+    ] = None,
     json_lines: Annotated[
         bool, Parameter(name="--json", group=OUTPUT, negative=(), help="One JSON object a prompt instead of text.")
     ] = False,
@@ -57,7 +63,7 @@ def generate(
     """Answer prompts. One prompt is streamed as it is generated; several run together and are printed in order."""
     if raw and system is not None:
         raise InputError("--raw sends no messages, so --system has no place in it. Leave one of them out.", "system")
-    params = replace(sampling_params(sampling), structured=_structured(schema, regex, choice))
+    params = replace(sampling_params(sampling), structured=_structured(schema, regex, choice, grammar))
     asked = [text if raw else _messages(text, system) for text in prompts or (_standard_input(),)]
     from specserve.llm import LLM
 
@@ -70,18 +76,27 @@ def generate(
         print(*(answer.speed() for answer in answers), sep="\n", file=sys.stderr)
 
 
-def _structured(schema: Path | None, regex: str | None, choice: tuple[str, ...]) -> Structured | None:
+def _structured(
+    schema: Path | None, regex: str | None, choice: tuple[str, ...], grammar: str | None
+) -> Structured | None:
     """What the answer must be, said in at most one way."""
-    if (schema is not None) + (regex is not None) + bool(choice) > 1:
-        raise InputError("--schema, --regex and --choice each say all of what the answer must be. Give one.")
+    if sum((schema is not None, regex is not None, bool(choice), grammar is not None)) > 1:
+        raise InputError("--schema, --regex, --choice and --grammar each say all of what the answer must be. Give one.")
     if schema is not None:
-        try:
-            return Structured.json(schema.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--schema: {schema} cannot be read: {error}.", "schema") from error
+        return _schema(schema)
+    if grammar is not None:
+        is_file = Path(grammar).suffix or len(Path(grammar).parts) > 1
+        return Structured.file(grammar) if is_file else Structured.named(grammar)
     if regex is not None:
         return Structured.regex(regex)
     return Structured.choice(choice) if choice else None
+
+
+def _schema(file: Path) -> Structured:
+    try:
+        return Structured.json(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--schema: {file} cannot be read: {error}.", "schema") from error
 
 
 def _standard_input() -> str:

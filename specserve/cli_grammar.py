@@ -1,5 +1,5 @@
-"""`specserve grammar`: what the grammar backends can enforce. Knows how to read, print and write; the check is not its
-own."""
+"""`specserve grammar`: what the grammar backends can enforce, and the grammars that come along. Knows how to read, to
+print and to write; the check is not its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from specserve import library
 from specserve.cli_options import MODEL, OUTPUT
 from specserve.config import DEFAULT_MODEL
 from specserve.errors import InputError
@@ -62,6 +63,21 @@ def check(
         told = {**counts, "keywords": keywords, "groups": [asdict(group) for group in groups]}
         json_file.write_text(json.dumps(told, indent=1), "utf-8")
     _show(counts, keywords)
+
+
+@grammar.command(name="list")
+def list_all() -> None:
+    """Show the grammars that come along: what --grammar of `specserve generate` takes by name."""
+    table = Table("name", "kind", "description", box=None)
+    for entry in map(library.find, library.names()):
+        table.add_row(entry.name, entry.kind, entry.description)
+    Console(markup=False).print(table)  # a description may have [brackets]
+
+
+@grammar.command
+def show(name: Annotated[str, Parameter(help="One of `specserve grammar list`.")]) -> None:
+    """Print a grammar: the beginning of one of your own, in a file of your own."""
+    print(library.find(name).text.removesuffix("\n"))
 
 
 def _read(file: Path) -> Any:

@@ -10,17 +10,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
-from specserve import cli_answer, cli_chat, cli_generate, llm
+from specserve import cli_answer, cli_chat, cli_generate, library, llm
 from specserve.cli import COMMANDS, build_app, run
 from specserve.cli_options import ENGINE_HELP, SAMPLING_HELP, EngineOptions, SamplingOptions, engine_options
 from specserve.config import EngineConfig
 from specserve.doctor import examine
 from specserve.errors import EngineError
+from specserve.structured import Structured
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
 
@@ -299,17 +301,51 @@ def test_generate_structured(specserve: Run, tiny: str, tmp_path: Path) -> None:
         assert all(1 <= len(json.loads(line)) <= 3 and set(json.loads(line)) <= {"the", 1} for line in out.splitlines())
     assert re.fullmatch(r"[ab]{3}\n", specserve("generate", "one", *flags, "--regex", "[ab]{3}")[1])
     assert specserve("generate", "one", *flags, "--choice", "on", "--choice", "off")[1] in ("on\n", "off\n")
+    date.fromisoformat(specserve("generate", "one", *flags, "--grammar", "date")[1].strip())
+    for name, text in (
+        ("a.lark", 'start: "x" "y"'),
+        ("a.ebnf", 'root ::= "x" "y"'),
+        ("a.gbnf", 'root ::= "xy"'),
+        ("a.regex", "xy\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert specserve("generate", "one", *flags, "--grammar", str(tmp_path / name))[1] == "xy\n"
 
 
 @pytest.mark.usefixtures("kept")
 def test_generate_structured_says_what_is_wrong(specserve: Run, tiny: str, tmp_path: Path) -> None:
     flags = ("--model", tiny, *SMALL)
     assert "Give one" in specserve("generate", "one", *flags, "--regex", "a", "--choice", "b")[2]
+    assert "Give one" in specserve("generate", "one", *flags, "--grammar", "date", "--choice", "b")[2]
     assert "missing.json" in specserve("generate", "one", *flags, "--schema", "missing.json")[2]
+    for given, said in {
+        "dte": "Unknown grammar 'dte'. Did you mean 'date'",
+        "missing.lark": "missing.lark' cannot be read",
+        "notes.txt": "must end in one of .regex, .ebnf, .gbnf, .lark",
+        str(tmp_path): "must end in",
+    }.items():
+        status, out, err = specserve("generate", "one", *flags, "--grammar", given)
+        assert (status, out) == (2, "")
+        assert said in err
     (tmp_path / "no.json").write_text('{"not": {}}')
     status, out, err = specserve("generate", "one", *flags, "--schema", str(tmp_path / "no.json"))
     assert (status, out) == (2, "")
     assert "not" in err
+
+
+def test_grammars_that_come_along(specserve: Run, tmp_path: Path) -> None:
+    status, out, _ = specserve("grammar", "list")
+    assert status == 0
+    assert re.findall(r"^ ([a-z].*?) +(?:kind|regex|ebnf|lark) ", out, re.MULTILINE) == ["name", *library.names()]
+    shown = " ".join(out.split())
+    assert "Settings as key = value lines, in [sections] or not" in shown, "nothing is read as markup"
+    for name in library.names():
+        assert specserve("grammar", "show", name)[:2] == (0, Structured.named(name).text.removesuffix("\n") + "\n")
+    (tmp_path / "mine.regex").write_text(specserve("grammar", "show", "date")[1])
+    assert Structured.file(tmp_path / "mine.regex") == Structured.named("date")
+    status, out, err = specserve("grammar", "show", "sqll")
+    assert (status, out) == (2, "")
+    assert "Did you mean 'sql'" in err
 
 
 @pytest.mark.usefixtures("kept")
