@@ -451,7 +451,7 @@ def test_free_text_ends_where_its_end_comes_first(backend: LlguidanceBackend, wo
         (tag("<a>", json_of({"multipleOf": 5000}), "b"), "multipleOf"),
         (tag("<a>", json_of({"exclusiveMinimum": 0, "maximum": 0.5}), "b"), "exclusiveMinimum"),
         (tag("<a>", {"type": "regex", "pattern": "(?=a)b"}, "b"), "."),
-        (tag("<a>", {"type": "grammar", "grammar": 'start: "a"'}, "b"), "a grammar is EBNF"),
+        (tag("<a>", {"type": "grammar", "grammar": 'start: "a"'}, "b"), "a grammar in EBNF has rules"),
         (tag("<a>", {"type": "grammar", "grammar": "root ::= missing"}, "b"), "missing"),
         (
             tag(
