@@ -16,6 +16,7 @@ SERVE_FLAGS ?=
 export SPECSERVE_REQUIRE_NATIVE := $(if $(shell command -v $(CXX) c++ g++ clang++),1,0)
 NATIVE_SOURCES := $(wildcard kernels/cpu/*)
 BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+GRAMMARS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["xgrammar"], sep="\n")
 MISSING_TOOLS := $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
@@ -35,6 +36,7 @@ $(STAMP): pyproject.toml $(NATIVE_SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c '$(BUILD_REQUIRES)' | $(PIP) install -r /dev/stdin $(MISSING_TOOLS)
 	@$(PIP) install --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -c '$(GRAMMARS)' | $(PIP) install --no-deps -r /dev/stdin
 	@test $$SPECSERVE_REQUIRE_NATIVE = 1 || echo "== no C++ compiler: without native kernels"
 	@touch $@
 

@@ -1,5 +1,5 @@
 """llguidance: a lexer of derivatives and an Earley parser, so compiling is parsing and masks are made when they are
-needed, under limits of its own. JSON Schema, regular expressions, choices, Lark grammars and structural tags.
+needed, under limits of its own. JSON Schema, regular expressions, choices, Lark and GBNF grammars, structural tags.
 
 Source: github.com/guidance-ai/llguidance. Its matchers report errors instead of raising them, and stay in them: an
 error looks like the end of the text, so it is asked for after every call. It refuses by itself what it does not know;
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_chain
 
 from specserve.constraint import walk
 from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.constraint.tags import parse
+from specserve.grammars._gbnf import parse as parse_gbnf
 from specserve.grammars._lark_tags import Embedded, written
 from specserve.structured import Structured
 from specserve.types import Ids
@@ -199,7 +199,7 @@ def _grammar(asked: Structured) -> str:
     if asked.kind == "choice":
         return LLMatcher.grammar_from_regex("|".join(_literal(option) for option in json.loads(asked.text)))
     if asked.kind == "ebnf":
-        return _of_lark(_from_ebnf(asked.text))
+        return LLMatcher.grammar_from_lark(parse_gbnf(asked.text).lark)
     assert asked.kind == "lark", "kinds has no others"
     return _of_lark(asked.text)
 
@@ -229,19 +229,9 @@ def _tags(asked: Structured, vocabulary: Vocabulary) -> str:
     embedded = Embedded(
         schema=lambda schema: entry(_of_schema(schema)),
         regex=lambda pattern: entry(LLMatcher.grammar_from_regex(pattern)),
-        ebnf=lambda text: {"lark_grammar": _of_lark(_from_ebnf(text))},
+        ebnf=lambda text: {"lark_grammar": LLMatcher.grammar_from_lark(parse_gbnf(text).lark)},
     )
     return str(written(parse(asked.text), vocabulary, embedded))
-
-
-def _from_ebnf(text: str) -> str:
-    """A grammar in GBNF as Lark."""
-    if "::=" not in text:
-        raise RefusedError('a grammar in EBNF has rules like root ::= "a" | "b".')
-    try:
-        return str(gbnf_to_lark(text))
-    except Exception as error:  # the converter raises bare Exceptions
-        raise RefusedError(f"this grammar cannot be read: {str(error)[:_MOST_SHOWN]}.") from error
 
 
 def _literal(text: str) -> str:

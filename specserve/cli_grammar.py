@@ -43,7 +43,7 @@ def check(
     """Compile each schema and walk its grammar over each instance's tokens, without a model. JSON-Schema-Test-Suite's
     own files are such lists. A wrong accept is an instance that does not fit and could be generated."""
     from specserve.constraint.compiler import check_backend
-    from specserve.constraint.suite import by_keyword, check as check_all, entries_of, totals
+    from specserve.constraint.suite import by_keyword, check as check_all, entries_of, shares, totals
     from specserve.constraint.trial import Trial
     from specserve.models import catalog
     from specserve.models.tokenizer import Tokenizer
@@ -60,7 +60,8 @@ def check(
         trial.close()
     counts, keywords = totals(groups), by_keyword(groups)
     if json_file is not None:
-        told = {**counts, "keywords": keywords, "groups": [asdict(group) for group in groups]}
+        by_name = {name: {**found, **shares(found)} for name, found in keywords.items()}
+        told = {**counts, **shares(counts), "keywords": by_name, "groups": [asdict(group) for group in groups]}
         json_file.write_text(json.dumps(told, indent=1), "utf-8")
     _show(counts, keywords)
 

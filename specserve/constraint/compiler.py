@@ -20,13 +20,15 @@ from specserve.errors import ConfigError, unknown
 from specserve.structured import Structured
 
 AUTO = "auto"
-_ORDER = ("llguidance",)  # auto asks the first that takes the kind
+_ORDER = ("llguidance", "xgrammar")  # auto asks those that take the kind, until one can enforce it
 _REFUSAL_BYTES = 1024
+_REASON_CHARACTERS = 300  # of each backend's, where several refuse
 
 
 def backends() -> list[str]:
-    """Names of all backends, sorted; none of them is imported."""
-    return sorted(m.name for m in pkgutil.iter_modules(specserve.grammars.__path__) if not m.name.startswith("_"))
+    """Names of all backends, sorted; none of them is imported. Files whose names begin with _ are parts of others."""
+    names = (module.name for module in pkgutil.iter_modules(specserve.grammars.__path__))
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def check_backend(name: str) -> None:
@@ -44,8 +46,9 @@ class _Entry:
 
 
 class Compiler:
-    """Compiles for one vocabulary, which is only asked for with the first constraint. `backend` is a name or "auto";
-    what is kept takes at most `max_bytes`."""
+    """Compiles for one vocabulary, which is only asked for with the first constraint. `backend` is a name, or "auto":
+    the first that can enforce a constraint exactly, of those whose packages are installed. What is kept takes at most
+    `max_bytes`."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], backend: str = AUTO, max_bytes: int = 2**28) -> None:
         check_backend(backend)
@@ -54,7 +57,7 @@ class Compiler:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[Structured, _Entry] = OrderedDict()  # least recently used first
         self._num_bytes = 0
-        self._backends: dict[str, Backend] = {}
+        self._backends: dict[str, Backend | None] = {}  # None: its package is missing
         self._lock = threading.Lock()  # of the entries
         self._making = threading.Lock()  # of backends
 
@@ -64,10 +67,9 @@ class Compiler:
         return self._num_bytes
 
     def prepare(self) -> None:
-        """Make the backend that is asked first, which takes a second."""
-        with self._making:
-            if self._names[0] not in self._backends:
-                self._made(self._names[0])
+        """Make all backends that may be asked, which takes a second."""
+        for name in self._names:
+            self._backend(name)
 
     def known(self, asked: Structured) -> bool:
         """Whether `compile` would answer at once."""
@@ -92,7 +94,7 @@ class Compiler:
 
     def _make(self, asked: Structured, entry: _Entry) -> None:
         try:
-            found: Grammar | str = self._backend_for(asked).compile(asked)
+            found: Grammar | str = self._compiled(asked)
             size = _REFUSAL_BYTES if isinstance(found, str) else found.num_bytes
         except RefusedError as error:
             found, size = str(error).removeprefix("structured: "), _REFUSAL_BYTES
@@ -116,18 +118,32 @@ class Compiler:
                 del self._entries[asked]
                 self._num_bytes -= entry.num_bytes
 
-    def _backend_for(self, asked: Structured) -> Backend:
-        with self._making:
-            for name in self._names:
-                backend = self._backends.get(name) or self._made(name)
-                if asked.kind in backend.kinds:
-                    return backend
-        raise RefusedError(f"{asked.kind} is not supported by the backend {' or '.join(self._names)}.")
+    def _compiled(self, asked: Structured) -> Grammar:
+        refusals: dict[str, str] = {}
+        for name in self._names:
+            backend = self._backend(name)
+            if backend is None or asked.kind not in backend.kinds:
+                continue
+            try:
+                return backend.compile(asked)
+            except RefusedError as error:
+                refusals[name] = str(error).removeprefix("structured: ")
+        raise RefusedError(_together(refusals) or f"{asked.kind} is not supported by {' or '.join(self._names)}.")
 
-    def _made(self, name: str) -> Backend:
+    def _backend(self, name: str) -> Backend | None:
+        """None where several may be asked and this one's package is missing."""
+        if name not in self._backends:
+            with self._making:
+                if name not in self._backends:
+                    self._backends[name] = self._made(name)
+        return self._backends[name]
+
+    def _made(self, name: str) -> Backend | None:
         try:
             module = importlib.import_module(f"{specserve.grammars.__name__}.{name}")
         except ModuleNotFoundError as error:
+            if len(self._names) > 1:
+                return None
             raise ConfigError(
                 f"Grammar backend {name!r} needs the package {error.name!r}, which is missing."
             ) from error
@@ -137,5 +153,15 @@ class Compiler:
             if isinstance(value, type) and value.__module__ == module.__name__ and key.endswith("Backend")
         ]
         backend: Backend = found(self._make_vocabulary())
-        self._backends[name] = backend
         return backend
+
+
+def _together(refusals: dict[str, str]) -> str:
+    """What each backend said, the one that was asked first at the front."""
+    if len(refusals) <= 1:
+        return "".join(refusals.values())
+    return " ".join(f"{name}: {_shortened(reason)}" for name, reason in refusals.items())
+
+
+def _shortened(reason: str) -> str:
+    return reason if len(reason) <= _REASON_CHARACTERS else f"{reason[:_REASON_CHARACTERS]}..."

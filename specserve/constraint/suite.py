@@ -63,6 +63,12 @@ def by_keyword(groups: Iterable[Group]) -> dict[str, dict[str, int]]:
     return {keyword: totals(having) for keyword, having in sorted(found.items())}
 
 
+def shares(counts: dict[str, int]) -> dict[str, float]:
+    """How much of all groups counted passed, and how much was refused, 0 to 1."""
+    total = sum(counts.values())
+    return {f"{name}_share": round(counts[name] / total, 4) if total else 0.0 for name in ("passed", "refused")}
+
+
 def entries_of(value: Any) -> list[Mapping[str, Any]]:
     """Raises InputError unless `value` is what `check` takes."""
     if not isinstance(value, list):

@@ -39,7 +39,8 @@ class FakeBackend:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     backend = FakeBackend()
-    monkeypatch.setattr(Compiler, "_made", lambda self, name: self._backends.setdefault(name, backend))
+    monkeypatch.setattr(module, "_ORDER", ("fake",))
+    monkeypatch.setattr(Compiler, "_made", lambda self, name: backend)
     return backend
 
 
@@ -99,6 +100,65 @@ def test_what_is_kept_is_bounded_and_what_was_used_last_stays(fake: FakeBackend)
 def test_a_kind_that_no_backend_takes_is_refused(fake: FakeBackend) -> None:
     with pytest.raises(RefusedError, match="lark is not supported"):
         compiler().compile(Structured.grammar("start: X"))
+
+
+class PickyBackend:
+    """Takes what begins with its own letter."""
+
+    def __init__(self, letter: str, kinds: frozenset[str]) -> None:
+        self.letter = letter
+        self.kinds = kinds
+
+    def compile(self, asked: Structured) -> Grammar:
+        if not asked.text.startswith(self.letter):
+            raise RefusedError(f"it does not begin with {self.letter}. {'Really. ' * 99}")
+        return Made([[ord(self.letter)]])
+
+
+@pytest.fixture
+def picky(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    both = frozenset({"regex", "lark"})
+    found = {
+        "a": PickyBackend("a", both),
+        "gone": None,
+        "b": PickyBackend("b", both),
+        "c": PickyBackend("c", both - {"lark"}),
+    }
+    monkeypatch.setattr(module, "_ORDER", tuple(found))
+    monkeypatch.setattr(Compiler, "_made", lambda self, name: found[name])
+    return compiler()
+
+
+def test_auto_takes_the_first_that_can_enforce_it(picky: Compiler) -> None:
+    for letter in "abc":
+        made = picky.compile(Structured.regex(letter))
+        assert isinstance(made, Made)
+        assert made.sentences == [(ord(letter),)]
+
+
+def test_when_all_refuse_each_is_heard_shortly_the_first_at_the_front(picky: Compiler) -> None:
+    with pytest.raises(RefusedError, match=r"^structured: a: it does not .* b: it does not .* c: it does not") as said:
+        picky.compile(Structured.regex("x"))
+    assert len(str(said.value)) < 1000
+    with pytest.raises(RefusedError, match=r"^structured: a: it does not .* b: it does not begin") as said:
+        picky.compile(Structured.grammar("c"))
+    assert "begin with c" not in str(said.value)
+
+
+def test_one_that_is_asked_for_by_name_and_is_missing_says_which_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module", name="llguidance")
+
+    monkeypatch.setattr(module.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match="'xgrammar' needs the package 'llguidance'"):
+        Compiler(lambda: Vocabulary([], (0,), 1, lambda text: []), "xgrammar").compile(Structured.regex("a"))
+    with pytest.raises(RefusedError, match="regex is not supported by llguidance or xgrammar"):
+        compiler().compile(Structured.regex("a"))
+
+
+def test_parts_of_backends_are_no_backends() -> None:
+    assert "xgrammar" in backends()
+    assert not [name for name in backends() if name.startswith("_")]
 
 
 def test_backends_are_files() -> None:

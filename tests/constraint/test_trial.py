@@ -160,6 +160,12 @@ def test_the_command_writes_what_it_found(tiny: Path, tmp_path: Path, capsys: py
     assert run(["grammar", "check", str(asked), "--model", str(tiny), "--json", str(told)]) == 0
     found = json.loads(told.read_text())
     assert (found["passed"], found["refused"], len(found["groups"])) == (3, 1, 4)
+    assert (found["passed_share"], found["refused_share"]) == (0.75, 0.25)
+    assert found["keywords"]["enum"] == {
+        "passed": 1, "wrong_accepts": 0, "wrong_rejects": 0, "refused": 0, "crashed": 0, "timed_out": 0,
+        "passed_share": 1.0, "refused_share": 0.0,
+    }  # fmt: skip
+    assert found["keywords"]["type"]["refused_share"] == 0.5
     assert "all groups" in capsys.readouterr().out
 
 

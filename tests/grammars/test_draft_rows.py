@@ -32,7 +32,7 @@ ASKED = [
     Structured.choice(["a", "an", "and", "the other"]),
     Structured.grammar('start: "(" start ")" | "the"'),
 ]
-BACKENDS = {"llguidance": "llguidance"}  # and the package that each needs
+BACKENDS = {"llguidance": "llguidance", "xgrammar": "xgrammar"}  # and the package that each needs
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""JSON-Schema-Test-Suite, or what of it lies in a data folder beside the repository, against the backend of requests.
-What passed once passes for ever, and nothing that does not fit was ever accepted."""
+"""JSON-Schema-Test-Suite, or what of it lies in a data folder beside the repository, against each backend and against
+all of them in turn. What passed once passes for ever, and nothing that does not fit was ever accepted."""
 
 from __future__ import annotations
 
@@ -14,22 +14,31 @@ from specserve.models.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "json-schema-suite-dev.json"
-BASELINE = {"passed": 79, "refused": 109, "wrong_rejects": 4}  # of 192 groups; may only improve
+# Of 192 groups; may only improve.
+BASELINES = {
+    "llguidance": {"passed": 79, "refused": 109, "wrong_rejects": 4},
+    "xgrammar": {"passed": 18, "refused": 174, "wrong_rejects": 0},
+    "auto": {"passed": 80, "refused": 108, "wrong_rejects": 4},
+}
 
 
-def test_the_suite_goes_as_well_as_ever(smollm2: Path) -> None:
+@pytest.mark.parametrize("backend", BASELINES)
+def test_the_suite_goes_as_well_as_ever(smollm2: Path, backend: str) -> None:
+    if backend != "llguidance":
+        pytest.importorskip("xgrammar")
+    baseline = BASELINES[backend]
     file = next(ROOT.parent.glob(f"*/data/{NAME}"), None)
     if file is None:
         pytest.skip(f"No folder beside the repository has data/{NAME}.")
     entries = entries_of(json.loads(file.read_text("utf-8")))
-    trial = Trial(smollm2, Tokenizer(smollm2).vocab_size, limit_s=10.0)
+    trial = Trial(smollm2, Tokenizer(smollm2).vocab_size, backend, limit_s=10.0)
     try:
         groups = list(check(entries, trial))
     finally:
         trial.close()
     found = totals(groups)
-    assert sum(found.values()) == len(entries) == sum(BASELINE.values())
+    assert sum(found.values()) == len(entries) == sum(baseline.values())
     assert [group for group in groups if group.outcome in ("wrong_accept", "crashed", "timed_out")] == []
-    assert found["passed"] >= BASELINE["passed"]
-    assert found["refused"] <= BASELINE["refused"]
+    assert found["passed"] >= baseline["passed"]
+    assert found["refused"] <= baseline["refused"]
     assert all(group.reason for group in groups if group.outcome == "refused"), "who is refused is told why"

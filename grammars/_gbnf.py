@@ -1,0 +1,218 @@
+"""Grammars in GBNF, the EBNF of llama.cpp, brought into one form that all backends read alike: a rule a line, rules
+under names of ours, each escape and set spelled in one way. Knows the syntax; knows no backend.
+
+    root ::= "yes" | "no" | list
+    list ::= "[" [a-z]+ ("," [a-z]+)* "]"   # a comment
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from specserve.constraint.base import RefusedError
+
+START = "root"
+_MOST_CHARACTERS = 100_000
+_MOST_RULES = 1000
+_MOST_REPEATS = 1000
+_MOST_NESTED = 50
+_ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])"
+_PIECE = re.compile(
+    rf'(?P<literal>"(?:{_ESCAPE}|[^"\\\n])*")'
+    rf"|(?P<set>\[\^?(?:{_ESCAPE}|[^\]\\\n])*\])"
+    r"|(?P<name>[a-zA-Z_][\w.-]*)(?P<defines>\s*::=)?"
+    r"|\{\s*(?P<least>\d+)\s*(?P<comma>,)?\s*(?P<most>\d+)?\s*\}"
+    r"|(?P<sign>[()|*+?.])"
+    r"|(?P<space>\s+|\#[^\n]*)",
+    re.ASCII,
+)
+_CHARACTER = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
+_NAMED = {"n": "\n", "r": "\r", "t": "\t"}
+_LITERAL = {"\n": "\\n", "\r": "\\r", "\t": "\\t", '"': '\\"', "\\": "\\\\"}
+
+
+@dataclass
+class Rules:
+    """A grammar: the pieces of each rule in order, references as their names. The first rule is the start."""
+
+    bodies: dict[str, list[str]]
+
+    @property
+    def text(self) -> str:
+        return "".join(f"{name} ::= {' '.join(body)}\n" for name, body in self.bodies.items())
+
+    @property
+    def lark(self) -> str:
+        """In Lark, for a lexer that takes the longest text that a terminal fits, also where a shorter one alone leads
+        to an end: in one terminal, or in terminals of one character each, there is no such place."""
+        named = str.lower if self.is_recursive else str.upper  # rules and terminals
+        lines = [f"start: {named(START)}"]
+        for name, body in self.bodies.items():
+            lines.append(f"{named(name)}: {' '.join(self._lark_piece(piece) for piece in body)}")
+        return "\n".join(lines)
+
+    def _lark_piece(self, piece: str) -> str:
+        if piece[0] == "[":
+            return f"/{piece}/"
+        if not self.is_recursive:
+            return piece.upper() if piece in self.bodies else piece
+        if piece[0] == '"' and len(piece) > 2:
+            return "(" + " ".join(f'"{each}"' for each in _CHARACTER.findall(piece[1:-1])) + ")"
+        return piece
+
+    @cached_property
+    def is_recursive(self) -> bool:
+        """Whether a rule leads back to itself."""
+        open_ = {name: {piece for piece in body if piece in self.bodies} for name, body in self.bodies.items()}
+        while leaves := [name for name, inside in open_.items() if not inside]:
+            for name in leaves:
+                del open_[name]
+            for inside in open_.values():
+                inside.difference_update(leaves)
+        return bool(open_)
+
+
+def parse(text: str) -> Rules:
+    """Raises RefusedError for what is no GBNF, and for a grammar that is too large."""
+    if len(text) > _MOST_CHARACTERS:
+        raise RefusedError(f"this grammar has {len(text)} characters; at most {_MOST_CHARACTERS} are taken.")
+    named: dict[str, list[str]] = {}
+    body: list[str] | None = None
+    for name, piece in _pieces(text):
+        if name is not None:
+            if name in named:
+                raise RefusedError(f"the rule {name!r} is defined twice.")
+            body = named[name] = []
+        elif body is None:
+            raise RefusedError(f"a grammar begins with a rule, NAME ::= ..., not with {piece.lstrip('@')!r}.")
+        else:
+            body.append(piece)
+    return _renamed(named)
+
+
+def _pieces(text: str) -> Iterator[tuple[str | None, str]]:
+    """Names of rules that begin, and what is in them: names in bodies have a mark before them."""
+    end = 0
+    while end < len(text):
+        found = _PIECE.match(text, end)
+        if found is None:
+            raise RefusedError(f"this is no GBNF from {text[end : end + 20]!r} on.")
+        end = found.end()
+        if found["defines"] is not None:
+            yield found["name"], ""
+        elif found["space"] is None:
+            yield None, _piece(found)
+
+
+def _piece(found: re.Match[str]) -> str:
+    if found["name"] is not None:
+        return f"@{found['name']}"
+    if found["literal"] is not None:
+        return '"' + "".join(_LITERAL.get(each) or _printable(each) for each in _decoded(found["literal"][1:-1])) + '"'
+    if found["set"] is not None:
+        return _set(found["set"])
+    if found["least"] is not None:
+        return _repeats(found)
+    return _any() if found["sign"] == "." else found["sign"]
+
+
+def _repeats(found: re.Match[str]) -> str:
+    least, most = int(found["least"]), found["most"]
+    if max(least, int(most or 0)) > _MOST_REPEATS:
+        raise RefusedError(f"{found[0]} repeats more than {_MOST_REPEATS} times, the most that is taken.")
+    if most is not None and int(most) < least:
+        raise RefusedError(f"{found[0]}: the second number is below the first.")
+    if not found["comma"]:
+        return f"{{{least},{least}}}"
+    return f"{{{least},{most or ''}}}"
+
+
+def _decoded(escaped: str) -> list[str]:
+    return [_character(piece) for piece in _CHARACTER.findall(escaped)]
+
+
+def _character(piece: str) -> str:
+    if piece[0] != "\\" or len(piece) == 1:
+        return piece
+    if piece[1] in "xuU":
+        value = int(piece[2:], 16)
+        if 0xD800 <= value < 0xE000 or value > 0x10FFFF:
+            raise RefusedError(f"{piece} is no character.")
+        return chr(value)
+    if piece[1].isalnum() and piece[1] not in _NAMED:
+        raise RefusedError(f"{piece} is no escape of GBNF.")
+    return _NAMED.get(piece[1], piece[1])
+
+
+def _printable(character: str) -> str:
+    if character < " " or character == "\x7f":
+        return _coded(character)
+    return character
+
+
+def _set(piece: str) -> str:
+    """Ranges of characters; those that mean something in a set anywhere are escaped."""
+    negated = piece.startswith("[^")
+    escaped = _CHARACTER.findall(piece[1 + negated : -1])
+    ranges = []
+    while escaped:
+        low = high = _character(escaped.pop(0))
+        if len(escaped) >= 2 and escaped[0] == "-":
+            high = _character(escaped[1])
+            del escaped[:2]
+        if high < low:
+            raise RefusedError(f"{piece}: {high!r} is before {low!r}.")
+        ranges.append(f"{_in_set(low)}-{_in_set(high)}" if low < high else _in_set(low))
+    if not ranges:
+        raise RefusedError(f"{piece} has no characters.")
+    return f"[{'^' * negated}{''.join(ranges)}]"
+
+
+def _in_set(character: str) -> str:
+    return character if character.isalnum() or ord(character) > 0x7F else _coded(character)
+
+
+def _coded(character: str) -> str:
+    """Behind \\x some read as many digits as there are."""
+    return f"\\u{ord(character):04x}"
+
+
+def _any() -> str:
+    return f"[{_in_set(chr(0))}-{chr(0x10FFFF)}]"
+
+
+def _renamed(named: dict[str, list[str]]) -> Rules:
+    """The start first; other names become of one kind, as each backend has names of its own that it does not take."""
+    if START not in named:
+        raise RefusedError(f"a grammar begins with its rule {START!r}, and this one has none.")
+    if len(named) > _MOST_RULES:
+        raise RefusedError(f"this grammar has more than {_MOST_RULES} rules.")
+    names = {name: f"r{i}" for i, name in enumerate(named)} | {START: START}
+    for body in named.values():
+        unknown = [piece[1:] for piece in body if piece[0] == "@" and piece[1:] not in names]
+        if unknown:
+            raise RefusedError(f"the rule {unknown[0]!r} is not defined.")
+    order = [START, *(name for name in named if name != START)]
+    return Rules({names[name]: _whole(names[p[1:]] if p[0] == "@" else p for p in named[name]) for name in order})
+
+
+def _whole(body: Iterable[str]) -> list[str]:
+    """With empty texts where there is nothing between signs, and balanced."""
+    found: list[str] = []
+    depth, before = 0, "("
+    for piece in body:
+        if piece in ("|", ")") and before in ("(", "|"):
+            found.append('""')
+        if piece[0] in "*+?{" and before[0] in "(|*+?{":
+            raise RefusedError(f"there is nothing before {piece} that could be repeated: put it in (...).")
+        depth += (piece == "(") - (piece == ")")
+        if not 0 <= depth <= _MOST_NESTED:
+            raise RefusedError(f"parentheses do not match, or are nested deeper than {_MOST_NESTED}.")
+        found.append(piece)
+        before = piece
+    if depth:
+        raise RefusedError("a parenthesis is not closed.")
+    return [*found, '""'] if before in ("(", "|") else found
