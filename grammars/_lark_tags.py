@@ -29,6 +29,8 @@ from specserve.constraint.tags import (
 )
 
 _ANY = "/(?s:.*)/"
+_MOST_IN_A_ROW = 32  # texts and expressions in one lexeme: its automaton grows with each
+_MOST_EXCLUDES = 8  # automata that may all run at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,16 @@ class _Writer:
                 for piece in self._pieces(each, is_last and i == len(found.elements) - 1)
             ]
         if isinstance(found, Tag):
-            return [*self._spelled(found.begin), *self._pieces(found.content, False), *self._ends(found.end)]
+            return self._tag(found, found.begin)
         return [_Piece(f"({self._choices(found, is_last)})", "rule")]
+
+    def _tag(self, tag: Tag, begin: str) -> list[_Piece]:
+        """`begin` is what is left of how the tag begins."""
+        try:
+            return [*self._spelled(begin), *self._pieces(tag.content, False), *self._ends(tag.end)]
+        except RefusedError as error:
+            reason = str(error).removeprefix("structured: ").removeprefix("structural tag: ")
+            raise RefusedError(f"structural tag: in the tag {tag.begin!r}: {reason}") from error
 
     def _choices(self, found: Either | TriggeredTags | SeparatedTags, is_last: bool) -> str:
         if isinstance(found, Either):
@@ -149,8 +159,7 @@ class _Writer:
             head = _Head(control[0], self._controls[control[0]]) if control else _Head(trigger)
             if not control and self._control.search(tag.begin[: len(trigger)]):
                 raise RefusedError(f"structural tag: the trigger {trigger!r} must begin with its control token.")
-            rest = self._spelled(tag.begin[len(head.text) :])
-            heads.setdefault(head, []).append([*rest, *self._pieces(tag.content, False), *self._ends(tag.end)])
+            heads.setdefault(head, []).append(self._tag(tag, tag.begin[len(head.text) :]))
         texts = [head.text for head in heads]
         for text in texts:
             if around := next((other for other in texts if other != text and text in other), None):
@@ -194,6 +203,8 @@ class _Writer:
 
     def _free(self, excludes: tuple[str, ...]) -> str:
         if excludes not in self._frees:
+            if len(self._frees) > _MOST_EXCLUDES:
+                raise RefusedError(f"structural tag: there are more than {_MOST_EXCLUDES} different lists of excludes.")
             name = self._frees[excludes] = f"FREE{len(self._frees)}"
             held = f" & ~({_ANY} ({_any_of(map(_text, excludes))}) {_ANY})" if excludes else ""
             self.lines.append(f"{name}: {_ANY}{held}")
@@ -223,6 +234,8 @@ class _Writer:
             )
         if all(piece.kind == "text" for piece in lexeme):
             return [piece.lark for piece in lexeme]
+        if len(lexeme) > _MOST_IN_A_ROW:
+            raise RefusedError(f"structural tag: more than {_MOST_IN_A_ROW} texts and expressions follow each other.")
         return [self._lexeme(" ".join(piece.lark for piece in lexeme), lazy)]
 
     # --- names --------------------------------------------------------------------------------------------------------

@@ -65,7 +65,9 @@ class LlguidanceBackend:
         self._tokenizer = LLTokenizer(_Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
 
     def compile(self, asked: Structured) -> LlguidanceGrammar:
-        text = _tags(asked, self._vocabulary) if asked.kind == "structural_tag" else _grammar(asked)
+        return self._made(self._tags(asked.text) if asked.kind == "structural_tag" else _grammar(asked))
+
+    def _made(self, text: str) -> LlguidanceGrammar:
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise RefusedError(_reason(matcher))
@@ -75,10 +77,27 @@ class LlguidanceBackend:
         self._try(grammar)
         return grammar
 
+    def _tags(self, text: str) -> str:
+        """A structural tag; what it has inside must be enforceable by itself."""
+
+        def part(inner: str) -> dict[str, Any]:
+            self._made(inner)
+            (found,) = json.loads(inner)["grammars"] if inner.startswith("{") else [{"lark_grammar": inner}]
+            return dict(found)
+
+        embedded = Embedded(
+            schema=lambda schema: part(_of_schema(schema)),
+            regex=lambda pattern: part(LLMatcher.grammar_from_regex(pattern)),
+            ebnf=lambda grammar: part(LLMatcher.grammar_from_lark(parse_gbnf(grammar).lark)),
+        )
+        return str(written(parse(text), self._vocabulary, embedded))
+
     def _try(self, grammar: LlguidanceGrammar) -> None:
-        """The first mask finds what parsing does not: references that lead nowhere, expressions that never match."""
+        """The first mask finds what parsing does not: references that lead nowhere, expressions that never match. A
+        second one finds that the first has used up what its lexer, which all states share, may take."""
         row = np.zeros(self._vocabulary.num_words, np.int32)
         try:
+            grammar.start().fill(row)
             grammar.start().fill(row)
         except ValueError as error:
             raise RefusedError(f"nothing can begin to fit this: {error}") from error
@@ -219,19 +238,6 @@ def _of_lark(text: str) -> str:
     if "%json" in text:
         raise RefusedError("%json inside a grammar is not taken: send the schema itself.")
     return LLMatcher.grammar_from_lark(text)
-
-
-def _tags(asked: Structured, vocabulary: Vocabulary) -> str:
-    def entry(text: str) -> dict[str, Any]:
-        (found,) = json.loads(text)["grammars"]
-        return dict(found)
-
-    embedded = Embedded(
-        schema=lambda schema: entry(_of_schema(schema)),
-        regex=lambda pattern: entry(LLMatcher.grammar_from_regex(pattern)),
-        ebnf=lambda text: {"lark_grammar": LLMatcher.grammar_from_lark(parse_gbnf(text).lark)},
-    )
-    return str(written(parse(asked.text), vocabulary, embedded))
 
 
 def _literal(text: str) -> str:

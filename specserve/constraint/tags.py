@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from specserve.constraint.base import RefusedError
 
-_MOST_TAGS = 512  # in all; OpenAI takes 128 tools
-_MOST_FORMATS = 2048  # in all
+_MOST_TAGS = 500  # in all; OpenAI takes 128 tools
+_MOST_FORMATS = 1024  # in all
 _MOST_DEPTH = 24  # formats inside each other
 
 Words: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]

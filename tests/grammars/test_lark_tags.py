@@ -450,8 +450,20 @@ def test_free_text_ends_where_its_end_comes_first(backend: LlguidanceBackend, wo
         (tag("<a>", json_of({"not": {}}), "b"), "not"),
         (tag("<a>", json_of({"multipleOf": 5000}), "b"), "multipleOf"),
         (tag("<a>", json_of({"exclusiveMinimum": 0, "maximum": 0.5}), "b"), "exclusiveMinimum"),
-        (tag("<a>", {"type": "regex", "pattern": "(?=a)b"}, "b"), "."),
-        (tag("<a>", {"type": "grammar", "grammar": 'start: "a"'}, "b"), "a grammar in EBNF has rules"),
+        (tag("<a>", {"type": "regex", "pattern": "(?=a)b"}, "b"), "in the tag '<a>': "),
+        (tag("<a>", {"type": "regex", "pattern": "((a{100}){100}){100}"}, "b"), "in the tag '<a>': "),
+        (tag("<a>", json_of({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "b"), "in the tag '<a>': "),
+        (
+            {
+                "type": "triggered_tags",
+                "triggers": ["<t"],
+                "tags": [digit("<t>"), tag("<ta>", json_of({"type": 3}), "b")],
+            },
+            "in the tag '<ta>': ",
+        ),
+        ({"type": "sequence", "elements": [{"type": "regex", "pattern": "a"}] * 33}, "more than 32"),
+        ({"type": "or", "elements": [{**ANY, "excludes": [str(i)]} for i in range(10)]}, "different lists of excludes"),
+        (tag("<a>", {"type": "grammar", "grammar": 'start: "a"'}, "b"), "in the tag"),
         (tag("<a>", {"type": "grammar", "grammar": "root ::= missing"}, "b"), "missing"),
         (
             tag(

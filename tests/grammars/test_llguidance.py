@@ -180,6 +180,7 @@ def test_states_of_one_grammar_do_not_know_each_other(backend: LlguidanceBackend
     [
         Structured.regex("(?=a)b"),
         Structured.regex("("),
+        Structured.regex("((a{100}){100}){100}"),
         Structured.grammar("start: missing"),
         Structured.json({"not": {"type": "string"}}),
         Structured.json({"type": "strin"}),
