@@ -270,7 +270,7 @@ def test_days_are_those_of_the_calendar(maker: str) -> None:
                 assert all(state.advance(token) for token in (*text.encode(), EOS)) == exists, text
 
 
-@pytest.mark.parametrize("maker", taken("ebnf"))
+@pytest.mark.parametrize("maker", taken(library.find("python-expression").kind))
 def test_names_are_no_keywords(maker: str) -> None:
     grammar = compiled(maker, "python-expression")
     others = [word[:-1] for word in keyword.kwlist] + [f"{word}_" for word in keyword.kwlist] + ["a", "_", "x1", "Zz"]
@@ -283,7 +283,7 @@ def test_names_are_no_keywords(maker: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("maker", taken("ebnf"))
+@pytest.mark.parametrize("maker", taken(library.find("sql").kind))
 def test_names_in_sql_are_names_to_sqlite(maker: str) -> None:
     grammar = compiled(maker, "sql")
     words = [
@@ -330,13 +330,16 @@ def test_examples_of_sql_run() -> None:
 def test_examples_are_judged_alike_in_the_tokens_of_a_real_model(smollm2: Path) -> None:
     tokenizer = Tokenizer(smollm2)
     words = vocabulary(tokenizer, tokenizer.vocab_size)
-    compilers = {name: Compiler(lambda: words, name) for name in {maker for _, maker in PAIRS}}
-    for name, maker in PAIRS:
-        entry, grammar = library.find(name), compilers[maker].compile(Structured.named(name))
+    compilers = [Compiler(lambda: words)] + [Compiler(lambda: words, "outlines")] * ("outlines" in taken("regex"))
+    for name, compiler in ((name, compiler) for compiler in compilers for name in NAMES):
+        entry = library.find(name)
+        if compiler is not compilers[0] and entry.kind != "regex":
+            continue
+        grammar = compiler.compile(Structured.named(name))
         for text in (*entry.valid, *entry.invalid):
             state = grammar.start()
             accepted = all(state.advance(token) for token in (*words.encode(text), words.eos_ids[0]))
-            assert accepted == (text in entry.valid), (name, maker, text)
+            assert accepted == (text in entry.valid), (name, text)
 
 
 def test_an_unknown_name_lists_those_that_are_near() -> None:

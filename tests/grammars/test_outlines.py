@@ -17,16 +17,19 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
+from specserve.config import EngineConfig
 from specserve.constraint import automaton
 from specserve.constraint.automaton import Automaton, AutomatonState
-from specserve.constraint.base import RefusedError, Vocabulary
+from specserve.constraint.base import Grammar, RefusedError, Vocabulary
 from specserve.constraint.vocabulary import vocabulary
+from specserve.engine.build import build
+from specserve.engine.request import Request
 from specserve.grammars.llguidance import LlguidanceBackend
 from specserve.grammars.outlines import OutlinesBackend
 from specserve.models.tokenizer import Tokenizer
 from specserve.structured import Structured
 from specserve.testing import write_tiny_model
-from specserve.types import GrammarState
+from specserve.types import GrammarState, SamplingParams
 
 EOS = (0, 2)
 characters = st.sampled_from("abé😀")
@@ -425,11 +428,11 @@ ASKED = [
 ]
 
 
-def same(asked: Structured, words: Vocabulary, first: OutlinesBackend, second: LlguidanceBackend, seed: int) -> int:
+def same(first: Grammar, second: Grammar, words: Vocabulary, seed: int) -> int:
     """Walk both together at random; returns how many masks were compared. Where text is forced llguidance's mask has
     one token of those that may come. NUL ends texts in our tables, and nothing else."""
     nul = {token for token, spelling in enumerate(words.tokens) if b"\0" in spelling}
-    ours, theirs, chance, compared = first.compile(asked).start(), second.compile(asked).start(), random.Random(seed), 0
+    ours, theirs, chance, compared = first.start(), second.start(), random.Random(seed), 0
     for _ in range(12):
         may_come, others = allowed(ours, words), allowed(theirs, words) - nul
         if theirs.forced():
@@ -447,8 +450,8 @@ def same(asked: Structured, words: Vocabulary, first: OutlinesBackend, second: L
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.text[:20])
 def test_masks_are_those_of_llguidance(asked: Structured, words: Vocabulary, backend: OutlinesBackend) -> None:
-    other = LlguidanceBackend(words)
-    assert sum(same(asked, words, backend, other, seed) for seed in range(60)) >= 30
+    grammars = backend.compile(asked), LlguidanceBackend(words).compile(asked)
+    assert sum(same(*grammars, words, seed) for seed in range(60)) >= 30
 
 
 def test_masks_are_those_of_llguidance_on_a_real_vocabulary(smollm2: Path) -> None:
@@ -456,7 +459,36 @@ def test_masks_are_those_of_llguidance_on_a_real_vocabulary(smollm2: Path) -> No
     words = vocabulary(tokenizer, tokenizer.vocab_size + 40)
     first, second = OutlinesBackend(words), LlguidanceBackend(words)
     for asked in ASKED:
-        assert sum(same(asked, words, first, second, seed) for seed in range(8)) >= 8, asked
+        grammars = first.compile(asked), second.compile(asked)
+        assert sum(same(*grammars, words, seed) for seed in range(8)) >= 8, asked
+
+
+def generated(folder: Path, backend: str, drafter: str, asked: Structured) -> list[list[int]]:
+    config = EngineConfig(model=str(folder), dtype="float32", max_model_len=120, grammar_backend=backend)
+    built = build(config)
+    grammar = built.compiler.compile(asked)
+    for i in range(4):
+        params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=60, structured=asked)
+        built.engine.add(Request(id=str(i), prompt_ids=[3 + i, 7], params=params, grammar=grammar, drafter=drafter))
+    outputs: dict[str, list[int]] = {str(i): [] for i in range(4)}
+    while built.engine.has_work:
+        for event in built.engine.step():
+            assert event.error is None
+            outputs[event.request_id] += event.tokens
+    return list(outputs.values())
+
+
+@pytest.mark.parametrize("asked", [ASKED[3], ASKED[7]], ids=lambda asked: asked.kind)
+def test_the_engine_generates_what_fits_with_drafts_or_without(asked: Structured, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama", seed=3)
+    tokenizer = Tokenizer(folder)
+    plain = generated(folder, "outlines", "none", asked)
+    assert generated(folder, "outlines", "grammar", asked) == plain
+    ended = [tokens for tokens in plain if tokens[-1] in tokenizer.eos_ids]
+    for tokens in ended:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert text in json.loads(asked.text) if asked.kind == "choice" else re.fullmatch(asked.text, text)
+    assert ended, "none ended within its limit"
 
 
 def test_a_token_into_a_dead_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
