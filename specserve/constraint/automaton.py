@@ -25,13 +25,13 @@ _STATES_AT_ONCE = 16  # more of them fit no cache
 
 
 class _Level(NamedTuple):
-    """The nodes of the tree of all tokens that lie equally deep: `parents` are among those of the level above, `token`
-    ids end at `ends`."""
+    """The nodes of the tree of all tokens that lie equally deep, in the order of those above. The children of a node
+    above are `first_child[node] : first_child[node + 1]`; the tokens that end at a node of this level likewise."""
 
-    parents: NDArray[np.int64]  # [nodes]
+    first_child: NDArray[np.int64]  # [nodes above + 1]
     bytes: NDArray[np.int64]  # [nodes]
-    tokens: NDArray[np.int64]  # [tokens that end here]
-    ends: NDArray[np.int64]  # [tokens that end here], nodes
+    first_token: NDArray[np.int64]  # [nodes + 1]
+    tokens: NDArray[np.int64]  # [tokens that end here], ids
 
 
 class TokenTree:
@@ -46,33 +46,43 @@ class TokenTree:
         self._levels = list(self._grown())
 
     def _grown(self) -> Iterator[_Level]:
-        at = np.zeros(len(self.spellings), np.int64)
+        at, num_above = np.zeros(len(self.spellings), np.int64), 1
         for depth in range(int(self.lengths.max())):
             reaching = np.flatnonzero(self.lengths > depth)
             following = np.array([self.spellings[token][depth] for token in reaching.tolist()], np.int64)
             nodes, at[reaching] = np.unique(at[reaching] << 8 | following, return_inverse=True)
             ending = np.flatnonzero(self.lengths == depth + 1)
-            yield _Level(nodes >> 8, nodes & 255, ending, at[ending])
+            ending = ending[np.argsort(at[ending], kind="stable")]
+            first_child = np.searchsorted(nodes >> 8, np.arange(num_above + 1))
+            first_token = np.searchsorted(at[ending], np.arange(len(nodes) + 1))
+            yield _Level(first_child, nodes & 255, first_token, ending)
+            num_above = len(nodes)
 
     def after(self, following: Ids, states: Ids) -> tuple[Ids, Ids]:
         """The tokens that may follow any of the states, int32 [found], and the state behind each, int32 [states,
         found]: NOWHERE if it may not follow this one."""
-        tokens, behind = [np.zeros(0, np.int32)], [np.zeros((len(states), 0), np.int32)]
-        at, place = states[:, None], np.zeros(1, np.int64)  # place[node] is its column in `at`, -1 if it has none
+        tokens, behind = [np.zeros(0, np.int64)], [np.zeros((len(states), 0), np.int32)]
+        at, nodes = states[:, None], np.zeros(1, np.int64)  # at: [states, nodes]
         for level in self._levels:
-            above = place[level.parents]
-            nodes = np.flatnonzero(above >= 0)
-            at = following.take(at[:, above[nodes]] << 8 | level.bytes[nodes])  # [states, nodes]
+            above, nodes = _members(level.first_child, nodes)
+            at = following.take(at[:, above] << 8 | level.bytes[nodes])
             possible = at.any(axis=0)
             nodes, at = nodes[possible], at[:, possible]
             if not len(nodes):
                 break
-            place = np.full(len(above), -1)
-            place[nodes] = np.arange(len(nodes))
-            columns = place[level.ends]
-            tokens.append(level.tokens[columns >= 0].astype(np.int32))
-            behind.append(at[:, columns[columns >= 0]])
-        return np.concatenate(tokens), np.concatenate(behind, axis=1)
+            ends, found = _members(level.first_token, nodes)
+            tokens.append(level.tokens[found])
+            behind.append(at[:, ends])
+        return np.concatenate(tokens).astype(np.int32), np.concatenate(behind, axis=1)
+
+
+def _members(first: NDArray[np.int64], groups: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All members of some groups, whose members are first[group] : first[group + 1]: for each of them the place of its
+    group among `groups`, and itself."""
+    counts = first[groups + 1] - first[groups]
+    places = np.repeat(np.arange(len(groups)), counts)
+    skipped = first[groups] - (np.cumsum(counts) - counts)
+    return places, np.arange(len(places)) + skipped[places]
 
 
 @dataclass(frozen=True, slots=True)
