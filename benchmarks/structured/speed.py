@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import jsonschema_rs
+from cases import Case, tool_calls
 
 from specserve import LLM, SamplingParams
 from specserve.constraint.base import RefusedError
@@ -27,13 +28,6 @@ from specserve.engine.outputs import CompletionOutput
 from specserve.errors import InputError
 
 MARK = 0.80
-_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    prompt: str
-    schema: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +55,6 @@ def parse() -> argparse.Namespace:
     return made.parse_args()
 
 
-def corrected(schema: Any) -> Any:
-    """BFCL's types as JSON Schema's; objects that say which keys they have are closed."""
-    if isinstance(schema, list):
-        return [corrected(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: corrected(value) for name, value in schema.items()}
-    kind = found.get("type")
-    if isinstance(kind, str) and kind in _TYPES:
-        found["type"] = _TYPES[kind]
-        if found["type"] is None:
-            del found["type"]
-    if isinstance(found.get("properties"), dict) and found.get("type") == "object":
-        found.setdefault("additionalProperties", False)
-    return found
-
-
-def cases(file: Path, limit: int) -> list[Case]:
-    found = []
-    for line in file.read_text("utf-8").splitlines()[:limit]:
-        entry = json.loads(line)
-        tool, question = entry["function"][0], entry["question"][0][-1]["content"]
-        said = f"Call the function {tool['name']}: {tool['description']} Answer with its arguments as JSON.\n{question}"
-        found.append(Case(said, corrected(tool["parameters"])))
-    return found
-
-
 class Speed:
     """One engine, and what it was asked."""
 
@@ -102,7 +69,7 @@ class Speed:
             seed=0,
             max_tokens=num_tokens or self._options.max_tokens,
             ignore_eos=num_tokens is not None,
-            structured=None if num_tokens is not None else case.schema,  # type: ignore[arg-type]
+            structured=None if num_tokens is not None else case.schema,
         )
         messages = [{"role": "user", "content": case.prompt}]
         self._llm.reset_prefix_cache()
@@ -165,7 +132,7 @@ def tell(drafter: str, pairs: list[tuple[Turn, Turn]]) -> dict[str, Any]:
 
 def main() -> None:
     options = parse()
-    asked = cases(options.tools, options.limit)
+    asked = tool_calls(options.tools, options.limit)
     figures = []
     with LLM(options.model, prefix_caching=False) as llm:
         print(llm.summary, file=sys.stderr)
