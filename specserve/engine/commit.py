@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from specserve.types import Draft, Event, Sequence, Verdict
 
 
@@ -22,7 +24,7 @@ def extend(seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
             break
     if verdict.logprobs is not None:
         seq.logprobs += verdict.logprobs[: len(tokens)]
-    _count(seq, draft, verdict.path[: len(tokens)])
+    _count(seq, draft, _stood(seq, draft, verdict.path[: len(tokens)], tokens))
     return tokens
 
 
@@ -34,6 +36,15 @@ def _stop(seq: Sequence, token: int) -> None:
             seq.finish_reason, seq.stop_reason = "stop", token
     if not seq.finished and seq.num_output >= seq.max_tokens:
         seq.finish_reason = "length"
+
+
+def _stood(seq: Sequence, draft: Draft, path: list[int], tokens: list[int]) -> list[int]:
+    """The draft nodes that became output. An end token behind which a grammar lets nothing come is not in the verdict's
+    path, as there is no bonus to follow it, but it stood."""
+    if len(path) < len(tokens) and tokens[-1] in seq.stop_ids:
+        last = path[-1] if path else -1
+        path += np.flatnonzero((draft.parents == last) & (draft.tokens == tokens[-1])).tolist()
+    return path
 
 
 def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
