@@ -8,8 +8,11 @@ what it knows and gets wrong is refused here.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +25,9 @@ from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.constraint.tags import parse
 from specserve.grammars._gbnf import parse as parse_gbnf
 from specserve.grammars._lark_tags import Embedded, written
+from specserve.schema.document import check_depth, is_number, reachable
+from specserve.schema.formats import exact
+from specserve.schema.rewrite import is_endless, rewritten
 from specserve.structured import Structured
 from specserve.types import Ids
 
@@ -51,7 +57,7 @@ _MOST_RULES = 1000  # of a Lark grammar: a chain of 5,000 rules overflows the st
 _MOST_MULTIPLE = 1000  # of multipleOf: its automaton has so many states, and takes seconds
 _MOST_SHOWN = 300  # characters of a reason: some repeat the whole grammar
 _REMEMBERED, _SHORT = 4096, 128  # splits of forced texts, and their characters at most: about 4 MB
-_IN_PLACE = ("allOf", "anyOf", "oneOf")
+_MOST_NEAR = 100  # pairs of bounds of one number
 
 
 class LlguidanceBackend:
@@ -65,7 +71,23 @@ class LlguidanceBackend:
         self._tokenizer = LLTokenizer(_Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
 
     def compile(self, asked: Structured) -> LlguidanceGrammar:
+        if asked.kind == "json_schema":
+            return self._of_schema(_parsed(asked.text))[0]
         return self._made(self._tags(asked.text) if asked.kind == "structural_tag" else _grammar(asked))
+
+    def _of_schema(self, schema: Any) -> tuple[LlguidanceGrammar, str]:
+        """And what it is made of. What is refused as it is may be enforced in other words."""
+        try:
+            if is_endless(schema):
+                raise RefusedError("$ref: a value asks for itself inside itself, without end.")
+            text = _schema_grammar(schema)
+            return self._made(text), text
+        except RefusedError:
+            reworded = rewritten(schema)
+            if reworded == schema:
+                raise
+        text = _schema_grammar(reworded)
+        return self._made(text), text
 
     def _made(self, text: str) -> LlguidanceGrammar:
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
@@ -80,13 +102,16 @@ class LlguidanceBackend:
     def _tags(self, text: str) -> str:
         """A structural tag; what it has inside must be enforceable by itself."""
 
-        def part(inner: str) -> dict[str, Any]:
-            self._made(inner)
+        def entry(inner: str) -> dict[str, Any]:
             (found,) = json.loads(inner)["grammars"] if inner.startswith("{") else [{"lark_grammar": inner}]
             return dict(found)
 
+        def part(inner: str) -> dict[str, Any]:
+            self._made(inner)
+            return entry(inner)
+
         embedded = Embedded(
-            schema=lambda schema: part(_of_schema(schema)),
+            schema=lambda schema: entry(self._of_schema(schema)[1]),
             regex=lambda pattern: part(LLMatcher.grammar_from_regex(pattern)),
             ebnf=lambda grammar: part(LLMatcher.grammar_from_lark(parse_gbnf(grammar).lark)),
         )
@@ -209,10 +234,29 @@ class _Tokens(TokenizerWrapper):
         return self._encode_short(text) if len(text) <= _SHORT else self._encode(text)
 
 
+def _parsed(text: str) -> Any:
+    try:
+        schema = json.loads(text)
+    except RecursionError as error:
+        raise RefusedError("the schema is nested too deeply.") from error
+    check_depth(schema)
+    return schema
+
+
+def _schema_grammar(schema: Any) -> str:
+    """What LLMatcher takes, of a schema."""
+    if schema is False:
+        raise RefusedError("nothing fits this schema.")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise RefusedError("a JSON Schema is an object, true or false.")
+    _check_schema(schema)
+    return LLMatcher.grammar_from_json_schema(exact(schema), overrides=_OPTIONS)
+
+
 def _grammar(asked: Structured) -> str:
-    """What LLMatcher takes."""
-    if asked.kind == "json_schema":
-        return _of_schema(json.loads(asked.text))
+    """What LLMatcher takes, of anything else."""
     if asked.kind == "regex":
         return LLMatcher.grammar_from_regex(asked.text)
     if asked.kind == "choice":
@@ -221,15 +265,6 @@ def _grammar(asked: Structured) -> str:
         return LLMatcher.grammar_from_lark(parse_gbnf(asked.text).lark)
     assert asked.kind == "lark", "kinds has no others"
     return _of_lark(asked.text)
-
-
-def _of_schema(schema: Any) -> str:
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    if not isinstance(schema, dict):
-        raise RefusedError("a JSON Schema is an object, true or false.")
-    _check_schema(schema)
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
 
 
 def _of_lark(text: str) -> str:
@@ -257,23 +292,26 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def _check_schema(root: dict[str, Any]) -> None:
-    for schema in _objects(root):
+    for schema in reachable(root):
         multiple = schema.get("multipleOf")
-        if isinstance(multiple, int | float) and multiple > _MOST_MULTIPLE:
+        if is_number(multiple) and multiple > _MOST_MULTIPLE:
             raise RefusedError(f"multipleOf: {multiple} is more than {_MOST_MULTIPLE}, the most that is enforced.")
+        if schema.get("format") == "unknown":
+            raise RefusedError("Unknown format: unknown.")  # a name it takes for any text
         _check_bounds(schema, root)
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects inside, whether they are schemas or not."""
-    left = [value]
-    while left:
-        found = left.pop()
-        if isinstance(found, dict):
-            yield found
-            left += found.values()
-        elif isinstance(found, list):
-            left += found
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Of a number. `within` names the branch it is in, of each choice around it."""
+
+    name: str
+    value: float
+    within: dict[int, int]
+
+    def meets(self, other: _Bound) -> bool:
+        """Whether both may apply to one number: not from two branches of one choice."""
+        return all(other.within.get(choice, branch) == branch for choice, branch in self.within.items())
 
 
 def _check_bounds(schema: dict[str, Any], root: dict[str, Any]) -> None:
@@ -282,28 +320,44 @@ def _check_bounds(schema: dict[str, Any], root: dict[str, Any]) -> None:
         return
     bounds = list(_bounds(schema, root))
     for name, far, direction in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
-        edges = [value for key, value in bounds if key == name and value == int(value)]
-        others = [value for key, value in bounds if key.endswith(far)]
-        if any(0 <= direction * (other - edge) <= 1 for edge in edges for other in others):
+        edges = [bound for bound in bounds if bound.name == name and bound.value == int(bound.value)]
+        others = sorted((bound for bound in bounds if bound.name.endswith(far)), key=lambda bound: bound.value)
+        near = (pair for edge in edges for pair in _near(edge, others, direction))
+        # A few are looked at closely; with more of them, two that are near may meet.
+        if any(i >= _MOST_NEAR or edge.meets(other) for i, (edge, other) in enumerate(near)):
             raise RefusedError(f"{name} with the other bound less than 1 away is not enforced exactly.")
 
 
-def _bounds(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The bounds of a schema and of what applies in the same place, each looked at once."""
-    left, seen = [schema], set[int]()
+def _near(edge: _Bound, others: list[_Bound], direction: int) -> Iterator[tuple[_Bound, _Bound]]:
+    """The edge with each of the sorted others that is at most 1 away on its open side."""
+    low, high = sorted((edge.value, edge.value + direction))
+    start = bisect.bisect_left(others, low, key=lambda bound: bound.value)
+    for other in itertools.islice(others, start, None):
+        if other.value > high:
+            return
+        yield edge, other
+
+
+def _bounds(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[_Bound]:
+    """The bounds of a schema and of what applies in the same place. What is come to again, from another branch perhaps,
+    is looked at once more as if it were in no branch, and then no more."""
+    left, seen = [(schema, dict[int, int]())], dict[int, dict[int, int]]()
     while left:
-        found = left.pop()
-        if not isinstance(found, dict) or id(found) in seen:
+        found, within = left.pop()
+        if not isinstance(found, dict) or seen.get(id(found)) == {}:
             continue
-        seen.add(id(found))
+        within = seen[id(found)] = {} if id(found) in seen else within
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
             value = found.get(name)
-            if isinstance(value, int | float) and abs(value) < 1e300:
-                yield name, float(value)
-        left += [branch for name in _IN_PLACE for branch in _listed(found.get(name))]
+            if is_number(value):
+                yield _Bound(name, float(value), within)
+        left += [(branch, within) for branch in _listed(found.get("allOf"))]
+        for name in ("anyOf", "oneOf"):
+            branches = _listed(found.get(name))
+            left += [(branch, within | {id(branches): i}) for i, branch in enumerate(branches)]
         reference = found.get("$ref")
         if isinstance(reference, str) and reference.startswith("#/"):
-            left.append(_at(root, reference))
+            left.append((_at(root, reference), within))
 
 
 def _listed(value: Any) -> list[Any]:

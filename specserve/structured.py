@@ -112,6 +112,13 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+class RefusedError(InputError):
+    """A constraint that cannot be enforced exactly; the message says which part of it, and why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"structured: {message}", "structured")
+
+
 def _as_json(value: Any) -> str:
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

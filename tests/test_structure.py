@@ -34,12 +34,23 @@ LAYERS = (
     ("models",),
     ("cache", "ops"),
     ("types", "sse"),
+    ("schema",),
     ("config", "structured"),
     ("library",),
     ("errors", "version", "lifeline"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.
-CONTRACTS = ("types", "errors", "config", "structured", "ops", "sampling.noise", "speculation.base", "constraint")
+CONTRACTS = (
+    "types",
+    "errors",
+    "config",
+    "structured",
+    "schema",
+    "ops",
+    "sampling.noise",
+    "speculation.base",
+    "constraint",
+)
 CORE = ("types", "engine", "cache", "runtime", "sampling", "speculation", "constraint", "drafters")
 CORE_LIMIT = 4_000
 CONFIG_FIELDS_LIMIT = 20

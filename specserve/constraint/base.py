@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from specserve.errors import InputError
-from specserve.structured import Structured
+from specserve.structured import RefusedError as RefusedError, Structured
 from specserve.types import GrammarState, Ids
 
 T = TypeVar("T")
@@ -59,13 +58,6 @@ class Backend(Protocol):
     kinds: frozenset[str]
 
     def compile(self, asked: Structured) -> Grammar: ...
-
-
-class RefusedError(InputError):
-    """A constraint that cannot be enforced exactly; the message says which part of it, and why."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(f"structured: {message}", "structured")
 
 
 class Guarded:
