@@ -27,6 +27,7 @@ from specserve.grammars._gbnf import parse as parse_gbnf
 from specserve.grammars._lark_tags import Embedded, written
 from specserve.schema.document import check_depth, is_number, reachable
 from specserve.schema.formats import exact
+from specserve.schema.objects import MANY_UNNAMED
 from specserve.schema.rewrite import is_endless, rewritten
 from specserve.structured import Structured
 from specserve.types import Ids
@@ -50,6 +51,7 @@ _LIMITS: Any = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 40_000,
     "step_max_items": 10_000,
+    "max_items_in_row": 8_000,  # a fourth: optional properties of one object; the mask of 1,500 of them took 60 ms
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
@@ -296,6 +298,8 @@ def _check_schema(root: dict[str, Any]) -> None:
         multiple = schema.get("multipleOf")
         if is_number(multiple) and multiple > _MOST_MULTIPLE:
             raise RefusedError(f"multipleOf: {multiple} is more than {_MOST_MULTIPLE}, the most that is enforced.")
+        if is_number(least := schema.get("minProperties")) and least > len(_listed(schema.get("required"))) + 1:
+            raise RefusedError(MANY_UNNAMED)
         if schema.get("format") == "unknown":
             raise RefusedError("Unknown format: unknown.")  # a name it takes for any text
         _check_bounds(schema, root)

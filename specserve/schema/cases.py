@@ -43,7 +43,7 @@ _MOST_TOGETHER = 5  # branches of an anyOf whose sets are told apart
 _UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 
 
-class _LoopError(RefusedError):
+class LoopError(RefusedError):
     """A schema that asks for itself in the same place."""
 
 
@@ -75,7 +75,7 @@ class Cases:
         """Whether a value fits; None where that is not known here."""
         try:
             return _any([self.fits_case(value, each) for each in self.expand(asked)])
-        except _LoopError:
+        except LoopError:
             return None
 
     def satisfiable(self, asked: Terms) -> bool:
@@ -91,8 +91,10 @@ class Cases:
         self._needed.add(asked)
         try:
             found = any(map(self.is_possible, self.expand(asked)))
-        except _LoopError:
-            return True
+        except LoopError:
+            if not self._open:
+                raise
+            return True  # who asks is being looked at itself
         finally:
             self._needed.discard(asked)
             is_certain, self._is_sure = self._is_sure or not self._needed, outer
@@ -133,7 +135,7 @@ class Cases:
         if key in self._known:
             return self._known[key]
         if key in self._open:
-            raise _LoopError("$ref: a schema asks for itself in the same place.")
+            raise LoopError("$ref: a schema asks for itself in the same place.")
         self._open.add(key)
         try:
             found = self._asked(term.schema, tracked) if term.positive else self._denied(term.schema)

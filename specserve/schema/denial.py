@@ -127,7 +127,8 @@ def _unlike_array(value: list[Any]) -> list[Case]:
 def _unlike_object(value: dict[str, Any]) -> list[Case]:
     """A member that is missing, more members, or another value somewhere."""
     found = [found for name in value for found in _without_required(name)]
-    found += without(Fact("maxProperties", len(value)))
+    more = (*(Fact("required", name) for name in value), Fact("minProperties", len(value) + 1))
+    found.append(Case(frozenset({"object"}), more))
     return found + _without_members(Members({name: terms({"const": inner}) for name, inner in value.items()}))
 
 

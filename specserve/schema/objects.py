@@ -13,6 +13,7 @@ from specserve.schema.cases import Cases, member
 from specserve.schema.facts import FALSE, Case, Fact, Members, Terms, both
 from specserve.structured import RefusedError
 
+MANY_UNNAMED = "minProperties: names that the schema does not list may repeat, so only one of them is counted."
 _MOST_CHOICES = 64  # of which members there are
 
 
@@ -51,6 +52,8 @@ def _object(found: _Object, write: Callable[[Terms], Any]) -> Any:
         spelled["additionalProperties"] = write(found.members.rest)
     if found.required:
         spelled["required"] = list(found.required)
+    if found.least > len(found.required) + 1:
+        raise RefusedError(MANY_UNNAMED)
     if found.least > len(found.required):
         spelled["minProperties"] = found.least
     if found.most is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from specserve.schema.cases import Cases
+from specserve.schema.cases import Cases, LoopError
 from specserve.schema.document import Document, check_depth, check_shape, reachable
 from specserve.schema.facts import Fact, Terms, terms
 from specserve.schema.objects import objects
@@ -48,20 +48,24 @@ def rewritten(schema: Any) -> Any:
         if isinstance(schema, dict) and keyword in schema:
             raise RefusedError(f"{keyword} is not enforced: use $dynamicRef.")
     try:
-        return _Writer(Document(schema)).root()
+        words = _Writer(Document(schema)).root()
     except RecursionError as error:
         raise RefusedError("the schema is nested too deeply.") from error
+    if is_endless(words):
+        raise RefusedError("$ref: a value asks for itself inside itself, without end.")
+    return words
 
 
 def is_endless(root: Any) -> bool:
-    """Whether a schema in the document asks for values inside values without end: they would be begun, and never
-    finished. Only True is certain: what is too much to look through is taken to have an end."""
-    found = list(reachable(root))
-    if not any("$ref" in schema for schema in found):
-        return False
+    """Whether a schema in the document asks for itself, or for values inside values without end: they would be begun,
+    and never finished. Only True is certain: what is too much to look through is taken to have an end."""
+    referring = [schema for schema in reachable(root) if "$ref" in schema]
+    document = Document(root)
     try:
-        cases = Cases(Document(root))
-        return not all(cases.satisfiable(terms(schema)) for schema in found)
+        cases = Cases(document)
+        return not all(cases.satisfiable(terms(document.target(schema))) for schema in referring)
+    except LoopError:
+        return True
     except (RefusedError, RecursionError):
         return False
 

@@ -42,7 +42,7 @@ CASES: list[Any] = [
     {**OBJECT, "dependentSchemas": {"a": {"properties": {"b": {"minimum": 3}}}}},
     {**OBJECT, "minProperties": 1},
     {**OBJECT, "maxProperties": 1},
-    {"type": "object", "properties": {"a": True, "b": True}, "maxProperties": 2, "minProperties": 2},
+    {"type": "object", "properties": {"a": True, "b": True}, "maxProperties": 2, "minProperties": 1},
     {"type": "array", "contains": {"type": "string"}, "maxItems": 3},
     {"type": "array", "contains": {"const": 1}, "minContains": 2, "maxContains": 2, "maxItems": 3},
     {"type": "array", "prefixItems": [{"type": "integer"}], "contains": {"type": "string"}},
@@ -155,6 +155,7 @@ def test_what_grammars_are_made_of_stays_as_it_is(schema: Any) -> None:
         ({"allOf": [{"$ref": "#"}], "not": {}}, "asks for itself"),
         ({"oneOf": [{"$ref": "#"}, {"$ref": "#"}]}, "asks for itself"),
         ({"$recursiveRef": "#"}, "recursiveRef"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "object", "properties": {f"k{i}": True for i in range(30)}, "maxProperties": 9}, "maxProperties"),
         ({"dependentRequired": {f"k{i}": ["z"] for i in range(40)}}, "cases"),
         ({"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(30)],
@@ -166,6 +167,10 @@ def test_what_grammars_are_made_of_stays_as_it_is(schema: Any) -> None:
 def test_what_cannot_be_said_is_refused_by_name(schema: Any, named: str) -> None:
     with pytest.raises(RefusedError, match=named.replace("$", r"\$")):
         rewritten(schema)
+
+
+def test_what_has_no_end_fits_nothing() -> None:
+    assert rewritten({"type": "array", "contains": {"$ref": "#"}, "items": {"type": "array"}}) is False
 
 
 def nested(depth: int, wrap: str) -> Any:
