@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -92,12 +92,15 @@ class LlguidanceBackend:
         return self._made(text), text
 
     def _made(self, text: str) -> LlguidanceGrammar:
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        def parsed() -> LLMatcher:
+            return LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+
+        matcher = parsed()
         if matcher.is_error():
             raise RefusedError(_reason(matcher))
         if warnings := matcher.get_grammar_warnings():
             raise RefusedError(" ".join(warnings))
-        grammar = LlguidanceGrammar(matcher, self._vocabulary, self._executor, len(text))
+        grammar = LlguidanceGrammar(matcher, parsed, self._vocabulary, self._executor, len(text))
         self._try(grammar)
         return grammar
 
@@ -133,30 +136,49 @@ class LlguidanceBackend:
 
 
 class LlguidanceGrammar:
-    """A matcher that nobody moves."""
+    """A matcher that nobody moves. All its states share its lexer, which grows with what they meet; one that has grown
+    to its limits would fail all that come, so that they get another."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, executor: LLExecutor, num_characters: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        again: Callable[[], LLMatcher],
+        vocabulary: Vocabulary,
+        executor: LLExecutor,
+        num_characters: int,
+    ) -> None:
         self._matcher = matcher
+        self._again = again
         self._vocabulary = vocabulary
         self._executor = executor
+        self._failed = False
         # About 0.1 MiB each, measured over 200 tools; what it grows to while masks are made is bounded by the limits.
         self.num_bytes = 100_000 + 64 * num_characters
 
     def start(self) -> LlguidanceState:
-        return LlguidanceState(self._matcher.deep_copy(), self._vocabulary, self._executor)
+        if self._failed:
+            self._matcher, self._failed = self._again(), False
+        return LlguidanceState(self._matcher.deep_copy(), self._vocabulary, self._executor, self._fail)
+
+    def _fail(self) -> None:
+        self._failed = True
 
 
 class LlguidanceState:
-    """A matcher of its own, which never hears of the end: it takes no end token where nothing else may come.
+    """A matcher of its own, which never hears of the end: it takes no end token where nothing else may come. `failed`
+    is called when it fails.
 
     Where text is forced its mask has the one token that the tokenizer would take; `advance` takes any spelling.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, executor: LLExecutor) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: Vocabulary, executor: LLExecutor, failed: Callable[[], None]
+    ) -> None:
         self._matcher = matcher
         self._eos_ids = vocabulary.eos_ids
         self._size = vocabulary.size
         self._executor = executor
+        self._failed = failed
         self._ended = False
 
     def fill(self, row: Ids) -> None:
@@ -215,6 +237,7 @@ class LlguidanceState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
+            self._failed()
             raise ValueError(_reason(self._matcher))
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.constraint.vocabulary import vocabulary
+from specserve.grammars import llguidance as module
 from specserve.grammars.llguidance import LlguidanceBackend, LlguidanceState
 from specserve.models.tokenizer import Tokenizer
 from specserve.structured import Structured
@@ -173,6 +174,28 @@ def test_states_of_one_grammar_do_not_know_each_other(backend: LlguidanceBackend
     assert first.advance(words.encode("ab")[0])
     assert takes(second, words, "cd")
     assert takes(grammar.start(), words, "ab")
+
+
+def test_a_lexer_that_is_full_fails_nobody_who_comes_later(
+    backend: LlguidanceBackend, words: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The automaton of this expression has more states than may be; those that a request has met stay in the lexer that
+    all share."""
+    monkeypatch.setitem(module._LIMITS, "max_lexer_states", 400)
+    grammar = backend.compile(Structured.regex("(a|b)*a(a|b){12}"))
+    noise = np.random.default_rng(0)
+    letters = [words.tokens.index(letter) for letter in (b"a", b"b")]
+    num_failed = 0
+    for _ in range(40):
+        state = grammar.start()
+        assert len(allowed(state, words)), "the first mask is always there"
+        try:
+            for _ in range(60):
+                state.advance(int(noise.choice(letters)))
+                allowed(state, words)
+        except ValueError as error:
+            num_failed += "too many states" in str(error)
+    assert num_failed > 1
 
 
 @pytest.mark.parametrize(
