@@ -88,7 +88,8 @@ def _checked(entry: Mapping[str, Any], trial: Trial) -> Group:
     except InputError as error:
         group.outcome, group.reason = REFUSED, str(error)
         return group
-    spelled = [list(_spellings(test["data"])) for test in entry["tests"]]
+    order = {name: place for place, name in enumerate(dict.fromkeys(_names(entry["schema"])))}
+    spelled = [list(_spellings(_arranged(test["data"], order))) for test in entry["tests"]]
     outcome = trial.run(asked, [text for spellings in spelled for text in spellings])
     if not _is_judged(group, outcome):
         return group
@@ -111,6 +112,28 @@ def _is_judged(group: Group, outcome: Outcome) -> bool:
     elif outcome.refused is not None:
         group.outcome, group.reason = REFUSED, outcome.refused
     return group.outcome == PASSED
+
+
+def _names(schema: Any) -> Iterator[str]:
+    """Of properties, in the order of the schema, which most grammars want them in."""
+    if isinstance(schema, dict):
+        stated = schema.get("properties")
+        if isinstance(stated, dict):
+            yield from stated
+        for value in schema.values():
+            yield from _names(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from _names(value)
+
+
+def _arranged(value: Any, order: dict[str, int]) -> Any:
+    """The value with the keys of its objects in some order; keys that are not in it come last."""
+    if isinstance(value, list):
+        return [_arranged(each, order) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _arranged(value[key], order) for key in sorted(value, key=lambda key: order.get(key, len(order)))}
 
 
 def _spellings(value: Any) -> Iterator[str]:

@@ -165,7 +165,7 @@ def test_the_command_writes_what_it_found(tiny: Path, tmp_path: Path, capsys: py
         "passed": 1, "wrong_accepts": 0, "wrong_rejects": 0, "refused": 0, "crashed": 0, "timed_out": 0,
         "passed_share": 1.0, "refused_share": 0.0,
     }  # fmt: skip
-    assert found["keywords"]["type"]["refused_share"] == 0.5
+    assert found["keywords"]["not"]["refused_share"] == 1.0
     assert "all groups" in capsys.readouterr().out
 
 
