@@ -22,6 +22,7 @@ _IN_PLACE = ("anyOf", "oneOf", "allOf")
 _ALONE = ("$ref", "const", "enum", *_IN_PLACE)
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_PLACE = 100  # characters of it that are told
 _LARGEST = 2**53  # from here on floats are not whole numbers one by one
 _TYPES: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "boolean"), (type(None), "null"), (int, "integer"), (float, "number"), (str, "string"), (list, "array"),
@@ -41,6 +42,7 @@ class Subset:
     most_schemas: int
     most_depth: int
     most_properties: int
+    most_counted_properties: int  # beside minProperties or maxProperties
     most_values: int
     most_characters: int  # in minLength and maxLength
 
@@ -52,7 +54,7 @@ def check(schema: Any, subset: Subset) -> None:
 
 
 def _refuse(place: str, what: str) -> RefusedError:
-    return RefusedError(f"{what} (at {place}).")
+    return RefusedError(f"{what} (at {place if len(place) <= _PLACE else f'...{place[-_PLACE:]}'}).")
 
 
 @dataclass
@@ -208,8 +210,11 @@ class _Check:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
             raise _refuse(place, "properties is an object and required a list")
-        if len(properties) > self.subset.most_properties:
-            raise _refuse(place, f"properties: more than {self.subset.most_properties}, the most that are taken")
+        most = self.subset.most_properties
+        if keys & {"minProperties", "maxProperties"}:
+            most = self.subset.most_counted_properties
+        if len(properties) > most:
+            raise _refuse(place, f"properties: {len(properties)}; at most {most} are taken")
         unlisted = [name for name in required if name not in properties]
         if unlisted:
             raise _refuse(place, f"required: {unlisted[0]!r} is not in properties and would not be enforced")

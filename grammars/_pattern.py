@@ -71,13 +71,15 @@ def _at_the_top(pieces: list[str]) -> list[str]:
 
 def _check_repeats(pieces: list[str]) -> None:
     """Groups are gone through from their ends, so that how often each is repeated is known before what is inside."""
-    times, outer = 1, [1]
+    times, total, outer = 1, 0, [1]
     for piece in reversed(pieces):
         if piece[0] == "{":
             times = max(map(int, re.findall(r"\d+", piece)))
-            if times * outer[-1] > _MOST_REPEATS:
+            total += times * outer[-1]
+            if times * outer[-1] > _MOST_REPEATS or total > 2 * _MOST_REPEATS:
                 raise RefusedError(
-                    f"{piece}: at most {_MOST_REPEATS} repeats are taken, those of groups around it among them."
+                    f"{piece}: at most {_MOST_REPEATS} repeats are taken, those of groups around it among them, and "
+                    f"twice as many in all."
                 )
             continue
         if piece == ")":

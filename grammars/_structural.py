@@ -11,7 +11,7 @@ from specserve.constraint.base import RefusedError
 
 _MOST_FORMATS = 1000
 _MOST_NESTED = 20
-_MOST_REPEATS = 1000
+_MOST_REPEATS = 1000  # of one format, also where a format around it is repeated
 # The keys of each format: a text, several texts, a yes or no, a number, a format, several of them.
 _FORMATS: Mapping[str, Mapping[str, str]] = {
     "const_string": {"value": "text"},
@@ -41,20 +41,23 @@ _OPTIONAL = {"excludes", "exclude_tokens", "at_least_one", "stop_after_first"}
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What makes a grammar, as text, of what a tag has inside; each raises RefusedError."""
+    """What makes a grammar, as text, of what a tag has inside; each raises RefusedError. Tags may name `token_ids`; of
+    these `control_ids` come in free text only where they are triggers."""
 
     schema: Callable[[Any], str]
     regex: Callable[[str], str]  # gives an expression
     ebnf: Callable[[str], str]
+    token_ids: Set[int]
+    control_ids: Set[int]
 
 
-def structural_tag(tag: Any, inside: Inside, control_ids: Set[int]) -> tuple[dict[str, Any], set[int]]:
+def structural_tag(tag: Any, inside: Inside) -> tuple[dict[str, Any], set[int]]:
     """The tag with schemas as grammars, and the tokens that it names. Raises RefusedError, naming what is not known."""
     if isinstance(tag, dict) and "structures" in tag:
         tag = _from_structures(tag)
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or set(tag) != {"type", "format"}:
         raise RefusedError('a structural tag is {"type": "structural_tag", "format": {...}}.')
-    walk = _Walk(inside, control_ids)
+    walk = _Walk(inside)
     return {"type": "structural_tag", "format": walk.format(tag["format"], 0)}, walk.tokens
 
 
@@ -86,11 +89,11 @@ def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
 class _Walk:
     """Copies a format, part by part."""
 
-    def __init__(self, inside: Inside, control_ids: Set[int]) -> None:
+    def __init__(self, inside: Inside) -> None:
         self.tokens: set[int] = set()
         self._inside = inside
-        self._control_ids = control_ids
         self._left = _MOST_FORMATS
+        self._repeats = 1  # of what is being copied
 
     def format(self, value: Any, depth: int) -> dict[str, Any]:
         self._left -= 1
@@ -107,7 +110,15 @@ class _Walk:
         if missing:
             raise RefusedError(f"the format {name} needs {missing[0]}.")
         found = {"type": name}
+        outer = self._repeats
+        if name == "repeat":
+            self._repeats *= max(self._part("count", value["max"], "max of repeat", depth), 1)
+            if self._repeats > _MOST_REPEATS:
+                raise RefusedError(
+                    f"at most {_MOST_REPEATS} repeats are taken, those of formats around one among them."
+                )
         found |= {key: self._part(known[key], value[key], f"{key} of {name}", depth) for key in known if key in value}
+        self._repeats = outer
         return self._without_controls(found) if name == "token_triggered_tags" else self._as_grammar(found)
 
     def _as_grammar(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +129,7 @@ class _Walk:
 
     def _without_controls(self, found: dict[str, Any]) -> dict[str, Any]:
         """Free text holds no control token but the triggers."""
-        excluded = {*found.get("exclude_tokens", ()), *self._control_ids} - set(found["trigger_tokens"])
+        excluded = {*found.get("exclude_tokens", ()), *self._inside.control_ids} - set(found["trigger_tokens"])
         return found | {"exclude_tokens": sorted(excluded)}
 
     def _part(self, kind: str, value: Any, where: str, depth: int) -> Any:
@@ -150,6 +161,8 @@ class _Walk:
         if kind == "count" and not -1 <= value <= _MOST_REPEATS:
             raise RefusedError(f"{where} is {value}; it must be at most {_MOST_REPEATS}, -1 where there is no end.")
         if kind == "token":
+            if value not in self._inside.token_ids:
+                raise RefusedError(f"{where} is {value}, which is no token of the model, or ends a text.")
             self.tokens.add(value)
         return value
 

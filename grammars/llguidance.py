@@ -73,9 +73,14 @@ class LlguidanceBackend:
         self._tokenizer = LLTokenizer(_Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
 
     def compile(self, asked: Structured) -> LlguidanceGrammar:
-        if asked.kind == "json_schema":
-            return self._of_schema(_parsed(asked.text))[0]
-        return self._made(self._tags(asked.text) if asked.kind == "structural_tag" else _grammar(asked))
+        try:
+            if asked.kind == "json_schema":
+                return self._of_schema(_parsed(asked.text))[0]
+            return self._made(self._tags(asked.text) if asked.kind == "structural_tag" else _grammar(asked))
+        except RefusedError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(f"this cannot be read: {error}.".splitlines()[0]) from error
 
     def _of_schema(self, schema: Any) -> tuple[LlguidanceGrammar, str]:
         """And what it is made of. What is refused as it is may be enforced in other words."""

@@ -32,6 +32,7 @@ _FORMATS = {
     "json-pointer", "relative-json-pointer", "uri-template",
 }  # fmt: skip
 _MOST_OPTIONS = 1000
+_MOST_CHARACTERS = 60_000  # of a schema or a choice
 
 
 def _schema_pattern(pattern: Any) -> str:
@@ -55,8 +56,9 @@ _SUBSET = Subset(
     formats=frozenset(_FORMATS),
     pattern=_schema_pattern,
     most_schemas=1000,
-    most_depth=24,
+    most_depth=50,
     most_properties=200,
+    most_counted_properties=32,
     most_values=1000,
     most_characters=2000,
 )
@@ -107,8 +109,10 @@ class XgrammarBackend:
 
     def _tag(self, text: str, named: set[int]) -> Any:
         """`named` gets the tokens that it names."""
-        inside = Inside(self._schema_grammar, exact, lambda text: parse(text).text)
-        tag, tokens = structural_tag(json.loads(text), inside, self._words.control_ids)
+        words = self._words
+        token_ids = frozenset(range(words.vocabulary.size)).difference(words.vocabulary.eos_ids)
+        inside = Inside(self._schema_grammar, exact, lambda text: parse(text).text, token_ids, words.control_ids)
+        tag, tokens = structural_tag(json.loads(text), inside)
         named |= tokens
         return self._compiler.compile_structural_tag(tag)
 
@@ -257,11 +261,16 @@ class _Words:
 
 def _checked_schema(schema: Any) -> str:
     check(schema, _SUBSET)
-    return json.dumps(schema)
+    text = json.dumps(schema)
+    if len(text) > _MOST_CHARACTERS:
+        raise RefusedError(f"a schema of {len(text)} characters; at most {_MOST_CHARACTERS} are taken.")
+    return text
 
 
 def _choice(text: str) -> str:
     options = json.loads(text)
+    if len(text) > _MOST_CHARACTERS:
+        raise RefusedError(f"choices of {len(text)} characters; at most {_MOST_CHARACTERS} are taken.")
     if len(options) > _MOST_OPTIONS:
         raise RefusedError(f"{len(options)} choices; at most {_MOST_OPTIONS} are taken.")
     return "root ::= " + " | ".join(json.dumps(option, ensure_ascii=False) for option in options)

@@ -121,6 +121,24 @@ def test_every_output_that_ended_fits(built: Built, alone: Outputs) -> None:
     assert ended >= 5, "too few ended within their limit to tell anything"
 
 
+@pytest.mark.parametrize("name", ["ngram", "grammar", "chain", "tree"])
+def test_no_drafter_changes_an_output_with_another_backend(tiny: Path, name: str) -> None:
+    """xgrammar's masks have every spelling of what is forced, llguidance's one: outputs differ between them, and with
+    each they are the same without drafts."""
+    pytest.importorskip("xgrammar")
+    built = make(tiny, grammar_backend="xgrammar", max_num_seqs=8)
+    built.engine.use(DraftHost(create("none", {}), built.engine.limits.vocab_size, 10.0, "none"), 5)
+    plain = drive(built, requests(built, 8))
+    scripts = {tuple(prompt(i)): plain[f"r{i}"] for i in range(8)}
+    script = {"accuracy": 0.8, "decoys": 2 if name == "tree" else 0}
+    drafter = ScriptedDrafter(scripts, 293, **script) if name in ("chain", "tree") else create(name, {})
+    built.engine.use(DraftHost(drafter, built.engine.limits.vocab_size, 10.0, name), 5)
+    assert drive(built, requests(built, 8)) == plain
+    ended = [i for i in range(1, 8, 2) if plain[f"r{i}"][-1] in built.tokenizer.eos_ids]
+    assert ended, "none ended within its limit"
+    assert all(fits(built, ASKED[i // 2 % len(ASKED)], plain[f"r{i}"]) for i in ended)
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_drafter_and_no_company_changes_an_output(tiny: Path, alone: Outputs, name: str, batch: int) -> None:

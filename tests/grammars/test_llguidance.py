@@ -210,10 +210,13 @@ def test_a_lexer_that_is_full_fails_nobody_who_comes_later(
         Structured.json({"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
         Structured.json({"format": "unknown"}),
         Structured.json({"type": "strin"}),
+        Structured("json_schema", '{"const": "\\ud800"}'),
+        Structured.regex("\ud800"),
+        Structured("json_schema", "[" * 100_000),
         Structured.json({"$ref": "http://example.com/schema"}),
         Structured.json({"type": "integer", "minimum": 3, "maximum": 2}),
     ],
-    ids=lambda asked: asked.text[:20],
+    ids=lambda asked: ascii(asked.text[:20]),
 )
 def test_what_cannot_be_enforced_is_refused(asked: Structured, backend: LlguidanceBackend) -> None:
     with pytest.raises(RefusedError, match=r"structured: .") as caught:

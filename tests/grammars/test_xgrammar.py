@@ -346,6 +346,25 @@ def test_what_it_would_ignore_is_refused_by_its_name(schema: Any, said: str, bac
         (tagged({"type": "any_text", "max_tokens": 3}), "max_tokens"),
         (tagged({"type": "token", "token": "<s>"}), "id of a token"),
         (tagged({"type": "tag", "begin": "a", "end": "b"}), "content"),
+        (tagged({"type": "token", "token": -1}), "no token of the model"),
+        (tagged({"type": "token", "token": 10**6}), "no token of the model"),
+        (tagged({"type": "token", "token": 291}), "ends a text"),
+        (
+            tagged(
+                {
+                    "type": "repeat",
+                    "min": 0,
+                    "max": 99,
+                    "content": {"type": "repeat", "min": 0, "max": 99, "content": {"type": "any_text"}},
+                }
+            ),
+            "1000 repeats",
+        ),
+        (tagged({"type": "repeat", "min": 0, "max": "a", "content": {"type": "any_text"}}), "whole number"),
+        (Structured.regex(".{200}.{200}.{200}"), "repeats"),
+        (Structured.json({"enum": ["x" * 900 + str(i) for i in range(99)]}), "characters"),
+        (Structured.choice(["x" * 900 + str(i) for i in range(99)]), "characters"),
+        (Structured("json_schema", '{"const": "\\ud800"}'), "JSON"),
         (tagged({"type": "regex", "pattern": "a$b"}), "inside a pattern"),
         (Structured.structural_tag({"structures": [], "triggers": [], "more": 1}), "more"),
         (Structured.structural_tag({"type": "x"}), "structural tag"),
