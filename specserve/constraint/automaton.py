@@ -21,6 +21,7 @@ from specserve.types import Ids
 NOWHERE, ENDED, START = 0, 1, 2
 MAX_STATES = 4096
 MAX_BYTES = 2**26  # of a table
+_MOST_FORCED = 512  # bytes that are split at once: more than any draft holds
 _STATES_AT_ONCE = 16  # more of them fit no cache
 
 
@@ -163,7 +164,7 @@ class Automaton:
         """The bytes that must follow, and the state behind them."""
         text = bytearray()
         following, accepting = self._transitions.following, self._transitions.accepting
-        while not accepting[state] and len(text) < len(following):
+        while not accepting[state] and len(text) < _MOST_FORCED:
             (choices,) = np.nonzero(following[state])
             if len(choices) != 1:
                 break

@@ -221,6 +221,16 @@ def test_forced_text_is_split_as_the_tokenizer_does_and_stops_where_it_may_be_sp
     assert [None if token in EOS else words.tokens[token].decode() for token in found] == forced
 
 
+def test_a_long_forced_text_is_split_in_parts() -> None:
+    words = words_of([b"ab", b"a", b"b"])
+    state = OutlinesBackend(words).compile(Structured.regex("(?:ab){600}b?")).start()
+    assert state.forced() == [3] * 256
+    assert all(state.advance(token) for token in [3] * 590)
+    assert state.forced() == [3] * 10
+    assert state.advance(4)
+    assert state.forced() == [5, *[3] * 9]
+
+
 def test_the_end_comes_once_and_can_be_taken_back() -> None:
     words = words_of([b"a", b"b", b"ab"])
     state = OutlinesBackend(words).compile(Structured.choice(["ab"])).start()
