@@ -93,11 +93,27 @@ def test_a_grammar_has_a_name_or_a_file(tmp_path: Path) -> None:
             Structured.file(tmp_path / name)
 
 
-def test_the_readmes_example_runs_on_the_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it stands there."""
+def example(sign: str) -> None:
+    """Run the README's example that has the sign, as it stands there."""
     readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
-    (example,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "BaseModel" in block]
-    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+    (found,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if sign in block]
+    exec(compile(found, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_readmes_example_runs_on_the_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("BaseModel")
     said = capsys.readouterr().out
     assert said.startswith("name=")
     assert float(said.split()[-1]) > 1.2, "forced tokens are drafted"
+
+
+def test_the_readmes_grammars_run_on_the_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("triggered_tags")
+    date, sky, *call = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
+    assert re.fullmatch("(sun|rain)( and (wind|fog))?", sky)
+    begin, arguments, end = call
+    assert (begin, end) == ("<tool_call>", "</tool_call>")
+    made = json.loads(arguments)
+    assert made["name"] == "weather"
+    assert made["arguments"]["city"] in ("Rome", "Oslo")
