@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from specserve.constraint.base import RefusedError
 
@@ -43,36 +42,6 @@ class Rules:
     @property
     def text(self) -> str:
         return "".join(f"{name} ::= {' '.join(body)}\n" for name, body in self.bodies.items())
-
-    @property
-    def lark(self) -> str:
-        """In Lark, for a lexer that takes the longest text that a terminal fits, also where a shorter one alone leads
-        to an end: in one terminal, or in terminals of one character each, there is no such place."""
-        named = str.lower if self.is_recursive else str.upper  # rules and terminals
-        lines = [f"start: {named(START)}"]
-        for name, body in self.bodies.items():
-            lines.append(f"{named(name)}: {' '.join(self._lark_piece(piece) for piece in body)}")
-        return "\n".join(lines)
-
-    def _lark_piece(self, piece: str) -> str:
-        if piece[0] == "[":
-            return f"/{piece}/"
-        if not self.is_recursive:
-            return piece.upper() if piece in self.bodies else piece
-        if piece[0] == '"' and len(piece) > 2:
-            return "(" + " ".join(f'"{each}"' for each in _CHARACTER.findall(piece[1:-1])) + ")"
-        return piece
-
-    @cached_property
-    def is_recursive(self) -> bool:
-        """Whether a rule leads back to itself."""
-        open_ = {name: {piece for piece in body if piece in self.bodies} for name, body in self.bodies.items()}
-        while leaves := [name for name, inside in open_.items() if not inside]:
-            for name in leaves:
-                del open_[name]
-            for inside in open_.values():
-                inside.difference_update(leaves)
-        return bool(open_)
 
 
 def parse(text: str) -> Rules:
@@ -154,10 +123,35 @@ def _printable(character: str) -> str:
 
 
 def _set(piece: str) -> str:
-    """Ranges of characters; those that mean something in a set anywhere are escaped."""
+    """Characters that mean something in a set anywhere are escaped."""
     negated = piece.startswith("[^")
-    escaped = _CHARACTER.findall(piece[1 + negated : -1])
-    ranges = []
+    spelled = [
+        f"{_in_set(chr(low))}-{_in_set(chr(high))}" if low < high else _in_set(chr(low)) for low, high in _listed(piece)
+    ]
+    return f"[{'^' * negated}{''.join(spelled)}]"
+
+
+def characters(literal: str) -> list[str]:
+    """Of a literal with its quotes."""
+    return _decoded(literal[1:-1])
+
+
+def ranges(piece: str) -> list[tuple[int, int]]:
+    """The characters of a set with its brackets, from and to."""
+    listed = sorted(_listed(piece))
+    if not piece.startswith("[^"):
+        return listed
+    found, start = [], 0
+    for low, high in listed:
+        if low > start:
+            found.append((start, low - 1))
+        start = max(start, high + 1)
+    return [*found, (start, 0x10FFFF)] if start <= 0x10FFFF else found
+
+
+def _listed(piece: str) -> list[tuple[int, int]]:
+    escaped = _CHARACTER.findall(piece[1 + piece.startswith("[^") : -1])
+    found = []
     while escaped:
         low = high = _character(escaped.pop(0))
         if len(escaped) >= 2 and escaped[0] == "-":
@@ -165,10 +159,10 @@ def _set(piece: str) -> str:
             del escaped[:2]
         if high < low:
             raise RefusedError(f"{piece}: {high!r} is before {low!r}.")
-        ranges.append(f"{_in_set(low)}-{_in_set(high)}" if low < high else _in_set(low))
-    if not ranges:
+        found.append((ord(low), ord(high)))
+    if not found:
         raise RefusedError(f"{piece} has no characters.")
-    return f"[{'^' * negated}{''.join(ranges)}]"
+    return found
 
 
 def _in_set(character: str) -> str:

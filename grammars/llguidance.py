@@ -23,8 +23,9 @@ from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fi
 from specserve.constraint import walk
 from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.constraint.tags import parse
-from specserve.grammars._gbnf import parse as parse_gbnf
+from specserve.grammars._gbnf import START, parse as parse_gbnf
 from specserve.grammars._lark_tags import Embedded, written
+from specserve.grammars._longest import lark
 from specserve.schema.document import check_depth, is_number, reachable
 from specserve.schema.formats import exact
 from specserve.schema.objects import MANY_UNNAMED
@@ -123,7 +124,7 @@ class LlguidanceBackend:
         embedded = Embedded(
             schema=lambda schema: entry(self._of_schema(schema)[1]),
             regex=lambda pattern: part(LLMatcher.grammar_from_regex(pattern)),
-            ebnf=lambda grammar: part(LLMatcher.grammar_from_lark(parse_gbnf(grammar).lark)),
+            ebnf=lambda grammar: part(_of_ebnf(grammar)),
         )
         return str(written(parse(text), self._vocabulary, embedded))
 
@@ -292,7 +293,7 @@ def _grammar(asked: Structured) -> str:
     if asked.kind == "choice":
         return LLMatcher.grammar_from_regex("|".join(_literal(option) for option in json.loads(asked.text)))
     if asked.kind == "ebnf":
-        return LLMatcher.grammar_from_lark(parse_gbnf(asked.text).lark)
+        return _of_ebnf(asked.text)
     assert asked.kind == "lark", "kinds has no others"
     return _of_lark(asked.text)
 
@@ -303,6 +304,10 @@ def _of_lark(text: str) -> str:
     if "%json" in text:
         raise RefusedError("%json inside a grammar is not taken: send the schema itself.")
     return LLMatcher.grammar_from_lark(text)
+
+
+def _of_ebnf(text: str) -> str:
+    return LLMatcher.grammar_from_lark(lark(parse_gbnf(text).bodies, START))
 
 
 def _literal(text: str) -> str:

@@ -14,6 +14,7 @@ from specserve.constraint.compiler import Compiler
 from specserve.constraint.vocabulary import vocabulary
 from specserve.constraint.worker import accepts
 from specserve.grammars._gbnf import parse
+from specserve.grammars._longest import _are_apart, _recursive, lark
 from specserve.models.tokenizer import Tokenizer
 from specserve.structured import Structured
 from specserve.testing import write_tiny_model
@@ -176,7 +177,43 @@ def test_the_longest_chain_of_rules_is_compiled(compiler: Compiler, words: Vocab
         assert not accepts(grammar, "aa", words)
 
 
+def test_terminals_that_are_apart_stay_whole() -> None:
+    """And those that are not are read by character, in a small grammar."""
+    apart = 'root ::= "[" (value (", " value)*)? "]"\nvalue ::= root | word\nword ::= [a-z]+ " "?'
+    assert "[a-z]/ +" in lark(parse(apart).bodies, "root")
+    assert "R2: " in lark(parse(apart).bodies, "root")
+    overlapping = apart.replace('", "', '" "')
+    assert "R2: " not in lark(parse(overlapping).bodies, "root")
+    assert "r2: " in lark(parse(overlapping).bodies, "root")
+    large = overlapping + "".join(f'\na{i} ::= "b" "c" "d"' for i in range(30))
+    assert "R2: " in lark(parse(large).bodies, "root")
+    assert "start: ROOT" in lark(parse('root ::= "a" b\nb ::= "c"').bodies, "root")
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ('root ::= "(" root ")" | ("ab" | "a") "bc"', False),  # a may go on to ab
+        ('root ::= "(" root ")" | ("ab" | "a") "c"', True),
+        ('root ::= num "1" | "(" root ")"\nnum ::= [0-9]+', False),
+        ('root ::= num "a" | "(" root ")"\nnum ::= [0-9]+', True),
+        ('root ::= num gap "1" | "(" root ")"\nnum ::= [0-9]+\ngap ::= " "*', False),  # through what may be nothing
+        ('root ::= num root | "-"\nnum ::= [0-9]+', False),  # through a rule
+        ('root ::= num inner\ninner ::= root? "-"\nnum ::= [0-9]+', False),
+        ('root ::= ("(" root ")")? num\nnum ::= [0-9]{2}', True),  # nothing follows
+        ('root ::= "x" root | "xy"', True),
+        ('root ::= "x" root | "xy" | "y"', False),  # xy is read where x, y would be meant
+        ('root ::= [^x] root | "x" | "xx"', True),
+        ('root ::= [^x] root | "x" [^y] | "xx"', False),
+        ('root ::= "\\"" [^"]* "\\"" | "{" root "}"', True),
+    ],
+)
+def test_what_may_be_read_in_two_ways_is_found(text: str, whole: bool, words: Vocabulary) -> None:
+    bodies = parse(text).bodies
+    assert _are_apart(bodies, _recursive(bodies)) == whole
+
+
 def test_rules_that_lead_back_are_found() -> None:
-    assert not parse('root ::= a b\na ::= b b\nb ::= "a"').is_recursive
-    assert parse('root ::= a\na ::= b\nb ::= "a" a?').is_recursive
-    assert parse('root ::= "a"\na ::= a "b"').is_recursive
+    assert _recursive(parse('root ::= a b\na ::= b b\nb ::= "a"').bodies) == set()
+    assert _recursive(parse('root ::= a\na ::= b c\nb ::= "a" a?\nc ::= "c"').bodies) == {"root", "r1", "r2"}
+    assert _recursive(parse('root ::= "a"\na ::= a "b"').bodies) == {"r1"}
