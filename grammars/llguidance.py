@@ -3,16 +3,13 @@ needed, under limits of its own. JSON Schema, regular expressions, choices, Lark
 
 Source: github.com/guidance-ai/llguidance. Its matchers report errors instead of raising them, and stay in them: an
 error looks like the end of the text, so it is asked for after every call. It refuses by itself what it does not know;
-what it knows and gets wrong is refused here.
+what it knows and gets wrong is refused in _llguidance_words.py.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -23,29 +20,12 @@ from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fi
 from specserve.constraint import walk
 from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.constraint.tags import parse
-from specserve.grammars._gbnf import START, parse as parse_gbnf
 from specserve.grammars._lark_tags import Embedded, written
-from specserve.grammars._longest import lark
-from specserve.schema.document import check_depth, is_number, reachable
-from specserve.schema.formats import exact
-from specserve.schema.objects import MANY_UNNAMED
+from specserve.grammars._llguidance_words import counting_patterns, grammar_of, of_ebnf, schema_grammar, schema_of
 from specserve.schema.rewrite import is_endless, rewritten
 from specserve.structured import Structured
 from specserve.types import Ids
 
-# Every option, so that no schema can set one by its key "x-guidance". The spelling is that of json.dumps and of most
-# training data: left to the model, no separator would be forced, and a model that is at a loss writes white space for
-# ever. Without \u escapes a key of an open object has one spelling, and cannot come again as another.
-_OPTIONS: Any = {
-    "whitespace_flexible": False,
-    "whitespace_pattern": None,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "coerce_one_of": False,
-    "lenient": False,
-    "json_allowed_escapes": 'nrbtf\\"',
-    "json_allow_general_unicode_escapes": False,
-}
 # A fifth of its defaults, and counted, not timed: the first mask of ((a{100}){100}){100} took
 # 68 ms instead of 1475.
 _LIMITS: Any = {
@@ -56,11 +36,12 @@ _LIMITS: Any = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
-_MOST_RULES = 1000  # of a Lark grammar: a chain of 5,000 rules overflows the stack, and the process dies
-_MOST_MULTIPLE = 1000  # of multipleOf: its automaton has so many states, and takes seconds
+_LONGEST_REWORDED = 2**16  # characters of a schema: longer ones are compiled as they are, or refused
+_LONG = 2**14  # characters of a schema whose first tokens are tried: so many choices may be too many at once
+_NUM_TRIED = 16
+_CLOSING = frozenset(b"}]")
 _MOST_SHOWN = 300  # characters of a reason: some repeat the whole grammar
 _REMEMBERED, _SHORT = 4096, 128  # splits of forced texts, and their characters at most: about 4 MB
-_MOST_NEAR = 100  # pairs of bounds of one number
 
 
 class LlguidanceBackend:
@@ -76,8 +57,9 @@ class LlguidanceBackend:
     def compile(self, asked: Structured) -> LlguidanceGrammar:
         try:
             if asked.kind == "json_schema":
-                return self._of_schema(_parsed(asked.text))[0]
-            return self._made(self._tags(asked.text) if asked.kind == "structural_tag" else _grammar(asked))
+                return self._of_schema(schema_of(asked.text))[0]
+            text = self._tags(asked.text) if asked.kind == "structural_tag" else grammar_of(asked)
+            return self._made(text, _NUM_TRIED)
         except RefusedError:
             raise
         except (ValueError, RecursionError) as error:
@@ -88,16 +70,22 @@ class LlguidanceBackend:
         try:
             if is_endless(schema):
                 raise RefusedError("$ref: a value asks for itself inside itself, without end.")
-            text = _schema_grammar(schema)
-            return self._made(text), text
+            return self._of_words(schema)
         except RefusedError:
+            if len(json.dumps(schema)) > _LONGEST_REWORDED:
+                raise
             reworded = rewritten(schema)
             if reworded == schema:
                 raise
-        text = _schema_grammar(reworded)
-        return self._made(text), text
+        return self._of_words(reworded)
 
-    def _made(self, text: str) -> LlguidanceGrammar:
+    def _of_words(self, schema: Any) -> tuple[LlguidanceGrammar, str]:
+        for pattern in counting_patterns(schema):  # a text may come to them late, and fail there
+            self._made(schema_grammar({"type": "string", "pattern": pattern}), _NUM_TRIED)
+        text = schema_grammar(schema)
+        return self._made(text, _NUM_TRIED if len(text) > _LONG else 0), text
+
+    def _made(self, text: str, num_tried: int) -> LlguidanceGrammar:
         def parsed() -> LLMatcher:
             return LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
 
@@ -107,7 +95,7 @@ class LlguidanceBackend:
         if warnings := matcher.get_grammar_warnings():
             raise RefusedError(" ".join(warnings))
         grammar = LlguidanceGrammar(matcher, parsed, self._vocabulary, self._executor, len(text))
-        self._try(grammar)
+        self._try(grammar, num_tried)
         return grammar
 
     def _tags(self, text: str) -> str:
@@ -118,27 +106,46 @@ class LlguidanceBackend:
             return dict(found)
 
         def part(inner: str) -> dict[str, Any]:
-            self._made(inner)
+            self._made(inner, _NUM_TRIED)
             return entry(inner)
 
         embedded = Embedded(
             schema=lambda schema: entry(self._of_schema(schema)[1]),
             regex=lambda pattern: part(LLMatcher.grammar_from_regex(pattern)),
-            ebnf=lambda grammar: part(_of_ebnf(grammar)),
+            ebnf=lambda grammar: part(of_ebnf(grammar)),
         )
         return str(written(parse(text), self._vocabulary, embedded))
 
-    def _try(self, grammar: LlguidanceGrammar) -> None:
+    def _try(self, grammar: LlguidanceGrammar, num_tried: int) -> None:
         """The first mask finds what parsing does not: references that lead nowhere, expressions that never match. A
-        second one finds that the first has used up what its lexer, which all states share, may take."""
+        second one finds that the first has used up what its lexer, which all states share, may take. Some tokens more
+        find what is too much only then: a mask can allow a token after which there are too many choices."""
         row = np.zeros(self._vocabulary.num_words, np.int32)
+        state = grammar.start()
         try:
+            state.fill(row)
             grammar.start().fill(row)
-            grammar.start().fill(row)
+            for _ in range(num_tried):
+                token = self._onward(row)
+                if token is None:
+                    break
+                state.advance(token)
+                state.fill(row)
         except ValueError as error:
             raise RefusedError(f"nothing can begin to fit this: {error}") from error
         if not row.any():
             raise RefusedError("nothing fits this.")
+
+    def _onward(self, row: Ids) -> int | None:
+        """An allowed token, one that closes nothing if there is any; None if only the end is allowed."""
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: self._vocabulary.size])
+        texts = (token for token in map(int, allowed) if token not in self._vocabulary.eos_ids)
+        closing = None
+        for token in texts:
+            if token < len(self._vocabulary.tokens) and not set(self._vocabulary.tokens[token]) & _CLOSING:
+                return token
+            closing = token
+        return closing
 
 
 class LlguidanceGrammar:
@@ -265,144 +272,9 @@ class _Tokens(TokenizerWrapper):
         return self._encode_short(text) if len(text) <= _SHORT else self._encode(text)
 
 
-def _parsed(text: str) -> Any:
-    try:
-        schema = json.loads(text)
-    except RecursionError as error:
-        raise RefusedError("the schema is nested too deeply.") from error
-    check_depth(schema)
-    return schema
-
-
-def _schema_grammar(schema: Any) -> str:
-    """What LLMatcher takes, of a schema."""
-    if schema is False:
-        raise RefusedError("nothing fits this schema.")
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise RefusedError("a JSON Schema is an object, true or false.")
-    _check_schema(schema)
-    return LLMatcher.grammar_from_json_schema(exact(schema), overrides=_OPTIONS)
-
-
-def _grammar(asked: Structured) -> str:
-    """What LLMatcher takes, of anything else."""
-    if asked.kind == "regex":
-        return LLMatcher.grammar_from_regex(asked.text)
-    if asked.kind == "choice":
-        return LLMatcher.grammar_from_regex("|".join(_literal(option) for option in json.loads(asked.text)))
-    if asked.kind == "ebnf":
-        return _of_ebnf(asked.text)
-    assert asked.kind == "lark", "kinds has no others"
-    return _of_lark(asked.text)
-
-
-def _of_lark(text: str) -> str:
-    if text.count(":") > _MOST_RULES:
-        raise RefusedError(f"this grammar has more than {_MOST_RULES} rules.")
-    if "%json" in text:
-        raise RefusedError("%json inside a grammar is not taken: send the schema itself.")
-    return LLMatcher.grammar_from_lark(text)
-
-
-def _of_ebnf(text: str) -> str:
-    return LLMatcher.grammar_from_lark(lark(parse_gbnf(text).bodies, START))
-
-
-def _literal(text: str) -> str:
-    """A regular expression for this text alone; literals in Lark cannot spell every control character."""
-    return "".join(c if c.isascii() and c.isalnum() else rf"\x{{{ord(c):x}}}" for c in text)
-
-
 def _reason(matcher: LLMatcher) -> str:
     """What is wrong with an expression, else the first line: the others show where in a grammar of its own making."""
     lines = matcher.get_error().split("\n<", 1)[0].strip().splitlines() or ["the grammar failed without saying why"]
     stated = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (stated or lines)[0].rstrip(".: ")
     return f"{line if len(line) <= _MOST_SHOWN else line[:_MOST_SHOWN] + '...'}."
-
-
-# --- what it gets wrong -----------------------------------------------------------------------------------------------
-
-
-def _check_schema(root: dict[str, Any]) -> None:
-    for schema in reachable(root):
-        multiple = schema.get("multipleOf")
-        if is_number(multiple) and multiple > _MOST_MULTIPLE:
-            raise RefusedError(f"multipleOf: {multiple} is more than {_MOST_MULTIPLE}, the most that is enforced.")
-        if is_number(least := schema.get("minProperties")) and least > len(_listed(schema.get("required"))) + 1:
-            raise RefusedError(MANY_UNNAMED)
-        if schema.get("format") == "unknown":
-            raise RefusedError("Unknown format: unknown.")  # a name it takes for any text
-        _check_bounds(schema, root)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """Of a number. `within` names the branch it is in, of each choice around it."""
-
-    name: str
-    value: float
-    within: dict[int, int]
-
-    def meets(self, other: _Bound) -> bool:
-        """Whether both may apply to one number: not from two branches of one choice."""
-        return all(other.within.get(choice, branch) == branch for choice, branch in self.within.items())
-
-
-def _check_bounds(schema: dict[str, Any], root: dict[str, Any]) -> None:
-    """A number above (or below) a whole one, with its other bound less than 1 away, may be that whole one here."""
-    if schema.get("type") == "integer":
-        return
-    bounds = list(_bounds(schema, root))
-    for name, far, direction in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
-        edges = [bound for bound in bounds if bound.name == name and bound.value == int(bound.value)]
-        others = sorted((bound for bound in bounds if bound.name.endswith(far)), key=lambda bound: bound.value)
-        near = (pair for edge in edges for pair in _near(edge, others, direction))
-        # A few are looked at closely; with more of them, two that are near may meet.
-        if any(i >= _MOST_NEAR or edge.meets(other) for i, (edge, other) in enumerate(near)):
-            raise RefusedError(f"{name} with the other bound less than 1 away is not enforced exactly.")
-
-
-def _near(edge: _Bound, others: list[_Bound], direction: int) -> Iterator[tuple[_Bound, _Bound]]:
-    """The edge with each of the sorted others that is at most 1 away on its open side."""
-    low, high = sorted((edge.value, edge.value + direction))
-    start = bisect.bisect_left(others, low, key=lambda bound: bound.value)
-    for other in itertools.islice(others, start, None):
-        if other.value > high:
-            return
-        yield edge, other
-
-
-def _bounds(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[_Bound]:
-    """The bounds of a schema and of what applies in the same place. What is come to again, from another branch perhaps,
-    is looked at once more as if it were in no branch, and then no more."""
-    left, seen = [(schema, dict[int, int]())], dict[int, dict[int, int]]()
-    while left:
-        found, within = left.pop()
-        if not isinstance(found, dict) or seen.get(id(found)) == {}:
-            continue
-        within = seen[id(found)] = {} if id(found) in seen else within
-        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-            value = found.get(name)
-            if is_number(value):
-                yield _Bound(name, float(value), within)
-        left += [(branch, within) for branch in _listed(found.get("allOf"))]
-        for name in ("anyOf", "oneOf"):
-            branches = _listed(found.get(name))
-            left += [(branch, within | {id(branches): i}) for i, branch in enumerate(branches)]
-        reference = found.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
-            left.append((_at(root, reference), within))
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _at(root: Any, reference: str) -> Any:
-    """What a local JSON pointer leads to; None where that is nothing."""
-    for step in reference[2:].split("/"):
-        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
-    return root

@@ -151,7 +151,9 @@ def _variants(value: Any) -> Iterator[Any]:
     elif isinstance(value, list):
         for items in itertools.islice(itertools.product(*map(_few, value)), _MOST_SPELLINGS):
             yield list(items)
-    elif isinstance(value, dict):
+    elif isinstance(value, dict):  # its own order first: that matters more than the orders inside it
+        for keys in itertools.islice(itertools.permutations(value), _MOST_SPELLINGS // 2):
+            yield {key: value[key] for key in keys}
         for keys in itertools.islice(itertools.permutations(value), _MOST_SPELLINGS):
             for values in itertools.islice(itertools.product(*(_few(value[key]) for key in keys)), _MOST_SPELLINGS):
                 yield dict(zip(keys, values, strict=True))

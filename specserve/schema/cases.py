@@ -113,14 +113,24 @@ class Cases:
 
     def values(self, found: Case) -> list[Any] | None:
         """The values that fit a case, as far as is known, if only these few can; else None."""
+        judged = self.judged(found)
+        return None if judged is None else [value for value, _ in judged]
+
+    def judged(self, found: Case) -> list[tuple[Any, bool]] | None:
+        """As `values`, each with whether it is known to fit."""
         listed = [fact.value for fact in found.facts if fact.name == "values"]
         if not listed:
             if not found.types <= {"null", "boolean"}:
                 return None
             listed = [[None] * ("null" in found.types) + [True, False] * ("boolean" in found.types)]
-        unique = {canonical(value): value for value in min(listed, key=len)}
+        unique = {canonical(value): value for value in listed[0]}
+        for others in listed[1:]:
+            kept = set(map(canonical, others))
+            unique = {key: value for key, value in unique.items() if key in kept}
         self.count(len(unique))
-        return [value for value in unique.values() if self.fits_case(value, found) is not False]
+        rest = replace(found, facts=tuple(fact for fact in found.facts if fact.name != "values"))
+        fitting = ((value, self.fits_case(value, rest)) for value in unique.values())
+        return [(value, bool(fits)) for value, fits in fitting if fits is not False]
 
     def count(self, num_steps: int) -> None:
         """Raise RefusedError after too many steps."""

@@ -64,7 +64,7 @@ def _object(found: _Object, write: Callable[[Terms], Any]) -> Any:
 def _over(layers: list[Members], required: tuple[str, ...]) -> Members:
     """What all layers say together. A single one stays as it is: patterns over names are the grammar's own business."""
     if len(layers) == 1:
-        return _without_idle(layers[0])
+        return layers[0] if layers[0].rest else _without_idle(layers[0])
     names = dict.fromkeys(name for layer in layers for name in layer.properties)
     if any(layer.rest for layer in layers):
         names |= dict.fromkeys(required)
@@ -86,10 +86,14 @@ def _matching(layers: list[Members], pattern: str) -> Terms:
 
 
 def _without_idle(members: Members) -> Members:
-    """Patterns that say nothing, where names without a pattern are free as well, are left out."""
-    if members.rest:
-        return members
-    return replace(members, patterns={name: asked for name, asked in members.patterns.items() if asked})
+    """Patterns that say nothing, where names without a pattern are free as well, are left out; so is a single one that
+    forbids what is forbidden anyway, and would forbid listed names with it."""
+    forbidden = FALSE[0]
+    if not members.rest:
+        return replace(members, patterns={name: asked for name, asked in members.patterns.items() if asked})
+    if forbidden in members.rest and len(members.patterns) == 1 and forbidden in next(iter(members.patterns.values())):
+        return replace(members, patterns={})
+    return members
 
 
 def _named(members: Members, names: Terms, cases: Cases) -> Members:
@@ -100,9 +104,11 @@ def _named(members: Members, names: Terms, cases: Cases) -> Members:
     for each in cases.expand(names):
         if "string" not in each.types:
             continue
-        values = cases.values(each)
-        if values is not None:
-            found |= {name: member([members], name) for name in values if isinstance(name, str)}
+        judged = cases.judged(each)
+        if judged is not None:
+            if not all(fits for name, fits in judged if isinstance(name, str)):
+                raise RefusedError("propertyNames: whether a name fits cannot be told here.")
+            found |= {name: member([members], name) for name, _ in judged if isinstance(name, str)}
         elif each.about("string"):
             patterns[_pattern(each)] = members.rest
         else:

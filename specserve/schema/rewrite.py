@@ -133,10 +133,11 @@ class _Writer:
         def members(facts: list[Fact]) -> list[Any]:
             return objects(facts, self._cases, self.write)
 
-        spelled = list[Any]()
+        different = dict[str, Any]()  # by their texts: to Python, 1 is True
         for found in self._cases.expand(asked):
             if self._cases.is_possible(found):
-                spelled += [each for each in options(found, self._cases, self.write, members) if each not in spelled]
+                different |= {json.dumps(each): each for each in options(found, self._cases, self.write, members)}
+        spelled = list(different.values())
         if True in spelled:
             return True
         if not spelled:

@@ -18,8 +18,8 @@ from specserve.schema.cases import Cases, item
 from specserve.schema.facts import Case, Contains, Elements, Fact, Terms, both, canonical, fraction, terms
 from specserve.structured import RefusedError
 
-# Where nothing bounds an array, what `contains` asks for comes among its first items: a text that goes on with other
-# items may never come to it.
+# In a long array, what `contains` asks for comes among the first items: each place is a branch of its own, and a text
+# that goes on with other items may never come to it.
 _WINDOW = 8
 _MOST_PLACES = 64  # of what one `contains` asks for
 _MOST_PERMUTATIONS = 400
@@ -33,9 +33,9 @@ Write = Callable[[Terms], Any]
 
 def options(found: Case, cases: Cases, write: Write, members: Callable[[list[Fact]], list[Any]]) -> list[Any]:
     """Schemas of which one must fit; `write` spells what is inside a value."""
-    values = cases.values(found)
-    if values is not None:
-        return [_constant(value, found, cases) for value in values]
+    judged = cases.judged(found)
+    if judged is not None:
+        return [_constant(value, fits, found) for value, fits in judged]
     writers: dict[str, Callable[[list[Fact]], list[Any]]] = {
         "number": _numbers,
         "string": _strings,
@@ -49,16 +49,13 @@ def options(found: Case, cases: Cases, write: Write, members: Callable[[list[Fac
     return [True] if len(free) == 6 else spelled
 
 
-def _constant(value: Any, found: Case, cases: Cases) -> Any:
-    """A value that fits; formats and patterns that nobody could try here are left to the grammar."""
+def _constant(value: Any, fits: bool, found: Case) -> Any:
+    """A value that fits; formats and patterns of texts that nobody could try here are left to the grammar."""
+    if fits:
+        return {"const": value}
     if not isinstance(value, str):
-        if cases.fits_case(value, found) is None:
-            raise RefusedError("an enum or const is not enforced beside a pattern of names that cannot be tried here.")
-        return {"const": value}
-    untried = [fact for fact in found.about("string") if fact.name in ("pattern", "format")]
-    if not untried or cases.fits_case(value, found):
-        return {"const": value}
-    return {"const": value, "allOf": _strings(untried)}
+        raise RefusedError("an enum or const is not enforced beside a pattern or format that cannot be tried here.")
+    return {"const": value, "allOf": _strings([fact for fact in found.about("string") if fact.name != "none of"])}
 
 
 # --- numbers and texts ------------------------------------------------------------------------------------------------
@@ -216,27 +213,31 @@ def _array(array: _Array, write: Write) -> Any:
 
 
 def _placed(array: _Array, asked: Contains) -> list[_Array]:
-    """All ways to place what `contains` asks for. Where nothing bounds them, other items may come between and after."""
-    counts = [asked.least] if asked.most is None else range(asked.least, asked.most + 1)
-    end = asked.start + _WINDOW if array.most is None else array.most
-    if array.most is None:
-        end = max(end, len(array.layer.prefix))
-    if len(counts) > _MOST_PLACES or sum(math.comb(max(0, end - asked.start), n) for n in counts) > _MOST_PLACES:
-        if array.most is not None:
-            raise RefusedError("contains: what it asks for may be in too many places.")
-        end = asked.start + max(counts[-1], 2)
-    if asked.least > _WINDOW:
-        raise RefusedError(f"minContains: more than {_WINDOW} are not enforced.")
-    inside, outside = terms(asked.schema), None if asked.most is None else terms(asked.schema, False)
+    """All ways to place what `contains` asks for, as far as `_WINDOW` reaches. Where it has no upper bound, what is
+    between and after may fit as well."""
+    if array.most is not None and asked.most is not None and asked.most >= array.most:
+        asked = replace(asked, most=None)
+    if max(asked.least, asked.most or 0) > _WINDOW:
+        raise RefusedError(f"minContains and maxContains of more than {_WINDOW} are not enforced.")
+    counts = range(asked.least, (asked.least if asked.most is None else asked.most) + 1)
+    end = _end(array, asked, counts)
+    inside, outside = terms(asked.schema), () if asked.most is None else terms(asked.schema, False)
     places = (chosen for n in counts for chosen in itertools.combinations(range(asked.start, end), n))
-    return [_with(array, chosen, asked.start, inside, outside) for chosen in itertools.islice(places, _MOST_PLACES)]
+    return [_with(array, chosen, asked.start, inside, outside) for chosen in places]
 
 
-def _with(array: _Array, chosen: tuple[int, ...], start: int, inside: Terms, outside: Terms | None) -> _Array:
-    """The items at the chosen places fit; from `start` on no others do, unless that is all the same."""
-    others = () if outside is None else outside
+def _end(array: _Array, asked: Contains, counts: range) -> int:
+    """Before which item they are all placed: the array's end, or so far that the ways are not too many."""
+    ends = [asked.start + length for length in range(_WINDOW, -1, -1)]
+    if array.most is not None:
+        ends = [array.most, *(end for end in ends if end < array.most)]
+    return next(end for end in ends if sum(math.comb(max(0, end - asked.start), n) for n in counts) <= _MOST_PLACES)
+
+
+def _with(array: _Array, chosen: tuple[int, ...], start: int, inside: Terms, others: Terms) -> _Array:
+    """The items at the chosen places fit; the others from `start` on are what `others` says."""
     length = max(len(array.layer.prefix), start, *(i + 1 for i in chosen)) if chosen else len(array.layer.prefix)
-    length = max(length, start if outside else 0)
+    length = max(length, start if others else 0)
     prefix = [both(array.layer.at(i), inside if i in chosen else others if i >= start else ()) for i in range(length)]
     layer = Elements(tuple(prefix), both(array.layer.rest, others))
     return replace(array, layer=layer, least=max(array.least, *(i + 1 for i in chosen)) if chosen else array.least)
@@ -263,10 +264,10 @@ def _listed(asked: Terms, cases: Cases) -> list[Any]:
     """The values that fit, if they are few."""
     found = dict[str, Any]()
     for each in cases.expand(asked):
-        values = cases.values(each)
-        if values is None or any(cases.fits_case(value, each) is None for value in values):
+        judged = cases.judged(each)
+        if judged is None or not all(fits for _, fits in judged):
             raise RefusedError("uniqueItems is only enforced for items of an enum, a const, booleans and null.")
-        found |= {canonical(value): value for value in values}
+        found |= {canonical(value): value for value, _ in judged}
     return list(found.values())
 
 

@@ -54,6 +54,8 @@ CASES: list[Any] = [
     {"propertyNames": {"enum": ["a", "c"]}, **OBJECT},
     {"propertyNames": {"maxLength": 1}, "type": "object"},
     {"propertyNames": False},
+    {"patternProperties": {"b": {"minimum": 2}}, "anyOf": [OBJECT, {"type": "array"}], "not": {"required": ["z"]}},
+    {"oneOf": [{"type": "boolean"}, {"enum": [1, "a"]}]},
     {"patternProperties": {"^a": {"type": "integer"}, ".*": True, "": {"type": ["integer", "string"]}}},
     {"oneOf": [{"type": "integer"}, {"type": "string"}, {"type": "boolean"}]},
     {"oneOf": [{"minimum": 2}, {"maximum": 3}]},

@@ -1,0 +1,191 @@
+"""What a client may send to hang, crash or fill a server: each is tried in the process that can be killed, and is
+either refused there or leads through masks without a fault. Whatever becomes of it, the next request is answered."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specserve.constraint.base import Guarded, Vocabulary
+from specserve.constraint.trial import Outcome, Trial
+from specserve.constraint.vocabulary import vocabulary
+from specserve.grammars.llguidance import LlguidanceBackend
+from specserve.models.tokenizer import Tokenizer
+from specserve.structured import Structured
+from specserve.testing import write_tiny_model
+
+LIMIT_S = 2.0
+STEPS, WALKS = 60, 3
+
+
+def chain(num_rules: int) -> str:
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(num_rules))
+    return f'start: r0\n{rules}\nr{num_rules}: "a"'
+
+
+def deep(depth: int, inside: str = '{"type":"integer"}') -> str:
+    opened = '{"type":"object","properties":{"a":'
+    return opened * depth + inside + "}}" * depth
+
+
+def choices(num: int) -> list[Any]:
+    """An anyOf with two branches for each of so many members."""
+    return [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(num)]
+
+
+def properties(num: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"key{i}": {"type": "string"} for i in range(num)}}
+
+
+REGEXES = {
+    "nested stars": "(a|aa)+$",
+    "many optional": "(a?){50}a{50}",
+    "subset construction": "(a|b)*a(a|b){18}",
+    "hundreds of hundreds": "((a{100}){100}){100}",
+    "a count of two milliards": "a{2000000000}",
+    "long dots": ".{1,3000}",
+    "long letters": "[a-z]{1,100000}",
+    "never": "[^\\s\\S]",
+    "look-around": "(?=a)b",
+    "backreference": "(a)\\1",
+    "20,000 words": "|".join(f"w{i}x" for i in range(20_000)),
+    "deep brackets": "(" * 5000 + "a" + ")" * 5000,
+    "stars of stars": "((((((a*)*)*)*)*)*)*b",
+    "no expression": "(((",
+}
+GRAMMARS = {
+    "a chain of 900 rules": chain(900),
+    "a chain of 5,000 rules": chain(5000),
+    "no end": 'start: "a" start',
+    "left recursion": 'start: start "a" | "a"',
+    "ambiguous": 'start: s\ns: s s | "a" |',
+    "counts of counts": 'start: a{1000}\na: b{1000}\nb: "x"{1000}',
+    "a schema inside": 'start: %json {"not": {}}',
+    "brackets": "start: " + "(" * 3000 + '"a"' + ")" * 3000,
+}
+SCHEMAS: dict[str, Any] = {
+    "40,000 constants": {"enum": [f"value number {i}" for i in range(40_000)]},
+    "objects as constants": {"enum": [{"a": i} for i in range(5000)]},
+    "1,000 deep": deep(1000),
+    "40 deep": deep(40),
+    "100,000 deep": '{"not":' * 100_000 + "{}" + "}" * 100_000,
+    "100,000 arrays in a constant": '{"const":' + "[" * 100_000 + "]" * 100_000 + "}",
+    "refers to itself": {"$ref": "#"},
+    "a ring of references": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    "a ring in an option": {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}},
+                            "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    "no base case": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    "no base case in an option": {"properties": {"a": {"$ref": "#/$defs/l"}},
+                                  "$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}, "minItems": 1}}},
+    "fifty anyOf": {"type": "object", "allOf": choices(50)},
+    "eight anyOf": {"type": "object", "allOf": choices(8)},
+    "fifty anyOf and a not": {"type": "object", "allOf": choices(50), "not": {"required": ["z"]}},
+    "fifty oneOf": {"allOf": [{"oneOf": [{"minimum": i}, {"minLength": i}, {"maxItems": i}]} for i in range(50)]},
+    "nots of allOf": {"not": {"allOf": [{"not": branch} for branch in choices(50)]}},
+    "a hundred dependents": {"dependentRequired": {f"k{i}": [f"l{i}"] for i in range(100)}},
+    "twelve ifs": {"allOf": [{"if": {"required": [f"a{i}"]}, "then": {"required": [f"b{i}"]}} for i in range(12)]},
+    "a large multiple": {"type": "integer", "multipleOf": 999_983},
+    "a hidden multiple": {"$ref": "#/x/y", "x": {"y": {"type": "integer", "multipleOf": 999_983}}},
+    "common multiples": {"type": "integer", "not": {"const": 0},
+                         "allOf": [{"multipleOf": n} for n in (997, 991, 983, 977)]},
+    "a milliard of characters": {"type": "string", "maxLength": 10**9},
+    "exactly 100,000 characters": {"type": "string", "minLength": 10**5, "maxLength": 10**5},
+    "a milliard of items": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9, "maxItems": 10**9},
+    "items up to a milliard": {"type": "array", "maxItems": 10**9},
+    "10^400 items": '{"type":"array","maxItems":1' + "0" * 400 + "}",
+    "a milliard contained": {"type": "array", "contains": {"type": "null"}, "minContains": 10**9},
+    "contained up to a milliard": {"type": "array", "contains": {"type": "null"}, "maxContains": 10**9},
+    "unique among a thousand": {"type": "array", "items": {"enum": list(range(1000))}, "uniqueItems": True},
+    "1,000 optional properties": properties(1000),
+    "1,000 of them inside": {"type": "object", "properties": {"x": properties(1000)}, "required": ["x"]},
+    "1,000 closed": properties(1000) | {"additionalProperties": False},
+    "3,000 optional properties": properties(3000),
+    "20,000 properties": properties(20_000),
+    "some of a thousand": properties(1000) | {"minProperties": 500},
+    "anyOf of 3,000": {"anyOf": [{"type": "object", "properties": {f"k{i}": {"type": "null"}}} for i in range(3000)]},
+    "a pattern that counts, late": {"type": "object", "required": ["a", "b"], "properties": {
+        "a": {"type": "integer"}, "b": {"type": "string", "pattern": "^((a{100}){100}){100}$"}}},
+    "a pattern that backtracks": {"type": "string", "pattern": "(a+)+$"},
+    "names that backtrack": {"type": "object", "properties": {"a" * 40 + "!": True}, "maxProperties": 1,
+                             "propertyNames": {"pattern": "^(a+)+$"}, "not": {"required": ["b"]}},
+    "a text that it is not": {"type": "string", "not": {"const": "a" * 900}},
+    "many texts that it is not": {"type": "string", "not": {"enum": [f"word {i}" for i in range(3000)]}},
+    "options of another engine": {"x-guidance": {"lenient": True}, "not": {"type": "string"}, "type": "string"},
+    "doubling definitions": {"$ref": "#/$defs/d0", "$defs": {
+        **{f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}, "b": {"$ref": f"#/$defs/d{i + 1}"}},
+                     "not": {"const": i}} for i in range(60)}, "d60": {"type": "integer"}}},
+    "branches that double": {"$ref": "#/$defs/d0", "$defs": {
+        **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(60)},
+        "d60": {"not": {"type": "null"}}}},
+    "bounds by the thousand": {"allOf": [{"exclusiveMinimum": i, "maximum": 10**6 - i} for i in range(3000)]},
+}  # fmt: skip
+CASES = {
+    **{f"regex: {name}": Structured.regex(text) for name, text in REGEXES.items()},
+    **{f"grammar: {name}": Structured.grammar(text) for name, text in GRAMMARS.items()},
+    **{
+        f"schema: {name}": Structured("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        for name, schema in SCHEMAS.items()
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture(scope="module")
+def words(tiny: Path) -> Vocabulary:
+    tokenizer = Tokenizer(tiny)
+    return vocabulary(tokenizer, tokenizer.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def trial(tiny: Path) -> Iterator[Trial]:
+    trial = Trial(tiny, 293, limit_s=LIMIT_S)
+    yield trial
+    trial.close()
+
+
+@pytest.fixture(scope="module")
+def backend(words: Vocabulary) -> LlguidanceBackend:
+    return LlguidanceBackend(words)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_or_led_through_masks(
+    name: str, trial: Trial, backend: LlguidanceBackend, words: Vocabulary
+) -> None:
+    outcome = trial.run(CASES[name])
+    assert outcome.crashed is None
+    if outcome.timed_out or outcome.refused is not None:
+        assert outcome.refused is None or ("\n" not in outcome.refused and len(outcome.refused) < 1000)
+        return
+    grammar = backend.compile(CASES[name])
+    faults = [walk(Guarded(grammar.start()), words, random.Random(seed)) for seed in range(WALKS)]
+    assert faults == [None] * WALKS
+
+
+def walk(state: Guarded, words: Vocabulary, dice: random.Random) -> str | None:
+    """Random tokens, and such as end nothing where there are any. What went wrong, if it did."""
+    row = np.zeros(words.num_words, np.int32)
+    for _ in range(STEPS):
+        state.fill(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: words.size]).tolist()
+        texts = [token for token in allowed if token not in words.eos_ids]
+        going_on = [token for token in texts if not set(words.tokens[token]) & set(b"}]")]
+        if state.fault is not None or not texts:
+            return state.fault
+        if not state.advance(dice.choice(going_on or texts)):
+            return state.fault or "a token of the mask was not taken"
+    return state.fault
+
+
+def test_most_are_decided_in_time_and_all_leave_the_next_one_be(trial: Trial) -> None:
+    assert trial.run(Structured.regex("a+"), ["aa", "b"]) == Outcome([True, False])
