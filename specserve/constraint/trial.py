@@ -58,6 +58,11 @@ class Trial:
             told = json.loads(line)
         return Outcome(told.get("accepted", []), told.get("refused"))
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the worker; None while there is none."""
+        return None if self._process is None else self._process.pid
+
     def close(self) -> None:
         """End the worker; whoever waits for it is told that it crashed."""
         process = self._process
