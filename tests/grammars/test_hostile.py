@@ -148,7 +148,7 @@ def words(tiny: Path) -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def trial(tiny: Path) -> Iterator[Trial]:
-    trial = Trial(tiny, 293, limit_s=LIMIT_S)
+    trial = Trial(tiny, 293, backend="llguidance", limit_s=LIMIT_S)
     yield trial
     trial.close()
 
