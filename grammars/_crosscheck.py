@@ -33,12 +33,13 @@ _TYPES: tuple[tuple[type | tuple[type, ...], str], ...] = (
 @dataclass(frozen=True)
 class Subset:
     """What is enforced exactly: keywords by the type that they speak of, and formats. `pattern` gives the expression to
-    put in a pattern's place, for one that was so put itself; it raises RefusedError for one that is not enforced. The
-    rest are the most of each that compile in reasonable time."""
+    put in a pattern's place; it raises RefusedError for one that is not enforced. `length` gives the expression that
+    stands for minLength and maxLength. The rest are the most of each that compile in reasonable time."""
 
     keywords: Mapping[str, frozenset[str]]
     formats: frozenset[str]
     pattern: Callable[[Any], str]
+    length: Callable[[int, int | None], str]
     most_schemas: int
     most_depth: int
     most_properties: int
@@ -49,7 +50,7 @@ class Subset:
 
 def check(schema: Any, subset: Subset) -> None:
     """Raise RefusedError for a schema of which not everything would be enforced exactly. The schema is the caller's
-    own: its patterns are replaced."""
+    own: its patterns and lengths are replaced."""
     _Check(schema, subset).run()
 
 
@@ -63,6 +64,7 @@ class _Check:
     subset: Subset
     left: list[tuple[Any, str, int]] = field(default_factory=list)  # schemas to be looked at, where, how deep
     seen: set[str] = field(default_factory=set)  # what references lead to
+    done: set[int] = field(default_factory=set)  # ids of the objects that were looked at
 
     def run(self) -> None:
         self.left.append((self.root, "#", 0))
@@ -83,6 +85,9 @@ class _Check:
             raise _refuse(place, "false: nothing fits it")
         if not isinstance(schema, dict):
             raise _refuse(place, "a schema is an object, true or false")
+        if id(schema) in self.done:
+            return
+        self.done.add(id(schema))
         keys = schema.keys() - _ANNOTATIONS - ({"$id"} if place == "#" else set())
         alone = next((key for key in _ALONE if key in keys), None)
         if alone is not None:
@@ -187,6 +192,8 @@ class _Check:
         asked = sorted(keys & {"pattern", "format"}) + ["length"] * bool(keys & {"minLength", "maxLength"})
         if len(asked) > 1:
             raise _refuse(place, f"{asked[0]} beside {asked[1]}: only one of them is enforced")
+        if asked == ["length"]:
+            schema["pattern"] = self.subset.length(schema.pop("minLength", 0), schema.pop("maxLength", None))
         if "format" in keys and schema["format"] not in self.subset.formats:
             raise _refuse(place, f"format: {schema['format']!r} is not enforced")
         if "pattern" in keys:

@@ -17,6 +17,7 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
+_ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\nrtfv]|\\x(?:[01].|22|5[cC])|\\u00(?:[01].|22|5[cC])')
 _LETTERS = frozenset(
     "dwsnrtfv"
 )  # that mean no less than they do elsewhere; \D and its like mean more where \d is ASCII
@@ -26,22 +27,25 @@ _MOST_REPEATS = 256  # of one thing, also where a repeated group has repeats ins
 _MOST_CHARACTERS = 10_000
 
 
-def exact(pattern: str, must_be_anchored: bool = False, dot: str = r"[^\n]") -> str:
+def exact(pattern: str, in_json: bool = False, dot: str = r"[^\n]") -> str:
     """A pattern that must match all of a text, without anchors and with `dot` for each dot. Raises RefusedError for
-    what is read differently. With `must_be_anchored`, as in JSON Schema, where a pattern is looked for anywhere in a
-    text, one that is not bound to both ends is refused; else anchors at the ends may be left out."""
+    what is read differently. With `in_json`, as in JSON Schema, where a pattern is looked for anywhere in a text, one
+    that is not bound to both ends is refused; else anchors at the ends may be left out. So is one that asks for a
+    character that JSON escapes: it would come unescaped."""
     if not isinstance(pattern, str):
         raise RefusedError("a pattern is a text.")
     if len(pattern) > _MOST_CHARACTERS:
         raise RefusedError(f"the pattern has {len(pattern)} characters; at most {_MOST_CHARACTERS} are taken.")
     pieces = _pieces(pattern)
     anchored = [pieces[:1] == ["^"], pieces[-1:] == ["$"]]
-    if must_be_anchored and not all(anchored):
+    if in_json and not all(anchored):
         raise RefusedError(f"{pattern!r} is only enforced with ^ before it and $ behind it.")
     inside = pieces[anchored[0] : len(pieces) - anchored[1]]
     if any(anchored) and "|" in _at_the_top(inside):
         raise RefusedError(f"{pattern!r}: an anchor binds one of several branches only; put them in (?:...).")
     _check_repeats(inside)
+    if in_json:
+        _check_escaped(inside)
     return "".join(dot if piece == "." else _checked(piece, pattern) for piece in inside)
 
 
@@ -87,6 +91,12 @@ def _check_repeats(pieces: list[str]) -> None:
         elif piece[0] == "(" and len(outer) > 1:
             outer.pop()
         times = times if piece in ("?", "*", "+") else 1
+
+
+def _check_escaped(pieces: list[str]) -> None:
+    for piece in pieces:
+        if _ESCAPED.search(piece) and not piece.startswith("[^"):
+            raise RefusedError(f"{piece} stands for a character that JSON escapes.")
 
 
 def _checked(piece: str, pattern: str) -> str:

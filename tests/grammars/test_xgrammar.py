@@ -27,7 +27,7 @@ from specserve.testing import write_tiny_model
 pytest.importorskip("xgrammar")
 
 from specserve.grammars._pattern import exact
-from specserve.grammars.xgrammar import XgrammarBackend, XgrammarState
+from specserve.grammars.xgrammar import _FORMATS, XgrammarBackend, XgrammarState
 
 PADDING = 9
 PERSON = {
@@ -291,6 +291,11 @@ def test_what_is_forced_within_a_character_is_no_fault(backend: XgrammarBackend,
         ({"type": "string", "pattern": "^a$", "maxLength": 3}, "pattern beside length"),
         ({"type": "string", "format": "email", "pattern": "^a$"}, "format beside pattern"),
         ({"type": "string", "format": "date"}, "format: 'date'"),
+        ({"type": "string", "format": "json-pointer"}, "format: 'json-pointer'"),
+        ({"type": "string", "pattern": '^["]$'}, "JSON escapes"),
+        ({"type": "string", "pattern": r"^\\$"}, "JSON escapes"),
+        ({"type": "string", "pattern": r"^[a\x22]$"}, "JSON escapes"),
+        ({"type": "string", "pattern": r"^\n$"}, "JSON escapes"),
         ({"type": "string", "maxLength": 10**9}, "maxLength"),
         ({"type": ["string", "integer"], "minLength": 1}, "beside several types"),
         ({"type": "strin"}, "strin"),
@@ -446,6 +451,51 @@ def test_expressions_mean_what_they_mean_elsewhere(
     state = backend.compile(Structured.regex(asked)).start()
     for text in TEXTS:
         assert takes(state, words, text) == (re.fullmatch(pattern, text) is not None), text
+
+
+WALKED: list[Any] = [
+    PERSON,
+    *({"type": "string", "format": name} for name in sorted(_FORMATS)),
+    *({"type": "string", "pattern": f"^{pattern}$"} for pattern in (
+        r"[ -~]{1,4}", r"[\x20-\x7f]*", r"[^a]{0,5}", r".{2,3}", r'[^"\\]+', r"(?:\d|\s|\w){2}", r"[!-z]+[#-~]",
+        r"(?:é|[à-ü])")),
+    {"type": "string", "minLength": 2}, {"type": ["null", "string"], "maxLength": 3},
+    {"type": "array", "maxItems": 2,
+     "items": {"type": "object", "additionalProperties": {"type": ["integer", "null"]}}},
+    {"type": "array", "prefixItems": [{"type": "number", "minimum": -1.5, "exclusiveMaximum": 2},
+                                      {"enum": ["a\"", 0.1]}], "items": False, "minItems": 2},
+    {"type": "object", "properties": {'k"\n': {"type": "string"}}, "required": ['k"\n'], "additionalProperties": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", WALKED, ids=lambda schema: json.dumps(schema)[:50])
+def test_whatever_is_said_under_the_masks_fits(schema: Any, backend: XgrammarBackend, words: Vocabulary) -> None:
+    """Random texts, those that end."""
+    grammar = backend.compile(Structured.json(copy.deepcopy(schema)))
+    validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+    ended = 0
+    for seed in range(150):
+        text = walk(grammar.start(), words, np.random.default_rng(seed))
+        if text is not None:
+            ended += 1
+            assert validator.is_valid(json.loads(text)), text
+    assert ended > 20
+
+
+def walk(state: XgrammarState, words: Vocabulary, chance: np.random.Generator) -> str | None:
+    """Ends where it may; None where it has not, or where bytes are no characters: sets that name what may not come let
+    some of these come."""
+    said: list[bytes] = []
+    for _ in range(120):
+        may_come = sorted(allowed(state, words))
+        quotes = [token for token in may_come if b'"' in words.tokens[token]]
+        if words.eos_ids[0] in may_come:
+            text = b"".join(said)
+            return text.decode() if text == text.decode(errors="ignore").encode() else None
+        token = int(chance.choice(quotes if quotes and chance.random() < 0.3 else may_come))
+        assert state.advance(token)
+        said.append(words.tokens[token])
+    return None
 
 
 def test_states_of_one_grammar_do_not_know_each_other(backend: XgrammarBackend, words: Vocabulary) -> None:
