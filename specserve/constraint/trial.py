@@ -49,6 +49,8 @@ class Trial:
         """Compile, take the first mask, and look which outputs would be accepted. Raises EngineError when no worker
         can be started."""
         with self._one_call:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()  # it was killed while it had nothing to do, which is nobody's fault
             if self._process is None:
                 self._start()
             job = {"kind": asked.kind, "text": asked.text, "outputs": list(outputs)}

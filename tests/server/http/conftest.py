@@ -101,6 +101,10 @@ class Talk:
 class Case:
     """A server as one hostile case sees it. `api_mib` is what the API process may have grown by afterwards."""
 
+    @property
+    def workers(self) -> list[int]:
+        return workers(self.served.process.pid)
+
     def __init__(self, served: Any) -> None:
         self.served = served
         self.api_mib = API_MIB
@@ -247,6 +251,35 @@ def memory_mib(pid: int, field: str = "VmRSS") -> float:
     return int(found[1]) / 1024
 
 
+def workers(api: int) -> list[int]:
+    """Processes in which a server tries constraints."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            is_ours = f"PPid:\t{api}\n" in (folder / "status").read_text("utf-8")
+            is_worker = b"constraint.worker" in (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if is_ours and is_worker:
+            found.append(int(folder.name))
+    return found
+
+
+def start_workers(served: Any) -> None:
+    """Keep it busy with constraints until it has all the workers that it may have: their pipes are no leak."""
+    for i in range(50):
+        texts = [f"{letter}{i}{j}" for letter in "ab" for j in range(2000)]
+        bodies = [{"prompt": "x", "max_tokens": 1, "guided_choice": texts[half::2]} for half in range(2)]
+        threads = [threading.Thread(target=served.post, args=("/v1/completions", body)) for body in bodies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(workers(served.process.pid)) == 2:
+            return
+    raise AssertionError(f"{workers(served.process.pid)} are not two workers")
+
+
 def forget_peak(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5", "utf-8")
 
@@ -339,6 +372,7 @@ def hostile_server(padded: Path, serving_process: Any, tmp_path_factory: pytest.
     """A server with room for the streams and a case beside them."""
     folder = tmp_path_factory.mktemp("hostile")
     with serving_process(padded, folder, "--served-model-name=tiny", "--admin", **ROOM) as served:
+        start_workers(served)
         yield served
 
 

@@ -8,11 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 DEEP = 30  # levels of nesting that a body may have, and some that only the compiler sees
 
@@ -207,39 +203,35 @@ def test_tools(case: Any) -> None:
 # --- D41: who compiles is killed, or hangs ---------------------------------------------------------------------------
 
 
-def workers(api: int) -> list[int]:
-    """Processes in which the server tries constraints."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            is_ours = f"PPid:\t{api}\n" in (folder / "status").read_text("utf-8")
-            is_worker = b"constraint.worker" in (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if is_ours and is_worker:
-            found.append(int(folder.name))
-    return found
+def fresh(number: int, i: int) -> dict[str, Any]:
+    return {"guided_json": {"const": f"{int(number)} {i}"}, "max_tokens": 12}
 
 
-def stopped_by(case: Any, number: int, fresh: Callable[[int], dict[str, Any]]) -> Any:
-    """The reply to a request whose worker gets a signal first."""
-    assert case.complete(**fresh(0)).status == 200, "a worker runs"
-    for worker in workers(case.served.process.pid):
+def signalled(case: Any, number: int) -> int:
+    """How many workers there were, all of which got a signal."""
+    assert case.complete(**fresh(number, 0)).status == 200, "a worker runs"
+    found: list[int] = case.workers
+    for worker in found:
         os.kill(worker, number)
-    return case.complete(**fresh(1))
+    return len(found)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
-def test_who_compiles_is_lost(case: Any, number: int) -> None:
+def test_who_compiles_is_killed_between_requests(case: Any) -> None:
     """D41"""
+    signalled(case, signal.SIGKILL)
+    time.sleep(0.1)
+    for i in range(1, 4):
+        reply = case.complete(**fresh(signal.SIGKILL, i))
+        assert json.loads(reply.json["choices"][0]["text"]) == f"{int(signal.SIGKILL)} {i}"
 
-    def fresh(i: int) -> dict[str, Any]:
-        return {"guided_json": {"const": f"{number} {i}"}, "max_tokens": 12}
 
-    reply = stopped_by(case, number, fresh)
-    assert (reply.status, reply.error["param"]) == (400, "guided_json")
-    after = case.complete(**fresh(2))
-    assert json.loads(after.json["choices"][0]["text"]) == f"{number} 2"
+def test_who_compiles_hangs(case: Any) -> None:
+    """D41"""
+    count = signalled(case, signal.SIGSTOP)
+    replies = [case.complete(**fresh(signal.SIGSTOP, i)) for i in range(1, count + 2)]
+    assert [reply.status for reply in replies] == [400] * count + [200]
+    assert {reply.error["param"] for reply in replies[:count]} == {"guided_json"}
+    assert all("longer than 2 s" in reply.error["message"] for reply in replies[:count])
 
 
 def test_many_at_once(case: Any) -> None:
