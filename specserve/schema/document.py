@@ -99,6 +99,8 @@ class Document:
 
     def __init__(self, root: Any) -> None:
         self.root = root
+        draft = root.get("$schema") if isinstance(root, dict) else None
+        self._id = "id" if isinstance(draft, str) and "draft-04" in draft else "$id"
         self._bases: dict[int, str] = {}
         self._resources: dict[str, Any] = {"": root}
         self._anchors: dict[str, Any] = {}
@@ -124,8 +126,11 @@ class Document:
             schema, base = left.pop()
             if not isinstance(schema, dict) or id(schema) in self._bases:
                 continue
-            if isinstance(schema.get("$id"), str):
-                base = _joined(base, schema["$id"]).rstrip("#")
+            name = schema.get(self._id)
+            if isinstance(name, str) and name.startswith("#"):  # an anchor, until draft 7
+                self._anchors.setdefault(base + name, schema)
+            elif isinstance(name, str):
+                base = _joined(base, name).rstrip("#")
                 self._resources.setdefault(base, schema)
             self._bases[id(schema)] = base
             for keyword in ("$anchor", "$dynamicAnchor"):

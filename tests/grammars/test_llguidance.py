@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema_rs
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from pydantic import BaseModel, Field
 
 from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.constraint.vocabulary import vocabulary
-from specserve.grammars import llguidance as module
+from specserve.grammars import llguidance
 from specserve.grammars.llguidance import LlguidanceBackend, LlguidanceState
 from specserve.models.tokenizer import Tokenizer
 from specserve.structured import Structured
@@ -181,7 +182,7 @@ def test_a_lexer_that_is_full_fails_nobody_who_comes_later(
 ) -> None:
     """The automaton of this expression has more states than may be; those that a request has met stay in the lexer that
     all share."""
-    monkeypatch.setitem(module._LIMITS, "max_lexer_states", 400)
+    monkeypatch.setitem(llguidance._LIMITS, "max_lexer_states", 400)
     grammar = backend.compile(Structured.regex("(a|b)*a(a|b){12}"))
     noise = np.random.default_rng(0)
     letters = [words.tokens.index(letter) for letter in (b"a", b"b")]
@@ -229,3 +230,73 @@ def test_control_tokens_are_no_text(backend: LlguidanceBackend, words: Vocabular
     control = {i for i, text in enumerate(words.tokens) if not text}
     assert control
     assert allowed(state, words) & control == set(words.eos_ids)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1", "0.25"], ["0", "0.0", "1.1", "-1"]),
+        ({"type": "number", "minimum": -1, "exclusiveMaximum": 0}, ["-0.5", "-1"], ["0", "-0", "-1.5"]),
+        ({"anyOf": [{"exclusiveMaximum": 1}, {"exclusiveMinimum": 1}], "type": "number"}, ["0", "2"], ["1", "1.0"]),
+        ({"type": "number", "exclusiveMinimum": 0, "anyOf": [{"maximum": 0.5}, {"minimum": 8}]}, ["0.5", "9"], ["0"]),
+        ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-29"', '"2024-02-30"']),
+        ({"type": "string", "format": "date-time"}, ['"2024-02-29T23:59:59Z"'], ['"2024-02-29T23:59:60Z"']),
+        ({"type": "string", "format": "time"}, ['"23:59:59Z"'], ['"10:00:60Z"', '"24:00:00Z"']),
+        ({"type": "string", "format": "hostname"}, ['"a-b.example.com"'], ['"xn--zz"', '"a..b"', f'"{"a" * 64}"']),
+        ({"type": "string", "format": "email"}, ['"a.b@example.com"'], ['"a@b..c"', f'"{"a" * 65}@b"']),
+        ({"type": "object", "minProperties": 1}, ['{"a": 1}', '{"a": 1, "b": 2}'], ["{}"]),
+        ({"type": "array", "contains": {"const": 1}}, ["[1]", "[0, 0, 1, 0]", "[0, 2, 0, 0, 1]"], ["[]", "[0]"]),
+        ({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}, ["[]", '["b", "a"]'], ['["a", "a"]']),
+        ({"type": "string", "not": {"enum": ["ab", "é\n"]}}, ['"a"', '"abc"', '"é"'], ['"ab"', '"é\\n"']),
+        ({"type": "object", "propertyNames": {"pattern": "^[ab]$"}}, ['{"a": 1}'], ['{"c": 1}', '{"aa": 1}']),
+        ({"if": {"const": "x"}, "then": False, "type": "string"}, ['"y"', '"xx"'], ['"x"']),
+        ({"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+          "additionalProperties": False, "maxProperties": 1}, ["{}", '{"b": null}'], ['{"a": null, "b": null}']),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}, "b": True},
+          "$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1}}},
+         ["{}", '{"b": 1}'], ['{"a": []}', '{"a": [[]]}']),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_it_does_not_know_or_gets_wrong_is_put_in_other_words(
+    schema: Any, good: list[str], bad: list[str], backend: LlguidanceBackend, words: Vocabulary
+) -> None:
+    state = backend.compile(Structured.json(schema)).start()
+    assert [text for text in good if not takes(state, words, text)] == []
+    assert [text for text in bad if takes(state, words, text)] == []
+
+
+class Address(BaseModel):
+    street: str
+    number: int | None = None
+    kind: Literal["home", "work"] = "home"
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    addresses: list[Address]
+    partner: Person | None = None
+    scores: dict[str, float] = {}
+
+
+@pytest.mark.parametrize("schema", [*SCHEMAS, Person, Address, list[Person]], ids=lambda schema: str(schema)[:30])
+def test_ordinary_schemas_are_compiled_as_they_are(
+    schema: Any, backend: LlguidanceBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llguidance, "rewritten", lambda schema: pytest.fail(f"{schema} was rewritten"))
+    backend.compile(Structured.of(schema))
+
+
+def test_many_bounds_are_looked_at_in_no_time(backend: LlguidanceBackend) -> None:
+    """Each bound with the few that are near it, though every branch is come to from two sides."""
+    bounds = {"anyOf": [{"exclusiveMinimum": 10 * i, "maximum": 10 * i + 9} for i in range(2000)]}
+    schema = {"type": "number", "allOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/b"}], "$defs": {"b": bounds}}
+    llguidance._check_bounds(schema, schema)
+    near = {"type": "number", "$ref": "#/$defs/b", "maximum": 0.5,
+            "$defs": {"b": {"anyOf": [{"exclusiveMinimum": 5}, {"exclusiveMinimum": 0}]}}}  # fmt: skip
+    with pytest.raises(RefusedError, match="exclusiveMinimum"):
+        llguidance._check_bounds(near, near)
+    apart = {"type": "number", "anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/b", "maximum": 0.5}],
+             "$defs": {"b": {"exclusiveMinimum": 0}}}  # fmt: skip
+    with pytest.raises(RefusedError, match="exclusiveMinimum"):
+        llguidance._check_bounds(apart, apart)

@@ -171,6 +171,14 @@ def test_what_cannot_be_said_is_refused_by_name(schema: Any, named: str) -> None
         rewritten(schema)
 
 
+def test_older_drafts_name_schemas_otherwise() -> None:
+    words = rewritten({"$ref": "#z", "definitions": {"b": {"$id": "#z", "not": {"type": "null"}}}})
+    assert words == {"type": ["array", "boolean", "number", "object", "string"]}
+    schema = {"$schema": "http://json-schema.org/draft-04/schema#", "id": "http://x.test/a", "$ref": "a#/definitions/b",
+              "definitions": {"b": {"not": {"type": "null"}}}}  # fmt: skip
+    assert rewritten(schema) == {"type": ["array", "boolean", "number", "object", "string"]}
+
+
 def test_what_has_no_end_fits_nothing() -> None:
     assert rewritten({"type": "array", "contains": {"$ref": "#"}, "items": {"type": "array"}}) is False
 
