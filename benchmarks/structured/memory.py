@@ -41,16 +41,17 @@ class Sample:
 
 
 def schema(i: int) -> dict[str, Any]:
-    """Schemas as tools have them, no two alike; one in four has to be rewritten."""
+    """Schemas as tools have them, no two alike, all of one size; one in four has to be rewritten."""
+    number = 100_000 + i
     properties: dict[str, Any] = {
         "name": {"type": "string", "maxLength": 10 + i % 50},
-        f"field_{i}": {"type": "integer", "minimum": i},
-        "kind": {"enum": [f"a{i}", "b", "c"]},
+        f"field_{number}": {"type": "integer", "minimum": number},
+        "kind": {"enum": [f"a{number}", "b", "c"]},
         "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
     }
     found = {"type": "object", "properties": properties, "required": ["name"], "additionalProperties": False}
     if i % 4 == 0:
-        found["dependentRequired"] = {"kind": [f"field_{i}"]}
+        found["dependentRequired"] = {"kind": [f"field_{number}"]}
     return found
 
 

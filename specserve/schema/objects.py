@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specserve.schema.cases import Cases, member
-from specserve.schema.facts import FALSE, Case, Fact, Members, Terms, both
+from specserve.schema.facts import FALSE, Case, Fact, Members, Terms, both, matches
 from specserve.structured import RefusedError
 
 MANY_UNNAMED = "minProperties: names that the schema does not list may repeat, so only one of them is counted."
@@ -75,7 +75,12 @@ def _over(layers: list[Members], required: tuple[str, ...]) -> Members:
     for layer in layers:
         rest = both(rest, layer.rest)
     merged = Members({name: member(layers, name) for name in names}, {p: _matching(layers, p) for p in patterns}, rest)
-    return _without_idle(merged)
+    merged = _without_idle(merged)
+    for name, asked in merged.properties.items():  # a pattern holds for listed names as well
+        for pattern, also in merged.patterns.items():
+            if not set(also) <= set(asked) and matches(pattern, name) is not False:
+                raise RefusedError("patternProperties, beside properties and additionalProperties, are not enforced.")
+    return merged
 
 
 def _matching(layers: list[Members], pattern: str) -> Terms:
@@ -115,6 +120,10 @@ def _named(members: Members, names: Terms, cases: Cases) -> Members:
             return members
     if patterns and members.patterns:
         raise RefusedError("propertyNames beside patternProperties is not enforced.")
+    if FALSE[0] in members.rest:
+        patterns = {}
+    elif patterns and members.rest and known:
+        raise RefusedError("propertyNames beside properties and additionalProperties is not enforced.")
     if len(patterns) > 1:
         patterns = {"|".join(f"({pattern})" for pattern in patterns): members.rest}
     return Members({**found, **known}, patterns, FALSE)
