@@ -3,12 +3,8 @@ refused. Knows its formats and options; makes no matcher."""
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher
@@ -16,6 +12,7 @@ from llguidance import LLMatcher
 from specserve.constraint.base import RefusedError
 from specserve.grammars._gbnf import START, parse
 from specserve.grammars._longest import lark
+from specserve.schema.bounds import check_bounds
 from specserve.schema.document import check_depth, is_number, reachable
 from specserve.schema.formats import exact
 from specserve.schema.objects import MANY_UNNAMED
@@ -38,7 +35,6 @@ _MOST_RULES = 1000  # of a Lark grammar: a chain of 5,000 rules overflows the st
 _MOST_MULTIPLE = 1000  # of multipleOf: its automaton has so many states, and takes seconds
 _MOST_PROPERTIES = 1800  # of one object: each takes four items of a row
 _MOST_STRUCTURES = 1800  # objects and arrays of one enum
-_MOST_NEAR = 100  # pairs of bounds of one number
 _COUNTING = re.compile(r"\{,?[0-9]{3,}|\}\)*\{")
 
 
@@ -118,74 +114,8 @@ def _check_schema(root: dict[str, Any]) -> None:
             raise RefusedError(MANY_UNNAMED)
         if schema.get("format") == "unknown":
             raise RefusedError("Unknown format: unknown.")  # a name it takes for any text
-        _check_bounds(schema, root)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """Of a number. `within` names the branch it is in, of each choice around it."""
-
-    name: str
-    value: float
-    within: dict[int, int]
-
-    def meets(self, other: _Bound) -> bool:
-        """Whether both may apply to one number: not from two branches of one choice."""
-        return all(other.within.get(choice, branch) == branch for choice, branch in self.within.items())
-
-
-def _check_bounds(schema: dict[str, Any], root: dict[str, Any]) -> None:
-    """A number above (or below) a whole one, with its other bound less than 1 away, may be that whole one here."""
-    if schema.get("type") == "integer":
-        return
-    bounds = list(_bounds(schema, root))
-    for name, far, direction in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
-        edges = [bound for bound in bounds if bound.name == name and bound.value == int(bound.value)]
-        others = sorted((bound for bound in bounds if bound.name.endswith(far)), key=lambda bound: bound.value)
-        near = (pair for edge in edges for pair in _near(edge, others, direction))
-        # A few are looked at closely; with more of them, two that are near may meet.
-        if any(i >= _MOST_NEAR or edge.meets(other) for i, (edge, other) in enumerate(near)):
-            raise RefusedError(f"{name} with the other bound less than 1 away is not enforced exactly.")
-
-
-def _near(edge: _Bound, others: list[_Bound], direction: int) -> Iterator[tuple[_Bound, _Bound]]:
-    """The edge with each of the sorted others that is at most 1 away on its open side."""
-    low, high = sorted((edge.value, edge.value + direction))
-    start = bisect.bisect_left(others, low, key=lambda bound: bound.value)
-    for other in itertools.islice(others, start, None):
-        if other.value > high:
-            return
-        yield edge, other
-
-
-def _bounds(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[_Bound]:
-    """The bounds of a schema and of what applies in the same place. What is come to again, from another branch perhaps,
-    is looked at once more as if it were in no branch, and then no more."""
-    left, seen = [(schema, dict[int, int]())], dict[int, dict[int, int]]()
-    while left:
-        found, within = left.pop()
-        if not isinstance(found, dict) or seen.get(id(found)) == {}:
-            continue
-        within = seen[id(found)] = {} if id(found) in seen else within
-        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-            value = found.get(name)
-            if is_number(value):
-                yield _Bound(name, float(value), within)
-        left += [(branch, within) for branch in _listed(found.get("allOf"))]
-        for name in ("anyOf", "oneOf"):
-            branches = _listed(found.get(name))
-            left += [(branch, within | {id(branches): i}) for i, branch in enumerate(branches)]
-        reference = found.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
-            left.append((_at(root, reference), within))
+        check_bounds(schema, root)
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _at(root: Any, reference: str) -> Any:
-    """What a local JSON pointer leads to; None where that is nothing."""
-    for step in reference[2:].split("/"):
-        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
-    return root

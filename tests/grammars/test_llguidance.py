@@ -285,18 +285,3 @@ def test_ordinary_schemas_are_compiled_as_they_are(
 ) -> None:
     monkeypatch.setattr(llguidance, "rewritten", lambda schema: pytest.fail(f"{schema} was rewritten"))
     backend.compile(Structured.of(schema))
-
-
-def test_many_bounds_are_looked_at_in_no_time(backend: LlguidanceBackend) -> None:
-    """Each bound with the few that are near it, though every branch is come to from two sides."""
-    bounds = {"anyOf": [{"exclusiveMinimum": 10 * i, "maximum": 10 * i + 9} for i in range(2000)]}
-    schema = {"type": "number", "allOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/b"}], "$defs": {"b": bounds}}
-    llguidance._check_bounds(schema, schema)
-    near = {"type": "number", "$ref": "#/$defs/b", "maximum": 0.5,
-            "$defs": {"b": {"anyOf": [{"exclusiveMinimum": 5}, {"exclusiveMinimum": 0}]}}}  # fmt: skip
-    with pytest.raises(RefusedError, match="exclusiveMinimum"):
-        llguidance._check_bounds(near, near)
-    apart = {"type": "number", "anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/b", "maximum": 0.5}],
-             "$defs": {"b": {"exclusiveMinimum": 0}}}  # fmt: skip
-    with pytest.raises(RefusedError, match="exclusiveMinimum"):
-        llguidance._check_bounds(apart, apart)
