@@ -121,7 +121,7 @@ def tell(drafter: str, pairs: list[tuple[Turn, Turn]]) -> dict[str, Any]:
         "worst ratio": max(ratios),
         "tokens a step": tokens / sum(turn.num_steps for turn in bound),
         "share drafted and accepted": num_accepted / tokens,
-        "share of drafts rejected": 1 - num_accepted / max(1, num_drafted),
+        "share of drafts rejected": 1 - num_accepted / num_drafted if num_drafted else 0.0,
         "invalid": sum(turn.fits is False for turn in bound),
         "cut off": sum(turn.fits is None for turn in bound),
     }
