@@ -191,6 +191,7 @@ def test_wrong_files(specserve: Run, text: str, complaint: str) -> None:
         (("bench", "--drafter", "ngram", "ngram"), "named twice"),
         (("bench", "--prompts", "none.jsonl"), "none.jsonl"),
         (("bench", "--concurrency", "0"), "--concurrency"),
+        (("bench", "--schema", "none.json"), "none.json"),
         (("bench", "replay", "none.jsonl"), "none.jsonl"),
         (("completion", "tcsh"), "Choose from"),
     ],
@@ -417,6 +418,20 @@ def test_bench_writes_figures_and_a_recording_that_replays(specserve: Run, tiny:
     status, out, err = specserve("bench", "replay", "r.jsonl", "--json", "replay.json")
     assert status == 0, err
     assert json.loads(Path("replay.json").read_text())["tokens"] == figures["runs"][0]["output_tokens"]
+
+
+def test_bench_with_a_schema_measures_masks_and_counts_misfits(specserve: Run, tiny: str) -> None:
+    Path("schema.json").write_text('{"enum": ["the stone", "the other"]}', "utf-8")
+    flags = ("--model", tiny, *SMALL, "--limit", "3", "--max-tokens", "20", "--json", "out.json")
+    status, out, err = specserve("bench", "--drafter", "ngram", *flags, "--schema", "schema.json")
+    assert status == 0, err
+    assert "Masks" in out
+    for figures in json.loads(Path("out.json").read_text())["runs"]:
+        told = figures["structured"]
+        assert (told["ended_outputs"], told["cut_off_outputs"], told["invalid_outputs"]) == (3, 0, 0)
+        assert 0 < told["accepted_forced_tokens"] <= told["forced_tokens"]
+        assert all(0 < times["p50"] <= times["p99"] for times in (told["mask_ms_per_row"], told["mask_ms_per_step"]))
+        assert 0 < told["mask_share"] < 1
 
 
 def test_doctor(specserve: Run, tiny: str) -> None:

@@ -84,8 +84,9 @@ def gather(compiler: Compiler, options: argparse.Namespace) -> tuple[list[Case],
     refused: Counter[str] = Counter()
     taken: list[Any] = []
     for name, schemas in sources.items():
-        known = [schema for schema in distinct(schemas, len(schemas)) if is_taken(compiler, schema)]
-        refused[name] = len(schemas) - len(known)
+        different = distinct(schemas, len(schemas))
+        known = [schema for schema in different if is_taken(compiler, schema)]
+        refused[name] = len(different) - len(known)
         taken += known[: _share(name, options.schemas, len(known))]
     calls = tool_calls(options.tools, options.tools_limit) if options.tools else []
     found = schema_cases(distinct(taken, options.schemas)) + [case for case in calls if is_taken(compiler, case.schema)]
