@@ -24,6 +24,7 @@ END_S = 60.0  # a server that was asked to end is killed after so long
 LOG_TAIL = 30  # lines of the log that a failure is quoted with
 _LISTENING = re.compile(r"Listening on (http://\S+?);")
 _ENGINE = "specserve.server.engine.process"  # the module in the engine's command line
+_TRIES = "specserve.constraint.worker"
 
 
 class ServerError(Exception):
@@ -57,6 +58,12 @@ class Served:
         found = [pid for pid in children(self.pid) if _ENGINE in command_line(pid)]
         assert len(found) <= 1, "a server has one engine at a time"
         return found[0] if found else None
+
+    @property
+    def strays(self) -> list[int]:
+        """Its children that are neither the engine nor who tries grammars."""
+        known = (_ENGINE, _TRIES)
+        return [pid for pid in children(self.pid) if not any(name in command_line(pid) for name in known)]
 
     def require_engine(self) -> int:
         """The engine's process. Raises ServerError when there is none."""

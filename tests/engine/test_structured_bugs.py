@@ -328,6 +328,9 @@ class AnyTextState:
     def fill(self, row: Ids) -> None:
         row[:] = -1
 
+    def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
+        rows[:] = -1
+
     def advance(self, token: int) -> bool:
         return True
 

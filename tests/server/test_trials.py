@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trials(folder: Path) -> Iterator[Trials]:
-    made = Trials(folder, limit_s=30)
+    made = Trials(folder, "llguidance", limit_s=30)
     yield made
     made.close()
 

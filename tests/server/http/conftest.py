@@ -152,6 +152,10 @@ class Case:
     def stats(self) -> Any:
         return self.served.get("/stats").json
 
+    def start_workers(self) -> None:
+        """After some were killed: those that are there before a case are there after it."""
+        start_workers(self.served)
+
     def end(self) -> None:
         for talk in self._talks:
             talk.close()
@@ -185,6 +189,10 @@ class Beside(threading.Thread):
         """Until so many tokens have come in all."""
         while self.num_tokens < num_tokens and self.is_alive():
             time.sleep(0.002)
+
+    def start_workers(self) -> None:
+        """After some were killed: those that are there before a case are there after it."""
+        start_workers(self.served)
 
     def end(self) -> None:
         self._ending.set()

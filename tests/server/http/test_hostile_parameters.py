@@ -235,8 +235,8 @@ def test_models_and_fields_that_are_not_there(case: Any) -> None:
         assert (reply.status, reply.error["code"]) == (404, "model_not_found"), name
     refused(case, {"model": "x" * 257}, "model")
     refused(case, {"model": 5}, "model")
-    refused(case, {"response_format": {"type": "json_object"}, "regex": "a*"}, "response_format")
-    refused(case, {"guided_json": {}, "regex": "a*"}, "guided_json")
+    refused(case, {"response_format": {"type": "json_object"}, "regex": "a*"}, "regex")
+    refused(case, {"guided_json": {}, "regex": "a*"}, "regex")
     assert case.complete(messages=[{"role": "user", "content": "x"}]).error["param"] == "messages"
     assert case.chat(prompt="x").error["param"] == "prompt"
     refused(case, {"speculative": {"drafter": "nothing"}}, "speculative.drafter")
