@@ -10,6 +10,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from specserve.constraint.base import RefusedError
+from specserve.grammars._ascii import in_ascii
 from specserve.grammars._gbnf import START, parse
 from specserve.grammars._longest import lark
 from specserve.schema.bounds import check_bounds
@@ -72,7 +73,7 @@ def counting_patterns(schema: Any) -> list[str]:
 def grammar_of(asked: Structured) -> str:
     """What LLMatcher takes, of anything else."""
     if asked.kind == "regex":
-        return LLMatcher.grammar_from_regex(asked.text)
+        return regex_grammar(asked.text)
     if asked.kind == "choice":
         return LLMatcher.grammar_from_regex("|".join(_literal(option) for option in json.loads(asked.text)))
     if asked.kind == "ebnf":
@@ -87,6 +88,10 @@ def _of_lark(text: str) -> str:
     if "%json" in text:
         raise RefusedError("%json inside a grammar is not taken: send the schema itself.")
     return LLMatcher.grammar_from_lark(text)
+
+
+def regex_grammar(pattern: str) -> str:
+    return LLMatcher.grammar_from_regex(in_ascii(pattern))
 
 
 def of_ebnf(text: str) -> str:

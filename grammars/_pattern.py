@@ -46,7 +46,8 @@ def exact(pattern: str, in_json: bool = False, dot: str = r"[^\n]") -> str:
     _check_repeats(inside)
     if in_json:
         _check_escaped(inside)
-    return "".join(dot if piece == "." else _checked(piece, pattern) for piece in inside)
+    blanks = " " if in_json else r" \t\n\r\f\v"  # in JSON the others come escaped
+    return "".join(dot if piece == "." else _spaced(_checked(piece, pattern), blanks) for piece in inside)
 
 
 def _pieces(pattern: str) -> list[str]:
@@ -107,6 +108,13 @@ def _checked(piece: str, pattern: str) -> str:
     if piece[0] == "[":
         _check_set(piece)
     return _ESCAPE.sub(_four_digits, piece)
+
+
+def _spaced(piece: str, blanks: str) -> str:
+    r"""With the members of \s, which has blanks beyond ASCII for some."""
+    if piece == r"\s":
+        return f"[{blanks}]"
+    return _ESCAPE.sub(lambda escape: blanks if escape[0] == r"\s" else escape[0], piece)
 
 
 def _four_digits(escape: re.Match[str]) -> str:

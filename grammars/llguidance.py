@@ -21,7 +21,14 @@ from specserve.constraint import walk
 from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.constraint.tags import parse
 from specserve.grammars._lark_tags import Embedded, written
-from specserve.grammars._llguidance_words import counting_patterns, grammar_of, of_ebnf, schema_grammar, schema_of
+from specserve.grammars._llguidance_words import (
+    counting_patterns,
+    grammar_of,
+    of_ebnf,
+    regex_grammar,
+    schema_grammar,
+    schema_of,
+)
 from specserve.schema.rewrite import is_endless, rewritten
 from specserve.structured import Structured
 from specserve.types import Ids
@@ -111,7 +118,7 @@ class LlguidanceBackend:
 
         embedded = Embedded(
             schema=lambda schema: entry(self._of_schema(schema)[1]),
-            regex=lambda pattern: part(LLMatcher.grammar_from_regex(pattern)),
+            regex=lambda pattern: part(regex_grammar(pattern)),
             ebnf=lambda grammar: part(of_ebnf(grammar)),
         )
         return str(written(parse(text), self._vocabulary, embedded))

@@ -19,6 +19,7 @@ import outlines_core
 
 from specserve.constraint.automaton import ENDED, START, Automaton, TokenTree, Transitions, check_size
 from specserve.constraint.base import RefusedError, Vocabulary
+from specserve.grammars._ascii import in_ascii
 from specserve.structured import Structured
 
 _END = 0  # the byte after a text
@@ -87,7 +88,7 @@ def _reason(said: str) -> str:
 def _pattern(asked: Structured) -> str:
     """A regular expression without anchors, whose brackets are closed."""
     if asked.kind == "regex":
-        return _unanchored(asked.text)
+        return _unanchored(in_ascii(asked.text))
     if asked.kind == "choice":
         return "|".join(_literal(option) for option in json.loads(asked.text))
     assert asked.kind == "json_schema", "kinds has no others"

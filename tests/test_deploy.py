@@ -38,7 +38,18 @@ def exposed() -> dict[str, set[str]]:
     """Every sample's name, with its labels."""
     metrics = Metrics("m")
     metrics.begin(1, 1, 1, "ngram")
-    stats = SequenceStats(1.0, 1.0, 1.0, 2.0, 1, 1, 1, 1, [1], [1])
+    stats = SequenceStats(
+        arrived=1.0,
+        first_scheduled=1.0,
+        first_token=1.0,
+        finished=2.0,
+        num_steps=1,
+        num_drafts=1,
+        num_draft_tokens=1,
+        num_accepted_tokens=1,
+        accepted_by_position=[1],
+        drafted_by_position=[1],
+    )
     metrics.hear(Said(1, 0, [1], finish_reason="stop", stats=stats))
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.exposition(None, 0, True).decode()):

@@ -167,3 +167,24 @@ def test_async_and_a_stream_left_early(
     asyncio.run(leave())
     until_idle()
     assert ask("/stats")[1]["requests"]["abort"] == before + 1
+
+
+def test_a_tool_that_must_be_called_is(client: anthropic.Anthropic, model: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools: Any = [{"name": "weather", "description": "The weather of some days.", "input_schema": schema}]
+    asked: Any = {"model": model, "max_tokens": 100, "temperature": 0, "messages": MESSAGES, "tools": tools}
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
+        whole = client.messages.create(**asked, tool_choice=choice)
+        (block,) = whole.content
+        assert (whole.stop_reason, block.type) == ("tool_use", "tool_use")
+        assert set(block.input) == {"city", "days"}
+        with client.messages.stream(**asked, tool_choice=choice) as stream:
+            pieces = [event.partial_json for event in stream if event.type == "input_json"]
+            final = stream.get_final_message()
+        assert final.content[0].input == block.input
+        assert len(pieces) > 3

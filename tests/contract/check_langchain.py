@@ -11,6 +11,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
 
 QUESTION = "Count from one to twenty in words."
 
@@ -72,3 +73,24 @@ def test_an_error_is_openais(chat: ChatOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         chat.bind(temperature=-1).invoke(QUESTION)
     assert raised.value.param == "temperature"
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str = Field(max_length=20)
+    is_capital: bool
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_an_answer_is_an_object(url: str, key: str, model: str, method: Any) -> None:
+    roomy = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key=key, temperature=0, max_tokens=100, max_retries=0)
+    assert isinstance(roomy.with_structured_output(City, method=method).invoke("Describe Paris."), City)
+
+
+def test_a_bound_tool_is_called(url: str, key: str, model: str) -> None:
+    roomy = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key=key, temperature=0, max_tokens=100, max_retries=0)
+    answer = roomy.bind_tools([City], tool_choice="any", parallel_tool_calls=False).invoke("Describe Paris.")
+    assert isinstance(answer, AIMessage)
+    (call,) = answer.tool_calls
+    assert City.model_validate(call["args"])

@@ -43,6 +43,8 @@ CLIENTS = (
     Client("openai2", "openai2", ("openai",), ("check_openai.py", "check_openai_errors.py"), ("drafting", "narrow")),
     Client("responses3", "clients", ("openai",), ("check_openai_responses.py",)),
     Client("responses2", "openai2", ("openai",), ("check_openai_responses.py",)),
+    Client("structured3", "clients", ("openai",), ("check_openai_structured.py",)),
+    Client("structured2", "openai2", ("openai",), ("check_openai_structured.py",)),
     Client("anthropic", "clients", ("anthropic",), ("check_anthropic.py",)),
     Client("outlines", "clients", ("outlines", "openai"), ("check_outlines.py",)),
     Client("langchain", "clients", ("langchain-openai", "openai"), ("check_langchain.py",)),
