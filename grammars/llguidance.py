@@ -209,6 +209,9 @@ class LlguidanceState:
         self._check()
 
     def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
+        if not len(tokens):
+            self.fill(rows[0])
+            return
         if (parents != np.arange(-1, len(parents) - 1)).any():
             walk.fill_draft(self, tokens, parents, ends, rows)
             return

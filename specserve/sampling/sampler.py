@@ -243,9 +243,9 @@ class Sampler:
 def _within(said: _Said, logits: Tensor, masks: Ids, rows: NDArray[np.int64]) -> None:
     """Let greedy rows on a CPU say their best token of those that may come. Mostly that is their best of all; only
     where it is not is anything searched."""
-    for row in rows[(masks[rows] != -1).any(axis=1)].tolist():
+    for row in rows.tolist():
         best = said.tokens[row]
-        if said.faults[row] or masks[row, best // 32] >> best % 32 & 1:
+        if said.faults[row] or masks.item(row, best // 32) >> best % 32 & 1:
             continue
         bits = np.unpackbits(masks[row].view(np.uint8), bitorder="little", count=logits.shape[1])
         allowed = np.flatnonzero(bits)
