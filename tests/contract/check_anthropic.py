@@ -177,7 +177,8 @@ def test_a_tool_that_must_be_called_is(client: anthropic.Anthropic, model: str) 
         "additionalProperties": False,
     }
     tools: Any = [{"name": "weather", "description": "The weather of some days.", "input_schema": schema}]
-    asked: Any = {"model": model, "max_tokens": 100, "temperature": 0, "messages": MESSAGES, "tools": tools}
+    asked: Any = {"model": model, "max_tokens": 100, "messages": MESSAGES, "tools": tools}
+    asked["extra_body"] = {"temperature": 0}
     for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
         whole = client.messages.create(**asked, tool_choice=choice)
         (block,) = whole.content

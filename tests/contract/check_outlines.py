@@ -11,9 +11,9 @@ from typing import Any, Literal
 import openai
 import outlines
 import pytest
-from outlines import CFG, Regex
 from outlines.inputs import Chat
-from pydantic import BaseModel
+from outlines.types import CFG, Regex
+from pydantic import BaseModel, ConfigDict, Field
 
 QUESTION = "Count from one to twenty in words."
 GREEDY: Any = {"temperature": 0, "max_tokens": 30}
@@ -21,8 +21,11 @@ MAKERS: Any = [outlines.from_openai, outlines.from_vllm]
 
 
 class City(BaseModel):
-    name: str
-    population: int
+    """Of a few tokens, however little the model knows."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=20)
+    population: int = Field(ge=0, le=99_999_999)
 
 
 @pytest.fixture

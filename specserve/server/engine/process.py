@@ -49,6 +49,7 @@ from specserve.types import Event, SamplingParams
 # After a step that gave everybody their first token: where all cores compute, the processes that carry it to the client
 # would get one at the end of the next step only (3 ms sooner this way, measured).
 _LET_OTHERS_RUN_S = 0.001
+_SWITCH_S = 0.0005  # for Python's 0.005, so long would a step wait each time that a grammar is compiled beside it
 _IDLE_MS = 1000
 _COMPILING_MS = 1
 _HOPELESS = (ConfigError, ModelError, CapacityError)
@@ -228,6 +229,7 @@ def _said(event: Event) -> Said:
 def main(address: str, parent: int) -> int:
     """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
     end_with(parent)
+    sys.setswitchinterval(_SWITCH_S)
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the other side decides
         signal.signal(number, signal.SIG_IGN)
     wire = Wire(address)
