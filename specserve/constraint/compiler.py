@@ -66,9 +66,9 @@ class Compiler:
         """Of all that is kept."""
         return self._num_bytes
 
-    def prepare(self) -> None:
-        """Make all backends that may be asked, which takes a second."""
-        for name in self._names:
+    def prepare(self, first_only: bool = False) -> None:
+        """Make all backends that may be asked, which takes a second, or the one that is asked first."""
+        for name in self._names[: 1 if first_only else None]:
             self._backend(name)
 
     def known(self, asked: Structured) -> bool:

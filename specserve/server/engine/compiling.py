@@ -52,5 +52,5 @@ class Compiling:
                 yield request, InputError(why, "structured")
 
     def prepare(self) -> None:
-        """Make on the thread what the first grammar needs."""
-        self._thread.submit(self._compiler.prepare)
+        """Make on the thread what nearly all grammars need; what few do is made when one comes."""
+        self._thread.submit(self._compiler.prepare, first_only=True)
