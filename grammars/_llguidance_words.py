@@ -14,7 +14,7 @@ from specserve.grammars._ascii import in_ascii
 from specserve.grammars._gbnf import START, parse
 from specserve.grammars._longest import lark
 from specserve.schema.bounds import check_bounds
-from specserve.schema.document import check_depth, is_number, reachable
+from specserve.schema.document import check_depth, check_shape, is_number, reachable, walk
 from specserve.schema.formats import exact
 from specserve.schema.objects import MANY_UNNAMED
 from specserve.structured import Structured
@@ -45,7 +45,11 @@ def schema_of(text: str) -> Any:
         schema = json.loads(text)
     except RecursionError as error:
         raise RefusedError("the schema is nested too deeply.") from error
+    if not isinstance(schema, dict | bool):
+        raise RefusedError("a JSON Schema is an object, true or false.")
     check_depth(schema)
+    for each in walk(schema):
+        check_shape(each)
     return schema
 
 

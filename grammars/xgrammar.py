@@ -23,6 +23,7 @@ from specserve.grammars._lark import lark
 from specserve.grammars._lean import xgrammar_module
 from specserve.grammars._pattern import exact
 from specserve.grammars._structural import Inside, structural_tag
+from specserve.schema.document import check_depth, check_shape, walk
 from specserve.structured import Structured
 from specserve.types import Ids
 
@@ -264,6 +265,9 @@ class _Words:
 
 
 def _checked_schema(schema: Any) -> str:
+    check_depth(schema)
+    for each in walk(schema):
+        check_shape(each)
     check(schema, _SUBSET)
     text = json.dumps(schema)
     if len(text) > _MOST_CHARACTERS:

@@ -7,6 +7,7 @@ Any number of threads may ask. Compiling may take long, so nobody asks who holds
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 import threading
 from collections import OrderedDict
@@ -21,7 +22,11 @@ from specserve.structured import Structured
 
 AUTO = "auto"
 _ORDER = ("llguidance", "xgrammar")  # auto asks those that take the kind, until one can enforce it
+_log = logging.getLogger(__name__)
+
 _REFUSAL_BYTES = 1024
+# What a backend raises for input that nobody thought of; it costs its author the request and nobody anything.
+_UNFORESEEN = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _REASON_CHARACTERS = 300  # of each backend's, where several refuse
 
 
@@ -128,6 +133,9 @@ class Compiler:
                 return backend.compile(asked)
             except RefusedError as error:
                 refusals[name] = str(error).removeprefix("structured: ")
+            except _UNFORESEEN as error:
+                _log.warning("The grammar backend %s failed on a constraint, which is refused.", name, exc_info=error)
+                refusals[name] = f"this {asked.kind} is not understood ({type(error).__name__})."
         raise RefusedError(_together(refusals) or f"{asked.kind} is not supported by {' or '.join(self._names)}.")
 
     def _backend(self, name: str) -> Backend | None:

@@ -166,3 +166,20 @@ def test_backends_are_files() -> None:
     assert all(name in backends() for name in module._ORDER)
     with pytest.raises(ConfigError, match="llguidance"):
         Compiler(lambda: Vocabulary([], (0,), 1, lambda text: []), "lguidance")
+
+
+def test_a_backend_that_fails_costs_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of its own is a refusal, logged, and kept like any other."""
+    words = Vocabulary([b"a", b""], (1,), 2, lambda text: [0] * len(text))
+    compiler = Compiler(lambda: words, "llguidance")
+    compiler.prepare()
+    backend = compiler._backends["llguidance"]
+    assert backend is not None
+
+    def failing(asked: Structured) -> Grammar:
+        raise AttributeError("a planted fault")
+
+    monkeypatch.setattr(backend, "compile", failing)
+    for _ in range(2):
+        with pytest.raises(RefusedError, match=r"this regex is not understood \(AttributeError\)"):
+            compiler.compile(Structured.regex("a"))

@@ -213,6 +213,16 @@ def test_a_lexer_that_is_full_fails_nobody_who_comes_later(
         Structured.json({"type": "strin"}),
         Structured("json_schema", '{"const": "\\ud800"}'),
         Structured("json_schema", "[" * 100_000),
+        *(Structured("json_schema", text) for text in ("5", "null", '"a"', "[1]", "[[]]")),
+        *(
+            Structured("json_schema", text)
+            for text in (
+                '{"properties": 5}',
+                '{"$ref": 5}',
+                '{"type": "object", "required": [[1]]}',
+                '{"allOf": [{"items": {"enum": 5}}]}',
+            )
+        ),
         Structured.json({"$ref": "http://example.com/schema"}),
         Structured.json({"type": "integer", "minimum": 3, "maximum": 2}),
     ],

@@ -18,7 +18,7 @@ from specserve.server.wire.fields import Count, Name, Stops, Wire
 from specserve.server.wire.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, text_of
 from specserve.server.wire.sampling_fields import in_range
 from specserve.server.wire.sentences import shown
-from specserve.server.wire.structured import FlatFormat
+from specserve.server.wire.structured import FlatFormat, as_chat_format
 from specserve.server.wire.translated import (
     ToolName,
     TranslatedRequest,
@@ -255,7 +255,7 @@ class CountTokensRequest(TranslatedRequest):
     def _format(self) -> Any:
         """The one that says more, where both names are used."""
         named = [self.output_format, self.output_config and self.output_config.format]
-        said = [found for found in map(chat_format, named) if found not in (None, _PLAIN)]
+        said = [found for found in map(as_chat_format, named) if found not in (None, _PLAIN)]
         if len(said) > 1 and said[0] != said[1]:
             raise InputError(
                 "output_format and output_config.format mean the same and differ. Send one.", "output_format"
@@ -264,13 +264,6 @@ class CountTokensRequest(TranslatedRequest):
 
 
 _PLAIN = {"type": "text"}
-
-
-def chat_format(output_format: Any) -> Any:
-    """The structure of an answer as chat has it, to be judged there."""
-    if not isinstance(output_format, Mapping) or output_format.get("type") != "json_schema":
-        return output_format
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": output_format.get("schema")}}
 
 
 class MessagesRequest(CountTokensRequest):

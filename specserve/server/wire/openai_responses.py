@@ -18,7 +18,7 @@ from specserve.server.wire.messages import MAX_TOOLS
 from specserve.server.wire.openai_items import Input
 from specserve.server.wire.sampling_fields import in_range
 from specserve.server.wire.sentences import shown
-from specserve.server.wire.structured import FlatFormat
+from specserve.server.wire.structured import FlatFormat, as_chat_format
 from specserve.server.wire.translated import (
     ToolName,
     TranslatedRequest,
@@ -96,9 +96,7 @@ class TextConfig(Wire):
     """Text, or JSON: any object, or what fits a schema."""
 
     def as_chat(self) -> Any:
-        if not isinstance(self.format, Mapping) or self.format.get("type") != "json_schema":
-            return self.format
-        return {"type": "json_schema", "json_schema": {n: v for n, v in self.format.items() if n != "type"}}
+        return as_chat_format(self.format)
 
 
 class Reasoning(Wire):

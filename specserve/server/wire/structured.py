@@ -178,6 +178,13 @@ Grammar: TypeAlias = Annotated[Any, BeforeValidator(_text(_of_syntax, "a grammar
 Tag: TypeAlias = Annotated[Any, BeforeValidator(_tag), WithJsonSchema(_TAG)]
 
 
+def as_chat_format(flat: Any) -> Any:
+    """Another API's format as chat has it, to be judged there."""
+    if not isinstance(flat, Mapping) or flat.get("type") != "json_schema":
+        return flat
+    return {"type": "json_schema", "json_schema": {name: value for name, value in flat.items() if name != "type"}}
+
+
 class StructuredOutputs(ClosedWire):
     """vLLM's field: one of these."""
 

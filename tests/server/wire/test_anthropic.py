@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from specserve.errors import CapacityError, EngineError, InputError, PromptTooLongError
-from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest, anthropic_error, chat_format
+from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest, anthropic_error
 from specserve.server.wire.errors import (
     WireError,
     body_too_large,
@@ -25,6 +25,7 @@ from specserve.server.wire.errors import (
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.requests import ChatCompletionRequest
 from specserve.server.wire.stream import event_text
+from specserve.server.wire.structured import as_chat_format
 from specserve.server.wire.translated import read_translated
 from specserve.types import SamplingParams
 
@@ -181,12 +182,12 @@ def test_tool_choice_in_the_words_of_chat(choice: dict[str, Any], expected: Any)
 
 
 def test_a_structure_in_the_words_of_chat() -> None:
-    assert chat_format({"type": "json_schema", "schema": {"type": "object"}}) == {
+    assert as_chat_format({"type": "json_schema", "schema": {"type": "object"}}) == {
         "type": "json_schema",
-        "json_schema": {"name": "answer", "schema": {"type": "object"}},
+        "json_schema": {"schema": {"type": "object"}},
     }
     for other in (None, 5, {"type": "text"}):
-        assert chat_format(other) == other
+        assert as_chat_format(other) == other
 
 
 def test_what_a_tool_was_asked_can_always_be_told() -> None:
@@ -250,6 +251,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
     ({"output_format": {"type": "json_schema"}}, "output_config.format"),
+    ({"output_format": {"type": "json_schema", "schema": {}, "schma": {}}}, "output_config.format"),
     ({"system": 5}, "system"),
     ({"system": [IMAGE]}, "system"),
     ({"tools": [TOOL, TOOL]}, "tools"),  # two of a name
