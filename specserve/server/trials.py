@@ -34,7 +34,6 @@ class Trials:
         self._known: OrderedDict[Structured, str | None] = OrderedDict()  # why refused; least recently used first
         self._num_bytes = 0
         self._running: dict[Structured, asyncio.Future[str | None]] = {}
-        self._is_closed = False
 
     async def check(self, asked: Structured, vocab_size: int) -> None:
         """Raises RefusedError for what cannot be compiled within the limits."""
@@ -52,7 +51,6 @@ class Trials:
 
     def close(self) -> None:
         """Kill what runs."""
-        self._is_closed = True
         for trial in list(self._trials):
             trial.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
