@@ -6,8 +6,9 @@ every drafter and temperature, in batches that hold constrained and free rows in
 Schemas are those of the suite and the tools' parameters that the backend takes, filled up with made ones to --schemas
 distinct ones; each is answered once with each drafter and temperature, and so is each of --tools-limit tool calls. The
 oracle is jsonschema-rs with formats asserted. An output that max_tokens cut off is counted apart. Free rows ask the
-same prompts without a constraint and must have the tokens that they have alone, without a draft. Exits with 1 on an
-output that does not fit, a free row that differs, or a request that failed.
+same prompts without a constraint and must have the tokens that they have alone, without a draft. The drafter
+`prediction` follows what the rows of its batch said before at that temperature, whose it finds out itself. Exits with 1
+on an output that does not fit, a free row that differs, or a request that failed.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Tally:
     free: int = 0
     free_differs: int = 0
     tokens: int = 0
+    accepted: int = 0
     forced_and_accepted: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -64,7 +66,7 @@ def parse() -> argparse.Namespace:
     made.add_argument("--schemas", type=int, default=300, help="distinct schemas")
     made.add_argument("--tools-limit", type=int, default=200, help="tool calls")
     made.add_argument("--model", default="smollm2-135m")
-    made.add_argument("--drafters", default="none,grammar,ngram")
+    made.add_argument("--drafters", default="none,grammar,ngram,prediction")
     made.add_argument("--temperatures", default="0,1")
     made.add_argument("--batch", type=int, default=8, help="rows at once, every other one free")
     made.add_argument("--max-tokens", type=int, default=160)
@@ -116,6 +118,7 @@ class Trial:
     def __init__(self, llm: LLM, cases: list[Case], options: argparse.Namespace) -> None:
         self._llm, self._cases, self._options = llm, cases, options
         self._alone: dict[tuple[int, float], Tokens] = {}
+        self._bound: dict[tuple[int, float], Tokens] = {}  # what constrained rows said last
 
     def run(self, drafter: str, temperature: float) -> Tally:
         tally = Tally(drafter, temperature)
@@ -131,9 +134,11 @@ class Trial:
         """Each case of the group constrained and free, in turn, all in one batch."""
         alone = [self._free_alone(case, temperature) for case in group]
         rows = [(case, is_bound) for case in group for is_bound in (True, False)]
-        outputs = self._ask(rows, drafter, temperature)
+        said = [*alone, *(self._bound.get((case, temperature), ()) for case in group)]
+        outputs = self._ask(rows, drafter, temperature, sum(said, ()) if drafter == "prediction" else ())
         for (case, is_bound), output in zip(rows, outputs, strict=True):
             if is_bound:
+                self._bound[case, temperature] = tuple(output.token_ids)
                 self._judge(case, output, tally)
         free = [output for (_, is_bound), output in zip(rows, outputs, strict=True) if not is_bound]
         for case, tokens, output in zip(group, alone, free, strict=True):
@@ -142,10 +147,15 @@ class Trial:
                 tally.free_differs += 1
                 tally.faults.append(f"case {case}, free: {output.text!r} is not what it says alone")
 
-    def _ask(self, rows: list[tuple[int, bool]], drafter: str, temperature: float) -> list[CompletionOutput]:
+    def _ask(
+        self, rows: list[tuple[int, bool]], drafter: str, temperature: float, prediction: Tokens = ()
+    ) -> list[CompletionOutput]:
         params = [self._params(case, is_bound, temperature) for case, is_bound in rows]
         messages = [[{"role": "user", "content": self._cases[case].prompt}] for case, _ in rows]
-        return [result.outputs[0] for result in self._llm.chat(messages, params, drafter=drafter)]
+        return [
+            result.outputs[0]
+            for result in self._llm.chat(messages, params, drafter=drafter, prediction=list(prediction))
+        ]
 
     def _params(self, case: int, is_bound: bool, temperature: float) -> SamplingParams:
         structured = Structured.json(self._cases[case].schema) if is_bound else None
@@ -161,6 +171,7 @@ class Trial:
 
     def _judge(self, case: int, output: CompletionOutput, tally: Tally) -> None:
         tally.tokens += len(output.token_ids)
+        tally.accepted += output.stats.num_accepted_tokens
         tally.forced_and_accepted += output.stats.num_accepted_forced_tokens
         if output.finish_reason == "length":
             tally.cut_off += 1

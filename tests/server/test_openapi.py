@@ -98,6 +98,14 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
         },
     ),
     "messages has 0 messages": ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": ""}]}),
+    "output_config.format mean the same and differ": (
+        "/v1/messages/count_tokens",
+        {
+            "messages": [USER],
+            "output_format": {"type": "json_schema", "schema": {}},
+            "output_config": {"format": {"type": "json_object"}},
+        },
+    ),
     "asks for a call and there are no tools": ("/v1/responses", {"input": "a", "tool_choice": "required"}),
     "tool_choice: Unknown tool": (
         "/v1/chat/completions",

@@ -33,6 +33,7 @@ from specserve.server.engine.messages import (
 
 _log = logging.getLogger(__name__)
 _HEARD_AT_ONCE = 8  # messages
+_EVENTS, _READABLE, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # flags take longer than the call
 
 
 class RefusedError(InputError):
@@ -170,14 +171,20 @@ class EngineClient:
 
     def _send(self, command: Command) -> None:
         self._unsent.append(self._encode(command))
-        self._loop.call_soon(self._listen)  # zmq tells of what comes once, and sending may have been told
         self._flush()
+        if self._has_come:  # zmq tells of what comes once, and sending may have been told
+            self._loop.call_soon(self._listen)
+
+    @property
+    def _has_come(self) -> bool:
+        """Whether there is something to hear; if not, zmq will tell."""
+        return bool(int(self._socket.get(_EVENTS)) & _READABLE)
 
     def _flush(self) -> None:
         """Send what was not yet; before the engine has connected nothing can be."""
         try:
             while self._unsent:
-                self._socket.send(self._unsent[0], zmq.NOBLOCK)
+                self._socket.send(self._unsent[0], _NOBLOCK)
                 self._unsent.popleft()
         except zmq.Again:
             return
@@ -190,10 +197,10 @@ class EngineClient:
         try:
             self._flush()
             for _ in range(_HEARD_AT_ONCE):
-                self._hear(self._decode(self._socket.recv(zmq.NOBLOCK)))
+                if not self._has_come:
+                    return
+                self._hear(self._decode(self._socket.recv(_NOBLOCK)))
             self._loop.call_soon(self._listen)
-        except zmq.Again:
-            return
         except Exception:
             _log.exception("What the engine says cannot be read.")
             self.is_deaf = True
@@ -208,8 +215,8 @@ class EngineClient:
                     self.last_said = self.last_progress
                 self.gauges = gauges
                 for each in said:
-                    self._observer.hear(each)
                     self._deliver(each)
+                self._loop.call_soon(self._count, said)  # once whoever waits has been told
             case Refused():
                 self._observer.forget(report.id)
                 subscription = self._open.pop(report.id, None)
@@ -219,6 +226,10 @@ class EngineClient:
                 self.ready.set_result(report)
             case Failed():
                 self.failure = report
+
+    def _count(self, said: list[Said]) -> None:
+        for each in said:
+            self._observer.hear(each)
 
     def _deliver(self, said: Said) -> None:
         subscription = self._open.get(said.id)

@@ -52,6 +52,7 @@ _LET_OTHERS_RUN_S = 0.001
 _SWITCH_S = 0.0005  # for Python's 0.005, so long would a step wait each time that a grammar is compiled beside it
 _IDLE_MS = 1000
 _COMPILING_MS = 1
+_EVENTS, _READABLE, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # flags take longer than the call
 _HOPELESS = (ConfigError, ModelError, CapacityError)
 
 
@@ -75,13 +76,14 @@ class Wire:
         """All that have come, once there is one or the time is over."""
         if wait_ms:
             self._socket.poll(wait_ms)
-        while True:
+        while (
+            int(self._socket.get(_EVENTS)) & _READABLE
+        ):  # asked each step, mostly in vain: an exception would cost more
             try:
-                yield self._decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
+                command = self._decode(self._socket.recv(_NOBLOCK))
             except msgspec.DecodeError:
                 continue
+            yield command
 
     def configuration(self) -> dict[str, Any]:
         """The first command's options; waits for it."""

@@ -19,6 +19,7 @@ from specserve.server.service import Answers, Ask
 from specserve.server.wire.errors import INTERNAL_ERROR, WireError, wire_error
 from specserve.server.wire.stream import Stream, event_text
 
+_AT_ONCE = 2**15  # bytes; asyncio lets twice as many wait before a writer has to
 PING_S = 10.0  # of silence, after which a stream gets a comment so that nobody between takes it for dead
 
 _log = logging.getLogger(__name__)
@@ -139,10 +140,15 @@ class _Streaming:
                 return
 
     async def _send(self, events: Sequence[str]) -> None:
-        """One write for all of them; a ping if there are none. A client that does not read is left."""
+        """One write for all of them; a ping if there are none. A client that does not read is left; one that has read
+        everything so far takes a little more at once, so nothing is waited for."""
         if not self._response.prepared:
             await self._response.prepare(self._request)
         frames = b"".join(map(self._stream.frame, events)) or self._stream.ping()
+        transport = self._request.transport
+        if len(frames) < _AT_ONCE and transport is not None and not transport.get_write_buffer_size():
+            await self._response.write(frames)
+            return
         try:
             async with asyncio.timeout(self._options.write_timeout_s):
                 await self._response.write(frames)

@@ -217,7 +217,7 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
             raise InputError("tool_choice: " + unknown("tool", self.must_call, names), "tool_choice")
         return self
 
-    def sampling_params(self) -> SamplingParams:
+    def _checked_params(self) -> SamplingParams:
         limit = self.max_completion_tokens
         if limit is not None and self.max_tokens not in (None, limit):
             raise InputError(
@@ -286,7 +286,7 @@ class CompletionRequest(SamplingFields):
     def num_choices(self) -> int:
         return len(self.prompt) * self.n
 
-    def sampling_params(self) -> SamplingParams:
+    def _checked_params(self) -> SamplingParams:
         return self._params(
             max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS,
             logprobs=self.logprobs,

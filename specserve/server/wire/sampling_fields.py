@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from specserve.errors import InputError, unknown
 from specserve.server.wire.fields import (
@@ -165,6 +165,8 @@ class SamplingFields(StructuredFields):
     store: Any = None
     """Accepted and not used."""
 
+    _sampling: SamplingParams = PrivateAttr()
+
     @property
     @abstractmethod
     def num_choices(self) -> int:
@@ -186,9 +188,13 @@ class SamplingFields(StructuredFields):
         unknown_names = (name for name in self.model_extra or {} if name not in REFUSED)
         return [*unknown_names, *(f"stream_options.{name}" for name in nested)]
 
-    @abstractmethod
     def sampling_params(self) -> SamplingParams:
-        """What the engine is asked for. Raises InputError."""
+        """What the engine is asked for."""
+        return self._sampling
+
+    @abstractmethod
+    def _checked_params(self) -> SamplingParams:
+        """As `sampling_params`, once, when all fields are there. Raises InputError."""
 
     def _params(self, **own: Any) -> SamplingParams:
         same = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
@@ -206,7 +212,7 @@ class SamplingFields(StructuredFields):
         if self.speculative is not None:
             self.speculative.check(limits.drafters)
         self._check_amounts(limits)
-        self.sampling_params()
+        self._sampling = self._checked_params()
         return self
 
     def _check_amounts(self, limits: Limits) -> None:

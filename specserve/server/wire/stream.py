@@ -21,10 +21,12 @@ from specserve.server.wire.responses import Beginning, Reply, finish_reason, rai
 
 DONE = "[DONE]"
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
 
 def event_text(body: Mapping[str, object]) -> str:
-    """One line of JSON."""
-    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """One line of JSON. Raises ValueError for a number that is not finite."""
+    return _encode(body)
 
 
 class Stream(ABC):
