@@ -189,6 +189,10 @@ class LlguidanceState:
     is called when it fails.
 
     Where text is forced its mask has the one token that the tokenizer would take; `advance` takes any spelling.
+
+    A matcher keeps its last mask for the lexer's state and the number of rows that it had (llguidance 1.5 to 1.9): once
+    it was taken back from there, another text can have both, and gets that mask. So the masks of a chain are made by a
+    copy, and who goes back behind a mask makes another, which takes its place.
     """
 
     def __init__(
@@ -200,13 +204,15 @@ class LlguidanceState:
         self._executor = executor
         self._failed = failed
         self._ended = False
+        self._num_taken = self._masked_at = 0  # tokens; those that there were when the last mask was made
 
     def fill(self, row: Ids) -> None:
         if self._ended:
             row[:] = 0
             return
         self._matcher.unsafe_compute_mask_ptr(row.__array_interface__["data"][0], row.nbytes)
-        self._check()
+        self._masked_at = self._num_taken
+        self._check(self._matcher)
 
     def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
         if not len(tokens):
@@ -221,8 +227,9 @@ class LlguidanceState:
             self.fill(rows[0])
             return
         assert len(rows) > len(chain), "it writes behind the end of too few rows"
-        fill_chain(self._executor, [(self._matcher, 0, chain)], rows)
-        self._check()
+        ahead = self._matcher.deep_copy()
+        fill_chain(self._executor, [(ahead, 0, chain)], rows)
+        self._check(ahead)
 
     def _until_end(self, chain: list[int], ends: frozenset[int]) -> list[int]:
         """The tokens before the first that ends a text, or that the matcher would take for an error."""
@@ -239,7 +246,8 @@ class LlguidanceState:
             moved = self._ended
         else:
             moved = self._matcher.try_consume_tokens([token]) == 1
-        self._check()
+        self._check(self._matcher)
+        self._num_taken += moved
         return moved
 
     def rollback(self, n: int) -> None:
@@ -247,7 +255,11 @@ class LlguidanceState:
             return
         self._matcher.rollback(n - self._ended)
         self._ended = False
-        self._check()
+        self._num_taken -= n
+        if self._masked_at > self._num_taken:
+            self._matcher.compute_bitmask()
+            self._masked_at = self._num_taken
+        self._check(self._matcher)
 
     def forced(self) -> list[int]:
         if self._ended:
@@ -255,13 +267,13 @@ class LlguidanceState:
         if self._matcher.is_stopped():
             return [self._eos_ids[0]]
         forced = self._matcher.compute_ff_tokens()
-        self._check()
+        self._check(self._matcher)
         return forced
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
+    def _check(self, matcher: LLMatcher) -> None:
+        if matcher.is_error():
             self._failed()
-            raise ValueError(_reason(self._matcher))
+            raise ValueError(_reason(matcher))
 
 
 class _Tokens(TokenizerWrapper):

@@ -6,9 +6,10 @@ every drafter and temperature, in batches that hold constrained and free rows in
 Schemas are those of the suite and the tools' parameters that the backend takes, filled up with made ones to --schemas
 distinct ones; each is answered once with each drafter and temperature, and so is each of --tools-limit tool calls. The
 oracle is jsonschema-rs with formats asserted. An output that max_tokens cut off is counted apart. Free rows ask the
-same prompts without a constraint and must have the tokens that they have alone, without a draft. The drafter
-`prediction` follows what the rows of its batch said before at that temperature, whose it finds out itself. Exits with 1
-on an output that does not fit, a free row that differs, or a request that failed.
+same prompts without a constraint and must have the tokens that they have alone, without a draft; constrained ones must
+have those that they had with the first drafter. The drafter `prediction` follows what the rows of its batch said before
+at that temperature, whose it finds out itself. Exits with 1 on an output that does not fit, a row that differs, or a
+request that failed.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Tally:
     failed: int = 0
     free: int = 0
     free_differs: int = 0
+    bound_differs: int = 0
     tokens: int = 0
     accepted: int = 0
     forced_and_accepted: int = 0
@@ -56,7 +58,7 @@ class Tally:
 
     @property
     def is_sound(self) -> bool:
-        return not (self.invalid or self.failed or self.free_differs)
+        return not (self.invalid or self.failed or self.free_differs or self.bound_differs)
 
 
 def parse() -> argparse.Namespace:
@@ -118,7 +120,7 @@ class Trial:
     def __init__(self, llm: LLM, cases: list[Case], options: argparse.Namespace) -> None:
         self._llm, self._cases, self._options = llm, cases, options
         self._alone: dict[tuple[int, float], Tokens] = {}
-        self._bound: dict[tuple[int, float], Tokens] = {}  # what constrained rows said last
+        self._bound: dict[tuple[int, float], Tokens] = {}  # what constrained rows said first
 
     def run(self, drafter: str, temperature: float) -> Tally:
         tally = Tally(drafter, temperature)
@@ -138,8 +140,10 @@ class Trial:
         outputs = self._ask(rows, drafter, temperature, sum(said, ()) if drafter == "prediction" else ())
         for (case, is_bound), output in zip(rows, outputs, strict=True):
             if is_bound:
-                self._bound[case, temperature] = tuple(output.token_ids)
                 self._judge(case, output, tally)
+                if self._bound.setdefault((case, temperature), tuple(output.token_ids)) != tuple(output.token_ids):
+                    tally.bound_differs += 1
+                    tally.faults.append(f"case {case}, constrained: {output.text!r} is not what it said first")
         free = [output for (_, is_bound), output in zip(rows, outputs, strict=True) if not is_bound]
         for case, tokens, output in zip(group, alone, free, strict=True):
             tally.free += 1

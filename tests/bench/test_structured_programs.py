@@ -7,7 +7,8 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from specserve import SamplingParams
 from specserve.testing import write_tiny_model
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "structured"
@@ -69,6 +71,23 @@ def test_a_misfit_ends_with_1(
     (tally,) = figures["runs"]
     assert status == 1
     assert tally["invalid"] == len(tally["faults"]) > 0
+
+
+def test_a_constrained_row_that_differs_from_the_first_drafters_ends_with_1(
+    programs: SimpleNamespace, tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    params, seeds = programs.validity.Trial._params, count()
+
+    def seeded_anew(self: Any, case: int, is_bound: bool, temperature: float) -> SamplingParams:
+        made: SamplingParams = params(self, case, is_bound, temperature)
+        return replace(made, seed=next(seeds)) if is_bound else made
+
+    monkeypatch.setattr(programs.validity.Trial, "_params", seeded_anew)
+    status, figures = run(programs.validity, monkeypatch, tmp_path / "told.json", *few(tiny), "--drafters=none,grammar")
+    first, second = figures["runs"]
+    assert status == 1
+    assert first["bound_differs"] == 0 < second["bound_differs"]
+    assert second["free_differs"] == 0
 
 
 def test_a_free_row_that_differs_ends_with_1(

@@ -117,6 +117,25 @@ def test_rows_are_what_replay_from_scratch_says(
     assert walked(state, guess, ends, words).tolist() == rows[1:-1].tolist()
 
 
+@pytest.mark.parametrize("as_tree", [False, True])
+def test_masks_of_a_draft_that_was_left_are_nobody_elses(words: Vocabulary, as_tree: bool) -> None:
+    """A guess goes on with the next key's text, the answer with the next object's key. Both are inside a string, behind
+    as many words of the grammar: llguidance takes them for the same place."""
+    grammar = Compiler(lambda: words, "llguidance").compile(Structured.json_object())
+    state = grammar.start()
+    said = words.encode('{"a": [{"b": "')
+    guess = words.encode('", "c": "')
+    assert all(map(state.advance, said))
+    tokens = np.array(words.encode("{")[:1] * as_tree + guess, np.int32)  # as a tree, it has a sibling before it
+    parents = np.array([-1] * as_tree + [-1, *range(as_tree, len(tokens) - 1)], np.int32)
+    rows = np.zeros((len(tokens) + 1, words.num_words), np.int32)
+    state.fill_draft(tokens, parents, NOTHING, rows)
+    answer = words.encode('"}, {"')
+    assert all(map(state.advance, answer))
+    state.fill(rows[0])
+    assert bits(rows[0]) == bits(row_of(grammar, words, said + answer))
+
+
 def walked(state: GrammarState, guess: Draft, ends: frozenset[int], words: Vocabulary) -> Ids:
     """The plain reference."""
     rows = np.full((len(guess) + 1, words.num_words), -1, np.int32)
