@@ -238,6 +238,18 @@ class LlguidanceState:
                 return chain[:place]
         return chain
 
+    def allows(self, token: int) -> bool:
+        if self._ended or not 0 <= token < self._size:
+            return False
+        if token in self._eos_ids:
+            return bool(self._matcher.is_accepting())
+        forced = self.forced()
+        if forced:
+            return token == forced[0]
+        may_come = self._matcher.validate_tokens([token]) == 1
+        self._check(self._matcher)
+        return may_come
+
     def advance(self, token: int) -> bool:
         if self._ended or not 0 <= token < self._size:
             return False

@@ -170,6 +170,11 @@ class XgrammarState:
         self._matcher.traverse_draft_tree(np.array(child), np.array(sibling), nodes, rows)
         rows &= self._open
 
+    def allows(self, token: int) -> bool:
+        row = np.zeros(len(self._open), np.int32)
+        self.fill(row)
+        return 0 <= token < self._words.vocabulary.size and bool(row.item(token // 32) >> token % 32 & 1)
+
     def _links(self, tokens: list[int], parents: list[int], ends: frozenset[int]) -> tuple[list[int], list[int]]:
         """First children and next siblings, -1 for none; node 0 is what was said last. Nodes with tokens that end a
         text or never come are left out, and what hangs from them with them."""

@@ -380,6 +380,9 @@ class LanguageState:
     def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
         walk.fill_draft(self, tokens, parents, ends, rows)
 
+    def allows(self, token: int) -> bool:
+        return token in self.next()
+
     def advance(self, token: int) -> bool:
         if token not in self.next():
             return False

@@ -323,9 +323,10 @@ class GrammarState(Protocol):
     """Where one sequence stands in its grammar. The engine and a grammar meet only at a row of bits, int32
     [ceil(vocab / 32)], bit t set when token t may come next.
 
-    `fill` writes all of a row. `advance` moves over a token and says whether that may come; if not, nothing has moved.
-    `rollback` takes back the last n that it moved over. `forced` are the tokens that must follow, as the tokenizer
-    would split them: a draft, since other tokens may spell the same. Any of them may raise: it is the request's end.
+    `fill` writes all of a row; `allows` tells one bit of it, for less. `advance` moves over a token and says whether
+    that may come; if not, nothing has moved. `rollback` takes back the last n that it moved over. `forced` are the
+    tokens that must follow, as the tokenizer would split them: a draft, since other tokens may spell the same. Any of
+    them may raise: it is the request's end.
 
     `fill_draft` fills the rows of a whole draft, chain or tree, int32 [len(tokens) + 1, words], contiguous: rows[0] is
     the state's own, rows[i + 1] what may follow node i, nothing where that may not stand, is not in the vocabulary or
@@ -335,6 +336,7 @@ class GrammarState(Protocol):
 
     def fill(self, row: Ids) -> None: ...
     def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None: ...
+    def allows(self, token: int) -> bool: ...
     def advance(self, token: int) -> bool: ...
     def rollback(self, n: int) -> None: ...
     def forced(self) -> list[int]: ...

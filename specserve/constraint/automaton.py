@@ -196,6 +196,10 @@ class AutomatonState:
             states.append(NOWHERE if token in ends else self._automaton.after(states[parent + 1], token))
         rows[:] = self._automaton.masks[states]
 
+    def allows(self, token: int) -> bool:
+        row = self._automaton.masks[self._path[-1]]
+        return 0 <= token < 32 * len(row) and bool(row.item(token // 32) >> token % 32 & 1)
+
     def advance(self, token: int) -> bool:
         state = self._automaton.after(self._path[-1], token)
         if state != NOWHERE:

@@ -81,6 +81,9 @@ class Guarded:
         if self.fault is not None:
             rows[:] = 0
 
+    def allows(self, token: int) -> bool:
+        return self._call(lambda: self._state.allows(token), False)
+
     def advance(self, token: int) -> bool:
         self._forced = None
         return self._call(lambda: self._state.advance(token), False)

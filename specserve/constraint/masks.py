@@ -2,9 +2,15 @@
 Knows states and drafts; knows no backend and no model.
 
 A state stands at its sequence's last committed token. It walks a draft and is rolled back; nothing else is copied.
+
+A row of bits costs a walk through the vocabulary, one bit of it hardly anything. A row that takes its best token needs
+no others if that may come, which it mostly may; and what follows a token that is not the draft's needs none at all.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +18,8 @@ from torch import Tensor
 
 from specserve.constraint.walk import visit
 from specserve.runtime.batch import Rows
-from specserve.types import Draft, GuardedState, Sequence
+from specserve.sampling.filters import changes_logits
+from specserve.types import Draft, GuardedState, Ids, Sequence
 
 
 def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
@@ -26,16 +33,54 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
     return draft if not forced and tokens == draft.tokens.tolist() else Draft.chain(tokens, forced=frozenset(forced))
 
 
-def fill(rows: Rows, num_words: int) -> Tensor | None:
-    """The bits of the tokens that may come at each row, int32 [rows.num_rows, num_words]; None where nobody has a
-    grammar. What follows a node that may not stand, or that ends the sequence, is nothing at all."""
-    if all(seq.grammar is None for seq in rows.seqs):
-        return None
-    masks = np.full((rows.num_rows, num_words), -1, np.int32)
+def fill(rows: Rows, num_words: int, best: Tensor | None = None) -> Tensor | None:
+    """The bits of the tokens that may come at each row, int32 [rows.num_rows, num_words]; None where no row needs any.
+    What follows a node that may not stand, or that ends the sequence, is nothing at all.
+
+    `best` int64 [rows.num_rows or more] are the rows' best tokens, -1 for none. Rows of sequences that take them are
+    left whole where theirs may come, and where no token that is taken leads.
+    """
+    made: list[Ids] = []
+
+    def bits(own: slice) -> Ids:
+        if not made:
+            made.append(np.full((rows.num_rows, num_words), -1, np.int32))
+        return made[0][own]
+
+    known: list[int] | None = None
     for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
-        if seq.grammar is not None:
-            seq.grammar.fill_draft(draft.tokens, draft.parents, seq.stop_ids, masks[start : start + len(draft) + 1])
-    return torch.from_numpy(masks)
+        if seq.grammar is None:
+            continue
+        own = slice(start, start + len(draft) + 1)
+        if best is not None and _takes_best(seq) and draft.is_chain:
+            known = best.tolist() if known is None else known
+            _fill_rest(seq.grammar, draft, known[own], seq.stop_ids, partial(bits, own))
+        else:
+            seq.grammar.fill_draft(draft.tokens, draft.parents, seq.stop_ids, bits(own))
+    return torch.from_numpy(made[0]) if made else None
+
+
+def _takes_best(seq: Sequence) -> bool:
+    return seq.params.temperature == 0 and not changes_logits(seq)
+
+
+def _fill_rest(
+    state: GuardedState, draft: Draft, best: list[int], ends: frozenset[int], rows: Callable[[], Ids]
+) -> None:
+    """The rows of a chain from the first on whose best token may not come; none, if the best tokens depart from the
+    chain before."""
+    tokens, at = draft.tokens.tolist(), 0
+    while state.allows(best[at]):
+        if at == len(tokens) or best[at] != tokens[at]:
+            break
+        if best[at] in ends:
+            rows()[at + 1 :] = 0
+            break
+        state.advance(best[at])
+        at += 1
+    else:
+        state.fill_draft(draft.tokens[at:], draft.parents[at:] - at, ends, rows()[at:])
+    state.rollback(at)
 
 
 def advance(seq: Sequence, tokens: list[int]) -> str | None:

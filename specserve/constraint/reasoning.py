@@ -93,6 +93,14 @@ class ReasoningState:
         else:
             walk.fill_draft(self, tokens, parents, ends, rows)
 
+    def allows(self, token: int) -> bool:
+        place = self._place
+        if place.phase is _Phase.THINKING:
+            return token >= 0 and token not in self._eos_ids
+        if place.phase is _Phase.OPENING and token == self._open[place.matched]:
+            return True
+        return (place.phase is _Phase.ANSWERING or place.is_early) and self._answer.allows(token)
+
     def advance(self, token: int) -> bool:
         found = self._after(token)
         if found is None:

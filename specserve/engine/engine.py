@@ -96,7 +96,7 @@ class Engine:
             with timed("forward"):
                 out = self.runner.run(batch)
             with timed("mask"):
-                allowed = masks.fill(batch.rows, -(-self.limits.vocab_size // 32))
+                allowed = masks.fill(batch.rows, -(-self.limits.vocab_size // 32), out.best)
             with timed("sample"):
                 results = self._judge(batch, out, allowed)
             events, verdicts = self._keep(work, batch.rows, results)

@@ -52,10 +52,11 @@ def process(logits: Tensor, rows: Rows, masks: Tensor | None) -> Tensor:
 
 def is_processed(rows: Rows, masks: Tensor | None) -> bool:
     """Whether any row may come out of `process` as another."""
-    return masks is not None or any(_changes_logits(seq) for seq in rows.seqs)
+    return masks is not None or any(changes_logits(seq) for seq in rows.seqs)
 
 
-def _changes_logits(seq: Sequence) -> bool:
+def changes_logits(seq: Sequence) -> bool:
+    """Whether anything but a grammar does."""
     params = seq.params
     return bool(
         _has_penalty(params)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from specserve.constraint import masks
 from specserve.constraint.base import Guarded
 from specserve.runtime.batch import Rows
+from specserve.sampling.sampler import Sampler
 from specserve.testing import LanguageGrammar, LanguageState
 from specserve.types import Draft, SamplingParams, Sequence
 
@@ -132,6 +136,58 @@ def test_a_draft_that_may_stand_whole_is_not_touched() -> None:
 def test_nobody_with_a_grammar_means_no_masks() -> None:
     free = Sequence("f", 0, [7], 1, SamplingParams(), 0, 99)
     assert masks.fill(Rows([free], [Draft.chain([1])], [0]), WORDS) is None
+
+
+@settings(deadline=None)
+@given(sentences, trees(), st.integers(0, 4), st.integers(0, 2**32 - 1), st.booleans())
+def test_whoever_takes_the_best_token_says_the_same_with_the_bits_that_it_needs(
+    language: list[list[int]], tree: Draft, said: int, seed: int, likes_chain: bool
+) -> None:
+    """Beside a sampled sequence with a grammar, and one without."""
+    noise = torch.Generator().manual_seed(seed)
+    greedy, state = guided(language, said)
+    sampled, _ = guided(language, said)
+    greedy.params = SamplingParams(temperature=0.0)
+    free = Sequence("f", 0, [7], 1, SamplingParams(temperature=0.0), 0, 99)
+    draft = Draft.chain(tree.tokens.tolist()) if likes_chain else tree
+    rows = Rows([free, greedy, sampled], [Draft.chain([1]), draft, tree], [0, 2, 3 + len(draft)])
+    logits = torch.randn(rows.num_rows, VOCAB, generator=noise)
+    logits[:, :4] += 3  # so that some best tokens may come
+    for row, token in enumerate(draft.tokens.tolist(), 2):
+        logits[row, token] += 3
+    best = logits.argmax(-1)
+    before = list(state.said)
+    few = masks.fill(rows, WORDS, best)
+    assert state.said == before
+    sampler = Sampler(VOCAB, "coupled", "cpu")
+    assert sampler(logits, rows, few, best) == sampler(logits, rows, masks.fill(rows, WORDS), best)
+
+
+def test_bits_are_made_from_the_first_row_on_whose_best_token_may_not_come() -> None:
+    seq, _ = guided([[1, 2, 3, 3], [1, 2, 0, 3]])
+    seq.params = SamplingParams(temperature=0.0)
+    rows = Rows([seq], [Draft.chain([1, 2, 3])], [0])
+    assert masks.fill(rows, WORDS, torch.tensor([1, 2, 0, 9])) is None, "none is needed behind what departs"
+    assert masks.fill(rows, WORDS, torch.tensor([1, 2, 3, 3, 77])) is None
+    filled = masks.fill(rows, WORDS, torch.tensor([1, 9, 3, 3]))
+    assert filled is not None
+    assert [bits(row) if row.min() != -1 else None for row in filled.numpy()] == [None, {2}, {0, 3}, {3}]
+    ending = Rows([seq], [Draft.chain([1, 2, 3, 3, EOS, 1])], [0])
+    filled = masks.fill(ending, WORDS, torch.tensor([1, 2, 3, 3, EOS, 1, 1]))
+    assert filled is not None
+    assert [row.any() for row in filled.numpy()] == [True] * 5 + [False] * 2, "nothing comes behind the end"
+    broken = masks.fill(rows, WORDS, torch.tensor([-1, 2, 3, 3]))
+    assert broken is not None
+    assert bits(broken.numpy()[0]) == {1}
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.0, "logit_bias": {1: 1.0}}], ids=str)
+def test_whoever_takes_another_token_than_the_best_gets_all_bits(params: dict[str, Any]) -> None:
+    seq, _ = guided([[1, 2]])
+    seq.params = SamplingParams(**params)
+    filled = masks.fill(Rows([seq], [Draft.empty()], [0]), WORDS, torch.tensor([1]))
+    assert filled is not None
+    assert bits(filled.numpy()[0]) == {1}
 
 
 @pytest.mark.parametrize("fault_after", [0, 1, 2])

@@ -90,6 +90,7 @@ def test_after_any_walk_a_state_is_where_a_new_one_would_be(
         if token is not None:
             allowed = may_come(language, opening, closing, is_open, path)
             assert filled(state) == allowed
+            assert state.allows(token) == (token in allowed)
             assert state.advance(token) == (token in allowed)
             path += [token] * (token in allowed)
         if back is not None:
@@ -114,6 +115,7 @@ def test_every_text_up_to_seven_tokens(opening: list[int], closing: list[int], i
         allowed = may_come(language, opening, closing, is_open, path)
         assert filled(state) == allowed
         for token in (0, 1, 2, EOS) if len(path) < 7 else ():
+            assert state.allows(token) == (token in allowed)
             assert state.advance(token) == (token in allowed)
             if token in allowed:
                 visit([*path, token])

@@ -331,6 +331,9 @@ class AnyTextState:
     def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
         rows[:] = -1
 
+    def allows(self, token: int) -> bool:
+        return True
+
     def advance(self, token: int) -> bool:
         return True
 

@@ -106,6 +106,8 @@ def test_rows_are_what_replay_from_scratch_says(
     taken_back = data.draw(st.integers(0, len(said)))
     state.rollback(taken_back)
     del said[len(said) - taken_back :]
+    own = bits(row_of(grammar, words, said))
+    assert [token for token in range(-1, words.size + 40) if state.allows(token)] == own
     guess = draft(data.draw, grammar, said, words, is_chain)
     ends = frozenset(words.eos_ids) | data.draw(st.frozensets(st.integers(0, words.size), max_size=3))
     rows = np.full((len(guess) + 3, words.num_words), 77, np.int32)

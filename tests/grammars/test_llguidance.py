@@ -73,6 +73,7 @@ def takes(state: LlguidanceState, words: Vocabulary, text: str) -> bool:
     tokens = [*words.encode(text), words.eos_ids[0]]
     for token in tokens:
         in_mask, forced = token in allowed(state, words), state.forced()
+        assert state.allows(token) == in_mask
         may_come = state.advance(token)
         assert may_come >= in_mask, "the mask has what may not come"
         assert in_mask or not may_come or forced[0] != token, "the mask lacks what is forced"

@@ -75,6 +75,7 @@ def takes(state: GrammarState, words: Vocabulary, tokens: list[int]) -> bool:
     taken = 0
     for token in (*tokens, words.eos_ids[0]):
         may_come = token in allowed(state, words)
+        assert state.allows(token) == may_come
         assert state.advance(token) == may_come, "mask and advance disagree"
         if not may_come:
             break

@@ -94,6 +94,7 @@ def takes(state: XgrammarState, words: Vocabulary, text: str) -> bool:
     tokens = [*words.encode(text), words.eos_ids[0]]
     for token in tokens:
         in_mask = token in allowed(state, words)
+        assert state.allows(token) == in_mask
         assert state.advance(token) == in_mask
         if not in_mask:
             break
