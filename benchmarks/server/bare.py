@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,53 +13,43 @@ from urllib.parse import urlsplit
 from client import Reading
 
 _HEAD = "POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+_MOST_AT_ONCE = 2**16  # bytes
 _END = b"0\r\n\r\n"  # an event cannot end like this
 
 
-class _Pieces(asyncio.Protocol):
-    """What comes, with the time when it came."""
-
-    def __init__(self) -> None:
-        self.pieces: list[tuple[float, bytes]] = []
-        self.ended = asyncio.Event()
-
-    def data_received(self, data: bytes) -> None:
-        self.pieces.append((time.perf_counter(), data))
-        if data.endswith(_END):
-            self.ended.set()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.ended.set()
-
-
 class BareClient:
-    """Streams from one server, each after the other's end."""
+    """Streams from one server, each after the other's end. It waits for them in a thread, in plain calls: an event loop
+    would take a core from the server for longer than the reading itself."""
 
-    def __init__(self, transport: asyncio.Transport, pieces: _Pieces, host: str) -> None:
-        self._transport, self._pieces, self._host = transport, pieces, host
+    def __init__(self, connection: socket.socket, host: str) -> None:
+        self._connection, self._host = connection, host
 
     @classmethod
     async def to(cls, url: str) -> BareClient:
         parts = urlsplit(url)
         assert parts.hostname is not None, "the server tells its whole address"
-        loop = asyncio.get_running_loop()
-        transport, pieces = await loop.create_connection(_Pieces, parts.hostname, parts.port or 80)
-        return cls(transport, pieces, parts.netloc)
+        address = parts.hostname, parts.port or 80
+        return cls(await asyncio.to_thread(socket.create_connection, address), parts.netloc)
 
     async def ask(self, path: str, body: dict[str, Any]) -> Reading:
-        """The stream; it is taken apart when it has ended."""
-        reading = Reading(time.perf_counter())
+        """The stream; it is taken apart when it has ended. Time begins when the request is written out."""
         sent = json.dumps(body).encode()
         head = _HEAD.format(path=path, host=self._host, length=len(sent))
-        self._pieces.pieces, self._pieces.ended = [], asyncio.Event()
-        self._transport.write(head.encode() + sent)
-        await self._pieces.ended.wait()
+        return await asyncio.to_thread(self._read, head.encode() + sent)
+
+    def _read(self, request: bytes) -> Reading:
+        reading, pieces = Reading(time.perf_counter()), list[tuple[float, bytes]]()
+        self._connection.sendall(request)
+        while piece := self._connection.recv(_MOST_AT_ONCE):
+            pieces.append((time.perf_counter(), piece))
+            if piece.endswith(_END):
+                break
         reading.ended = time.perf_counter()
-        _take_apart(self._pieces.pieces, reading)
+        _take_apart(pieces, reading)
         return reading
 
     def close(self) -> None:
-        self._transport.close()
+        self._connection.close()
 
 
 def _take_apart(pieces: list[tuple[float, bytes]], reading: Reading) -> None:

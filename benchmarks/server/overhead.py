@@ -41,6 +41,7 @@ class Timing:
     """One conversation in one turn."""
 
     first_s: float
+    outside_s: float  # of that, before the engine had it, or once it had the token
     per_token_s: float
     tokens: list[int]
 
@@ -104,11 +105,14 @@ class Comparison:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "stream_options": {"include_usage": True},
         }
         reading = await client.ask(CHAT, asked)
         if reading.trouble:
             raise ServerError(f"A conversation failed: {reading.trouble}")
-        return Timing(reading.first_s, reading.per_token_s, reading.tokens)
+        _, last = reading.bodies[-1]
+        outside_s = reading.first_s - 1e-3 * last["metrics"]["time_to_first_token_ms"]
+        return Timing(reading.first_s, outside_s, reading.per_token_s, reading.tokens)
 
     async def with_sdk(self) -> Turn:
         """Raises ServerError when the SDK's process fails."""
@@ -128,6 +132,9 @@ def tell(http: list[Turn], sdk: list[Turn], findings: Findings) -> None:
     findings.figure("to the first token, HTTP", 1e3 * median(a for a, _ in first), "ms", places=3)
     findings.figure("to the first token, SDK", 1e3 * median(b for _, b in first), "ms", places=3)
     findings.figure("HTTP adds to it", 1e3 * median(a - b for a, b in first), "ms", FIRST_MARK_MS, places=3)
+    outside = _pairs(http, sdk, "outside_s")
+    findings.figure("of that outside of the engine, HTTP", 1e3 * median(a for a, _ in outside), "ms", places=3)
+    findings.figure("of that outside of the engine, SDK", 1e3 * median(b for _, b in outside), "ms", places=3)
     each = _pairs(http, sdk, "per_token_s")
     findings.figure("per token, HTTP", 1e3 * median(a for a, _ in each), "ms", places=3)
     findings.figure("per token, SDK", 1e3 * median(b for _, b in each), "ms", places=3)

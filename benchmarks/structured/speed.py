@@ -1,11 +1,12 @@
 """Is structured output faster than free output? The same prompts, one stream, free and constrained in turns, with each
 drafter: time per token after the first, tokens a step, and whether every constrained output fits its schema.
 
-    python benchmarks/structured/speed.py --tools bfcl-dev.jsonl --limit 60 --json result.json
+    python benchmarks/structured/speed.py --tools bfcl-dev.jsonl --limit 40 --schemas 20 --json result.json
 
 FILE has a line for each case: {"question": [[message]], "function": [{"name", "description", "parameters"}]}, as BFCL
-does; "dict" there means object. The answer is to be the arguments of the first function. Free output gets as many
-tokens as the constrained one had. Ratios are of medians over cases, constrained over free with the same drafter.
+does; "dict" there means object. The answer is to be the arguments of the first function. --schemas adds as many made
+ones, as pydantic and OpenAPI make them. Free output gets as many tokens as the constrained one had. A case's ratio is
+that of its fastest constrained turn to its fastest free one with the same drafter: what the host adds is in neither.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ import json
 import platform
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jsonschema_rs
-from cases import Case, tool_calls
+from cases import Case, distinct, made_schemas, schema_cases, tool_calls
 
 from specserve import LLM, SamplingParams
 from specserve.constraint.base import RefusedError
 from specserve.engine.outputs import CompletionOutput
 from specserve.errors import InputError
 
-MARK = 0.80
+MARK, WORST_MARK = 0.80, 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,9 @@ def parse() -> argparse.Namespace:
     made.add_argument("--tools", type=Path, required=True)
     made.add_argument("--model", default="smollm2-135m")
     made.add_argument("--drafters", default="none,grammar,ngram", help="one after the other")
-    made.add_argument("--limit", type=int, default=60, help="cases")
-    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--limit", type=int, default=40, help="tool calls")
+    made.add_argument("--schemas", type=int, default=0, help="made ones")
+    made.add_argument("--repeats", type=int, default=7)
     made.add_argument("--max-tokens", type=int, default=128)
     made.add_argument("--temperature", type=float, default=0.0)
     made.add_argument("--json", type=Path)
@@ -119,6 +122,7 @@ def tell(drafter: str, pairs: list[tuple[Turn, Turn]]) -> dict[str, Any]:
         "free ms a token": median(turn.per_token_ms for turn in free),
         "ratio": median(ratios),
         "worst ratio": max(ratios),
+        "cases above the mark": sum(ratio > WORST_MARK for ratio in ratios),
         "tokens a step": tokens / sum(turn.num_steps for turn in bound),
         "share drafted and accepted": num_accepted / tokens,
         "share of drafts rejected": 1 - num_accepted / num_drafted if num_drafted else 0.0,
@@ -126,13 +130,19 @@ def tell(drafter: str, pairs: list[tuple[Turn, Turn]]) -> dict[str, Any]:
         "cut off": sum(turn.fits is None for turn in bound),
     }
     print("; ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()))
-    print(f"mark of the ratio {MARK}: {'met' if median(ratios) <= MARK else 'MISSED'}")
+    told = f"mark of the ratio {MARK}: {_met(median(ratios), MARK)}"
+    print(f"{told}; of the worst {WORST_MARK}: {_met(max(ratios), WORST_MARK)}")
     return found
+
+
+def _met(ratio: float, mark: float) -> str:
+    return "met" if ratio <= mark else "MISSED"
 
 
 def main() -> None:
     options = parse()
-    asked = tool_calls(options.tools, options.limit)
+    schemas = distinct(list(islice(made_schemas(0), 2 * options.schemas)), options.schemas)
+    asked = tool_calls(options.tools, options.limit) + schema_cases(schemas)
     figures = []
     with LLM(options.model, prefix_caching=False) as llm:
         print(llm.summary, file=sys.stderr)

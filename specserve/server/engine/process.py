@@ -53,6 +53,7 @@ _SWITCH_S = 0.0005  # for Python's 0.005, so long would a step wait each time th
 _IDLE_MS = 1000
 _COMPILING_MS = 1
 _EVENTS, _READABLE, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # flags take longer than the call
+_RCVTIMEO = int(zmq.RCVTIMEO)
 _HOPELESS = (ConfigError, ModelError, CapacityError)
 
 
@@ -75,15 +76,20 @@ class Wire:
     def commands(self, wait_ms: int) -> Iterator[Command]:
         """All that have come, once there is one or the time is over."""
         if wait_ms:
-            self._socket.poll(wait_ms)
-        while (
-            int(self._socket.get(_EVENTS)) & _READABLE
-        ):  # asked each step, mostly in vain: an exception would cost more
+            self._socket.set(_RCVTIMEO, wait_ms)
             try:
-                command = self._decode(self._socket.recv(_NOBLOCK))
-            except msgspec.DecodeError:
-                continue
-            yield command
+                yield from self._decoded(self._socket.recv())
+            except zmq.Again:
+                return
+        # Asked each step, mostly in vain: an exception would cost more.
+        while int(self._socket.get(_EVENTS)) & _READABLE:
+            yield from self._decoded(self._socket.recv(_NOBLOCK))
+
+    def _decoded(self, message: bytes) -> list[Command]:
+        try:
+            return [self._decode(message)]
+        except msgspec.DecodeError:
+            return []
 
     def configuration(self) -> dict[str, Any]:
         """The first command's options; waits for it."""
