@@ -190,9 +190,9 @@ class LlguidanceState:
 
     Where text is forced its mask has the one token that the tokenizer would take; `advance` takes any spelling.
 
-    A matcher keeps its last mask for the lexer's state and the number of rows that it had (llguidance 1.5 to 1.9): once
-    it was taken back from there, another text can have both, and gets that mask. So the masks of a chain are made by a
-    copy, and who goes back behind a mask makes another, which takes its place.
+    A matcher (llguidance 1.5.1 to 1.9.1) keeps its last mask for the lexer's state and the number of rows that it had:
+    once it was taken back from there, another text can have both, and gets that mask. So the masks of a chain are made
+    by a copy, and who goes back behind a mask makes another, which takes its place.
     """
 
     def __init__(

@@ -171,9 +171,10 @@ class XgrammarState:
         rows &= self._open
 
     def allows(self, token: int) -> bool:
-        row = np.zeros(len(self._open), np.int32)
-        self.fill(row)
-        return 0 <= token < self._words.vocabulary.size and bool(row.item(token // 32) >> token % 32 & 1)
+        may_come = self.advance(token)
+        if may_come:
+            self.rollback(1)
+        return may_come
 
     def _links(self, tokens: list[int], parents: list[int], ends: frozenset[int]) -> tuple[list[int], list[int]]:
         """First children and next siblings, -1 for none; node 0 is what was said last. Nodes with tokens that end a

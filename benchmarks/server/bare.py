@@ -14,12 +14,13 @@ from client import Reading
 
 _HEAD = "POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
 _MOST_AT_ONCE = 2**16  # bytes
+_PATIENCE_S = 60.0  # with a server that says nothing
 _END = b"0\r\n\r\n"  # an event cannot end like this
 
 
 class BareClient:
     """Streams from one server, each after the other's end. It waits for them in a thread, in plain calls: an event loop
-    would take a core from the server for longer than the reading itself."""
+    would take a core from the server for longer than the reading itself. Raises TimeoutError when nothing comes."""
 
     def __init__(self, connection: socket.socket, host: str) -> None:
         self._connection, self._host = connection, host
@@ -29,7 +30,7 @@ class BareClient:
         parts = urlsplit(url)
         assert parts.hostname is not None, "the server tells its whole address"
         address = parts.hostname, parts.port or 80
-        return cls(await asyncio.to_thread(socket.create_connection, address), parts.netloc)
+        return cls(await asyncio.to_thread(socket.create_connection, address, _PATIENCE_S), parts.netloc)
 
     async def ask(self, path: str, body: dict[str, Any]) -> Reading:
         """The stream; it is taken apart when it has ended. Time begins when the request is written out."""

@@ -30,10 +30,10 @@ from specserve.server.engine.messages import (
     Stop,
     Submit,
 )  # fmt: skip
+from specserve.server.engine.pair import NOBLOCK, has_come, pair
 
 _log = logging.getLogger(__name__)
 _HEARD_AT_ONCE = 8  # messages
-_EVENTS, _READABLE, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # flags take longer than the call
 
 
 class RefusedError(InputError):
@@ -107,10 +107,7 @@ class EngineClient:
         self._numbers = numbers
         self._observer = observer
         self._open: dict[int, Subscription] = {}
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket = pair(linger_ms=0)
         self._socket.bind(address)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Report).decode
@@ -172,19 +169,14 @@ class EngineClient:
     def _send(self, command: Command) -> None:
         self._unsent.append(self._encode(command))
         self._flush()
-        if self._has_come:  # zmq tells of what comes once, and sending may have been told
+        if has_come(self._socket):  # zmq tells of what comes once, and sending may have been told
             self._loop.call_soon(self._listen)
-
-    @property
-    def _has_come(self) -> bool:
-        """Whether there is something to hear; if not, zmq will tell."""
-        return bool(int(self._socket.get(_EVENTS)) & _READABLE)
 
     def _flush(self) -> None:
         """Send what was not yet; before the engine has connected nothing can be."""
         try:
             while self._unsent:
-                self._socket.send(self._unsent[0], _NOBLOCK)
+                self._socket.send(self._unsent[0], NOBLOCK)
                 self._unsent.popleft()
         except zmq.Again:
             return
@@ -197,9 +189,9 @@ class EngineClient:
         try:
             self._flush()
             for _ in range(_HEARD_AT_ONCE):
-                if not self._has_come:
+                if not has_come(self._socket):
                     return
-                self._hear(self._decode(self._socket.recv(_NOBLOCK)))
+                self._hear(self._decode(self._socket.recv(NOBLOCK)))
             self._loop.call_soon(self._listen)
         except Exception:
             _log.exception("What the engine says cannot be read.")

@@ -43,6 +43,7 @@ from specserve.server.engine.messages import (
     Stop,
     Submit,
 )  # fmt: skip
+from specserve.server.engine.pair import NOBLOCK, RCVTIMEO, has_come, pair
 from specserve.speculation.base import NONE, files
 from specserve.types import Event, SamplingParams
 
@@ -52,8 +53,6 @@ _LET_OTHERS_RUN_S = 0.001
 _SWITCH_S = 0.0005  # for Python's 0.005, so long would a step wait each time that a grammar is compiled beside it
 _IDLE_MS = 1000
 _COMPILING_MS = 1
-_EVENTS, _READABLE, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # flags take longer than the call
-_RCVTIMEO = int(zmq.RCVTIMEO)
 _HOPELESS = (ConfigError, ModelError, CapacityError)
 
 
@@ -61,10 +60,7 @@ class Wire:
     """The engine's end of the socket. A command that is none is dropped: whoever could send one is not ours."""
 
     def __init__(self, address: str) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # the reports of a step are few, and none may be lost
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket = pair(linger_ms=1000)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms; the other end may not be there yet
         self._socket.connect(address)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -76,14 +72,13 @@ class Wire:
     def commands(self, wait_ms: int) -> Iterator[Command]:
         """All that have come, once there is one or the time is over."""
         if wait_ms:
-            self._socket.set(_RCVTIMEO, wait_ms)
+            self._socket.set(RCVTIMEO, wait_ms)
             try:
                 yield from self._decoded(self._socket.recv())
             except zmq.Again:
                 return
-        # Asked each step, mostly in vain: an exception would cost more.
-        while int(self._socket.get(_EVENTS)) & _READABLE:
-            yield from self._decoded(self._socket.recv(_NOBLOCK))
+        while has_come(self._socket):
+            yield from self._decoded(self._socket.recv(NOBLOCK))
 
     def _decoded(self, message: bytes) -> list[Command]:
         try:
