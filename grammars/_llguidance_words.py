@@ -35,6 +35,9 @@ _OPTIONS: Any = {
 _MOST_RULES = 1000  # of a Lark grammar: a chain of 5,000 rules overflows the stack, and the process dies
 _MOST_MULTIPLE = 1000  # of multipleOf: its automaton has so many states, and takes seconds
 _MOST_PROPERTIES = 1800  # of one object: each takes four items of a row
+# Of one object: where all of 400 may come next a mask takes 3.5 ms, which grows with their square; 500 whose names
+# begin alike are too many items for a mask in the midst of an answer.
+_MOST_OPTIONAL = 400
 _MOST_STRUCTURES = 1800  # objects and arrays of one enum
 _COUNTING = re.compile(r"\{,?[0-9]{3,}|\}\)*\{")
 
@@ -117,6 +120,11 @@ def _check_schema(root: dict[str, Any]) -> None:
             raise RefusedError(f"multipleOf: {multiple} is more than {_MOST_MULTIPLE}, the most that is enforced.")
         if len(schema.get("properties", ())) > _MOST_PROPERTIES:
             raise RefusedError(f"properties: more than {_MOST_PROPERTIES} in one object are not taken.")
+        if _num_optional(schema) > _MOST_OPTIONAL:
+            raise RefusedError(
+                f"properties: more than {_MOST_OPTIONAL} in one object that may be left out are not taken. Name those "
+                "that always come in `required`."
+            )
         if sum(isinstance(value, dict | list) for value in _listed(schema.get("enum"))) > _MOST_STRUCTURES:
             raise RefusedError(f"enum: more than {_MOST_STRUCTURES} objects and arrays are not taken.")
         if is_number(least := schema.get("minProperties")) and least > len(_listed(schema.get("required"))) + 1:
@@ -124,6 +132,11 @@ def _check_schema(root: dict[str, Any]) -> None:
         if schema.get("format") == "unknown":
             raise RefusedError("Unknown format: unknown.")  # a name it takes for any text
         check_bounds(schema, root)
+
+
+def _num_optional(schema: dict[str, Any]) -> int:
+    properties = schema.get("properties", {})
+    return len(properties) - sum(name in properties for name in set(map(str, _listed(schema.get("required")))))
 
 
 def _listed(value: Any) -> list[Any]:

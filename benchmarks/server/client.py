@@ -129,12 +129,12 @@ class Client:
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.session = session
 
-    async def ask(self, path: str, body: dict[str, Any], leave: Callable[[Reading], bool] = never) -> Reading:
-        """The response, up to its end, or up to where `leave` says so after a piece of a stream. Never raises for what
-        the server does: `Reading.broken` has it."""
+    async def ask(self, path: str, body: dict[str, Any] | bytes, leave: Callable[[Reading], bool] = never) -> Reading:
+        """The response, up to its end, or up to where `leave` says so after a piece of a stream. A body may be JSON
+        already. Never raises for what the server does: `Reading.broken` has it."""
         reading = Reading(time.perf_counter())
         try:
-            await self._read(reading, path, json.dumps(body).encode(), leave)
+            await self._read(reading, path, body if isinstance(body, bytes) else json.dumps(body).encode(), leave)
         except (aiohttp.ClientError, ConnectionError) as error:
             reading.broken = f"{type(error).__name__}: {error}"
         reading.ended = time.perf_counter()

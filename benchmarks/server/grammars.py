@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -23,6 +25,7 @@ from served import serving
 
 SERVE = {"max-num-seqs": 16}
 MARK_S = 2.0
+MOST_A_SECOND = 30  # constraints; more than are answered beside streams on two cores
 _AROUND_S = 0.5  # an answer's way there and back on busy cores
 Answers: TypeAlias = list[tuple[float, int]]  # seconds and status
 QUIET, ORDINARY, HOSTILE = "nothing", "ordinary", "hostile"
@@ -86,13 +89,21 @@ class Streams:
                 self.gaps[name].append(after - before)
 
 
-async def send(client: Client, asked: Iterator[dict[str, Any]], until: float, prompt: list[int]) -> Answers:
-    """One constraint after the other."""
+def written(asked: Iterator[dict[str, Any]], num: int, prompt: list[int]) -> list[bytes]:
+    """So many requests, as JSON: made before anything is measured, as this program reads the streams too."""
+    whole = {**completion(prompt, 8), "stream": False, "ignore_eos": False}
+    return [json.dumps({**whole, **each}).encode() for each in itertools.islice(asked, num)]
+
+
+async def send(client: Client, bodies: list[bytes], until: float) -> Answers:
+    """One constraint after the other, until the time is over or there are no more."""
     found = []
-    while time.perf_counter() < until:
-        body = {**completion(prompt, 8), "stream": False, "ignore_eos": False, **next(asked)}
+    for body in bodies:
+        if time.perf_counter() > until:
+            break
         reading = await client.ask(COMPLETIONS, body)
         found.append((reading.ended - reading.begun, reading.status))
+    await asyncio.sleep(until - time.perf_counter())
     return found
 
 
@@ -105,17 +116,21 @@ async def run(options: argparse.Namespace, findings: Findings) -> None:
         findings.keep("engine", await engine_of(client))
         answers: dict[str, Answers] = {ORDINARY: [], HOSTILE: []}
         asked = {ORDINARY: ordinary(), HOSTILE: hostile()}
+        most = math.ceil(MOST_A_SECOND * options.seconds)
+        bodies = {
+            name: [written(made, most, prompts.some(8)) for _ in range(options.rounds)] for name, made in asked.items()
+        }
         streams = Streams(client, prompts)
         running = [asyncio.create_task(streams.run()) for _ in range(options.streams)]
         await asyncio.sleep(3.0)
-        for _ in range(options.rounds):
+        for turn in range(options.rounds):
             for name in (QUIET, ORDINARY, HOSTILE):
                 begun = time.perf_counter()
                 right = asyncio.create_task(canary.check(client))
                 if name == QUIET:
                     await asyncio.sleep(options.seconds)
                 else:
-                    answers[name] += await send(client, asked[name], begun + options.seconds, prompts.some(8))
+                    answers[name] += await send(client, bodies[name][turn], begun + options.seconds)
                 await right
                 streams.spans.append((begun, time.perf_counter(), name))
                 note(f"{name}: {sum(map(len, answers.values()))} constraints so far")

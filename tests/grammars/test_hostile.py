@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specserve.constraint.base import Guarded, Vocabulary
+from specserve.constraint.base import Guarded, RefusedError, Vocabulary
 from specserve.constraint.trial import Outcome, Trial
 from specserve.constraint.vocabulary import vocabulary
 from specserve.grammars.llguidance import LlguidanceBackend
@@ -103,6 +103,7 @@ SCHEMAS: dict[str, Any] = {
     "contained up to a milliard": {"type": "array", "contains": {"type": "null"}, "maxContains": 10**9},
     "unique among a thousand": {"type": "array", "items": {"enum": list(range(1000))}, "uniqueItems": True},
     "1,000 optional properties": properties(1000),
+    "400 optional properties": properties(400),
     "1,000 of them inside": {"type": "object", "properties": {"x": properties(1000)}, "required": ["x"]},
     "1,000 closed": properties(1000) | {"additionalProperties": False},
     "3,000 optional properties": properties(3000),
@@ -170,6 +171,29 @@ def test_it_is_refused_or_led_through_masks(
     grammar = backend.compile(CASES[name])
     faults = [walk(Guarded(grammar.start()), words, random.Random(seed)) for seed in range(WALKS)]
     assert faults == [None] * WALKS
+
+
+@pytest.mark.parametrize("num", [400, 401])
+def test_as_many_optional_properties_are_taken_as_can_be_followed(num: int, smollm2: Path) -> None:
+    """Where all their names may go on, 500 were accepted and ended an answer in its midst."""
+    tokenizer = Tokenizer(smollm2)
+    words = vocabulary(tokenizer, tokenizer.vocab_size)
+    asked = Structured("json_schema", json.dumps({"type": "object", "properties": {f"p0_{i}": {} for i in range(num)}}))
+    if num > 400:
+        with pytest.raises(RefusedError, match=r"properties: more than 400 .* `required`"):
+            LlguidanceBackend(words).compile(asked)
+        return
+    state, row = LlguidanceBackend(words).compile(asked).start(), np.zeros(words.num_words, np.int32)
+    for token in words.encode('{"p0_0": 1, "p0_7": [2], "p0_399": {"a": null}}'):
+        state.fill(row)
+        assert state.advance(token)
+
+
+def test_properties_that_must_come_are_not_counted(backend: LlguidanceBackend, words: Vocabulary) -> None:
+    names = [f"key{i}" for i in range(1500)]
+    schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}, "required": names[400:]}
+    state = backend.compile(Structured("json_schema", json.dumps(schema))).start()
+    assert all(state.advance(token) for token in words.encode('{"key0": null, "key400": null'))
 
 
 def walk(state: Guarded, words: Vocabulary, dice: random.Random) -> str | None:

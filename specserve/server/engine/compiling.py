@@ -3,6 +3,8 @@ knows no messages."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -14,23 +16,29 @@ from specserve.engine.request import Request
 from specserve.errors import InputError
 from specserve.models.reasoning import Reasoning
 
+_LONG = 2**13  # characters of a constraint: such take tens of milliseconds, others one or two
+_NICE = 15  # of the thread of long ones, beside which the engine's threads get nearly all of the cores
+
 
 class Compiling:
-    """At most one grammar is compiled at a time: the cores belong to the engine. Whoever asks has tried each of them
-    elsewhere, so none takes long or fails. `reasoning` is the model's."""
+    """At most one grammar is compiled at a time, and a long one beside it: the cores belong to the engine. Whoever asks
+    has tried each of them elsewhere, so none takes very long or fails. `reasoning` is the model's."""
 
     def __init__(self, compiler: Compiler, reasoning: Reasoning | None) -> None:
         self._compiler = compiler
         self._reasoning = reasoning
         self._thread = ThreadPoolExecutor(1, "specserve-grammars")
+        self._background = ThreadPoolExecutor(1, "specserve-long-grammars", initializer=_stand_back)
         self._waiting: dict[str, tuple[Request, Future[Grammar]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        assert request.params.structured is not None, "free requests wait for nothing"
-        made = self._thread.submit(self._compiler.compile, request.params.structured)
+        asked = request.params.structured
+        assert asked is not None, "free requests wait for nothing"
+        thread = self._background if len(asked.text) > _LONG else self._thread
+        made = thread.submit(self._compiler.compile, asked)
         self._waiting[request.id] = request, made
 
     def drop(self, request_id: str) -> bool:
@@ -54,3 +62,7 @@ class Compiling:
     def prepare(self) -> None:
         """Make on the thread what nearly all grammars need; what few do is made when one comes."""
         self._thread.submit(self._compiler.prepare, first_only=True)
+
+
+def _stand_back() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # Linux: of this thread alone
