@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import islice
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,8 @@ from specserve.grammars._llguidance_words import (
     schema_grammar,
     schema_of,
 )
+from specserve.grammars._onward import Onward
+from specserve.schema.document import reachable
 from specserve.schema.rewrite import is_endless, rewritten
 from specserve.structured import Structured
 from specserve.types import Ids
@@ -44,9 +48,9 @@ _LIMITS: Any = {
     "verbose_errors": False,
 }
 _LONGEST_REWORDED = 2**16  # characters of a schema: longer ones are compiled as they are, or refused
-_LONG = 2**14  # characters of a schema whose first tokens are tried: so many choices may be too many at once
-_NUM_TRIED = 16
-_CLOSING = frozenset(b"}]")
+_LARGE = 64  # schemas in a schema whose tokens are tried: so many choices may be too many at once, late too
+_LONG = 2**14  # characters of one, for the same reason
+_NUM_TRIED, _NUM_WALKS = 24, 4
 _MOST_SHOWN = 300  # characters of a reason: some repeat the whole grammar
 _REMEMBERED, _SHORT = 4096, 128  # splits of forced texts, and their characters at most: about 4 MB
 
@@ -59,6 +63,7 @@ class LlguidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._executor = LLExecutor(num_threads=1)
+        self._onward = Onward(vocabulary)
         self._tokenizer = LLTokenizer(_Tokens(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
 
     def compile(self, asked: Structured) -> LlguidanceGrammar:
@@ -66,7 +71,7 @@ class LlguidanceBackend:
             if asked.kind == "json_schema":
                 return self._of_schema(schema_of(asked.text))[0]
             text = self._tags(asked.text) if asked.kind == "structural_tag" else grammar_of(asked)
-            return self._made(text, _NUM_TRIED)
+            return self._made(text, 1)
         except RefusedError:
             raise
         except (ValueError, RecursionError) as error:
@@ -88,11 +93,12 @@ class LlguidanceBackend:
 
     def _of_words(self, schema: Any) -> tuple[LlguidanceGrammar, str]:
         for pattern in counting_patterns(schema):  # a text may come to them late, and fail there
-            self._made(schema_grammar({"type": "string", "pattern": pattern}), _NUM_TRIED)
+            self._made(schema_grammar({"type": "string", "pattern": pattern}), 1)
         text = schema_grammar(schema)
-        return self._made(text, _NUM_TRIED if len(text) > _LONG else 0), text
+        is_large = len(text) > _LONG or len(list(islice(reachable(schema), _LARGE + 1))) > _LARGE
+        return self._made(text, _NUM_WALKS if is_large else 0), text
 
-    def _made(self, text: str, num_tried: int) -> LlguidanceGrammar:
+    def _made(self, text: str, num_walks: int) -> LlguidanceGrammar:
         def parsed() -> LLMatcher:
             return LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
 
@@ -102,7 +108,7 @@ class LlguidanceBackend:
         if warnings := matcher.get_grammar_warnings():
             raise RefusedError(" ".join(warnings))
         grammar = LlguidanceGrammar(matcher, parsed, self._vocabulary, self._executor, len(text))
-        self._try(grammar, num_tried)
+        self._try(grammar, num_walks)
         return grammar
 
     def _tags(self, text: str) -> str:
@@ -113,7 +119,7 @@ class LlguidanceBackend:
             return dict(found)
 
         def part(inner: str) -> dict[str, Any]:
-            self._made(inner, _NUM_TRIED)
+            self._made(inner, 1)
             return entry(inner)
 
         embedded = Embedded(
@@ -123,36 +129,31 @@ class LlguidanceBackend:
         )
         return str(written(parse(text), self._vocabulary, embedded))
 
-    def _try(self, grammar: LlguidanceGrammar, num_tried: int) -> None:
+    def _try(self, grammar: LlguidanceGrammar, num_walks: int) -> None:
         """The first mask finds what parsing does not: references that lead nowhere, expressions that never match. A
         second one finds that the first has used up what its lexer, which all states share, may take. Some tokens more
         find what is too much only then: a mask can allow a token after which there are too many choices."""
         row = np.zeros(self._vocabulary.num_words, np.int32)
-        state = grammar.start()
         try:
-            state.fill(row)
-            grammar.start().fill(row)
-            for _ in range(num_tried):
-                token = self._onward(row)
-                if token is None:
-                    break
-                state.advance(token)
-                state.fill(row)
+            for _ in range(2):
+                grammar.start().fill(row)
+            if not row.any():
+                raise RefusedError("nothing fits this.")
         except ValueError as error:
             raise RefusedError(f"nothing can begin to fit this: {error}") from error
-        if not row.any():
-            raise RefusedError("nothing fits this.")
+        try:
+            for seed in range(num_walks):
+                self._walk(grammar.start(), row, Random(seed) if seed else None)
+        except ValueError as error:
+            raise RefusedError(f"what fits this has too many ways to go on: {error}") from error
 
-    def _onward(self, row: Ids) -> int | None:
-        """An allowed token, one that closes nothing if there is any; None if only the end is allowed."""
-        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: self._vocabulary.size])
-        texts = (token for token in map(int, allowed) if token not in self._vocabulary.eos_ids)
-        closing = None
-        for token in texts:
-            if token < len(self._vocabulary.tokens) and not set(self._vocabulary.tokens[token]) & _CLOSING:
-                return token
-            closing = token
-        return closing
+    def _walk(self, state: LlguidanceState, row: Ids, dice: Random | None) -> None:
+        for _ in range(_NUM_TRIED):
+            state.fill(row)
+            token = self._onward(row, dice)
+            if token is None:
+                return
+            state.advance(token)
 
 
 class LlguidanceGrammar:

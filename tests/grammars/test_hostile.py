@@ -4,9 +4,9 @@ either refused there or leads through masks without a fault. Whatever becomes of
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from specserve.constraint.base import Guarded, RefusedError, Vocabulary
 from specserve.constraint.trial import Outcome, Trial
 from specserve.constraint.vocabulary import vocabulary
+from specserve.grammars._onward import Onward
 from specserve.grammars.llguidance import LlguidanceBackend
 from specserve.models.tokenizer import Tokenizer
 from specserve.structured import Structured
@@ -169,7 +170,7 @@ def test_it_is_refused_or_led_through_masks(
         assert outcome.refused is None or ("\n" not in outcome.refused and len(outcome.refused) < 1000)
         return
     grammar = backend.compile(CASES[name])
-    faults = [walk(Guarded(grammar.start()), words, random.Random(seed)) for seed in range(WALKS)]
+    faults = [walk(Guarded(grammar.start()), words, Random(seed)) for seed in range(WALKS)]
     assert faults == [None] * WALKS
 
 
@@ -189,6 +190,33 @@ def test_as_many_optional_properties_are_taken_as_can_be_followed(num: int, smol
         assert state.advance(token)
 
 
+def test_choices_that_are_too_many_behind_the_first_token(smollm2: Path) -> None:
+    """They were accepted, and ended an answer at its second mask."""
+    tokenizer = Tokenizer(smollm2)
+    words = vocabulary(tokenizer, tokenizer.vocab_size)
+    branches = [{"type": "string", "maxLength": 10 + i} for i in range(100)]
+    with pytest.raises(RefusedError, match="too many ways to go on"):
+        LlguidanceBackend(words).compile(Structured("json_schema", json.dumps({"anyOf": branches})))
+
+
+def test_a_walk_goes_on_where_it_can(words: Vocabulary) -> None:
+    onward = Onward(words)
+
+    def chosen(texts: list[bytes], dice: Random | None) -> bytes | None:
+        row = np.zeros(words.num_words * 32, np.uint8)
+        row[[words.tokens.index(text) for text in texts]] = 1
+        row[list(words.eos_ids)] = 1
+        token = onward(np.packbits(row, bitorder="little").view(np.int32), dice)
+        return None if token is None else words.tokens[token]
+
+    assert chosen([], None) is None
+    assert chosen([b"}"], None) == b"}"
+    assert chosen([b"a", b'"}', b"b"], None) == b"a"
+    seen = [chosen([b"a", b"b", b",", b"}"], Random(seed)) for seed in range(200)]
+    assert set(seen) == {b"a", b"b", b","}
+    assert seen.count(b",") > 100, "what has structure is preferred"
+
+
 def test_properties_that_must_come_are_not_counted(backend: LlguidanceBackend, words: Vocabulary) -> None:
     names = [f"key{i}" for i in range(1500)]
     schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}, "required": names[400:]}
@@ -196,7 +224,7 @@ def test_properties_that_must_come_are_not_counted(backend: LlguidanceBackend, w
     assert all(state.advance(token) for token in words.encode('{"key0": null, "key400": null'))
 
 
-def walk(state: Guarded, words: Vocabulary, dice: random.Random) -> str | None:
+def walk(state: Guarded, words: Vocabulary, dice: Random) -> str | None:
     """Random tokens, and such as end nothing where there are any. What went wrong, if it did."""
     row = np.zeros(words.num_words, np.int32)
     for _ in range(STEPS):
