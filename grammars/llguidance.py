@@ -137,17 +137,20 @@ class LlguidanceBackend:
         try:
             for _ in range(2):
                 grammar.start().fill(row)
-            if not row.any():
-                raise RefusedError("nothing fits this.")
         except ValueError as error:
             raise RefusedError(f"nothing can begin to fit this: {error}") from error
-        try:
-            for seed in range(num_walks):
+        if not row.any():
+            raise RefusedError("nothing fits this.")
+        for seed in range(num_walks):
+            try:
                 self._walk(grammar.start(), row, Random(seed) if seed else None)
-        except ValueError as error:
-            raise RefusedError(f"what fits this has too many ways to go on: {error}") from error
+            except ValueError as error:
+                raise RefusedError(f"behind its first tokens an answer could not go on: {error}") from error
+            if not row.any():
+                raise RefusedError("it allows tokens behind which nothing fits.")
 
     def _walk(self, state: LlguidanceState, row: Ids, dice: Random | None) -> None:
+        """`row` is the last mask then: it is empty where the way has led to nothing."""
         for _ in range(_NUM_TRIED):
             state.fill(row)
             token = self._onward(row, dice)

@@ -195,8 +195,32 @@ def test_choices_that_are_too_many_behind_the_first_token(smollm2: Path) -> None
     tokenizer = Tokenizer(smollm2)
     words = vocabulary(tokenizer, tokenizer.vocab_size)
     branches = [{"type": "string", "maxLength": 10 + i} for i in range(100)]
-    with pytest.raises(RefusedError, match="too many ways to go on"):
+    with pytest.raises(RefusedError, match="behind its first tokens an answer could not go on: lexer error"):
         LlguidanceBackend(words).compile(Structured("json_schema", json.dumps({"anyOf": branches})))
+
+
+@pytest.mark.parametrize(("num_masks", "why"), [(0, "nothing fits this"), (3, "behind which nothing fits")])
+def test_a_way_that_leads_to_nothing_is_refused(backend: LlguidanceBackend, num_masks: int, why: str) -> None:
+    class Leading:
+        """A grammar and its one state: so many of its masks allow everything, the others nothing."""
+
+        left = num_masks
+
+        def start(self) -> Leading:
+            return self
+
+        def fill(self, row: np.ndarray) -> None:
+            row[:] = -1 if self.left > 0 else 0
+            self.left -= 1
+
+        def advance(self, token: int) -> bool:
+            return True
+
+    leading: Any = Leading()
+    with pytest.raises(RefusedError) as refused:
+        backend._try(leading, 1)
+    assert str(refused.value).count("structured:") == 1
+    assert why in str(refused.value)
 
 
 def test_a_walk_goes_on_where_it_can(words: Vocabulary) -> None:
