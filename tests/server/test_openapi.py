@@ -117,7 +117,7 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
     ),
     "both say what the answer must be": ("/v1/completions", {"prompt": "a", "regex": "a", "ebnf": "a"}),
     "structured_outputs says nothing": ("/v1/completions", {"prompt": "a", "structured_outputs": {}}),
-    "structured_outputs says json and regex": (
+    "; it must have one of json, json_object": (
         "/v1/completions",
         {"prompt": "a", "structured_outputs": {"json": {}, "regex": "a"}},
     ),
