@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("patient", deadline=None)  # how long one example takes is no finding: machines pause
+settings.load_profile("patient")
 
 # Before anything imports torch; whoever sets it has the last word.
 os.environ.setdefault("OMP_NUM_THREADS", "2")

@@ -87,7 +87,7 @@ def test_transformers_reads_tokenizer_and_chat_template(tmp_path: Path) -> None:
     assert tokenizer.eos_token_id in tiny_config("llama")["eos_token_id"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text())
 def test_tokenizer_round_trips_any_text(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
@@ -123,7 +123,7 @@ def test_unscripted_prompts_and_empty_budgets_get_empty_drafts() -> None:
     assert [len(draft) for draft in source.propose([known, strange], [0, 4])] == [0, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(0, 12), st.integers(0, 3), st.integers(0, 60))
 def test_a_hopeless_drafter_is_never_right_and_siblings_differ(seed: int, budget: int, decoys: int, start: int) -> None:
     tokens, parents = propose(drafter(accuracy=0.0, seed=seed, decoys=decoys), budget, start)
@@ -136,7 +136,7 @@ def test_a_hopeless_drafter_is_never_right_and_siblings_differ(seed: int, budget
     assert len(set(zip(tokens, parents, strict=True))) == len(tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 16), st.integers(1, 3))
 def test_an_exact_tree_holds_the_script_as_a_path(seed: int, budget: int, decoys: int) -> None:
     tokens, parents = propose(drafter(seed=seed, decoys=decoys), budget)

@@ -72,8 +72,10 @@ class ControlTokens:
         """Whether any string inside `value` holds a control token, or a part of one where template text could complete
         it."""
         return any(
-            self._spans(text, free) or (self._normalized and self._normalized.search(self._normalize(text)))
-            for text, free in _strings(value)
+            self._whole.search(text)
+            or (is_free and any(self._edge_spans(text)))
+            or (self._normalized and self._normalized.search(self._normalize(text)))
+            for text, is_free in _strings(value)
         )
 
     def hidden(self, value: Any, marks: Marks, edges: bool, name: Any = None) -> Any:
@@ -179,18 +181,18 @@ def _nonce() -> str:
     return f"{secrets.randbelow(10**_NONCE_DIGITS):0{_NONCE_DIGITS}}"
 
 
-def _strings(value: Any, name: Any = None) -> Iterator[tuple[str, bool]]:
+def _strings(value: Any) -> Iterator[tuple[str, bool]]:
     """Every string inside `value`, keys too, and whether it is free: neither a key nor a part of the structure."""
-    if isinstance(value, str):
-        yield value, name not in _STRUCTURE
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            if isinstance(key, str):
-                yield key, False
-            yield from _strings(entry, key)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _strings(entry, name)
+    left = [(value, True)]
+    while left:
+        entry, is_free = left.pop()
+        if isinstance(entry, str):
+            yield entry, is_free
+        elif isinstance(entry, list | tuple):
+            left += [(each, is_free) for each in entry]
+        elif isinstance(entry, dict | Mapping):
+            left += [(key, False) for key in entry]
+            left += [(each, key not in _STRUCTURE) for key, each in entry.items()]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -111,6 +111,17 @@ class Tokenizer:
         A template that looks into messages for control tokens finds none there, but for reasoning that an assistant's
         message begins with. Raises InputError as `render_chat` does, and for tools that the template does not read.
         """
+        found = self._chat_ids(messages, options, may_load=True)
+        assert found is not None, "all may be loaded"
+        return found
+
+    def quick_chat_ids(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]] | None:
+        """As `chat_ids`, but None where that might first have to make a second backend: a second or more, once."""
+        return self._chat_ids(messages, options, may_load=False)
+
+    def _chat_ids(
+        self, messages: Sequence[Message], options: Mapping[str, Any], may_load: bool
+    ) -> tuple[str, list[int]] | None:
         if options.get("tools") and not self.takes_tools:
             raise InputError("tools: this model's chat template takes no tools. Leave them out.", "tools")
         text = self.render_chat(messages, **options)
@@ -118,6 +129,8 @@ class Tokenizer:
         try:
             if not self._control.may_be_in([messages, theirs]):
                 return text, self.encode(text, add_special_tokens=False)
+            if not (may_load or self._control.loaded):
+                return None
             parts = self._render_hidden(text, messages, options, theirs)
             return "".join(parts), self._control.encode(parts)
         except (TypeError, UnicodeEncodeError) as error:
@@ -142,10 +155,6 @@ class Tokenizer:
     def reasoning(self) -> Reasoning | None:
         """The tokens around the model's reasoning; None for one that does not reason."""
         return reasoning(self, self._response_template, self._chat.tool_source + (self._chat.source or ""))
-
-    def loads_for(self, messages: Sequence[Message], **options: Any) -> bool:
-        """Whether `chat_ids(messages, **options)` may first have to make a second backend: a second or more, once."""
-        return not self._control.loaded and self._control.may_be_in([messages, options])
 
     @cached_property
     def _control(self) -> ControlTokens:

@@ -149,8 +149,24 @@ class Service:
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """A conversation through the chat template, as text and ids, of any length; see Tokenizer.chat_ids."""
+        return await self._chat_ids(num_characters([messages, template], _LONG_CHARACTERS), messages, template)
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
+        """As `chat_ids`, of a conversation that is to be answered. Raises PromptTooLongError as `check_length` does; a
+        template may leave some of the conversation out."""
         size = num_characters([messages, template], _LONG_CHARACTERS)
-        if size <= _INLINE_CHARACTERS and self.tokenizer.loads_for(messages, **template):
+        if size > self.ready.max_model_len:
+            text = await self.on_thread(functools.partial(self.tokenizer.render_chat, messages, **template))
+            await self.check_length(text)
+        return await self._chat_ids(size, messages, template)
+
+    async def _chat_ids(
+        self, size: int, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        if size <= _INLINE_CHARACTERS:
+            found = self.tokenizer.quick_chat_ids(messages, **template)
+            if found is not None:
+                return found
             size = _INLINE_CHARACTERS + 1
         return await self._tokenized(size, functools.partial(self.tokenizer.chat_ids, messages, **template))
 
@@ -158,13 +174,6 @@ class Service:
         """Raises PromptTooLongError for a text that no context of this size can hold, whatever its tokens are:
         megabytes take seconds to tokenize."""
         await self.run(len(text), self._check_length, len(text))
-
-    async def check_chat_length(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> None:
-        """As `check_length`, of a conversation; a template leaves some of it out."""
-        limit = self.ready.max_model_len
-        if num_characters([messages, template], limit) > limit:
-            text = await self.on_thread(functools.partial(self.tokenizer.render_chat, messages, **template))
-            await self.check_length(text)
 
     async def with_tools(self, ask: Ask, use: ToolUse) -> tuple[Ask, Callable[[], AnswerParser] | None]:
         """What is asked so that calls of tools can be found in the answer, or must be, and what finds them
@@ -197,6 +206,8 @@ class Service:
             await self._try(ask.params.structured, ask.source)
         size = sum(map(len, ask.params.bad_words))
         bad_ids = await self.run(size, self._bad_ids, ask.params) if size else ()
+        if not (tenant or bad_ids):
+            return ask
         return replace(ask, bad_ids=bad_ids, salt=tenant + ask.salt)
 
     async def _try(self, asked: Structured, source: str) -> None:
@@ -266,10 +277,10 @@ def num_characters(value: Any, enough: int) -> int:
     while left and total <= enough:
         entry = left.pop()
         total += len(entry) if isinstance(entry, str) else 1
-        if isinstance(entry, Mapping):
-            left += entry.values()
-        elif isinstance(entry, list | tuple):
+        if isinstance(entry, list | tuple):
             left += entry
+        elif isinstance(entry, dict):
+            left += entry.values()
     return total
 
 

@@ -244,7 +244,7 @@ def _search(machine: type[CacheMachine] = CacheMachine, max_examples: int = 400)
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=max_examples, stateful_step_count=50, deadline=None, derandomize=True, database=None,
+            max_examples=max_examples, stateful_step_count=50, derandomize=True, database=None,
             phases=[Phase.generate], suppress_health_check=_QUIET, report_multiple_bugs=False,
         ),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from specserve.constraint import masks
 from specserve.constraint.base import Guarded
@@ -65,7 +65,6 @@ def bits(row: np.ndarray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 
-@settings(deadline=None)
 @given(sentences, trees(), st.integers(0, 4))
 def test_each_row_is_what_a_walk_from_scratch_says(language: list[list[int]], draft: Draft, said: int) -> None:
     seq, state = guided(language, said)
@@ -82,7 +81,6 @@ def test_each_row_is_what_a_walk_from_scratch_says(language: list[list[int]], dr
     assert state.said == before
 
 
-@settings(deadline=None)
 @given(sentences, trees(), st.integers(0, 4), st.integers(1, 9))
 def test_a_guided_draft_holds_what_may_stand_and_nothing_else(
     language: list[list[int]], draft: Draft, said: int, budget: int
@@ -138,7 +136,6 @@ def test_nobody_with_a_grammar_means_no_masks() -> None:
     assert masks.fill(Rows([free], [Draft.chain([1])], [0]), WORDS) is None
 
 
-@settings(deadline=None)
 @given(sentences, trees(), st.integers(0, 4), st.integers(0, 2**32 - 1), st.booleans())
 def test_whoever_takes_the_best_token_says_the_same_with_the_bits_that_it_needs(
     language: list[list[int]], tree: Draft, said: int, seed: int, likes_chain: bool

@@ -77,7 +77,7 @@ def filled(state: ReasoningState) -> set[int]:
     return bits(row)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(sentences, markers, markers, st.booleans(), said, st.lists(st.integers(0, 12), max_size=12))
 def test_after_any_walk_a_state_is_where_a_new_one_would_be(
     language: list[list[int]], opening: list[int], closing: list[int], is_open: bool, text: list[int], backs: list[int]
@@ -144,7 +144,7 @@ def guided(state: ReasoningState) -> Sequence:
     return seq
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(sentences, markers, markers, st.booleans(), trees(), st.lists(ids, max_size=3))
 def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
     language: list[list[int]],

@@ -122,7 +122,6 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(values)
 def test_every_spelling_is_the_same_value(value: Any) -> None:
     texts = list(suite._spellings(value))
@@ -144,7 +143,7 @@ schemas = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schemas, st.lists(values, min_size=1, max_size=6))
 def test_no_random_schema_accepts_what_does_not_fit(trial: Trial, schema: Any, data: list[Any]) -> None:
     """jsonschema-rs is the truth; what is refused says nothing."""

@@ -81,7 +81,7 @@ def expected_end(tokenizer: Tokenizer, params: SamplingParams, ids: list[int]) -
 BYTE_LEVEL_IDS = st.lists(st.integers(0, END + 3), max_size=24)  # three ids beyond the vocabulary among them
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), ids=BYTE_LEVEL_IDS, skip=st.booleans())
 def test_any_ids_in_any_bursts_give_the_one_shot_text(
     byte_level: Tokenizer, data: Any, ids: list[int], skip: bool
@@ -91,7 +91,7 @@ def test_any_ids_in_any_bursts_give_the_one_shot_text(
     assert (text, kept, stop) == (byte_level.decode(ids, skip), len(ids), None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), text=st.text(max_size=12), skip=st.booleans())
 def test_sentencepiece_gives_the_one_shot_text_but_for_its_first_space(
     sentencepiece: Tokenizer, data: Any, text: str, skip: bool
@@ -110,7 +110,7 @@ LETTERS = st.sampled_from([*(ALPHABET.index(letter) for letter in "abc"), *range
 STOPS = st.lists(st.text("abc ", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(data=st.data(), ids=st.lists(LETTERS, max_size=16), stops=STOPS, include=st.booleans())
 def test_text_is_cut_at_the_first_stop_string_to_be_complete(
     byte_level: Tokenizer, data: Any, ids: list[int], stops: list[str], include: bool
@@ -119,7 +119,7 @@ def test_text_is_cut_at_the_first_stop_string_to_be_complete(
     assert run(Detokenizer(byte_level, params, []), partitions(data, ids)) == expected_end(byte_level, params, ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), ids=st.lists(LETTERS, max_size=16), stops=STOPS, least=st.integers(0, 16))
 def test_bursts_never_change_anything(
     byte_level: Tokenizer, data: Any, ids: list[int], stops: list[str], least: int
@@ -130,7 +130,7 @@ def test_bursts_never_change_anything(
     assert singly[2] is None or singly[1] >= least
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(LETTERS, max_size=16), stops=STOPS)
 def test_only_what_may_begin_a_stop_string_is_held_back(
     byte_level: Tokenizer, ids: list[int], stops: list[str]
@@ -220,7 +220,7 @@ def real(smollm2: Path) -> Tokenizer:
     return Tokenizer(smollm2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), text=st.text(max_size=40))
 def test_the_real_tokenizer_streams_any_text(real: Tokenizer, data: Any, text: str) -> None:
     ids = real.encode(text.encode(errors="ignore").decode())

@@ -31,7 +31,7 @@ def accepted(compiler: Compiler, pattern: str, text: str) -> bool:
     return all(state.advance(token) for token in (*text.encode(), 256))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(pattern=st.sampled_from(PATTERNS), text=TEXTS)
 def test_rewritten_they_mean_what_python_says_of_ascii(pattern: str, text: str) -> None:
     assert bool(re.fullmatch(in_ascii(pattern), text)) == bool(re.fullmatch(pattern, text, re.ASCII))

@@ -91,7 +91,7 @@ def draft(draw: Any, grammar: Grammar, said: list[int], words: Vocabulary, is_ch
 
 
 @pytest.mark.parametrize("is_chain", [True, False])
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_rows_are_what_replay_from_scratch_says(
     grammars: list[Grammar], words: Vocabulary, is_chain: bool, data: st.DataObject

@@ -302,7 +302,7 @@ texts = st.lists(
 
 
 @pytest.mark.parametrize("number", range(len(SAME)), ids=lambda number: json.dumps(SAME[number][0])[:50])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(text=texts)
 def test_xgrammar_takes_the_same_texts(
     number: int, text: str, backend: LlguidanceBackend, words: Vocabulary, xgrammars: Any
@@ -376,7 +376,7 @@ def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(value=st.recursive(leaves, nested, max_leaves=4), seed=st.integers(0, 2**32))
 def test_what_is_said_under_any_tags_is_what_xgrammar_takes(
     value: Any, seed: int, backend: LlguidanceBackend, words: Vocabulary, xgrammars: Any

@@ -86,7 +86,7 @@ def takes(state: LlguidanceState, words: Vocabulary, text: str) -> bool:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:30])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(value=json_values)
 def test_what_fits_a_schema_can_be_said_and_nothing_else(
     schema: Any, value: Any, backend: LlguidanceBackend, words: Vocabulary

@@ -101,7 +101,7 @@ def fits(pattern: str, text: bytes) -> bool:
         return False
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pattern=expressions, tokens=token_sets)
 def test_what_matches_can_be_said_and_nothing_else(pattern: str, tokens: list[bytes]) -> None:
     assume(pattern)
@@ -134,7 +134,7 @@ def walked(grammar: Automaton, tokens: list[int]) -> AutomatonState:
     return state
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(pattern=expressions, tokens=token_sets, seed=st.integers(0, 999))
 def test_every_state_has_a_way_to_the_end_and_drafts_are_what_walking_gives(
     pattern: str, tokens: list[bytes], seed: int
@@ -175,7 +175,7 @@ def expected(
     return row
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(pattern=expressions, moves=st.lists(st.integers(-3, 8), max_size=30))
 def test_going_back_is_never_having_gone(pattern: str, moves: list[int]) -> None:
     """Negative moves take back so many tokens; others try a token."""
@@ -367,7 +367,7 @@ def backend(words: Vocabulary) -> OutlinesBackend:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:30])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(value=values)
 def test_what_fits_a_schema_can_be_said_and_nothing_else(
     schema: Any, value: Any, backend: OutlinesBackend, words: Vocabulary

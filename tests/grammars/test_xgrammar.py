@@ -104,7 +104,7 @@ def takes(state: XgrammarState, words: Vocabulary, text: str) -> bool:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:30])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(value=json_values)
 def test_what_fits_a_schema_can_be_said_and_nothing_else(
     schema: Any, value: Any, backend: XgrammarBackend, words: Vocabulary
@@ -412,7 +412,7 @@ instances = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(schema=schemas, values=st.lists(instances, min_size=1, max_size=6))
 def test_no_random_schema_accepts_what_does_not_fit(
     schema: Any, values: list[Any], backend: XgrammarBackend, words: Vocabulary
@@ -442,7 +442,7 @@ patterns = st.recursive(
 TEXTS = ["".join(text) for n in range(4) for text in itertools.product("ab1\n", repeat=n)] + ["é", "aé", "a.", "."]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(patterns, st.booleans())
 def test_expressions_mean_what_they_mean_elsewhere(
     backend: XgrammarBackend, words: Vocabulary, pattern: str, anchored: bool

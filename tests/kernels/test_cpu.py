@@ -48,7 +48,7 @@ seeds = st.integers(0, 2**31)
 
 
 def examples(n: int) -> settings:
-    return settings(max_examples=n, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    return settings(max_examples=n, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True, scope="module")

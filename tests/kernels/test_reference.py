@@ -59,7 +59,7 @@ def naive(kv: Tensor, query: Tensor, cached: int, table: list[int], window: int 
     return torch.stack(out)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     cached=st.lists(st.integers(0, 300), min_size=1, max_size=4),
     lengths=st.lists(st.integers(1, 20), min_size=4, max_size=4),

@@ -530,7 +530,7 @@ def test_every_truncation_is_found_before_any_tensor_is_read(tmp_path: Path) -> 
             read(short)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_damaged_headers_never_raise_anything_else(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

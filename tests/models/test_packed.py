@@ -277,7 +277,7 @@ def assert_mended(folder: Path, reads: list[str], weights: str = "int8") -> None
     assert reads == []
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_changed_bit_of_preamble_and_index_is_noticed(data: st.DataObject, folder: Path, home: Path) -> None:
     load_model(folder, make_ops())

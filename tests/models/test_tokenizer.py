@@ -96,7 +96,7 @@ def test_truncation_and_padding_saved_with_a_tokenizer_do_not_apply(tmp_path: Pa
 
 
 @pytest.mark.parametrize("build", [byte_level, sentencepiece])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=30))
 def test_token_bytes_join_to_the_text(tmp_path_factory: pytest.TempPathFactory, build: Any, text: str) -> None:
     folder = tmp_path_factory.getbasetemp() / f"bytes-{build.__name__}"
@@ -373,7 +373,7 @@ def added_ids(folder_tokenizer: Tokenizer) -> set[int]:
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(contents=st.lists(PIECES, min_size=1, max_size=3))
 def test_contents_never_become_control_tokens(
     tmp_path_factory: pytest.TempPathFactory, build: Any, contents: list[str]
@@ -393,7 +393,7 @@ def test_contents_never_become_control_tokens(
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20), after=st.sampled_from(ADDED))
 def test_the_backend_with_secret_names_tokenizes_as_the_first(
     tmp_path_factory: pytest.TempPathFactory, build: Any, text: str, after: str
@@ -414,8 +414,18 @@ def test_harmless_conversations_need_no_second_backend(tmp_path: Path, monkeypat
         chat = [{"role": "user", "content": content}]
         text, ids = tokenizer.chat_ids(chat)
         assert ids == tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.quick_chat_ids(chat) in ((text, ids), None)
     with pytest.raises(TypeError):
         control.ControlTokens(tokenizer._backend).encode(["", "<think>", ""])
+
+
+def test_what_might_load_a_second_backend_is_not_quick_until_it_is_there(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, template=FENCED))
+    chat = [{"role": "user", "content": "<think>"}]
+    assert tokenizer.quick_chat_ids(chat) is None
+    assert not tokenizer._control.loaded
+    _ = tokenizer._control._renamed
+    assert tokenizer.quick_chat_ids(chat) == tokenizer.chat_ids(chat)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +537,7 @@ def real_tokenizer(smollm2: Path) -> Tokenizer:
     return Tokenizer(smollm2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     contents=st.lists(
         st.lists(

@@ -68,7 +68,7 @@ def random_masks(rows: int, vocab: int, share: float, rng: np.random.Generator) 
 
 
 @pytest.mark.parametrize("isa", KERNELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     each=st.lists(filters, min_size=1, max_size=8),
     vocab=st.sampled_from([1, 2, 15, 16, 17, 300, 5001]),
@@ -85,7 +85,7 @@ def test_draws_what_torch_draws(isa: str, each: list[dict[str, float]], vocab: i
 
 
 @pytest.mark.parametrize("isa", KERNELS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     each=st.lists(filters, min_size=1, max_size=6),
     vocab=st.sampled_from([1, 2, 31, 32, 33, 64, 300, 2001]),
@@ -131,7 +131,7 @@ def test_a_row_draws_the_same_whether_scores_or_a_mask_rule_tokens_out(isa: str)
 
 
 @pytest.mark.parametrize("isa", KERNELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_batch_of_all_kinds_is_judged_the_same_with_and_without_native_draws(
     isa: str, sequence: Callable[..., Sequence], data: st.DataObject

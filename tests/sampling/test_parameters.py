@@ -70,7 +70,7 @@ def _path(draft: Draft, row: int) -> list[int]:
     return [int(draft.tokens[i]) for i in draft.path_to(row - 1)]
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250, derandomize=True)
 @given(data=st.data(), own=options, draft=drafts(), masked=st.booleans())
 def test_the_law_of_every_row_is_the_oracles(
     data: st.DataObject, own: dict[str, Any], draft: Draft, masked: bool, sequence: Make, oracle: Oracle
@@ -181,7 +181,6 @@ some_scores = st.lists(st.sampled_from([-1.0, 0.5, 2.0, -math.inf]), min_size=VO
 broken_scores = st.lists(st.sampled_from([-1.0, math.inf, math.nan]), min_size=VOCAB, max_size=VOCAB)
 
 
-@settings(deadline=None)
 @given(
     st.lists(some_scores | some_scores | some_scores | broken_scores, min_size=3, max_size=3),
     st.lists(st.just(-1) | token_ids.map(lambda i: 1 << i) | st.integers(0, 2**VOCAB - 1), min_size=3, max_size=3),

@@ -95,7 +95,7 @@ def simple(schema: Any) -> bool:
 
 
 @pytest.mark.parametrize("schema", CASES, ids=lambda schema: json.dumps(schema)[:50])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(value=values)
 def test_the_same_values_fit_in_other_words(schema: Any, value: Any) -> None:
     words = rewritten(schema)
@@ -228,7 +228,7 @@ schemas = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schemas, st.lists(values, min_size=1, max_size=8))
 def test_no_random_schema_is_widened(schema: Any, data: list[Any]) -> None:
     """What fits the new words fits the old ones, or the schema is refused; nothing else is ever raised."""

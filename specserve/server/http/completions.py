@@ -88,12 +88,11 @@ async def chat_ask(server: Context, asked: ChatCompletionRequest, own_names: Map
     """A conversation as the engine is asked for its next message. `own_names` are those of the fields that were sent,
     where they are not chat's."""
     conversation, template = conversation_of(server, asked)
-    await server.service.check_chat_length(conversation, template)
-    prompt, ids = await server.service.chat_ids(conversation, **template)
+    prompt, ids = await server.service.chat_prompt(conversation, **template)
     predicted = asked.prediction.content if asked.prediction else ""
     prediction = await _prediction_ids(server, predicted) if predicted else []
     ask = _ask(asked, ids, prompt, prediction)
-    return replace(ask, source=own_names.get(ask.source, ask.source))
+    return replace(ask, source=own_names[ask.source]) if ask.source in own_names else ask
 
 
 def conversation_of(server: Context, asked: ChatCompletionRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -134,7 +133,7 @@ async def _completion_asks(server: Context, asked: CompletionRequest) -> list[As
 def _ask(asked: SamplingFields, ids: list[int], prompt: str | None, prediction: Sequence[int] = ()) -> Ask:
     return Ask(
         prompt_ids=ids,
-        params=asked.sampling_params(),
+        params=asked.sampling_params,
         prompt=prompt,
         priority=asked.priority,
         salt=asked.salt,

@@ -2,7 +2,7 @@
 default. Knows OpenAI's and vLLM's names; knows no HTTP.
 
     request = read(ChatCompletionRequest, body, limits)
-    request.conversation(), request.template_options(), request.sampling_params()
+    request.conversation(), request.template_options(), request.sampling_params
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ nor messages."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 from typing import Any, ClassVar
 
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from specserve.errors import InputError, unknown
 from specserve.server.wire.fields import (
@@ -165,8 +166,6 @@ class SamplingFields(StructuredFields):
     store: Any = None
     """Accepted and not used."""
 
-    _sampling: SamplingParams = PrivateAttr()
-
     @property
     @abstractmethod
     def num_choices(self) -> int:
@@ -188,13 +187,14 @@ class SamplingFields(StructuredFields):
         unknown_names = (name for name in self.model_extra or {} if name not in REFUSED)
         return [*unknown_names, *(f"stream_options.{name}" for name in nested)]
 
+    @cached_property
     def sampling_params(self) -> SamplingParams:
         """What the engine is asked for."""
-        return self._sampling
+        return self._checked_params()
 
     @abstractmethod
     def _checked_params(self) -> SamplingParams:
-        """As `sampling_params`, once, when all fields are there. Raises InputError."""
+        """As `sampling_params`, when all fields are there. Raises InputError."""
 
     def _params(self, **own: Any) -> SamplingParams:
         same = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
@@ -212,7 +212,7 @@ class SamplingFields(StructuredFields):
         if self.speculative is not None:
             self.speculative.check(limits.drafters)
         self._check_amounts(limits)
-        self._sampling = self._checked_params()
+        _ = self.sampling_params  # which is made now, so that what is wrong with it is found
         return self
 
     def _check_amounts(self, limits: Limits) -> None:

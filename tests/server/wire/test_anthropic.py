@@ -74,7 +74,7 @@ def test_every_field_reaches_chat() -> None:
     made = request.as_chat(LIMITS)
     assert isinstance(made, ChatCompletionRequest)
     assert made.conversation() == [{"role": "system", "content": "Be brief."}, USER]
-    assert made.sampling_params() == SamplingParams(
+    assert made.sampling_params == SamplingParams(
         max_tokens=5, stop=("a", "é"), temperature=0.5, top_p=0.25, top_k=7, num_speculative_tokens=3
     )
     assert made.template_options() == {
@@ -88,9 +88,9 @@ def test_every_field_reaches_chat() -> None:
 
 
 def test_defaults_are_those_of_chat() -> None:
-    assert chat().sampling_params() == SamplingParams(max_tokens=5)
+    assert chat().sampling_params == SamplingParams(max_tokens=5)
     nothing = {name: None for name in MessagesRequest.model_fields if name not in ("messages", "max_tokens")}
-    assert chat(**nothing).sampling_params() == SamplingParams(max_tokens=5)
+    assert chat(**nothing).sampling_params == SamplingParams(max_tokens=5)
 
 
 def test_a_conversation_with_tools() -> None:
@@ -217,7 +217,7 @@ def test_counting_needs_no_limit() -> None:
     body = json.dumps({"messages": [USER], "system": "a", "tools": []}).encode()
     made = read_translated(CountTokensRequest, body, LIMITS).as_chat(LIMITS)
     assert made.conversation() == [{"role": "system", "content": "a"}, USER]
-    assert made.sampling_params() == SamplingParams(max_tokens=None)
+    assert made.sampling_params == SamplingParams(max_tokens=None)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.answer import Arguments, Call, Part, Text, items_of
@@ -593,7 +593,6 @@ def items_told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-@settings(deadline=None)
 @given(st.data(), ANSWERS.map("".join), st.booleans(), st.sampled_from(["stop", "length"]))
 def test_however_it_is_split_a_stream_says_what_the_whole_says(
     data: st.DataObject, text: str, parse: bool, reason: str

@@ -72,7 +72,7 @@ def test_every_field_reaches_chat() -> None:
     made = request.as_chat(LIMITS)
     assert isinstance(made, ChatCompletionRequest)
     assert made.conversation() == [{"role": "system", "content": "Be brief."}, user("Hi")]
-    assert made.sampling_params() == SamplingParams(
+    assert made.sampling_params == SamplingParams(
         max_tokens=5, temperature=0.5, top_p=0.25, logprobs=3, num_speculative_tokens=3
     )
     assert made.template_options()["reasoning_effort"] == "low"
@@ -84,7 +84,7 @@ def test_defaults_are_those_of_chat() -> None:
     nothing = {name: None for name in ResponsesRequest.model_fields if name != "input"}
     for made in (chat(), chat(**nothing)):
         assert made.conversation() == [user("Hi")]
-        assert made.sampling_params() == SamplingParams(max_tokens=None)
+        assert made.sampling_params == SamplingParams(max_tokens=None)
         assert made.template_options()["tools"] is None
 
 
@@ -166,7 +166,7 @@ def test_unknown_names_are_told_apart_from_unused_ones() -> None:
     ("fields", "chosen"), [({}, None), ({"include": [LOGPROBS]}, 0), ({"include": [LOGPROBS], "top_logprobs": 20}, 20)]
 )
 def test_logprobs(fields: dict[str, Any], chosen: int | None) -> None:
-    assert chat(**fields).sampling_params().logprobs == chosen
+    assert chat(**fields).sampling_params.logprobs == chosen
 
 
 def test_what_the_response_says_of_its_request() -> None:

@@ -71,8 +71,8 @@ def test_a_number_is_a_finite_number_in_its_range(make: Any, name: str, value: A
 
 # 12
 def test_extreme_temperatures_are_taken() -> None:
-    assert chat(temperature=1e-30).sampling_params().temperature == 1e-30
-    assert chat(temperature=2.0, top_k=1).sampling_params().top_k == 1
+    assert chat(temperature=1e-30).sampling_params.temperature == 1e-30
+    assert chat(temperature=2.0, top_k=1).sampling_params.top_k == 1
 
 
 SHARED_REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -302,9 +302,9 @@ def test_literals_that_are_no_numbers_are_named(make: Any, literal: str, name: s
 @pytest.mark.parametrize("make", [chat, completion])
 def test_defaults_are_those_of_openai(make: Any) -> None:
     most = {chat: None, completion: 16}[make]
-    assert make().sampling_params() == SamplingParams(max_tokens=most)
+    assert make().sampling_params == SamplingParams(max_tokens=most)
     nothing = {name: None for name in make().__class__.model_fields if name not in ("messages", "prompt")}
-    assert make(**nothing).sampling_params() == SamplingParams(max_tokens=most)
+    assert make(**nothing).sampling_params == SamplingParams(max_tokens=most)
     assert make(**nothing).ignored(LIMITS) == []
 
 
@@ -344,8 +344,8 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "logit_bias": {"5": -100},
         "speculative": {"drafter": "ngram", "num_tokens": 4},
     }
-    assert chat(**more, logprobs=True, top_logprobs=2).sampling_params() == expected
-    assert completion(**more, logprobs=2).sampling_params() == expected
+    assert chat(**more, logprobs=True, top_logprobs=2).sampling_params == expected
+    assert completion(**more, logprobs=2).sampling_params == expected
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     [({}, None, None), ({"logprobs": 3}, 3, None), ({"logprobs": 0, "echo": True}, 0, 0), ({"echo": True}, None, None)],
 )
 def test_logprobs_of_completions(fields: dict[str, Any], chosen: int | None, prompt: int | None) -> None:
-    params = completion(**fields).sampling_params()
+    params = completion(**fields).sampling_params
     assert (params.logprobs, params.prompt_logprobs) == (chosen, prompt)
 
 
@@ -366,13 +366,13 @@ def test_logprobs_of_completions(fields: dict[str, Any], chosen: int | None, pro
     ],
 )
 def test_logprobs_of_chat(fields: dict[str, Any], chosen: int | None) -> None:
-    assert chat(**fields).sampling_params().logprobs == chosen
+    assert chat(**fields).sampling_params.logprobs == chosen
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_both_names_of_the_token_limit(name: str) -> None:
-    assert chat(**{name: 5}).sampling_params().max_tokens == 5
-    assert chat(max_tokens=5, max_completion_tokens=5).sampling_params().max_tokens == 5
+    assert chat(**{name: 5}).sampling_params.max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=5).sampling_params.max_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_both_names_of_the_token_limit(name: str) -> None:
     ids=str.__call__,
 )
 def test_stop_is_null_text_or_a_list(stop: Any, expected: tuple[str, ...]) -> None:
-    assert chat(stop=stop).sampling_params().stop == expected
+    assert chat(stop=stop).sampling_params.stop == expected
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_stop_is_null_text_or_a_list(stop: Any, expected: tuple[str, ...]) -> No
     ],
 )
 def test_speculative(speculative: dict[str, Any], cap: int | None) -> None:
-    assert chat(speculative=speculative).sampling_params().num_speculative_tokens == cap
+    assert chat(speculative=speculative).sampling_params.num_speculative_tokens == cap
 
 
 def test_drafts_cannot_be_asked_of_a_server_without_a_drafter() -> None:
@@ -605,7 +605,7 @@ def test_junk_is_taken_or_refused_and_nothing_else(junk: dict[str, Any], is_chat
         assert told.status == 400
         event_text(told.body).encode()
     else:
-        assert request.sampling_params().check_ids(LIMITS.vocab_size) is None
+        assert request.sampling_params.check_ids(LIMITS.vocab_size) is None
         assert 1 <= request.num_choices <= LIMITS.max_completions
 
 

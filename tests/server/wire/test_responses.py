@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.errors import WireError, unavailable
@@ -442,7 +442,6 @@ def split(data: st.DataObject, completion: CompletionOutput) -> Iterator[Chunk]:
         )
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(TOKENS, min_size=4, max_size=4), st.booleans(), st.booleans())
 def test_however_it_is_split_a_stream_says_what_the_whole_says(
     data: st.DataObject, tokens: list[list[int]], is_chat: bool, echo: bool

@@ -69,7 +69,7 @@ def completion(**fields: Any) -> CompletionRequest:
 def test_every_name_says_the_same(make: Any, fields: dict[str, Any], name: str, expected: Structured) -> None:
     asked = make(**fields)
     assert asked.constraint == (name, expected)
-    assert asked.sampling_params().structured == expected
+    assert asked.sampling_params.structured == expected
     assert asked.ignored(LIMITS) == []
 
 
@@ -79,7 +79,7 @@ def test_every_name_says_the_same(make: Any, fields: dict[str, Any], name: str, 
 )
 def test_free_text(make: Any, fields: dict[str, Any]) -> None:
     asked = make(**fields)
-    assert (asked.constraint, asked.sampling_params().structured) == (None, None)
+    assert (asked.constraint, asked.sampling_params.structured) == (None, None)
 
 
 def test_text_goes_with_a_constraint() -> None:

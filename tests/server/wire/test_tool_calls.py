@@ -275,7 +275,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     family=st.sampled_from(FAMILIES),
     pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=7),
@@ -411,7 +411,7 @@ def added_up(found: list[Any]) -> tuple[dict[str, Any], str]:
     return message | ({"tool_calls": calls} if calls else {}), found[-1][1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     family=st.sampled_from(FAMILIES),
     answers=st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), min_size=1, max_size=2),
