@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cached_property
 from typing import Any
 
 from llguidance import LLMatcher
@@ -14,7 +15,7 @@ from specserve.grammars._ascii import in_ascii
 from specserve.grammars._gbnf import START, parse
 from specserve.grammars._longest import lark
 from specserve.schema.bounds import check_bounds
-from specserve.schema.document import check_depth, check_shape, is_number, reachable, walk
+from specserve.schema.document import Document, check_depth, check_shape, is_number, reachable, walk
 from specserve.schema.formats import exact
 from specserve.schema.objects import MANY_UNNAMED
 from specserve.structured import Structured
@@ -35,8 +36,8 @@ _OPTIONS: Any = {
 _MOST_RULES = 1000  # of a Lark grammar: a chain of 5,000 rules overflows the stack, and the process dies
 _MOST_MULTIPLE = 1000  # of multipleOf: its automaton has so many states, and takes seconds
 _MOST_PROPERTIES = 1800  # of one object: each takes four items of a row
-# Of one object: where all of 400 may come next a mask takes 3.5 ms, which grows with their square; 500 whose names
-# begin alike are too many items for a mask in the midst of an answer.
+# That may come next: with 400 a mask takes 3.5 ms, with 1,000 it takes 25, and all streams wait for it; and there are
+# places in the midst of an answer where fewer are too many items for a mask.
 _MOST_OPTIONAL = 400
 _MOST_STRUCTURES = 1800  # objects and arrays of one enum
 _COUNTING = re.compile(r"\{,?[0-9]{3,}|\}\)*\{")
@@ -132,11 +133,54 @@ def _check_schema(root: dict[str, Any]) -> None:
         if schema.get("format") == "unknown":
             raise RefusedError("Unknown format: unknown.")  # a name it takes for any text
         check_bounds(schema, root)
+    together = _Together(root)
+    if any(together.num_optional(schema) > _MOST_OPTIONAL for schema in reachable(root)):
+        raise RefusedError(
+            f"anyOf, oneOf: branches that together have more than {_MOST_OPTIONAL} properties that may be left out are "
+            "not taken. Let each begin with a required property that is a constant of its own."
+        )
 
 
 def _num_optional(schema: dict[str, Any]) -> int:
     properties = schema.get("properties", {})
     return len(properties) - sum(name in properties for name in set(map(str, _listed(schema.get("required")))))
+
+
+class _Together:
+    """How many optional properties may come next in a document, by place. All branches of a union are followed at once,
+    until a required constant has told them apart."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._known: dict[int, int] = {}  # by identity of the schema
+
+    def num_optional(self, schema: Any) -> int:
+        """Those of an object and of all that is in its place, at most."""
+        if not isinstance(schema, dict):
+            return 0
+        if id(schema) not in self._known:
+            self._known[id(schema)] = 0  # one that comes to itself again adds nothing
+            inner = [each for name in ("anyOf", "oneOf", "allOf") for each in schema.get(name, ())]
+            if "$ref" in schema:
+                inner.append(self._document.target(schema))
+            self._known[id(schema)] = _longest_run(schema) + sum(map(self.num_optional, inner))
+        return self._known[id(schema)]
+
+    @cached_property
+    def _document(self) -> Document:
+        return Document(self._root)
+
+
+def _longest_run(schema: dict[str, Any]) -> int:
+    """Properties in a row, as they are written, that may all be left out, up to a required one that is a constant."""
+    required = set(map(str, _listed(schema.get("required"))))
+    longest = run = 0
+    for name, value in schema.get("properties", {}).items():
+        run = 0 if name in required else run + 1
+        longest = max(longest, run)
+        if name in required and isinstance(value, dict) and ("const" in value or len(_listed(value.get("enum"))) == 1):
+            break
+    return longest
 
 
 def _listed(value: Any) -> list[Any]:

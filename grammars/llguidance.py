@@ -47,6 +47,12 @@ _LIMITS: Any = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
+# For answers in a large schema: they come to places that were not tried.
+_ROOMY: Any = {
+    **_LIMITS,
+    "step_max_items": 2 * _LIMITS["step_max_items"],
+    "max_items_in_row": 2 * _LIMITS["max_items_in_row"],
+}
 _LONGEST_REWORDED = 2**16  # characters of a schema: longer ones are compiled as they are, or refused
 _LARGE = 64  # schemas in a schema whose tokens are tried: so many choices may be too many at once, late too
 _LONG = 2**14  # characters of one, for the same reason
@@ -99,16 +105,22 @@ class LlguidanceBackend:
         return self._made(text, _NUM_WALKS if is_large else 0), text
 
     def _made(self, text: str, num_walks: int) -> LlguidanceGrammar:
-        def parsed() -> LLMatcher:
-            return LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        def parsed(limits: dict[str, Any]) -> LlguidanceGrammar:
+            def matcher() -> LLMatcher:
+                return LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**limits))
 
-        matcher = parsed()
-        if matcher.is_error():
-            raise RefusedError(_reason(matcher))
-        if warnings := matcher.get_grammar_warnings():
-            raise RefusedError(" ".join(warnings))
-        grammar = LlguidanceGrammar(matcher, parsed, self._vocabulary, self._executor, len(text))
+            first = matcher()
+            if first.is_error():
+                raise RefusedError(_reason(first))
+            if warnings := first.get_grammar_warnings():
+                raise RefusedError(" ".join(warnings))
+            return LlguidanceGrammar(first, matcher, self._vocabulary, self._executor, len(text))
+
+        grammar = parsed(_LIMITS)
         self._try(grammar, num_walks)
+        if num_walks > 1:
+            grammar = parsed(_ROOMY)
+            self._try(grammar, 0)
         return grammar
 
     def _tags(self, text: str) -> str:

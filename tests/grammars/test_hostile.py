@@ -15,6 +15,8 @@ import pytest
 from specserve.constraint.base import Guarded, RefusedError, Vocabulary
 from specserve.constraint.trial import Outcome, Trial
 from specserve.constraint.vocabulary import vocabulary
+from specserve.grammars import llguidance
+from specserve.grammars._llguidance_words import schema_grammar
 from specserve.grammars._onward import Onward
 from specserve.grammars.llguidance import LlguidanceBackend
 from specserve.models.tokenizer import Tokenizer
@@ -105,6 +107,7 @@ SCHEMAS: dict[str, Any] = {
     "unique among a thousand": {"type": "array", "items": {"enum": list(range(1000))}, "uniqueItems": True},
     "1,000 optional properties": properties(1000),
     "400 optional properties": properties(400),
+    "1,000 in fifty branches": {"anyOf": [properties(20) | {"required": [], "title": str(i)} for i in range(50)]},
     "1,000 of them inside": {"type": "object", "properties": {"x": properties(1000)}, "required": ["x"]},
     "1,000 closed": properties(1000) | {"additionalProperties": False},
     "3,000 optional properties": properties(3000),
@@ -197,6 +200,69 @@ def test_choices_that_are_too_many_behind_the_first_token(smollm2: Path) -> None
     branches = [{"type": "string", "maxLength": 10 + i} for i in range(100)]
     with pytest.raises(RefusedError, match="behind its first tokens an answer could not go on: lexer error"):
         LlguidanceBackend(words).compile(Structured("json_schema", json.dumps({"anyOf": branches})))
+
+
+def branch(num: int, at: int, first: Any = None, required: bool = True) -> dict[str, Any]:
+    """An object of `num` properties that may be left out, behind one of the schema `first` if there is one."""
+    named: dict[str, Any] = {f"p{at}_{i}": {} for i in range(num)}
+    before = {"kind": first} if first is not None else {}
+    return {"type": "object", "properties": {**before, **named}, "required": ["kind"] if before and required else []}
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf"])
+@pytest.mark.parametrize("by_reference", [False, True])
+@pytest.mark.parametrize(
+    ("branches", "is_taken"),
+    [
+        ([branch(200, at) for at in range(2)], True),
+        ([branch(201, at) for at in range(2)], False),
+        ([branch(20, at) for at in range(50)], False),
+        ([branch(20, at, {"const": f"k{at}"}) for at in range(50)], True),
+        ([branch(20, at, {"enum": [f"k{at}"]}) for at in range(50)], True),
+        ([branch(20, at, {"enum": [f"k{at}", "k"]}) for at in range(50)], False),
+        ([branch(20, at, {"type": "string"}) for at in range(50)], False),
+        ([branch(20, at, {"const": f"k{at}"}, required=False) for at in range(50)], False),
+        ([{"anyOf": [branch(201, at)]} for at in range(2)], False),
+    ],
+)
+def test_branches_are_taken_while_so_many_can_be_followed_at_once(
+    keyword: str, by_reference: bool, branches: list[Any], is_taken: bool
+) -> None:
+    named = {f"b{at}": each for at, each in enumerate(branches)}
+    there = [{"$ref": f"#/$defs/b{at}"} for at in range(len(branches))] if by_reference else branches
+    root = {"$defs": named, keyword: there}
+    if is_taken:
+        schema_grammar(root)
+        return
+    with pytest.raises(RefusedError, match=r"anyOf, oneOf: branches that together have more than 400 properties"):
+        schema_grammar(root)
+
+
+def test_a_union_that_holds_itself_is_counted_once() -> None:
+    inner = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+    schema_grammar({"$defs": {"node": {"anyOf": [inner, branch(399, 0)]}}, "$ref": "#/$defs/node"})
+
+
+def test_an_answer_has_more_room_than_the_trial_of_a_large_schema(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial's limit is where it refuses, and what it lets in meets twice as much."""
+    tokenizer = Tokenizer(smollm2)
+    words = vocabulary(tokenizer, tokenizer.vocab_size)
+    large = Structured("json_schema", json.dumps(properties(300)))
+    limits: list[Any] = []
+    made = llguidance.LLParserLimits
+
+    def noted(**stated: Any) -> Any:
+        limits.append(stated)
+        return made(**stated)
+
+    monkeypatch.setattr(llguidance, "LLParserLimits", noted)
+    LlguidanceBackend(words).compile(large)
+    assert [each["step_max_items"] for each in limits[-2:]] == [10_000, 20_000]
+    monkeypatch.setitem(llguidance._LIMITS, "step_max_items", 1_000)
+    with pytest.raises(RefusedError, match=r"(?i)too many items"):
+        LlguidanceBackend(words).compile(large)
 
 
 @pytest.mark.parametrize(("num_masks", "why"), [(0, "nothing fits this"), (3, "behind which nothing fits")])
