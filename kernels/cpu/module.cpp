@@ -9,6 +9,7 @@
 
 #include "bandwidth.h"
 #include "pack.h"
+#include "pauses.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -165,6 +166,8 @@ NB_MODULE(_native, m) {
           return read_bandwidth(team, at<uint8_t>(memory), bytes, passes);
         },
         nb::call_guard<nb::gil_scoped_release>());
+  m.def("pause_often", &pause_often);
+  m.def("pause_no_more", &pause_no_more);
   nb::class_<Plan>(m, "Plan").def(
       nb::init<std::vector<int>, std::vector<int>, std::vector<std::vector<int32_t>>, std::vector<std::vector<int32_t>>, int, int>());
   nb::class_<Drawer>(m, "Drawer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -49,6 +50,24 @@ def test_what_is_accepted_and_what_is_refused(trial: Trial) -> None:
     refused = trial.run(Structured.json({"not": {"multipleOf": 2}}))
     assert "multipleOf" in str(refused.refused)
     assert trial.run(Structured.regex("a+"), ["aaa"]) == Outcome([True])
+
+
+def waits(trial: Trial) -> int:
+    """How often its worker has given up its core by itself."""
+    status = Path(f"/proc/{trial.process_id}/status").read_text()
+    return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("specserve.kernels._native") is None, reason="no native kernels here")
+def test_a_worker_gives_its_core_up_while_it_compiles_and_not_while_it_waits(trial: Trial) -> None:
+    trial.run(Structured.choice(["a"]))
+    before = waits(trial)
+    for first in range(40):
+        trial.run(Structured.choice([f"{first} word number {i}" for i in range(1000)]))
+    busy = waits(trial)
+    assert busy - before > 3 * 40, "it waits once for each job, and more often within it"
+    time.sleep(0.3)
+    assert waits(trial) <= busy + 2, "a worker that has nothing to do was woken"
 
 
 def test_one_that_takes_too_long_is_killed_and_the_next_is_answered(tiny: Path) -> None:
