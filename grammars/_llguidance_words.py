@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from functools import cached_property
 from typing import Any
 
@@ -115,7 +116,8 @@ def _literal(text: str) -> str:
 
 
 def _check_schema(root: dict[str, Any]) -> None:
-    for schema in reachable(root):
+    schemas = list(reachable(root))
+    for schema in schemas:
         multiple = schema.get("multipleOf")
         if is_number(multiple) and multiple > _MOST_MULTIPLE:
             raise RefusedError(f"multipleOf: {multiple} is more than {_MOST_MULTIPLE}, the most that is enforced.")
@@ -134,7 +136,7 @@ def _check_schema(root: dict[str, Any]) -> None:
             raise RefusedError("Unknown format: unknown.")  # a name it takes for any text
         check_bounds(schema, root)
     together = _Together(root)
-    if any(together.num_optional(schema) > _MOST_OPTIONAL for schema in reachable(root)):
+    if any(together.num_optional(schema) > _MOST_OPTIONAL for schema in schemas):
         raise RefusedError(
             f"anyOf, oneOf: branches that together have more than {_MOST_OPTIONAL} properties that may be left out are "
             "not taken. Let each begin with a required property that is a constant of its own."
@@ -147,23 +149,31 @@ def _num_optional(schema: dict[str, Any]) -> int:
 
 
 class _Together:
-    """How many optional properties may come next in a document, by place. All branches of a union are followed at once,
-    until a required constant has told them apart."""
+    """How many optional properties may come next in a document, by place. All branches of a union are followed at once;
+    those behind a required constant, only with the branches that have the same one."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._known: dict[int, int] = {}  # by identity of the schema
+        self._known: dict[int, Counter[str]] = {}  # by identity of the schema
 
-    def num_optional(self, schema: Any) -> int:
+    def num_optional(self, schema: dict[str, Any]) -> int:
         """Those of an object and of all that is in its place, at most."""
+        behind = self._optional(schema)
+        return behind[""] + max((num for constant, num in behind.items() if constant), default=0)
+
+    def _optional(self, schema: Any) -> Counter[str]:
+        """By the constant that they stand behind, "" for none."""
         if not isinstance(schema, dict):
-            return 0
+            return Counter()
         if id(schema) not in self._known:
-            self._known[id(schema)] = 0  # one that comes to itself again adds nothing
+            self._known[id(schema)] = Counter()  # one that comes to itself again adds nothing
+            found = _runs(schema)
             inner = [each for name in ("anyOf", "oneOf", "allOf") for each in schema.get(name, ())]
             if "$ref" in schema:
                 inner.append(self._document.target(schema))
-            self._known[id(schema)] = _longest_run(schema) + sum(map(self.num_optional, inner))
+            for each in inner:
+                found.update(self._optional(each))
+            self._known[id(schema)] = found
         return self._known[id(schema)]
 
     @cached_property
@@ -171,15 +181,18 @@ class _Together:
         return Document(self._root)
 
 
-def _longest_run(schema: dict[str, Any]) -> int:
-    """Properties in a row, as they are written, that may all be left out, up to a required one that is a constant."""
+def _runs(schema: dict[str, Any]) -> Counter[str]:
+    """The longest row of properties, as they are written, that may all be left out: before the first required one that
+    is a constant, and behind it."""
     required = set(map(str, _listed(schema.get("required"))))
-    longest = run = 0
+    longest, run, constant = Counter[str](), 0, ""
     for name, value in schema.get("properties", {}).items():
         run = 0 if name in required else run + 1
-        longest = max(longest, run)
-        if name in required and isinstance(value, dict) and ("const" in value or len(_listed(value.get("enum"))) == 1):
-            break
+        longest[constant] = max(longest[constant], run)
+        said = value if isinstance(value, dict) else {}
+        fixed = [said["const"]] if "const" in said else _listed(said.get("enum"))
+        if name in required and not constant and len(fixed) == 1:
+            constant = f"{name}: {json.dumps(fixed)}"
     return longest
 
 

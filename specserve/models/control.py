@@ -190,7 +190,7 @@ def _strings(value: Any) -> Iterator[tuple[str, bool]]:
             yield entry, is_free
         elif isinstance(entry, list | tuple):
             left += [(each, is_free) for each in entry]
-        elif isinstance(entry, dict | Mapping):
+        elif isinstance(entry, Mapping):
             left += [(key, False) for key in entry]
             left += [(each, key not in _STRUCTURE) for key, each in entry.items()]
 

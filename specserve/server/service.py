@@ -154,8 +154,9 @@ class Service:
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """As `chat_ids`, of a conversation that is to be answered. Raises PromptTooLongError as `check_length` does; a
         template may leave some of the conversation out."""
-        size = num_characters([messages, template], _LONG_CHARACTERS)
-        if size > self.ready.max_model_len:
+        limit = self.ready.max_model_len
+        size = num_characters([messages, template], max(limit, _LONG_CHARACTERS))
+        if size > limit:
             text = await self.on_thread(functools.partial(self.tokenizer.render_chat, messages, **template))
             await self.check_length(text)
         return await self._chat_ids(size, messages, template)
@@ -206,8 +207,6 @@ class Service:
             await self._try(ask.params.structured, ask.source)
         size = sum(map(len, ask.params.bad_words))
         bad_ids = await self.run(size, self._bad_ids, ask.params) if size else ()
-        if not (tenant or bad_ids):
-            return ask
         return replace(ask, bad_ids=bad_ids, salt=tenant + ask.salt)
 
     async def _try(self, asked: Structured, source: str) -> None:
@@ -277,10 +276,10 @@ def num_characters(value: Any, enough: int) -> int:
     while left and total <= enough:
         entry = left.pop()
         total += len(entry) if isinstance(entry, str) else 1
-        if isinstance(entry, list | tuple):
-            left += entry
-        elif isinstance(entry, dict):
+        if isinstance(entry, Mapping):
             left += entry.values()
+        elif isinstance(entry, list | tuple):
+            left += entry
     return total
 
 

@@ -92,7 +92,7 @@ async def chat_ask(server: Context, asked: ChatCompletionRequest, own_names: Map
     predicted = asked.prediction.content if asked.prediction else ""
     prediction = await _prediction_ids(server, predicted) if predicted else []
     ask = _ask(asked, ids, prompt, prediction)
-    return replace(ask, source=own_names[ask.source]) if ask.source in own_names else ask
+    return replace(ask, source=own_names.get(ask.source, ask.source))
 
 
 def conversation_of(server: Context, asked: ChatCompletionRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
