@@ -57,7 +57,6 @@ CONFIG_FIELDS_LIMIT = 20
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}
 FILE_LIMIT = 400
 FORBIDDEN_NAMES = ("utils", "util", "helpers", "helper", "manager", "managers", "common", "misc")
-IMPORTED_AS = {"pyzmq": "zmq"}  # packages whose module has another name
 FORBIDDEN_IMPORTS = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
 
 
@@ -286,7 +285,6 @@ def undeclared(root: Path) -> list[str]:
     they are imported only when asked for."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower() for requirement in project["dependencies"]}
-    names |= {IMPORTED_AS[name] for name in names if name in IMPORTED_AS}
     allowed = {*names, "specserve", *sys.stdlib_module_names}
     return [
         f"{module.where(entry.line)} imports {entry.name}"

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from client import COMPLETIONS, Client, Reading, completion
 from findings import Findings, count, engine_of, finish, note, parser, percentile
 from prompts import Canary, Prompts
-from served import Served, ServerError, is_alive, processes_naming, serving
+from served import Served, ServerError, is_alive, serving
 
 PATIENCE_S = 120.0  # far beyond every mark: a client that has heard nothing by then is lost
 TOLD_MARK_S = 1.0
@@ -161,7 +161,7 @@ async def run(options: argparse.Namespace, findings: Findings) -> None:
         number = signal.SIGSTOP if options.stop else signal.SIGKILL
         death = Death(served, canary, random.Random(options.seed))
         length = prompts.within(PROMPT, 0.25)
-        rounds, folder = [], served.folder
+        rounds = []
         for turn in range(options.rounds):
             callers = [Caller(client, prompts.some(length), prompts.most - length) for _ in range(options.streams)]
             old = served.require_engine()
@@ -176,9 +176,9 @@ async def run(options: argparse.Namespace, findings: Findings) -> None:
         findings.keep("rounds in seconds", [vars(each) for each in rounds])
         status = await served.end()
         findings.require(status == 0, f"The server ended with status {status}.")
-        orphans = processes_naming(str(folder))
+        orphans = served.orphans()
         findings.figure("processes left behind", len(orphans), places=0)
-        findings.require(not orphans and not folder.exists(), f"Left behind: {orphans}, {folder}.")
+        findings.require(not orphans, f"Left behind: {orphans}.")
 
 
 def main() -> None:

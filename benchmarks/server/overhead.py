@@ -5,11 +5,11 @@ its own, in turns: time to the first token and time per token, by the wall clock
     python benchmarks/server/overhead.py --engine drafter=ngram --engine quantization=int8
 
 Only one engine is there at any time: an engine's threads would take the cores from the other even while it waits, so
-each turn starts its process, warms it up with one conversation and ends it; who goes first alternates. Both have the
-options of --engine and no prefix cache; what stands after -- is the server's alone. In the server's turn chunks are
-timed when they arrive at a client in this process that only reads, in the SDK's turn when AsyncLLM's stream yields
-them. --client aiohttp adds what a client's library costs. Figures are medians over prompts, of each prompt's median
-over turns.
+each turn starts its process, warms it up with one conversation and ends it; who goes first alternates. A server that is
+ready still gets itself ready for constraints, for one or two seconds, and is measured after that. Both have the options
+of --engine and no prefix cache; what stands after -- is the server's alone. In the server's turn chunks are timed when
+they arrive at a client in this process that only reads, in the SDK's turn when AsyncLLM's stream yields them. --client
+aiohttp adds what a client's library costs. Figures are medians over prompts, of each prompt's median over turns.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Comparison:
             client = Client(session)
             self._findings.keep("engine", await engine_of(client))
             reader = client if self._options.client == "aiohttp" else await BareClient.to(served.url)
+            await served.at_rest()
             await self._converse(reader, WARM_UP)
             turn = [await self._converse(reader, prompt) for prompt in self._prompts]
             if isinstance(reader, BareClient):

@@ -20,6 +20,8 @@ import aiohttp
 from client import Client
 
 START_S = 900.0
+_REST_S = 1.0
+_REST_SHARE = 0.03  # of a core: what looking after an idle engine takes
 END_S = 60.0  # a server that was asked to end is killed after so long
 LOG_TAIL = 30  # lines of the log that a failure is quoted with
 _LISTENING = re.compile(r"Listening on (http://\S+?);")
@@ -72,12 +74,11 @@ class Served:
             raise ServerError(f"There is no engine. {self.said()}")
         return engine
 
-    @property
-    def folder(self) -> Path:
-        """Where the processes' socket lies; it is named in the engine's command line."""
-        engine = self.require_engine()
-        address = next(word for word in command_line(engine).split("\0") if word.startswith("ipc://"))
-        return Path(address.removeprefix("ipc://")).parent
+    def orphans(self) -> list[int]:
+        """Engines that name it as the process that has started them, whether it still runs or not."""
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+        lines = {pid: command_line(pid).rstrip("\0").split("\0") for pid in pids if is_alive(pid)}
+        return [pid for pid, words in lines.items() if _ENGINE in words and words[-1] == str(self.pid)]
 
     async def stats(self) -> dict[str, Any]:
         return await self.client.get("/stats")
@@ -116,6 +117,22 @@ class Served:
             f"{stats['num_running']} running, {stats['num_waiting']} waiting, {blocks['num_free_blocks']} of "
             f"{blocks['num_blocks']} blocks free"
         )
+
+    async def at_rest(self, seconds: float = 60.0) -> None:
+        """Wait until it does nothing any more: a server that is ready still gets itself ready for constraints, which
+        takes a core for seconds. Raises ServerError when that does not end."""
+        end = time.monotonic() + seconds
+        used = self._processor_s()
+        while time.monotonic() < end:
+            await asyncio.sleep(_REST_S)
+            before, used = used, self._processor_s()
+            if used - before < _REST_SHARE * _REST_S:
+                return
+        raise ServerError(f"The server did not come to rest within {seconds:.0f} s. {self.said()}")
+
+    def _processor_s(self) -> float:
+        """Seconds of processor time that its processes have used."""
+        return sum(map(processor_s, [self.pid, *children(self.pid)]))
 
     def require_alive(self) -> None:
         if self.process.returncode is not None:
@@ -291,14 +308,17 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def processes_naming(text: str) -> list[int]:
-    """All processes with this text in their command line, but this one."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    return [pid for pid in pids if pid != os.getpid() and is_alive(pid) and text in command_line(pid)]
-
-
 def num_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def processor_s(pid: int) -> float:
+    """Seconds that all its threads have run; 0 for a process that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def rss_bytes(pid: int) -> int:

@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
 import time
-from collections import deque
 from typing import Any, Protocol
 
 import msgspec
-import zmq
 
 from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.server.engine.messages import (
@@ -30,10 +29,9 @@ from specserve.server.engine.messages import (
     Stop,
     Submit,
 )  # fmt: skip
-from specserve.server.engine.pair import NOBLOCK, has_come, pair
+from specserve.server.engine.pipe import Pipe
 
 _log = logging.getLogger(__name__)
-_HEARD_AT_ONCE = 8  # messages
 
 
 class RefusedError(InputError):
@@ -99,7 +97,7 @@ class EngineClient:
     engine says is not heard any more, for a fault on this side, or a message that is none.
     """
 
-    def __init__(self, address: str, numbers: itertools.count[int], observer: Observer) -> None:
+    def __init__(self, end: socket.socket, numbers: itertools.count[int], observer: Observer) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gauges: Gauges | None = None
         self.last_progress = self.last_said = time.monotonic()
@@ -107,14 +105,12 @@ class EngineClient:
         self._numbers = numbers
         self._observer = observer
         self._open: dict[int, Subscription] = {}
-        self._socket = pair(linger_ms=0)
-        self._socket.bind(address)
+        self._pipe = Pipe(end)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Report).decode
         self.is_deaf = False
-        self._unsent: deque[bytes] = deque()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.FD, self._listen)  # not zmq.asyncio: 0.3 ms of every first token were its
+        self._loop.add_reader(self._pipe, self._listen)
 
     @property
     def num_open(self) -> int:
@@ -163,40 +159,32 @@ class EngineClient:
             self.ready.exception()  # looked at, so that a start that nobody waits for any more is no warning
 
     def close(self) -> None:
-        self._loop.remove_reader(self._socket.FD)
-        self._socket.close()
+        self._loop.remove_reader(self._pipe)
+        self._loop.remove_writer(self._pipe)
+        self._pipe.close()
 
     def _send(self, command: Command) -> None:
-        self._unsent.append(self._encode(command))
-        self._flush()
-        if has_come(self._socket):  # zmq tells of what comes once, and sending may have been told
-            self._loop.call_soon(self._listen)
+        self._pipe.send(self._encode(command))
+        if self._pipe.is_behind:
+            self._loop.add_writer(self._pipe, self._flush)
 
     def _flush(self) -> None:
-        """Send what was not yet; before the engine has connected nothing can be."""
-        try:
-            while self._unsent:
-                self._socket.send(self._unsent[0], NOBLOCK)
-                self._unsent.popleft()
-        except zmq.Again:
-            return
+        self._pipe.flush()
+        if not self._pipe.is_behind:
+            self._loop.remove_writer(self._pipe)
 
     def _listen(self) -> None:
-        """Hear what has come, to the last of it, as zmq tells of nothing new before; but an engine that is quicker than
-        this must not keep everybody else from the event loop."""
-        if self.is_deaf or self._socket.closed:
-            return
+        """Hear some of what has come: an engine that is quicker than this must not keep everybody else from the event
+        loop. That one has gone is for others to notice."""
         try:
-            self._flush()
-            for _ in range(_HEARD_AT_ONCE):
-                if not has_come(self._socket):
-                    return
-                self._hear(self._decode(self._socket.recv(NOBLOCK)))
-            self._loop.call_soon(self._listen)
+            for message in self._pipe.receive():
+                self._hear(self._decode(message))
+        except EOFError:
+            self._loop.remove_reader(self._pipe)
         except Exception:
             _log.exception("What the engine says cannot be read.")
             self.is_deaf = True
-            self._loop.remove_reader(self._socket.FD)
+            self._loop.remove_reader(self._pipe)
 
     def _hear(self, report: Report) -> None:
         match report:

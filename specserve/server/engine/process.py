@@ -1,22 +1,22 @@
 """The engine's process: one thread that obeys, steps and reports. Knows the engine and the messages; knows no HTTP.
 
-    python -m specserve.server.engine.process ADDRESS PARENT
+    python -m specserve.server.engine.process DESCRIPTOR PARENT
 
-It waits at the zmq endpoint ADDRESS to be told what to load, and ends with the process PARENT, which started it,
-however that one ends.
+It waits at the socket DESCRIPTOR, which it has inherited, to be told what to load, and ends with the process PARENT,
+which started it, however that one ends.
 """
 
 from __future__ import annotations
 
 import gc
+import select
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import zmq
 
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineConfig
 from specserve.engine.build import Built, build
@@ -44,7 +44,7 @@ from specserve.server.engine.messages import (
     Stop,
     Submit,
 )  # fmt: skip
-from specserve.server.engine.pair import NOBLOCK, RCVTIMEO, has_come, pair
+from specserve.server.engine.pipe import Pipe
 from specserve.speculation.base import NONE, files
 from specserve.types import Event, SamplingParams
 
@@ -54,32 +54,40 @@ _LET_OTHERS_RUN_S = 0.001
 _SWITCH_S = 0.0005  # for Python's 0.005, so long would a step wait each time that a grammar is compiled beside it
 _IDLE_MS = 1000
 _COMPILING_MS = 1
+_BEHIND_MS = 10
+_LINGER_S = 1.0
 _HOPELESS = (ConfigError, ModelError, CapacityError)
 
 
 class Wire:
     """The engine's end of the socket. A command that is none is dropped: whoever could send one is not ours."""
 
-    def __init__(self, address: str) -> None:
-        self._socket = pair(linger_ms=1000)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms; the other end may not be there yet
-        self._socket.connect(address)
+    def __init__(self, end: socket.socket) -> None:
+        self._pipe = Pipe(end)
+        self._poll = select.poll()
+        self._poll.register(self._pipe, select.POLLIN)
+        self._early: list[Command] = []  # came with the configuration
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Command).decode
 
     def send(self, report: Report) -> None:
-        self._socket.send(self._encode(report))
+        self._pipe.send(self._encode(report))
 
-    def commands(self, wait_ms: int) -> Iterator[Command]:
-        """All that have come, once there is one or the time is over."""
-        if wait_ms:
-            self._socket.set(RCVTIMEO, wait_ms)
-            try:
-                yield from self._decoded(self._socket.recv())
-            except zmq.Again:
-                return
-        while has_come(self._socket):
-            yield from self._decoded(self._socket.recv(NOBLOCK))
+    def commands(self, wait_ms: int) -> list[Command]:
+        """What has come, once there is something or the time is over; to stop, once the other end is closed."""
+        if self._early:
+            early, self._early = self._early, []
+            return early
+        if self._pipe.is_behind:
+            self._pipe.flush()
+            wait_ms = min(wait_ms, _BEHIND_MS)
+        if not self._poll.poll(wait_ms):
+            return []
+        try:
+            messages = self._pipe.receive()
+        except EOFError:
+            return [Stop()]
+        return [command for message in messages for command in self._decoded(message)]
 
     def _decoded(self, message: bytes) -> list[Command]:
         try:
@@ -88,14 +96,18 @@ class Wire:
             return []
 
     def configuration(self) -> dict[str, Any]:
-        """The first command's options; waits for it."""
+        """The first command's options; waits for it. Raises SystemExit when it is to stop."""
         while True:
-            for command in self.commands(_IDLE_MS):
+            commands = self.commands(_IDLE_MS)
+            for i, command in enumerate(commands):
                 if isinstance(command, Configure):
+                    self._early = commands[i + 1 :]
                     return command.options
+                if isinstance(command, Stop):
+                    sys.exit(0)
 
     def close(self) -> None:
-        self._socket.close()
+        self._pipe.close(_LINGER_S)
 
 
 class EngineProcess:
@@ -110,7 +122,7 @@ class EngineProcess:
 
     def run(self) -> None:
         while not self._stopping:
-            commands = list(self._wire.commands(self._wait_ms()))
+            commands = self._wire.commands(self._wait_ms())
             for command in commands:
                 self._obey(command)
             for request, error in self._compiling.done():
@@ -230,13 +242,13 @@ def _said(event: Event) -> Said:
     )
 
 
-def main(address: str, parent: int) -> int:
+def main(descriptor: int, parent: int) -> int:
     """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
     end_with(parent)
     sys.setswitchinterval(_SWITCH_S)
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the other side decides
         signal.signal(number, signal.SIG_IGN)
-    wire = Wire(address)
+    wire = Wire(socket.socket(fileno=descriptor))
     try:
         config = EngineConfig(**wire.configuration())
         begun = time.perf_counter()
@@ -293,4 +305,4 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import os
-import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process that connects to `address`, a zmq endpoint, and waits there to be told what to load."""
+    """A process that waits at the other end of a socket to be told what to load. Nobody else can reach it there: the
+    socket has no name."""
 
     process: subprocess.Popen[bytes]
-    address: str
+    end: socket.socket
 
 
 class Nest:
-    """Where engines come from: one process after another, their sockets in a folder that this user alone can read. A
-    context manager; at its end the folder is gone and so is the process."""
+    """Where engines come from: one process after another. A context manager; at its end the process is gone."""
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
         self._prepared: Child | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -33,22 +30,18 @@ class Nest:
         self._prepared = self._spawn()
 
     def take(self) -> Child:
-        """A process that waits; it ends with this one, however this one ends, and with the next one that is taken.
-        Raises OSError when there are no means to start one."""
+        """A process that waits; it ends with this one, however this one ends, and with the next one that is taken. Its
+        socket is the caller's to close. Raises OSError when there are no means to start one."""
         child, self._prepared = self._prepared or self._spawn(), None
         return child
-
-    def close_door(self) -> None:
-        """The process has connected: nobody else shall, and when this process is killed nothing of it remains."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        self.close_door()
+        if self._prepared is not None:
+            self._prepared.end.close()
+            self._prepared = None
 
     def __enter__(self) -> Nest:
         return self
@@ -58,8 +51,14 @@ class Nest:
 
     def _spawn(self) -> Child:
         self.close()
-        self._folder = Path(tempfile.mkdtemp(prefix="specserve-"))  # readable by this user alone
-        address = f"ipc://{self._folder}/engine.sock"
-        command = [sys.executable, "-m", "specserve.server.engine.process", address, str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        return Child(self._process, address)
+        ours, theirs = socket.socketpair()
+        number = theirs.fileno()
+        command = [sys.executable, "-m", "specserve.server.engine.process", str(number), str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return Child(self._process, ours)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import zmq
-
 from specserve.errors import EngineError
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.messages import Ready
@@ -139,9 +137,9 @@ class Supervisor:
         """Start an engine and watch it until it is gone; why it is."""
         try:
             child = self._nest.take()
-            self._client = EngineClient(child.address, self._numbers, self._observer)
-        except (OSError, zmq.ZMQError) as error:  # no descriptors, no memory
+        except OSError as error:  # no descriptors, no memory
             return f"The engine's process cannot be started: {error}."
+        self._client = EngineClient(child.end, self._numbers, self._observer)
         self._process = child.process
         self._client.configure(self._options)
         begun = looked = time.monotonic()
@@ -164,7 +162,6 @@ class Supervisor:
         if self.state is not State.READY and self._client.ready.done():
             self.ready = self._client.ready.result()
             self.state = State.READY
-            self._nest.close_door()
             self._first.set()
 
     def _look_again(self, looked: float) -> float:

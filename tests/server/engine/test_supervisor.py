@@ -282,9 +282,9 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_bytes_that_are_no_message_are_dropped(folder: Path, expected: list[int]) -> None:
     async def play() -> None:
         async with running(folder) as service:
-            socket = service.supervisor.client._socket
+            pipe = service.supervisor.client._pipe
             for junk in (b"", b"\x80\x04\x95.", b"\xff" * 100, b"\x81\xa4type\xa5eval!"):
-                socket.send(junk)
+                pipe.send(junk)
             assert await answer(service) == expected
 
     asyncio.run(play())

@@ -9,7 +9,6 @@ import re
 import resource
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -310,58 +309,61 @@ def test_no_room_for_the_log(strict: Any) -> None:
 
 
 def test_nobody_else_can_reach_the_engine(case: Any) -> None:
-    """F61: its socket has lain in a folder that its owner alone may open, and the folder is gone since the engine has
-    connected."""
+    """F61: its socket has no name by which it could be found, neither a file's nor an abstract one."""
     engine = case.served.engine_pid
-    arguments = Path(f"/proc/{engine}/cmdline").read_text("utf-8").split("\0")
-    address = next(each for each in arguments if each.startswith("ipc://")).removeprefix("ipc://")
-    assert not Path(address).parent.exists()
-    listening = Path(f"/proc/{engine}/net/unix").read_text("utf-8")
-    assert "@specserve" not in listening, "no name without a file either"
+    links = [os.readlink(entry) for entry in Path(f"/proc/{engine}/fd").iterdir()]
+    own = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")}
+    assert own, "it talks to the API process"
+    sockets = [line.split() for line in Path(f"/proc/{engine}/net/unix").read_text("utf-8").splitlines()[1:]]
+    named = [fields for fields in sockets if fields[6] in own and len(fields) > 7]
+    assert not named
+    assert own <= {fields[6] for fields in sockets}, "no other kind of socket"
 
 
-def test_a_new_socket_is_private() -> None:
-    """F61: while there is one, it is in a folder of mode 0700."""
+def test_one_process_after_another() -> None:
     with Nest() as nest:
+        nest.prepare()
         child = nest.take()
-        folder = Path(child.address.removeprefix("ipc://")).parent
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         again = nest.take()
-        assert child.process.poll() is not None, "one process after another"
-        assert not folder.exists()
-        other = Path(again.address.removeprefix("ipc://")).parent
-    assert again.process.poll() is not None
-    assert not other.exists()
+        assert child.process.poll() is not None
+        assert child.end.recv(1) == b"", "the other end went with its process"
+        child.end.close()
+        again.end.close()
+        nest.prepare()
+        assert again.process.poll() is not None
+    prepared = nest.take()
+    prepared.end.close()
+    prepared.process.wait(60)  # nobody will ever tell it what to load
 
 
 def test_frames_that_are_none(tmp_path: Path) -> None:
     """F61: whoever should get there anyway cannot make the engine do anything but wait."""
     import msgspec
-    import zmq
 
     from specserve.server.engine.messages import Abort
+    from specserve.server.engine.pipe import Pipe
     from specserve.server.engine.process import Wire
 
     class Evil:
         def __reduce__(self) -> Any:
             return (Path(tmp_path / "evil").touch, ())
 
-    address = f"ipc://{tmp_path}/engine.sock"
     sound = msgspec.msgpack.encode(Abort(3))
-    with zmq.Context() as context, context.socket(zmq.PAIR) as other:
-        other.bind(address)
-        wire = Wire(address)
-        frames = [
-            b"", b"\x00", sound[:-1], sound + b"x", b"\xff" * 2**20, pickle.dumps(Evil()), b"\x81\xa4type\xa5eval!",
-            msgspec.msgpack.encode({"type": "submit", "id": 1}), msgspec.msgpack.encode([1] * 10_000),
-            b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000,
-        ]  # fmt: skip
-        for frame in [*frames, sound]:
-            other.send(frame)
-        heard: list[Any] = []
-        while not heard:
-            heard += wire.commands(1000)
-        wire.close()
+    ours, theirs = socket.socketpair()
+    other, wire = Pipe(ours), Wire(theirs)
+    frames = [
+        b"", b"\x00", sound[:-1], sound + b"x", b"\xff" * 2**20, pickle.dumps(Evil()), b"\x81\xa4type\xa5eval!",
+        msgspec.msgpack.encode({"type": "submit", "id": 1}), msgspec.msgpack.encode([1] * 10_000),
+        b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000,
+    ]  # fmt: skip
+    for frame in [*frames, sound]:
+        other.send(frame)
+    heard: list[Any] = []
+    while not heard:
+        other.flush()
+        heard += wire.commands(1000)
+    wire.close()
+    other.close()
     assert heard == [Abort(3)]
     assert not (tmp_path / "evil").exists()
 
