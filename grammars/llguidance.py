@@ -221,6 +221,7 @@ class LlguidanceState:
         self._failed = failed
         self._ended = False
         self._num_taken = self._masked_at = 0  # tokens; those that there were when the last mask was made
+        self._forced: list[int] | None = None  # until it moves
 
     def fill(self, row: Ids) -> None:
         if self._ended:
@@ -274,6 +275,7 @@ class LlguidanceState:
             moved = self._ended
         else:
             moved = self._matcher.try_consume_tokens([token]) == 1
+        self._forced = None
         self._check(self._matcher)
         self._num_taken += moved
         return moved
@@ -283,6 +285,7 @@ class LlguidanceState:
             return
         self._matcher.rollback(n - self._ended)
         self._ended = False
+        self._forced = None
         self._num_taken -= n
         if self._masked_at > self._num_taken:
             self._matcher.compute_bitmask()
@@ -290,6 +293,11 @@ class LlguidanceState:
         self._check(self._matcher)
 
     def forced(self) -> list[int]:
+        if self._forced is None:
+            self._forced = self._find_forced()
+        return self._forced
+
+    def _find_forced(self) -> list[int]:
         if self._ended:
             return []
         if self._matcher.is_stopped():

@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import specserve.kernels._native as _native
+from specserve.kernels._cpu_cache import layout_of, places
 from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, Tape
 from specserve.types import Ids
 
 _TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
 _GROUP = 32  # inputs that share a scale
-_LANES = 16  # tokens of a group in the cache
-_PLAIN_FLOAT32, _PLAIN_BFLOAT16, _GROUPS = range(3)  # as Cache in kernels/cpu/args.h
 _FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
 _FORMATS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int8": _INT8, "int4": _INT4}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -256,6 +255,11 @@ class Kernels:
         )  # fmt: skip
         return out
 
+    def best_within(self, scores: Tensor, row: int, masks: Ids) -> int:
+        assert masks.flags.c_contiguous and scores.dtype == torch.float32 and scores.stride(1) == 1
+        at = scores.data_ptr() + 4 * row * scores.stride(0), scores.shape[1], masks.ctypes.data + row * masks.strides[0]
+        return self._drawer.best_within(*at)
+
     def rotate(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _native.Plan | None
     ) -> Tensor:
@@ -297,13 +301,13 @@ class Kernels:
         return _native.read_bandwidth(self._team, memory.data_ptr(), len(memory), _BANDWIDTH_PASSES)
 
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-        (key_from, value_from), (key_to, value_to) = _places(kvs[0], sources), _places(kvs[0], targets)
+        (key_from, value_from), (key_to, value_to) = places(kvs[0], sources), places(kvs[0], targets)
         for keys, values in (kv.view(2, -1) for kv in kvs):
             keys[key_to], values[value_to] = keys[key_from], values[value_from]
 
     def _cache(self, kv: Tensor) -> tuple[int, int, int]:
         assert kv.is_contiguous() and kv.dtype == self.dtype, "the cache holds the kernels' dtype"
-        return _layout(kv), kv[0].data_ptr(), kv[1].data_ptr()
+        return layout_of(kv), kv[0].data_ptr(), kv[1].data_ptr()
 
     @contextmanager
     def _program(
@@ -341,23 +345,6 @@ class Kernels:
             parts.append(self._buffer(f"{op} sums", rows, columns // _GROUP, torch.int32))
         addresses = [part.data_ptr() for part in parts] + [0] * (3 - len(parts))
         return _Activation(_native.activation(kind, width, *addresses), tuple(parts), width)
-
-
-def _layout(kv: Tensor) -> int:
-    """How kernels/cpu/context.h lays out a cache [2, slots, kv_heads, d] inside."""
-    if kv.dtype == torch.float32:
-        return _PLAIN_FLOAT32
-    return _PLAIN_BFLOAT16 if kv.shape[1] % _LANES or kv.shape[3] % _TILE else _GROUPS
-
-
-def _places(kv: Tensor, slots: Tensor) -> Tensor:
-    """Where the keys and the values of slots [n] lie in kv[0] and kv[1], int64 [2, n, kv_heads, d]."""
-    kv_heads, d = kv.shape[2:]
-    slot, head, i = slots[:, None, None], torch.arange(kv_heads)[:, None], torch.arange(d)
-    if _layout(kv) != _GROUPS:
-        return ((slot * kv_heads + head) * d + i).expand(2, -1, -1, -1)
-    start, place = (slot // _LANES * kv_heads + head) * d * _LANES, slot % _LANES
-    return start + torch.stack((i // 2 * 2 * _LANES + 2 * place + i % 2, place // 2 * 2 * d + 2 * i + place % 2))
 
 
 def _pad(n: int) -> int:

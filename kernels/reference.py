@@ -181,6 +181,9 @@ class Kernels:
     ) -> Tensor:
         raise NotImplementedError("the sampler draws with torch; see can_draw")
 
+    def best_within(self, scores: Tensor, row: int, masks: Ids) -> int:
+        raise NotImplementedError("the sampler looks with numpy; see can_draw")
+
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
         for kv in kvs:
             kv.index_copy_(1, targets, kv.index_select(1, sources))

@@ -175,6 +175,7 @@ struct Kernels {
   void (*activate)(const ActivateArgs&, int begin, int end);
   void (*softcap)(float* x, int width, float cap, int begin, int end);
   void (*draw)(const DrawArgs&, int begin, int end, const DrawScratch&);
+  int (*best_within)(const float* scores, int vocab, const int32_t* mask);
   void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);
 };
 

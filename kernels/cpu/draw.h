@@ -154,6 +154,48 @@ inline int run(const Race& race, uint64_t key, const int64_t* hashed) {
   return race.token(winner);
 }
 
+// The lowest of the best tokens whose bit is set, -1 where the best is not finite or there is none.
+inline int best_within(const float* scores, int vocab, const int32_t* mask) {
+  constexpr int kWidth = 32;
+  static_assert(kWidth % kLanes == 0);
+  const auto visit = [&](auto&& all, auto&& some) {  // `all` of 32 tokens, or `some` one; until either says true
+    for (int first = 0; first < vocab; first += kWidth) {
+      uint32_t word = uint32_t(mask[first / kWidth]);
+      if (word == ~0u && vocab - first >= kWidth) {
+        if (all(first)) return;
+        continue;
+      }
+      for (; word; word &= word - 1) {
+        const int token = first + __builtin_ctz(word);
+        if (token >= vocab || some(token)) return;
+      }
+    }
+  };
+  F peak = set(-INFINITY);
+  float top = -INFINITY;
+  visit(
+      [&](int first) {
+        for (int i = 0; i < kWidth; i += kLanes) peak = max(load(scores + first + i), peak);
+        return false;
+      },
+      [&](int token) {
+        top = std::max(top, scores[token]);
+        return false;
+      });
+  top = std::max(top, hmax(peak));
+  if (!std::isfinite(top)) return -1;
+  int best = -1;
+  const auto is_best = [&](int token) { return scores[token] == top ? (best = token, true) : false; };
+  visit(
+      [&](int first) {
+        for (int i = 0; i < kWidth; ++i)
+          if (is_best(first + i)) return true;
+        return false;
+      },
+      is_best);
+  return best;
+}
+
 // Of one row the tokens whose bit is set, and their scores; returns how many they are.
 inline int gather(const int32_t* mask, const float* scores, int vocab, float* kept, int32_t* tokens) {
   int count = 0;

@@ -10,5 +10,6 @@
 
 namespace specserve {
 const Kernels kPortable = {"portable",      portable::linear,  portable::gated,    portable::embed,   portable::norm, portable::collect, portable::rotate,
-                    portable::attention, portable::activate, portable::softcap, portable::draw, portable::argmax};
+                    portable::attention, portable::activate, portable::softcap, portable::draw, portable::best_within,
+                    portable::argmax};
 }

@@ -83,6 +83,10 @@ class Drawer {
     }});
   }
 
+  int best_within(const float* scores, int vocab, const int32_t* mask) const {
+    return kernels_.best_within(scores, vocab, mask);
+  }
+
  private:
   std::shared_ptr<Team> team_;
   const Kernels& kernels_;
@@ -184,6 +188,9 @@ NB_MODULE(_native, m) {
                         at<int32_t>(masks), at<int64_t>(out)},
                        count);
           },
-          nb::call_guard<nb::gil_scoped_release>());
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("best_within", [](const Drawer& drawer, Address scores, int vocab, Address mask) {
+        return drawer.best_within(at<float>(scores), vocab, at<int32_t>(mask));
+      });
   bind_program(m);
 }

@@ -44,7 +44,8 @@ def fill(rows: Rows, num_words: int, best: Tensor | None = None) -> Tensor | Non
 
     def bits(own: slice) -> Ids:
         if not made:
-            made.append(np.full((rows.num_rows, num_words), -1, np.int32))
+            made.append(np.empty((rows.num_rows, num_words), np.int32))
+            made[0].fill(-1)
         return made[0][own]
 
     known: list[int] | None = None

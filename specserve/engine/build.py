@@ -80,7 +80,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
         Runner(model, ops, storage, config.max_num_batched_tokens),
         cache,
         Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, spec.max_len),
-        Sampler(spec.vocab_size, config.verification, ops.device, ops.draw if ops.can_draw else None),
+        Sampler(spec.vocab_size, config.verification, ops.device, ops if ops.can_draw else None),
         Drafters(DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s, config.drafter)),
         Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),
         config.num_speculative_tokens,

@@ -154,6 +154,11 @@ class Ops(Protocol):
         is set in masks int32 [all rows, ceil(vocab / 32)]; -1 where the best of them has no finite score, or there is
         none. One caller at a time. Only if can_draw."""
 
+    def best_within(self, scores: Tensor, row: int, masks: Ids) -> int:
+        """The lowest of the best token ids of one row of scores float32 [rows, vocab], none of them NaN, among those
+        whose bit is set in masks int32 [rows, ceil(vocab / 32)]; -1 where the best of them is not finite, or there is
+        none. Only if can_draw."""
+
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
         """Let slots `targets` of every kv [2, slots, kv_heads, d] hold what `sources` hold, int64 [n] each, no target
         named twice; all are read before any is written. How a kv is laid out inside is the backend's own affair."""

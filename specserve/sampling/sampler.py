@@ -35,12 +35,13 @@ _MESSAGES = {
 }
 
 
-class Draw(Protocol):
-    """What ops.draw does."""
+class Native(Protocol):
+    """What of ops a sampler can use."""
 
-    def __call__(
+    def draw(
         self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor, masks: Ids | None
     ) -> Tensor: ...
+    def best_within(self, scores: Tensor, row: int, masks: Ids) -> int: ...
 
 
 @dataclass(slots=True)
@@ -57,13 +58,13 @@ class Sampler:
     and those without a draft come out the same in all three. Holds nothing but constants: every number it draws is a
     hash of the sequence's seed, the position and the token (see `noise`).
 
-    `native` draws the target's own tokens, as ops.draw does, in torch's stead; a sampler draws them all one way.
+    `native` draws the target's own tokens in torch's stead; a sampler draws them all one way.
 
     Raises ConfigError for an unknown `verification`.
     """
 
     def __init__(
-        self, vocab_size: int, verification: str, device: torch.device | str, native: Draw | None = None
+        self, vocab_size: int, verification: str, device: torch.device | str, native: Native | None = None
     ) -> None:
         if verification not in VERIFICATIONS:
             raise ConfigError("--verification: " + unknown("value", verification, VERIFICATIONS))
@@ -131,15 +132,29 @@ class Sampler:
         bits = None if masks is None else masks.numpy()
         if bits is not None and len(sampled) < len(rows.seqs):
             greedy = [i for i, seq in enumerate(rows.seqs) if seq.params.temperature == 0]
-            _within(said, logits, bits, _row_indices(rows, greedy))
+            self._stay_within(said, logits, bits, _row_indices(rows, greedy))
         if sampled:
             assert self._native is not None, "who asked has looked"
             indices, keys = _row_indices(rows, sampled), _sample_keys(rows, sampled)
-            drawn = self._native(logits, indices, laws(_row_params(rows, sampled)), keys, self._hashed, bits)
+            drawn = self._native.draw(logits, indices, laws(_row_params(rows, sampled)), keys, self._hashed, bits)
             for row, token in zip(indices.tolist(), drawn.tolist(), strict=True):
                 said.tokens[row] = token
                 said.faults[row] = said.faults[row] or (_EMPTY if token < 0 else 0)
         return said
+
+    def _stay_within(self, said: _Said, logits: Tensor, masks: Ids, rows: NDArray[np.int64]) -> None:
+        """Let greedy rows on a CPU say their best token of those that may come. Mostly that is their best of all; only
+        where it is not is anything searched."""
+        for row in rows.tolist():
+            best = said.tokens[row]
+            if said.faults[row] or masks.item(row, best // 32) >> best % 32 & 1:
+                continue
+            if self._native is not None and logits.dtype == torch.float32:
+                best = self._native.best_within(logits, row, masks)
+            else:
+                best = _best_within(logits[row], masks[row])
+            said.tokens[row] = best
+            said.faults[row] = _EMPTY if best < 0 else 0
 
     def _first_pass(
         self, raw: Tensor, scores: Tensor, rows: Rows, tried: list[bool], known: Tensor | None
@@ -165,7 +180,7 @@ class Sampler:
         indices, params = _row_indices(rows, which), _row_params(rows, which)
         at, keys = torch.from_numpy(indices).to(self.device), _sample_keys(rows, which).to(self.device)
         if self._native is not None:
-            tokens[at] = self._native(scores, indices, laws(params), keys, self._hashed, None)
+            tokens[at] = self._native.draw(scores, indices, laws(params), keys, self._hashed, None)
             return
         for first in range(0, len(at), self._rows_at_once):
             some = slice(first, first + self._rows_at_once)
@@ -240,21 +255,13 @@ class Sampler:
         return _with_logprobs(logits, rows, found)
 
 
-def _within(said: _Said, logits: Tensor, masks: Ids, rows: NDArray[np.int64]) -> None:
-    """Let greedy rows on a CPU say their best token of those that may come. Mostly that is their best of all; only
-    where it is not is anything searched."""
-    for row in rows.tolist():
-        best = said.tokens[row]
-        if said.faults[row] or masks.item(row, best // 32) >> best % 32 & 1:
-            continue
-        bits = np.unpackbits(masks[row].view(np.uint8), bitorder="little", count=logits.shape[1])
-        allowed = np.flatnonzero(bits)
-        scores = logits[row].float().numpy()[allowed]
-        at = int(scores.argmax()) if len(allowed) else 0
-        if not len(allowed) or scores[at] == -np.inf:
-            said.faults[row] = _EMPTY
-        else:
-            said.tokens[row] = int(allowed[at])
+def _best_within(logits: Tensor, mask: Ids) -> int:
+    """As ops.best_within, of one row."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=len(logits))
+    allowed = np.flatnonzero(bits)
+    scores = logits.float().numpy()[allowed]
+    at = int(scores.argmax()) if len(allowed) else 0
+    return int(allowed[at]) if len(allowed) and scores[at] > -np.inf else -1
 
 
 def _faults(raw: Tensor, scores: Tensor, best: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ if importlib.util.find_spec("specserve.kernels._native") is None and os.environ.
     pytest.skip("Built without native kernels.", allow_module_level=True)
 _native: Any = importlib.import_module("specserve.kernels._native")
 cpu: Any = importlib.import_module("specserve.kernels.cpu")
+cache_layout: Any = importlib.import_module("specserve.kernels._cpu_cache")
 
 SETS = _native.instruction_sets()
 FORMATS = ("float32", "bfloat16", "int8", "int4")
@@ -451,12 +452,12 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 def held(ops: Any, kv: Tensor) -> Tensor:
     """A cache that holds `kv` [2, slots, kv_heads, d] as the kernels do."""
-    places = cpu._places(kv, torch.arange(kv.shape[1])).flatten(1)
+    places = cache_layout.places(kv, torch.arange(kv.shape[1])).flatten(1)
     return torch.zeros_like(kv).view(2, -1).scatter(1, places, kv.flatten(1)).view(kv.shape)
 
 
 def read(ops: Any, cache: Tensor) -> Tensor:
-    places = cpu._places(cache, torch.arange(cache.shape[1])).flatten(1)
+    places = cache_layout.places(cache, torch.arange(cache.shape[1])).flatten(1)
     return cache.view(2, -1).gather(1, places).view(cache.shape)
 
 

@@ -153,7 +153,7 @@ def test_a_batch_of_all_kinds_is_judged_the_same_with_and_without_native_draws(
             logits[end - 1, 3] = each["broken"]
     best = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
     words = torch.from_numpy(masks)
-    native = Sampler(vocab, "coupled", "cpu", KERNELS[isa].draw)
+    native = Sampler(vocab, "coupled", "cpu", KERNELS[isa])
     wanted = Sampler(vocab, "coupled", "cpu")(logits, rows, words)
     assert native(logits, rows, words, best) == wanted
     assert native(logits, rows, words, None) == wanted
@@ -189,3 +189,27 @@ def test_rows_are_drawn_wherever_they_lie(isa: str) -> None:
     rows = np.array([7, 2, 9])
     got = KERNELS[isa].draw(scores, rows, laws(params), keys, hashed, None)
     assert torch.equal(got, draw(shape(scores[rows].contiguous(), params), keys, hashed))
+
+
+@pytest.mark.parametrize("isa", KERNELS)
+@given(data=st.data())
+@settings(max_examples=150)
+def test_the_best_of_those_that_may_come(isa: str, data: st.DataObject) -> None:
+    """Against every token, one after the other: ties, words of all tokens, the last word, rows of a wider tensor."""
+    vocab = data.draw(st.sampled_from([1, 31, 32, 33, 64, 100, 1000]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    scores = rng.integers(-3, data.draw(st.sampled_from([-2, 4, 1000])), (3, vocab + 5)).astype(np.float32)
+    scores[rng.random(scores.shape) < data.draw(st.sampled_from([0.0, 0.9]))] = -np.inf
+    share = data.draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+    some = rng.random((3, -(-vocab // 32) * 32)) < share
+    some[:, :32] |= data.draw(st.booleans()) and share > 0  # a whole word
+    masks = np.packbits(some, axis=1, bitorder="little").view(np.int32)
+    for row in range(3):
+        may_come = [token for token in range(vocab) if some[row, token]]
+        wanted = max(may_come, key=lambda token: scores[row, token], default=-1)
+        wanted = wanted if may_come and np.isfinite(scores[row, wanted]) else -1
+        assert KERNELS[isa].best_within(torch.from_numpy(scores)[:, :vocab], row, masks) == wanted
+    scores[1, 0] = np.inf
+    some[1, 0] = True
+    masks = np.packbits(some, axis=1, bitorder="little").view(np.int32)
+    assert KERNELS[isa].best_within(torch.from_numpy(scores)[:, :vocab], 1, masks) == -1

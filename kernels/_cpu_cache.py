@@ -1,0 +1,27 @@
+"""How the native kernels lay out keys and values in a cache, as kernels/cpu/context.h does. Knows no kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_PLAIN_FLOAT32, _PLAIN_BFLOAT16, _GROUPS = range(3)  # as Cache in kernels/cpu/args.h
+_LANES = 16  # tokens of a group
+_TILE = 32
+
+
+def layout_of(kv: Tensor) -> int:
+    """Which layout a cache [2, slots, kv_heads, d] has."""
+    if kv.dtype == torch.float32:
+        return _PLAIN_FLOAT32
+    return _PLAIN_BFLOAT16 if kv.shape[1] % _LANES or kv.shape[3] % _TILE else _GROUPS
+
+
+def places(kv: Tensor, slots: Tensor) -> Tensor:
+    """Where the keys and the values of slots [n] lie in kv[0] and kv[1], int64 [2, n, kv_heads, d]."""
+    kv_heads, d = kv.shape[2:]
+    slot, head, i = slots[:, None, None], torch.arange(kv_heads)[:, None], torch.arange(d)
+    if layout_of(kv) != _GROUPS:
+        return ((slot * kv_heads + head) * d + i).expand(2, -1, -1, -1)
+    start, place = (slot // _LANES * kv_heads + head) * d * _LANES, slot % _LANES
+    return start + torch.stack((i // 2 * 2 * _LANES + 2 * place + i % 2, place // 2 * 2 * d + 2 * i + place % 2))
