@@ -54,13 +54,19 @@ SCHEMAS: list[Any] = [
     {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 1},
     {"title": "any", "description": "thing"},
 ]
+NAMES = ["name", "age", "next"]
 json_values = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-3, 130)
     | st.sampled_from(["red", "ab", "aab", "", "Bob", "é\n", "a\u2028"]),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "age", "next"]), inner, max_size=2)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2).map(
+            lambda found: {
+                name: found[name] for name in NAMES if name in found
+            }  # a schema's properties keep their order
+        )
     ),
     max_leaves=5,
 )
