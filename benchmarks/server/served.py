@@ -20,9 +20,9 @@ import aiohttp
 from client import Client
 
 START_S = 900.0
+END_S = 60.0  # a server that was asked to end is killed after so long
 _REST_S = 1.0
 _REST_SHARE = 0.03  # of a core: what looking after an idle engine takes
-END_S = 60.0  # a server that was asked to end is killed after so long
 LOG_TAIL = 30  # lines of the log that a failure is quoted with
 _LISTENING = re.compile(r"Listening on (http://\S+?);")
 _ENGINE = "specserve.server.engine.process"  # the module in the engine's command line
@@ -120,7 +120,7 @@ class Served:
 
     async def at_rest(self, seconds: float = 60.0) -> None:
         """Wait until it does nothing any more: a server that is ready still gets itself ready for constraints, which
-        takes a core for seconds. Raises ServerError when that does not end."""
+        takes a core for a second or two. Raises ServerError when that does not end."""
         end = time.monotonic() + seconds
         used = self._processor_s()
         while time.monotonic() < end:

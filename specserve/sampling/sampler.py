@@ -149,7 +149,7 @@ class Sampler:
             best = said.tokens[row]
             if said.faults[row] or masks.item(row, best // 32) >> best % 32 & 1:
                 continue
-            if self._native is not None and logits.dtype == torch.float32:
+            if self._native is not None:
                 best = self._native.best_within(logits, row, masks)
             else:
                 best = _best_within(logits[row], masks[row])

@@ -133,8 +133,10 @@ class EngineClient:
 
     def abort(self, subscription: Subscription, index: int | None = None) -> None:
         """End a request, or one of its completions. Nothing more is heard of one that is aborted whole."""
-        if index is None and self._open.pop(subscription.number, None) is None:
+        if subscription.number not in self._open:
             return
+        if index is None:
+            del self._open[subscription.number]
         self._send(Abort(subscription.number, index))
 
     def expire(self, subscription: Subscription) -> None:

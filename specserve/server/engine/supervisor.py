@@ -137,9 +137,9 @@ class Supervisor:
         """Start an engine and watch it until it is gone; why it is."""
         try:
             child = self._nest.take()
+            self._client = EngineClient(child.end, self._numbers, self._observer)
         except OSError as error:  # no descriptors, no memory
             return f"The engine's process cannot be started: {error}."
-        self._client = EngineClient(child.end, self._numbers, self._observer)
         self._process = child.process
         self._client.configure(self._options)
         begun = looked = time.monotonic()

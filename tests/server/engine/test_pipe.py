@@ -14,10 +14,12 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
+from specserve.errors import EngineError
 from specserve.server.engine.client import EngineClient
-from specserve.server.engine.messages import Failed, Ready, ResetPrefixCache, Stop
+from specserve.server.engine.messages import Failed, ResetPrefixCache, Stop, Submit
 from specserve.server.engine.pipe import Pipe
 from specserve.server.engine.process import Wire
+from specserve.types import SamplingParams
 
 LARGE = 2**21  # bytes; more than a socket holds
 
@@ -168,6 +170,27 @@ def test_commands_that_an_engine_does_not_read_yet() -> None:
     asyncio.run(play())
 
 
+def test_what_is_left_behind_by_an_engine_that_has_gone() -> None:
+    """Its last words are heard after its socket was closed; what they lead to, as a stop string does, reaches nobody."""
+
+    async def play() -> None:
+        ours, theirs = socket.socketpair()
+        client, wire = EngineClient(ours, itertools.count(), Deaf()), Wire(theirs)
+        asked = Submit(id=0, prompt_ids=[1], params=SamplingParams())
+        subscription = client.submit(asked, 1, asyncio.Event())
+        client.abort(subscription, 0)
+        assert [type(command).__name__ for command in wire.commands(0)] == ["Submit", "Abort"]
+        client.fail(EngineError("gone"))
+        client.close()
+        client.abort(subscription, 0)
+        client.abort(subscription)
+        client.expire(subscription)
+        assert wire.commands(0) == [Stop()]
+        wire.close()
+
+    asyncio.run(play())
+
+
 def test_bytes_that_are_no_report() -> None:
     """What came before them was heard; from then on nothing is."""
 
@@ -181,7 +204,6 @@ def test_bytes_that_are_no_report() -> None:
             while not client.is_deaf:
                 await asyncio.sleep(0.01)
         assert client.failure == Failed("first")
-        assert not client.ready.done(), f"no {Ready.__name__}"
         client.close()
         other.close()
 

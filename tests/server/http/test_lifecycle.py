@@ -333,7 +333,7 @@ def test_one_process_after_another() -> None:
         assert again.process.poll() is not None
     prepared = nest.take()
     prepared.end.close()
-    prepared.process.wait(60)  # nobody will ever tell it what to load
+    assert prepared.process.wait(60) == 0, "nobody will ever tell it what to load"
 
 
 def test_frames_that_are_none(tmp_path: Path) -> None:
