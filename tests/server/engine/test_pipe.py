@@ -171,7 +171,7 @@ def test_commands_that_an_engine_does_not_read_yet() -> None:
 
 
 def test_what_is_left_behind_by_an_engine_that_has_gone() -> None:
-    """Its last words are heard after its socket was closed; what they lead to, as a stop string does, reaches nobody."""
+    """Its last words are heard after its socket is closed. What they lead to, as a stop string does, reaches nobody."""
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
