@@ -143,6 +143,11 @@ class Service:
             raise unavailable(f"The engine {what}. Send the request again in a moment.", code=supervisor.state.value)
         return supervisor.ready
 
+    def expect(self) -> None:
+        """Have an engine that rests ready for a request whose prompt is to be tokenized: it would take 0.1 ms to wake
+        up. Raises EngineError while there is none."""
+        self.supervisor.client.expect()
+
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text of any length; a prompt is first to be held to `check_length`."""
         return await self._tokenized(len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens))

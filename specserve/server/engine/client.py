@@ -17,6 +17,7 @@ from specserve.server.engine.messages import (
     Abort,
     Command,
     Configure,
+    Expect,
     Expire,
     Failed,
     Gauges,
@@ -130,6 +131,11 @@ class EngineClient:
         self._open[number] = subscription
         self._send(msgspec.structs.replace(asked, id=number))
         return subscription
+
+    def expect(self) -> None:
+        """Tell an engine that rests of a request that is about to come."""
+        if not self._open:
+            self._send(Expect())
 
     def abort(self, subscription: Subscription, index: int | None = None) -> None:
         """End a request, or one of its completions. Nothing more is heard of one that is aborted whole."""

@@ -35,6 +35,10 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     prediction: list[int] = []
 
 
+class Expect(msgspec.Struct, frozen=True, tag="expect"):
+    """A request is about to come: its prompt is being tokenized."""
+
+
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     id: int
     index: int | None = None  # which completion; None: all
@@ -54,7 +58,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-Command: TypeAlias = Configure | Submit | Abort | Expire | ResetPrefixCache | Stop
+Command: TypeAlias = Configure | Submit | Expect | Abort | Expire | ResetPrefixCache | Stop
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):

@@ -32,6 +32,7 @@ from specserve.server.engine.messages import (
     Abort,
     Command,
     Configure,
+    Expect,
     Expire,
     Failed,
     Gauges,
@@ -55,6 +56,7 @@ _SWITCH_S = 0.0005  # for Python's 0.005, so long would a step wait each time th
 _IDLE_MS = 1000
 _COMPILING_MS = 1
 _BEHIND_MS = 10
+_EXPECTING_S = 0.003  # most prompts are tokenized in less
 _LINGER_S = 1.0
 _HOPELESS = (ConfigError, ModelError, CapacityError)
 
@@ -119,21 +121,23 @@ class EngineProcess:
         self._compiling = Compiling(built.compiler, built.tokenizer.reasoning)
         self._has_compiled = False
         self._stopping = False
+        self._awake_until = 0.0  # time.monotonic()
 
     def run(self) -> None:
         while not self._stopping:
-            commands = self._wire.commands(self._wait_ms())
+            wait_ms = self._wait_ms()
+            commands = self._wire.commands(wait_ms)
             for command in commands:
                 self._obey(command)
             for request, error in self._compiling.done():
                 self._add(request) if error is None else self._refuse(request, error)
             if self._engine.has_work:
                 self._step()
-            elif not commands and not self._compiling:
+            elif not commands and wait_ms == _IDLE_MS:
                 self._use_pause()
 
     def _wait_ms(self) -> int:
-        if self._engine.has_work:
+        if self._engine.has_work or time.monotonic() < self._awake_until:
             return 0
         return _COMPILING_MS if self._compiling else _IDLE_MS
 
@@ -153,6 +157,8 @@ class EngineProcess:
         match command:
             case Submit():
                 self._submit(command)
+            case Expect():
+                self._awake_until = time.monotonic() + _EXPECTING_S
             case Abort(id=number, index=index):
                 self._abort(str(number), index)
             case Expire(id=number):

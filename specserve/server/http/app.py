@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from specserve.server.http import completions, documents, info, tokens, translated
 from specserve.server.http.context import CONTEXT, Context
@@ -36,10 +37,12 @@ PUBLIC = frozenset({info.health, documents.docs, documents.playground})  # needs
 def make_app(server: Context) -> web.Application:
     """Raises ConfigError for a file of keys that cannot be read."""
     options = server.options
-    app = web.Application(
-        middlewares=[tell, cross_origin(options.cors_origin), keys_required(options.keys(), PUBLIC)],
-        client_max_size=options.max_body_bytes,
-    )
+    middlewares: list[Middleware] = [tell]
+    if options.cors_origin:
+        middlewares.append(cross_origin(options.cors_origin))
+    if keys := options.keys():
+        middlewares.append(keys_required(keys, PUBLIC))
+    app = web.Application(middlewares=middlewares, client_max_size=options.max_body_bytes)
     app[CONTEXT] = server
     app.on_response_prepare.append(add_headers)
     app.add_routes(ROUTES)

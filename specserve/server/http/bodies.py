@@ -38,6 +38,10 @@ async def _read(request: web.Request, held: Held) -> bytes:
         raise unsupported_media_type(request.headers.get("Content-Type", ""))
     if (request.content_length or 0) > options.max_body_bytes:
         raise body_too_large(options.max_body_bytes)
+    if request.content.is_eof():  # all of it came with the head, as small ones do
+        body = request.content.read_nowait()
+        _count(len(body), held, options.max_body_bytes)
+        return body
     try:
         async with asyncio.timeout(options.body_timeout_s):
             return await _gather(request, held, options.max_body_bytes)
@@ -51,10 +55,14 @@ async def _gather(request: web.Request, held: Held, limit: int) -> bytes:
     body = bytearray()
     async for piece in request.content.iter_any():
         body += piece
-        if len(body) > limit:
-            raise body_too_large(limit)
-        held.grow_to(len(body))
+        _count(len(body), held, limit)
     return bytes(body)
+
+
+def _count(num_bytes: int, held: Held, limit: int) -> None:
+    if num_bytes > limit:
+        raise body_too_large(limit)
+    held.grow_to(num_bytes)
 
 
 def _is_json(content_type: str) -> bool:

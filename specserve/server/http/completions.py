@@ -76,7 +76,8 @@ def accept(request: web.Request, asked: SamplingFields) -> None:
     server = context(request)
     server.check_model(asked.model)
     limits: Limits = server.limits
-    request[IGNORED] = header_names(asked.ignored(limits))
+    if names := asked.ignored(limits):
+        request[IGNORED] = header_names(names)
 
 
 def response_id(prefix: str, asked: SamplingFields) -> str:
@@ -87,6 +88,7 @@ def response_id(prefix: str, asked: SamplingFields) -> str:
 async def chat_ask(server: Context, asked: ChatCompletionRequest, own_names: Mapping[str, str] = _AS_SENT) -> Ask:
     """A conversation as the engine is asked for its next message. `own_names` are those of the fields that were sent,
     where they are not chat's."""
+    server.service.expect()
     conversation, template = conversation_of(server, asked)
     prompt, ids = await server.service.chat_prompt(conversation, **template)
     predicted = asked.prediction.content if asked.prediction else ""
@@ -124,6 +126,7 @@ async def _completion_asks(server: Context, asked: CompletionRequest) -> list[As
     prompts = [prompt for prompt in asked.prompt if isinstance(prompt, str)]
     if not prompts:
         return [_ask(asked, ids, None) for ids in asked.prompt if not isinstance(ids, str)]
+    server.service.expect()
     for prompt in prompts:
         await server.service.check_length(prompt)
     encoded = await asyncio.gather(*map(server.service.encode, prompts))

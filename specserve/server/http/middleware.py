@@ -15,7 +15,7 @@ from aiohttp.typedefs import Middleware
 
 from specserve.server.http.completions import IGNORED
 from specserve.server.http.context import context
-from specserve.server.http.respond import OUTPUTS, TENANT, json_response, told
+from specserve.server.http.respond import CHUNKED, OUTPUTS, TENANT, json_response, told
 from specserve.server.logs import log_request, request_id
 from specserve.server.wire.anthropic import anthropic_error
 from specserve.server.wire.errors import (
@@ -98,6 +98,8 @@ def error_response(request: web.Request, failure: WireError) -> web.Response:
     is_anthropic = request.path.startswith("/v1/messages")
     body = anthropic_error(failure, request[REQUEST_ID]) if is_anthropic else failure.body
     response = json_response(body, failure.status, failure.headers)
+    if request.get(CHUNKED):  # aiohttp's writer keeps to what the head said whose place this one takes
+        response.enable_chunked_encoding()
     if failure.status in (408, 413):  # the rest of the body is not waited for
         response.force_close()
     return response
@@ -115,13 +117,13 @@ def _http_failure(request: web.Request, error: web.HTTPException) -> WireError:
 
 
 def keys_required(keys: Collection[str], public: Collection[object]) -> Middleware:
-    """Lets in whoever has one of the keys, and everybody to the handlers in `public`; without keys, everybody. Digests
-    are compared, so the time says nothing of a key."""
+    """Lets in whoever has one of the keys, and everybody to the handlers in `public`. Digests are compared, so the time
+    says nothing of a key."""
     digests = [_digest(key) for key in keys]
 
     @web.middleware
     async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if digests and request.match_info.handler not in public:
+        if request.match_info.handler not in public:
             request[TENANT] = _key(request, digests)
         return await handler(request)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from specserve.engine.outputs import RequestOutput
 from specserve.server.http.context import context
@@ -25,6 +25,7 @@ PING_S = 10.0  # of silence, after which a stream gets a comment so that nobody 
 _log = logging.getLogger(__name__)
 
 OUTPUTS = web.RequestKey("outputs", Sequence[RequestOutput])  # for the log, of requests that reached the engine
+CHUNKED = web.RequestKey("chunked", bool)  # a head was made, and not sent, that has what follows come in chunks
 TENANT = web.RequestKey("tenant", bytes)  # digest of the request's API key, where there are keys
 
 
@@ -95,7 +96,7 @@ def _pinging(answers: Answers) -> Iterator[None]:
 
 
 class _EventStream(web.StreamResponse):
-    """Its head waits for the first write: one packet, and one time that the client is woken, less."""
+    """Its head, once made, waits for the first write: one packet, and one time that the client is woken, less."""
 
     _send_headers_immediately = False
 
@@ -104,8 +105,8 @@ class _EventStream(web.StreamResponse):
 
 
 class _Streaming:
-    """One response as server-sent events. Its head is sent with the first event, or the first ping: an error that comes
-    before has a status of its own."""
+    """One response as server-sent events. Its head is made while the engine computes the prompt, and sent with the
+    first event, or the first ping: an error that comes before has a status of its own."""
 
     def __init__(self, request: web.Request, call: Call, answers: Answers) -> None:
         self._request = request
@@ -113,21 +114,27 @@ class _Streaming:
         self._answers = answers
         self._stream = call.events(answers.outputs)
         self._response = _EventStream()
+        self._has_sent = False
 
     async def run(self) -> web.StreamResponse:
         try:
             with _pinging(self._answers):
                 async with asyncio.timeout(self._options.request_timeout_s or None):
+                    await self._make_head()
                     await self._follow()
         except ConnectionError:
             raise  # nobody is there who could be told
         except Exception as error:
-            if not self._response.prepared:
+            if not self._has_sent:
                 raise
             self._response.force_close()
             await self._send(self._stream.fail(told(error)))
         await self._response.write_eof()
         return self._response
+
+    async def _make_head(self) -> None:
+        await self._response.prepare(self._request)
+        self._request[CHUNKED] = self._request.version >= HttpVersion11
 
     async def _follow(self) -> None:
         async for said in self._answers:
@@ -142,8 +149,7 @@ class _Streaming:
     async def _send(self, events: Sequence[str]) -> None:
         """One write for all of them; a ping if there are none. A client that does not read is left; one that has read
         everything so far takes a little more at once, so nothing is waited for."""
-        if not self._response.prepared:
-            await self._response.prepare(self._request)
+        self._has_sent = True
         frames = b"".join(map(self._stream.frame, events)) or self._stream.ping()
         transport = self._request.transport
         if len(frames) < _AT_ONCE and transport is not None and not transport.get_write_buffer_size():

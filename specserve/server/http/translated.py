@@ -81,5 +81,6 @@ def _accepted(request: web.Request, asked: TranslatedRequest) -> ChatCompletionR
     server = context(request)
     server.check_model(asked.model)
     limits = server.limits
-    request[IGNORED] = header_names(asked.ignored(limits))
+    if names := asked.ignored(limits):
+        request[IGNORED] = header_names(names)
     return asked.as_chat(limits)

@@ -55,6 +55,8 @@ def _decoded(text: bytes, what: str) -> str:
 
 def _check_depth(text: str, what: str) -> None:
     """Before parsing, as parsers call themselves for each level."""
+    if text.count("{") + text.count("[") <= MAX_DEPTH:
+        return
     depth = 0
     for match in _BRACKET.finditer(text):
         first = text[match.start()]

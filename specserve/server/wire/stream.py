@@ -149,15 +149,21 @@ class ChatStream(ChoiceStream):
         super().__init__(reply, [output])
         self._parsers = [reply.tool_parser() for _ in output.outputs] if reply.tool_parser else []
         self._num_calls = [0] * len(output.outputs)
+        # Made before there is a token, while there is time: once there is one, it is waited for.
+        self._opening = self._beginning(0, output, reply.return_token_ids)
 
     @property
     def _nothing(self) -> dict[str, Any]:
         return {"delta": {}}
 
     def _begin(self, index: int, output: RequestOutput) -> list[str]:
-        wanted = self._reply.return_token_ids and not self._begun
-        ids = {"prompt_token_ids": output.prompt_token_ids} if wanted else {}
-        return [self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})], **ids)]
+        if self._begun:
+            return [self._beginning(index, output, with_ids=False)]
+        return [self._beginning(index, output, self._reply.return_token_ids) if index else self._opening]
+
+    def _beginning(self, index: int, output: RequestOutput, with_ids: bool) -> str:
+        ids = {"prompt_token_ids": output.prompt_token_ids} if with_ids else {}
+        return self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})], **ids)
 
     def _told(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         if not self._parsers:

@@ -60,6 +60,12 @@ async def answer(service: Service, params: SamplingParams = GREEDY) -> list[int]
         return (await running.whole())[0].outputs[0].token_ids
 
 
+def processor_s(pid: int | None) -> float:
+    """Seconds that a process has computed."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
@@ -106,6 +112,26 @@ def test_an_answer_that_is_left_is_aborted(folder: Path) -> None:
                     break
             assert client.num_open == 0
             await until(lambda: client.gauges is not None and client.gauges.num_free_blocks == client.gauges.num_blocks)
+
+    asyncio.run(play())
+
+
+def test_a_request_that_was_told_of_and_never_comes(folder: Path, expected: list[int]) -> None:
+    """The engine waits for it awake for a moment, and then rests as before."""
+
+    async def play() -> None:
+        async with running(folder) as service:
+            pid = service.supervisor.pid
+            assert await answer(service) == expected
+            await asyncio.sleep(2.5)  # in which it makes use of its first pause
+            for _ in range(5):
+                service.expect()
+            await asyncio.sleep(0.1)
+            before = processor_s(pid)
+            await asyncio.sleep(1)
+            assert processor_s(pid) - before <= 0.05
+            service.expect()
+            assert await answer(service) == expected
 
     asyncio.run(play())
 

@@ -55,8 +55,8 @@ class Events:
         return f"data: {event}\n\n".encode()
 
 
-def played(num_chunks: int, error: Exception) -> tuple[int, str]:
-    """Status and text of the response."""
+def application(num_chunks: int, error: Exception) -> web.Application:
+    """Every GET is answered by such a stream."""
     answers: Any = Answers(num_chunks, error)
 
     @contextmanager
@@ -66,12 +66,18 @@ def played(num_chunks: int, error: Exception) -> tuple[int, str]:
     async def handler(request: web.Request) -> web.StreamResponse:
         return await respond(request, Call(name="x", asks=[], stream=True, body=dict, events=lambda _: Events()))  # type: ignore[arg-type, return-value]
 
+    app = web.Application(middlewares=[tell])
+    service = SimpleNamespace(start=start, metrics=SimpleNamespace(refused=lambda status: None))
+    app[CONTEXT] = SimpleNamespace(options=ServeOptions(), service=service)  # type: ignore[misc]
+    app.add_routes([web.get("/", handler)])
+    return app
+
+
+def played(num_chunks: int, error: Exception) -> tuple[int, str]:
+    """Status and text of the response."""
+
     async def play() -> tuple[int, str]:
-        app = web.Application(middlewares=[tell])
-        service = SimpleNamespace(start=start, metrics=SimpleNamespace(refused=lambda status: None))
-        app[CONTEXT] = SimpleNamespace(options=ServeOptions(), service=service)  # type: ignore[misc]
-        app.add_routes([web.get("/", handler)])
-        async with TestClient(TestServer(app)) as client, client.get("/") as response:
+        async with TestClient(TestServer(application(num_chunks, error))) as client, client.get("/") as response:
             return response.status, await response.text()
 
     return asyncio.run(play())
@@ -83,6 +89,41 @@ def test_before_the_first_event_it_is_a_status(caplog: pytest.LogCaptureFixture)
     assert (status, json.loads(text)["error"]["code"]) == (500, "internal_error")
     assert "secret" not in text
     assert "secret" in caplog.text, "the log has it"
+
+
+def sent(request: bytes) -> bytes:
+    """All that comes back over one connection, of a server whose streams fail before their first event."""
+
+    async def play() -> bytes:
+        async with TestServer(application(0, EngineError("The engine is gone."))) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(request)
+            async with asyncio.timeout(20):
+                answer = await reader.read()
+            writer.close()
+            return answer
+
+    return asyncio.run(play())
+
+
+def test_its_head_takes_the_place_of_the_one_that_was_made() -> None:
+    """Of the stream that was to come nothing is sent, and the connection goes on."""
+    answer = sent(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    before, *responses = answer.split(b"HTTP/1.1 500 Internal Server Error\r\n")
+    assert (before, len(responses), answer.count(b"HTTP/1.1")) == (b"", 2, 2)
+    for response in responses:
+        head, _, body = response.partition(b"\r\n\r\n")
+        assert b"text/event-stream" not in head and b"Content-Length" not in head
+        assert head.count(b"Transfer-Encoding: chunked") == 1
+        size, text, *end = body.split(b"\r\n")
+        assert (int(size, 16), end) == (len(text), [b"0", b"", b""])
+        assert json.loads(text)["error"]["message"] == "The engine is gone."
+
+
+def test_to_a_client_of_http_1_0_it_is_sent_whole() -> None:
+    head, _, body = sent(b"GET / HTTP/1.0\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 500 ") and b"Transfer-Encoding" not in head
+    assert json.loads(body)["error"]["message"] == "The engine is gone."
 
 
 def test_behind_it_it_is_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
