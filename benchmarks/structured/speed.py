@@ -6,7 +6,8 @@ drafter: time per token after the first, tokens a step, and whether every constr
 FILE has a line for each case: {"question": [[message]], "function": [{"name", "description", "parameters"}]}, as BFCL
 does; "dict" there means object. The answer is to be the arguments of the first function. --schemas adds as many made
 ones, as pydantic and OpenAPI make them. Free output gets as many tokens as the constrained one had. A case's ratio is
-that of its fastest constrained turn to its fastest free one with the same drafter: what the host adds is in neither.
+the median of its pairs', each a constrained turn and a free one with the same drafter right after the other, in
+alternating order: a machine's speed can change by a third from one minute to the next, and not often within a pair.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Turn:
     fits: bool | None = None
 
 
+Pair = tuple[Turn, Turn]  # constrained, free
+
+
 def parse() -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--tools", type=Path, required=True)
@@ -79,22 +83,22 @@ class Speed:
         output = self._llm.chat(messages, params, drafter=drafter)[0].outputs[0]
         return _turn(output, None if num_tokens is not None else case.schema)
 
-    def pair(self, case: Case, drafter: str) -> tuple[Turn, Turn] | None:
-        """Constrained and free, as often as asked for in turns; of each the fastest. None where there is no grammar, or
-        nothing to time."""
+    def pairs(self, case: Case, drafter: str) -> list[Pair]:
+        """As many as asked for; none where there is no grammar, or nothing to time."""
         try:
             first = self.turn(case, drafter, None)
         except (RefusedError, InputError) as error:
             self.refused[json.dumps(case.schema)[:80]] = str(error)
-            return None
+            return []
         if first.num_tokens < 4:
-            return None
-        turns = [
-            (self.turn(case, drafter, None), self.turn(case, drafter, first.num_tokens))
-            for _ in range(self._options.repeats)
-        ]
-        bound, free = zip(*turns, strict=True)
-        return min(bound, key=lambda turn: turn.per_token_ms), min(free, key=lambda turn: turn.per_token_ms)
+            return []
+        return [self._pair(case, drafter, first.num_tokens, i % 2 == 0) for i in range(self._options.repeats)]
+
+    def _pair(self, case: Case, drafter: str, num_tokens: int, is_free_first: bool) -> Pair:
+        if is_free_first:
+            free = self.turn(case, drafter, num_tokens)
+            return self.turn(case, drafter, None), free
+        return self.turn(case, drafter, None), self.turn(case, drafter, num_tokens)
 
 
 def _turn(output: CompletionOutput, schema: dict[str, Any] | None) -> Turn:
@@ -110,23 +114,23 @@ def _turn(output: CompletionOutput, schema: dict[str, Any] | None) -> Turn:
     )
 
 
-def tell(drafter: str, pairs: list[tuple[Turn, Turn]]) -> dict[str, Any]:
-    bound, free = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+def tell(drafter: str, cases: list[list[Pair]]) -> dict[str, Any]:
+    bound = [pairs[0][0] for pairs in cases]  # all of a case say the same
     tokens = sum(turn.num_tokens for turn in bound)
-    ratios = [b.per_token_ms / f.per_token_ms for b, f in pairs]
+    ratios = [median(b.per_token_ms / f.per_token_ms for b, f in pairs) for pairs in cases]
     num_drafted, num_accepted = sum(t.num_drafted for t in bound), sum(t.num_accepted for t in bound)
     found = {
         "drafter": drafter,
-        "cases": len(pairs),
-        "constrained ms a token": median(turn.per_token_ms for turn in bound),
-        "free ms a token": median(turn.per_token_ms for turn in free),
+        "cases": len(cases),
+        "constrained ms a token": median(b.per_token_ms for pairs in cases for b, _ in pairs),
+        "free ms a token": median(f.per_token_ms for pairs in cases for _, f in pairs),
         "ratio": median(ratios),
         "worst ratio": max(ratios),
         "cases above the mark": sum(ratio > WORST_MARK for ratio in ratios),
         "tokens a step": tokens / sum(turn.num_steps for turn in bound),
         "share drafted and accepted": num_accepted / tokens,
         "share of drafts rejected": 1 - num_accepted / num_drafted if num_drafted else 0.0,
-        "invalid": sum(turn.fits is False for turn in bound),
+        "invalid": sum(b.fits is False for pairs in cases for b, _ in pairs),
         "cut off": sum(turn.fits is None for turn in bound),
     }
     print("; ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()))
@@ -148,8 +152,8 @@ def main() -> None:
         print(llm.summary, file=sys.stderr)
         for drafter in options.drafters.split(","):
             speed = Speed(llm, options)
-            pairs = [pair for case in asked if (pair := speed.pair(case, drafter)) is not None]
-            figures.append({**tell(drafter, pairs), "refused": speed.refused})
+            cases = [pairs for case in asked if (pairs := speed.pairs(case, drafter))]
+            figures.append({**tell(drafter, cases), "refused": speed.refused})
     if options.json is not None:
         about = {"machine": platform.platform(), "options": {k: str(v) for k, v in vars(options).items()}}
         options.json.write_text(json.dumps({**about, "drafters": figures}, indent=1), "utf-8")
