@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 
 from specserve.errors import EngineError
 from specserve.server.engine.client import EngineClient
-from specserve.server.engine.messages import Failed, ResetPrefixCache, Stop, Submit
+from specserve.server.engine.messages import Expect, Failed, ResetPrefixCache, Stop, Submit
 from specserve.server.engine.pipe import Pipe
 from specserve.server.engine.process import Wire
 from specserve.types import SamplingParams
@@ -166,6 +166,27 @@ def test_commands_that_an_engine_does_not_read_yet() -> None:
         client.close()
         wire.close()
         assert found == [ResetPrefixCache()] * 100
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_rests_is_told_of_what_is_about_to_come() -> None:
+    """One that works is awake."""
+
+    async def play() -> None:
+        ours, theirs = socket.socketpair()
+        client, wire = EngineClient(ours, itertools.count(), Deaf()), Wire(theirs)
+        client.expect()
+        assert wire.commands(0) == [Expect()]
+        asked = Submit(id=0, prompt_ids=[1], params=SamplingParams())
+        subscription = client.submit(asked, 1, asyncio.Event())
+        client.expect()
+        assert [type(command).__name__ for command in wire.commands(0)] == ["Submit"]
+        client.abort(subscription)
+        client.expect()
+        assert [type(command).__name__ for command in wire.commands(0)] == ["Abort", "Expect"]
+        client.close()
+        wire.close()
 
     asyncio.run(play())
 

@@ -1,0 +1,46 @@
+"""The engine's process while it rests: how long it waits for commands, and what it does with the time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specserve.server.engine import process
+from specserve.server.engine.messages import Command, Expect, Stop
+from specserve.server.engine.process import EngineProcess
+
+
+class Script:
+    """A wire on which one command comes, and nothing more until it has waited for a whole second twice in a row. `now`
+    goes on by each wait, and by 0.1 ms where it does not wait."""
+
+    def __init__(self, first: Command) -> None:
+        self.now = 100.0  # seconds
+        self.waits: list[int] = []
+        self._first = first
+
+    def commands(self, wait_ms: int) -> list[Command]:
+        self.waits.append(wait_ms)
+        self.now += max(1e-3 * wait_ms, 1e-4)
+        if len(self.waits) == 1:
+            return [self._first]
+        return [Stop()] if self.waits[-2:] == [1000, 1000] else []
+
+
+def test_it_stays_awake_for_a_request_that_is_about_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 3 ms, in which it does not begin what it does in pauses: Python would do nothing else for 0.3 s."""
+    wire = Script(Expect())
+    pauses: list[float] = []
+    monkeypatch.setattr(process.time, "monotonic", lambda: wire.now)
+    built: Any = SimpleNamespace(
+        engine=SimpleNamespace(has_work=False), compiler=None, tokenizer=SimpleNamespace(reasoning=None)
+    )
+    engine = EngineProcess(wire, built)  # type: ignore[arg-type]
+    monkeypatch.setattr(engine._compiling, "prepare", lambda: pauses.append(wire.now))
+    engine.run()
+    awake = wire.waits.count(0)
+    assert wire.waits == [1000, *[0] * awake, 1000, 1000]
+    assert 28 <= awake <= 31, "0.1 ms each"
+    assert pauses == [pytest.approx(102.003, abs=0.001)], "once, after a whole second without anything"

@@ -1,0 +1,62 @@
+"""From a request to what the engine is asked: the engine hears of it before its prompt is tokenized."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from specserve.server.http import completions
+from specserve.server.wire.fields import Limits
+from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
+
+LIMITS = Limits(vocab_size=300, max_model_len=512)
+
+
+class Service:
+    """Tokenizes everything as [1], and keeps what was called."""
+
+    tokenizer = SimpleNamespace(takes_tools=True)
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def expect(self) -> None:
+        self.calls.append("expect")
+
+    async def chat_prompt(self, messages: Any, **template: Any) -> tuple[str, list[int]]:
+        self.calls.append("tokenize")
+        return "x", [1]
+
+    async def check_length(self, text: str) -> None:
+        pass
+
+    async def encode(self, text: str) -> list[int]:
+        self.calls.append("tokenize")
+        return [1]
+
+
+def server() -> Any:
+    return SimpleNamespace(service=Service())
+
+
+def test_a_conversation() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    told = server()
+    asyncio.run(completions.chat_ask(told, read(ChatCompletionRequest, body, LIMITS)))
+    assert told.service.calls == ["expect", "tokenize"]
+
+
+def test_texts() -> None:
+    """Once, however many they are."""
+    told = server()
+    request = read(CompletionRequest, b'{"prompt": ["x", "y"]}', LIMITS)
+    asyncio.run(completions._completion_asks(told, request))
+    assert told.service.calls == ["expect", "tokenize", "tokenize"]
+
+
+def test_ids_are_there_already() -> None:
+    told = server()
+    asyncio.run(completions._completion_asks(told, read(CompletionRequest, b'{"prompt": [1, 2]}', LIMITS)))
+    assert told.service.calls == []
