@@ -80,6 +80,7 @@ class _Writer:
         self._embedded = embedded
         self._references: dict[str, str] = {}
         self._frees: dict[tuple[str, ...], str] = {}
+        self._open_ends: tuple[str, ...] = ()  # of the innermost tag that is being written
         longest_first = sorted(vocabulary.controls, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -95,7 +96,7 @@ class _Writer:
         if isinstance(found, ConstString):
             return self._spelled(found.value)
         if isinstance(found, AnyText):
-            return [_Piece(self._free(found.excludes), "free")]
+            return [_Piece(self._free((*found.excludes, *self._open_ends)), "free")]
         if isinstance(found, Regex):
             entry = self._embedded.regex(found.pattern)
             return [_Piece(entry["lark_grammar"].removeprefix("start: "), "pattern")]
@@ -116,10 +117,20 @@ class _Writer:
     def _tag(self, tag: Tag, begin: str) -> list[_Piece]:
         """`begin` is what is left of how the tag begins."""
         try:
-            return [*self._spelled(begin), *self._pieces(tag.content, False), *self._ends(tag.end)]
+            return [*self._spelled(begin), *self._content(tag), *self._ends(tag.end)]
         except RefusedError as error:
             reason = str(error).removeprefix("structured: ").removeprefix("structural tag: ")
             raise RefusedError(f"structural tag: in the tag {tag.begin!r}: {reason}") from error
+
+    def _content(self, tag: Tag) -> list[_Piece]:
+        """Free text in it holds none of its ends, wherever it stands; right before them it is lazy, and cannot."""
+        outer = self._open_ends
+        ends = () if isinstance(tag.content, AnyText) else tag.end
+        self._open_ends = tuple(end for end in ends if end and not self._control.search(end))
+        try:
+            return self._pieces(tag.content, False)
+        finally:
+            self._open_ends = outer
 
     def _choices(self, found: Either | TriggeredTags | SeparatedTags, is_last: bool) -> str:
         if isinstance(found, Either):

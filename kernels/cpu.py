@@ -64,8 +64,11 @@ class Recording:
         self.buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self.used: list[object] = []  # what else the program points into
 
-    def run(self, num_rows: int, num_collected: int, plan: _native.Plan | None) -> None:
-        self.program.run(num_rows, num_collected, plan)
+    def start(self, num_rows: int, num_collected: int, plan: _native.Plan | None) -> None:
+        self.program.start(num_rows, num_collected, plan)
+
+    def finish(self) -> None:
+        self.program.finish()
 
     @property
     def num_ops(self) -> int:

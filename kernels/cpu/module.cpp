@@ -94,6 +94,13 @@ class Drawer {
   std::vector<int32_t> tokens_;
 };
 
+// Threads may still read a plan that Python has let go of.
+struct SharedPlan {
+  std::shared_ptr<const Plan> plan;
+};
+
+std::shared_ptr<const Plan> of(const SharedPlan* shared) { return shared ? shared->plan : nullptr; }
+
 void bind_program(nb::module_& m) {
   nb::class_<Program>(m, "Program")
       .def("__init__", [](Program* self, std::shared_ptr<Team> team, const std::string& isa) {
@@ -137,11 +144,16 @@ void bind_program(nb::module_& m) {
       .def("argmax", [](Program& p, Address x, int n, Address best) { p.argmax(at<float>(x), n, at<int64_t>(best)); })
       .def(
           "run",
-          [](Program& p, int rows, int collected, const Plan* plan) { p.run({rows, collected, plan}); }, "rows"_a,
-          "collected"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+          [](Program& p, int rows, int collected, const SharedPlan* plan) { p.run({rows, collected, of(plan)}); },
+          "rows"_a, "collected"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "start",
+          [](Program& p, int rows, int collected, const SharedPlan* plan) { p.start({rows, collected, of(plan)}); },
+          "rows"_a, "collected"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+      .def("finish", &Program::finish, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "profile",
-          [](Program& p, int rows, int collected, const Plan* plan) { return p.profile({rows, collected, plan}); },
+          [](Program& p, int rows, int collected, const SharedPlan* plan) { return p.profile({rows, collected, of(plan)}); },
           "rows"_a, "collected"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
       .def("names", [](const Program& p) { return std::vector<std::string>(p.names().begin(), p.names().end()); });
 }
@@ -172,8 +184,13 @@ NB_MODULE(_native, m) {
         nb::call_guard<nb::gil_scoped_release>());
   m.def("pause_often", &pause_often);
   m.def("pause_no_more", &pause_no_more);
-  nb::class_<Plan>(m, "Plan").def(
-      nb::init<std::vector<int>, std::vector<int>, std::vector<std::vector<int32_t>>, std::vector<std::vector<int32_t>>, int, int>());
+  using Lists = std::vector<std::vector<int32_t>>;
+  nb::class_<SharedPlan>(m, "Plan")
+      .def("__init__", [](SharedPlan* self, std::vector<int> starts, std::vector<int> cached, Lists blocks, Lists parents,
+                          int block_size, int max_rows_per_block) {
+        new (self) SharedPlan{std::make_shared<const Plan>(std::move(starts), std::move(cached), std::move(blocks),
+                                                           std::move(parents), block_size, max_rows_per_block)};
+      });
   nb::class_<Drawer>(m, "Drawer")
       .def("__init__",
            [](Drawer* self, std::shared_ptr<Team> team, const std::string& isa) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 namespace specserve {
 namespace {
@@ -56,6 +57,7 @@ Program::Program(std::shared_ptr<Team> team, const Kernels& kernels)
     : team_(std::move(team)), kernels_(kernels), lanes_(team_->threads()) {}
 
 Program::~Program() {
+  finish();
   team_->run({[](int) {}});  // nobody is in here after it
 }
 
@@ -253,13 +255,24 @@ std::shared_ptr<const Program::Pass> Program::begin(const Rows& rows) {
   return pass;
 }
 
-void Program::run(const Rows& rows) {
+Job Program::job(const Rows& rows) {
   const auto run = [this, pass = begin(rows)](int thread) {
     fetch_first(thread);
     for (int i = 0; i < int(ops_.size()); ++i) work(i, *pass, thread);
   };
-  if (ops_.size() == 1) return team_->run({run, false});
-  team_->run({run, false, [this](int thread, int turn) { return fetch_next(thread, turn); }});
+  if (ops_.size() == 1) return {run, false};
+  return {run, false, [this](int thread, int turn) { return fetch_next(thread, turn); }};
+}
+
+void Program::run(const Rows& rows) { team_->run(job(rows)); }
+
+void Program::start(const Rows& rows) {
+  finish();  // what somebody has left
+  started_ = team_->begin(job(rows));
+}
+
+void Program::finish() {
+  if (const auto job = std::exchange(started_, nullptr)) job->run(0);
 }
 
 std::vector<double> Program::profile(const Rows& rows) {

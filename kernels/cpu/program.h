@@ -43,7 +43,7 @@ class Plan {
 // How many rows the ops of a program have: those of the step, and those collected from it.
 struct Rows {
   int step = 0, collected = 0;
-  const Plan* plan = nullptr;
+  std::shared_ptr<const Plan> plan;
 };
 
 class Program {
@@ -66,6 +66,11 @@ class Program {
   void collect(const CollectArgs& args);  // ops after it work on the collected rows
 
   void run(const Rows& rows);
+
+  // As run, in two: `start` lets the team's other threads begin, `finish` does what they have left. Between them its caller
+  // does something else, and leaves alone what the ops read and write.
+  void start(const Rows& rows);
+  void finish();
 
   // As run, and the seconds that each op took, in order.
   std::vector<double> profile(const Rows& rows);
@@ -107,6 +112,7 @@ class Program {
   void add(const char* name, Op op, int64_t scratch_bytes = 0);
   std::function<int(const Rows&)> rows_here() const;
   std::shared_ptr<const Pass> begin(const Rows& rows);
+  Job job(const Rows& rows);
   void work(int index, const Pass& pass, int thread);
   Ahead reading(int index, int thread, int begin, int end, int lead) const;
   Ahead idle(int index, int thread) const;
@@ -122,6 +128,7 @@ class Program {
   std::vector<Lane> lanes_;
   std::vector<Count> done_;  // of each op, items that are computed
   uint32_t number_ = 0;      // of the newest pass
+  std::shared_ptr<const Job> started_;
 };
 
 }  // namespace specserve

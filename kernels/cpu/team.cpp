@@ -26,15 +26,18 @@ Team::~Team() {
 
 void Team::run(Job job) {
   std::lock_guard<std::mutex> only(one_caller_);
-  const auto shared = std::make_shared<const Job>(std::move(job));
-  {
-    std::lock_guard<std::mutex> lock(mutex_);  // whoever was about to sleep is asleep now
-    job_ = shared;
-    job_number_.fetch_add(1);
-    if (sleeping_ > 0) wake_.notify_all();
-  }
+  const auto shared = begin(std::move(job));
   shared->run(0);
   if (shared->needs_all) barrier();
+}
+
+std::shared_ptr<const Job> Team::begin(Job job) {
+  auto shared = std::make_shared<const Job>(std::move(job));
+  std::lock_guard<std::mutex> lock(mutex_);  // whoever was about to sleep is asleep now
+  job_ = shared;
+  job_number_.fetch_add(1);
+  if (sleeping_ > 0) wake_.notify_all();
+  return shared;
 }
 
 void Team::barrier() {

@@ -50,6 +50,9 @@ class Team {
   // Runs the job, which must not throw. One caller at a time.
   void run(Job job);
 
+  // Lets the other threads begin with a job that does not need all. The caller's part is `run(0)` of what is returned.
+  std::shared_ptr<const Job> begin(Job job);
+
  private:
   void barrier();
   void work(int index);

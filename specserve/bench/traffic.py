@@ -17,7 +17,7 @@ from torch import Tensor
 from specserve.engine.engine import Engine
 from specserve.ops import Ops
 from specserve.runtime.batch import Batch
-from specserve.runtime.runner import Output, Runner
+from specserve.runtime.runner import Runner
 
 OPS = frozenset(
     ("embed", "add_norm", "collect", "norm", "activate", "linear", "gated", "softcap", "argmax", "rotate", "attention")
@@ -156,10 +156,13 @@ class _Profiled:
         """A call begins here."""
         self._starts.append(self._recording.num_ops)
 
-    def run(self, num_rows: int, num_collected: int, plan: Any) -> None:
+    def start(self, num_rows: int, num_collected: int, plan: Any) -> None:
         begun = perf_counter()
         self._timed = self._recording.profile(num_rows, num_collected, plan)
         self.seconds = perf_counter() - begun
+
+    def finish(self) -> None:
+        """All is done."""
 
     def parts(self, names: list[str], reads: list[int]) -> list[Part]:
         """Every recorded op under the name of the call it began; what more came of a call reads nothing."""
@@ -179,10 +182,10 @@ class WatchedRunner(Runner):
         self.watched = ops
         self._batch: Batch | None = None
 
-    def run(self, batch: Batch) -> Output:
+    def start(self, batch: Batch) -> None:
         self.watched.begin()
         self._batch = batch
-        return super().run(batch)
+        super().start(batch)
 
     def parts(self) -> list[Part]:
         """The pieces of the last step's forward pass."""

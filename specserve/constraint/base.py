@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from specserve.structured import RefusedError as RefusedError, Structured
 from specserve.types import GrammarState, Ids
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -71,38 +72,38 @@ class Guarded:
 
     def fill(self, row: Ids) -> None:
         if self.fault is None:
-            self._call(lambda: self._state.fill(row), None)
+            self._call(self._state.fill, None, row)
         if self.fault is not None:
             row[:] = 0
 
     def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
         if self.fault is None:
-            self._call(lambda: self._state.fill_draft(tokens, parents, ends, rows), None)
+            self._call(self._state.fill_draft, None, tokens, parents, ends, rows)
         if self.fault is not None:
             rows[:] = 0
 
     def allows(self, token: int) -> bool:
-        return self._call(lambda: self._state.allows(token), False)
+        return self._call(self._state.allows, False, token)
 
     def advance(self, token: int) -> bool:
         self._forced = None
-        return self._call(lambda: self._state.advance(token), False)
+        return self._call(self._state.advance, False, token)
 
     def rollback(self, n: int) -> None:
         self._forced = None
         if n:
-            self._call(lambda: self._state.rollback(n), None)
+            self._call(self._state.rollback, None, n)
 
     def forced(self) -> list[int]:
         if self._forced is None:
             self._forced = self._call(self._state.forced, list[int]())
         return self._forced
 
-    def _call(self, function: Callable[[], T], otherwise: T) -> T:
+    def _call(self, function: Callable[P, T], otherwise: T, *args: P.args, **kwargs: P.kwargs) -> T:
         if self.fault is not None:
             return otherwise
         try:
-            return function()
+            return function(*args, **kwargs)
         except Exception as error:
             _log.warning("A grammar failed; its request ends.", exc_info=error)
             self.fault = f"The grammar failed: {type(error).__name__}: {error}"

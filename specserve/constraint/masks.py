@@ -3,8 +3,9 @@ Knows states and drafts; knows no backend and no model.
 
 A state stands at its sequence's last committed token. It walks a draft and is rolled back; nothing else is copied.
 
-A row of bits costs a walk through the vocabulary, one bit of it hardly anything. A row that takes its best token needs
-no others if that may come, which it mostly may; and what follows a token that is not the draft's needs none at all.
+What a sequence without a draft may say next is made while the target works. Of a draft's rows hardly any is needed by
+a sequence that takes best tokens: none where its best token may come, which one bit tells, for less than a row of them,
+and none behind a token that is not the draft's. So these wait for what the target says.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specserve.constraint.walk import visit
@@ -33,32 +33,48 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
     return draft if not forced and tokens == draft.tokens.tolist() else Draft.chain(tokens, forced=frozenset(forced))
 
 
-def fill(rows: Rows, num_words: int, best: Tensor | None = None) -> Tensor | None:
-    """The bits of the tokens that may come at each row, int32 [rows.num_rows, num_words]; None where no row needs any.
+class Masks:
+    """The bits of the tokens that may come at each row of a step. `fill` makes those that are needed whatever the
+    target says, while it works; `finish` those that hang on what it has said.
+
     What follows a node that may not stand, or that ends the sequence, is nothing at all.
-
-    `best` int64 [rows.num_rows or more] are the rows' best tokens, -1 for none. Rows of sequences that take them are
-    left whole where theirs may come, and where no token that is taken leads.
     """
-    made: list[Ids] = []
 
-    def bits(own: slice) -> Ids:
-        if not made:
-            made.append(np.empty((rows.num_rows, num_words), np.int32))
-            made[0].fill(-1)
-        return made[0][own]
+    def __init__(self, rows: Rows, num_words: int) -> None:
+        self._rows = rows
+        self._num_words = num_words
+        self._bits: Ids | None = None  # int32 [rows.num_rows, num_words]
+        self._late: list[tuple[GuardedState, Draft, frozenset[int], slice]] = []
 
-    known: list[int] | None = None
-    for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
-        if seq.grammar is None:
-            continue
-        own = slice(start, start + len(draft) + 1)
-        if best is not None and _takes_best(seq) and draft.is_chain:
-            known = best.tolist() if known is None else known
-            _fill_rest(seq.grammar, draft, known[own], seq.stop_ids, partial(bits, own))
-        else:
-            seq.grammar.fill_draft(draft.tokens, draft.parents, seq.stop_ids, bits(own))
-    return torch.from_numpy(made[0]) if made else None
+    def fill(self) -> None:
+        rows = self._rows
+        for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
+            own = slice(start, start + len(draft) + 1)
+            if seq.grammar is None:
+                continue
+            if not len(draft):
+                seq.grammar.fill(self._made(own)[0])
+            elif draft.is_chain and _takes_best(seq):
+                self._late.append((seq.grammar, draft, seq.stop_ids, own))
+            else:
+                seq.grammar.fill_draft(draft.tokens, draft.parents, seq.stop_ids, self._made(own))
+
+    def finish(self, best: Tensor) -> Ids | None:
+        """All rows, int32 [rows.num_rows, num_words]; None where none needs any. `best` int64 [rows.num_rows or more]
+        are the rows' best tokens, -1 for none: chains of sequences that take them keep rows whole where theirs may
+        come, and where no token that is taken leads."""
+        if self._late:
+            known = best.tolist()
+            for state, draft, ends, own in self._late:
+                _fill_rest(state, draft, known[own], ends, partial(self._made, own))
+        return self._bits
+
+    def _made(self, own: slice) -> Ids:
+        """Some of the rows, which are whole at first."""
+        if self._bits is None:
+            self._bits = np.empty((self._rows.num_rows, self._num_words), np.int32)
+            self._bits.fill(-1)
+        return self._bits[own]
 
 
 def _takes_best(seq: Sequence) -> bool:

@@ -57,8 +57,9 @@ class Times:
 class Counters:
     """Totals since the engine started; use differences. `live_tokens` and `allocated_tokens` (KV slots that hold a
     committed token, and that belong to a sequence) are summed over steps. `seconds` has PHASES, "total", and "host":
-    what of the total is in no phase. All that grammars do is in the phase "mask"; `mask_per_step` and `mask_per_row`
-    are its times of each step with constrained rows, and of each such row of them, draft nodes too."""
+    what of the total is in no phase. All that grammars do is in the phase "mask", also what they do while the target
+    works, of which "forward" has then only the rest; `mask_per_step` and `mask_per_row` are its times of each step with
+    constrained rows, and of each such row of them, draft nodes too."""
 
     num_steps: int = 0
     num_rows: int = 0  # without padding

@@ -20,7 +20,7 @@ from specserve.sampling.sampler import Sampler
 from specserve.sampling.verify import Failure
 from specserve.speculation.base import NONE, DraftHost
 from specserve.speculation.drafters import Drafters
-from specserve.types import Draft, Event, Sequence, Verdict
+from specserve.types import Draft, Event, Ids, Sequence, Verdict
 
 MOST_FORCED = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
 
@@ -93,10 +93,7 @@ class Engine:
             with timed("mask"):
                 drafts = self._guide(work, drafts)
             batch = pack(work, drafts, self.runner.ops.row_multiple)
-            with timed("forward"):
-                out = self.runner.run(batch)
-            with timed("mask"):
-                allowed = masks.fill(batch.rows, -(-self.limits.vocab_size // 32), out.best)
+            out, allowed = self._forward(batch)
             with timed("sample"):
                 results = self._judge(batch, out, allowed)
             events, verdicts = self._keep(work, batch.rows, results)
@@ -129,7 +126,19 @@ class Engine:
             for seq, draft, budget in zip(work.seqs, drafts, work.budgets, strict=True)
         ]
 
-    def _judge(self, batch: Batch, out: Output, allowed: Tensor | None) -> dict[Sequence, Verdict | Failure]:
+    def _forward(self, batch: Batch) -> tuple[Output, Ids | None]:
+        """What the target says, and the bits of what grammars allow: they are asked while it works."""
+        timed, own = self.counters.timed, masks.Masks(batch.rows, -(-self.limits.vocab_size // 32))
+        with timed("forward"):
+            self.runner.start(batch)
+        with timed("mask"):
+            own.fill()
+        with timed("forward"):
+            out = self.runner.finish()
+        with timed("mask"):
+            return out, own.finish(out.best)
+
+    def _judge(self, batch: Batch, out: Output, allowed: Ids | None) -> dict[Sequence, Verdict | Failure]:
         """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
         logits = out.logits
         results = self.sampler(logits, batch.rows, allowed, out.best) if batch.rows.seqs else []

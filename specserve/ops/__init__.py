@@ -47,8 +47,11 @@ class Laws:
 class Recording(Protocol):
     """Ops that were recorded once, to be run on what their tensors hold now."""
 
-    def run(self, num_rows: int, num_collected: int, plan: Any) -> None:
-        """Run them on the first `num_rows` rows, and those after `collect` on `num_collected` rows."""
+    def start(self, num_rows: int, num_collected: int, plan: Any) -> None:
+        """Begin to run them on the first `num_rows` rows, and those after `collect` on `num_collected` rows."""
+
+    def finish(self) -> None:
+        """Run what is left of them. Until then nobody may touch their tensors."""
 
 
 class Tape(Protocol):

@@ -3,7 +3,7 @@ Knows the model's inputs and outputs; knows no sequence."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -21,10 +21,16 @@ class Model(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-class Step(Protocol):
-    """One forward pass: hidden states, logits and best tokens of the batch's logit_rows."""
+Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-    def __call__(self, batch: Batch, plan: Any) -> tuple[Tensor, Tensor, Tensor]: ...
+
+class Step(Protocol):
+    """One forward pass at a time, in two calls, between which the host may do something else."""
+
+    def start(self, batch: Batch, plan: Any) -> None: ...
+
+    def finish(self) -> Outputs:
+        """Hidden states, logits and best tokens of the batch's logit_rows."""
 
 
 class EagerStep:
@@ -34,13 +40,19 @@ class EagerStep:
         self._model = model
         self._kv = kv
         self._device = kv[0].device
+        self._outputs: Outputs | None = None
 
     @torch.inference_mode()
-    def __call__(self, batch: Batch, plan: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def start(self, batch: Batch, plan: Any) -> None:
         ids, positions, rows = (
             torch.from_numpy(values).to(self._device) for values in (batch.token_ids, batch.positions, batch.logit_rows)
         )
-        return self._model.forward(ids, positions, rows, self._kv, plan)
+        self._outputs = self._model.forward(ids, positions, rows, self._kv, plan)
+
+    def finish(self) -> Outputs:
+        assert self._outputs is not None, "it was started"
+        outputs, self._outputs = self._outputs, None
+        return outputs
 
 
 class RecordedStep:
@@ -53,14 +65,21 @@ class RecordedStep:
         with ops.recording() as self._recording:
             ids, positions, rows = torch.from_numpy(self._inputs)
             self._outputs = model.forward(ids, positions, rows, kv, None)
-        self._views: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # of the outputs' first rows: slicing takes time
+        self._views: dict[int, Outputs] = {}  # of the outputs' first rows: slicing takes time
+        self._num_collected = 0
 
-    def __call__(self, batch: Batch, plan: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def start(self, batch: Batch, plan: Any) -> None:
+        self._recording.finish()  # of a step that an exception left: its inputs are about to change
         rows, collected = batch.num_rows, len(batch.logit_rows)
         self._inputs[0, :rows] = batch.token_ids
         self._inputs[1, :rows] = batch.positions
         self._inputs[2, :collected] = batch.logit_rows
-        self._recording.run(rows, collected, plan)
+        self._recording.start(rows, collected, plan)
+        self._num_collected = collected
+
+    def finish(self) -> Outputs:
+        self._recording.finish()
+        collected = self._num_collected
         if collected not in self._views:
             hidden, logits, best = self._outputs
             self._views[collected] = hidden[:collected], logits[:collected], best[:collected]

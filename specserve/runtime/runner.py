@@ -32,7 +32,11 @@ class Runner:
             RecordedStep(model, ops, storage.layers, max_rows) if ops.can_record else EagerStep(model, storage.layers)
         )
 
-    def run(self, batch: Batch) -> Output:
-        """One forward pass; the LM head sees only the rows that are judged or scored."""
-        hidden, logits, best = self._step(batch, self.ops.plan(batch, self.storage.block_size))
+    def start(self, batch: Batch) -> None:
+        """Begin a forward pass; the LM head sees only the rows that are judged or scored."""
+        self._step.start(batch, self.ops.plan(batch, self.storage.block_size))
+
+    def finish(self) -> Output:
+        """What came of it. Whatever the host does before this call takes the device no time."""
+        hidden, logits, best = self._step.finish()
         return Output(logits, hidden, best)

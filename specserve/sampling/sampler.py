@@ -77,7 +77,7 @@ class Sampler:
         self._rows_at_once = max(1, _CACHED_ELEMENTS // vocab_size) if self.device.type == "cpu" else sys.maxsize
 
     def __call__(
-        self, logits: Tensor, rows: Rows, masks: Tensor | None, best: Tensor | None = None
+        self, logits: Tensor, rows: Rows, masks: Ids | None, best: Tensor | None = None
     ) -> list[Verdict | Failure]:
         """One verdict for each sequence of `rows`, in order, or the reason why it cannot go on.
 
@@ -98,8 +98,8 @@ class Sampler:
             said, residual = self._quick_pass(known, logits, rows, sampled, masks), None
         else:
             known = known if masks is None else None
-            raw = logits[: rows.num_rows].float()
-            said, residual = self._first_pass(raw, process(raw, rows, masks), rows, tried, known)
+            raw, bits = logits[: rows.num_rows].float(), None if masks is None else torch.from_numpy(masks)
+            said, residual = self._first_pass(raw, process(raw, rows, bits), rows, tried, known)
         paths = [self._walk(said, rows, i, tried[i]) for i in range(len(tried))]
         self._second_pass(said, rows, paths, tried, residual)
         return self._verdicts(logits, rows, said, paths)
@@ -119,42 +119,43 @@ class Sampler:
         """Whether the draft is tried node by node, rather than compared with samples of the target."""
         return self.verification != "coupled" and seq.params.temperature > 0 and len(draft) > 0
 
-    def _is_quick(self, logits: Tensor, sampled: list[int], tried: list[bool], masks: Tensor | None) -> bool:
+    def _is_quick(self, logits: Tensor, sampled: list[int], tried: list[bool], masks: Ids | None) -> bool:
         """Whether rows whose best tokens are known need nothing of torch's."""
         is_drawn = not sampled or (self._native is not None and not any(tried))
         return is_drawn and (logits.is_cpu or masks is None)
 
-    def _quick_pass(self, known: Tensor, logits: Tensor, rows: Rows, sampled: list[int], masks: Tensor | None) -> _Said:
+    def _quick_pass(self, known: Tensor, logits: Tensor, rows: Rows, sampled: list[int], masks: Ids | None) -> _Said:
         """What `_first_pass` says, with no more than two calls of torch: after a step that has flushed every cache each
         costs as much as all the Python here."""
         tokens = known.tolist()
         said = _Said(tokens, [_BROKEN if token < 0 else 0 for token in tokens], [False] * len(tokens))
-        bits = None if masks is None else masks.numpy()
-        if bits is not None and len(sampled) < len(rows.seqs):
-            greedy = [i for i, seq in enumerate(rows.seqs) if seq.params.temperature == 0]
-            self._stay_within(said, logits, bits, _row_indices(rows, greedy))
+        if masks is not None:
+            self._stay_within(said, logits, masks, rows)
         if sampled:
             assert self._native is not None, "who asked has looked"
             indices, keys = _row_indices(rows, sampled), _sample_keys(rows, sampled)
-            drawn = self._native.draw(logits, indices, laws(_row_params(rows, sampled)), keys, self._hashed, bits)
+            drawn = self._native.draw(logits, indices, laws(_row_params(rows, sampled)), keys, self._hashed, masks)
             for row, token in zip(indices.tolist(), drawn.tolist(), strict=True):
                 said.tokens[row] = token
                 said.faults[row] = said.faults[row] or (_EMPTY if token < 0 else 0)
         return said
 
-    def _stay_within(self, said: _Said, logits: Tensor, masks: Ids, rows: NDArray[np.int64]) -> None:
+    def _stay_within(self, said: _Said, logits: Tensor, masks: Ids, rows: Rows) -> None:
         """Let greedy rows on a CPU say their best token of those that may come. Mostly that is their best of all; only
         where it is not is anything searched."""
-        for row in rows.tolist():
-            best = said.tokens[row]
-            if said.faults[row] or masks.item(row, best // 32) >> best % 32 & 1:
+        for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
+            if seq.params.temperature > 0:
                 continue
-            if self._native is not None:
-                best = self._native.best_within(logits, row, masks)
-            else:
-                best = _best_within(logits[row], masks[row])
-            said.tokens[row] = best
-            said.faults[row] = _EMPTY if best < 0 else 0
+            for row in range(start, start + len(draft) + 1):
+                best = said.tokens[row]
+                if said.faults[row] or masks.item(row, best // 32) >> best % 32 & 1:
+                    continue
+                if self._native is not None:
+                    best = self._native.best_within(logits, row, masks)
+                else:
+                    best = _best_within(logits[row], masks[row])
+                said.tokens[row] = best
+                said.faults[row] = _EMPTY if best < 0 else 0
 
     def _first_pass(
         self, raw: Tensor, scores: Tensor, rows: Rows, tried: list[bool], known: Tensor | None

@@ -169,7 +169,8 @@ def test_what_more_comes_of_a_call_has_its_own_name_and_reads_nothing() -> None:
         ops.linear(None, torch.zeros(3))
         ops.attention(None, torch.zeros(2, 64, 1, 8), None, 1.0, window=4)
         ops.linear(None, torch.zeros(5))
-    recording.run(1, 1, None)
+    recording.start(1, 1, None)
+    recording.finish()
     batch: Any = SimpleNamespace(cached=[9], query_starts=[0, 1])
     assert [(part.name, part.seconds, part.num_bytes) for part in ops.parts(batch)] == [
         ("linear after linear", 1.0, 12),

@@ -65,13 +65,13 @@ def ids_of(llm: LLM, count: int = CONTEXT) -> list[int]:
 def batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """What the runner gets from now on: rows of each step, tokens cached before it, rows to be judged."""
     seen: list[tuple[int, int, int]] = []
-    run_batch = llm.engine.runner.run
+    start = llm.engine.runner.start
 
-    def spy(batch: Batch) -> Any:
+    def spy(batch: Batch) -> None:
         seen.append((batch.query_starts[-1], batch.cached[0], batch.rows.num_rows))
-        return run_batch(batch)
+        start(batch)
 
-    monkeypatch.setattr(llm.engine.runner, "run", spy)
+    monkeypatch.setattr(llm.engine.runner, "start", spy)
     return seen
 
 
@@ -314,15 +314,15 @@ def test_the_longest_context_that_is_named_works(folder: Path) -> None:
 
 def test_a_model_that_fails_is_no_figure(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with VerifySteps(llm, ids_of(llm), [2]) as steps:
-        judge = llm.engine.runner.run
+        finish = llm.engine.runner.finish
 
-        def broken(batch: Batch) -> Any:
-            out = judge(batch)
+        def broken() -> Any:
+            out = finish()
             out.logits = torch.full_like(out.logits, math.nan)
             out.best = torch.full_like(out.best, -1)
             return out
 
-        monkeypatch.setattr(llm.engine.runner, "run", broken)
+        monkeypatch.setattr(llm.engine.runner, "finish", broken)
         with pytest.raises(EngineError, match="NaN"):
             list(steps.round([2]))
     assert not llm.engine.has_work

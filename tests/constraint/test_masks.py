@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 
 from specserve.constraint import masks
 from specserve.constraint.base import Guarded
 from specserve.runtime.batch import Rows
 from specserve.sampling.sampler import Sampler
 from specserve.testing import LanguageGrammar, LanguageState
-from specserve.types import Draft, SamplingParams, Sequence
+from specserve.types import Draft, Ids, SamplingParams, Sequence
 
 VOCAB, EOS = 40, 39
 WORDS = 2
@@ -39,6 +41,20 @@ def trees(draw: st.DrawFn) -> Draft:
         if len(set(pairs)) == len(pairs)
         else Draft.empty()
     )
+
+
+def filled_rows(rows: Rows, num_words: int, best: Tensor | None = None) -> Ids | None:
+    """Without `best`, those of sequences that take others than their best tokens."""
+    if best is None:
+        rows = Rows([_sampled(seq) for seq in rows.seqs], rows.drafts, rows.starts)
+        best = torch.full((rows.num_rows,), -1)
+    made = masks.Masks(rows, num_words)
+    made.fill()
+    return made.finish(best)
+
+
+def _sampled(seq: Sequence) -> Sequence:
+    return replace(seq, params=SamplingParams(temperature=1))
 
 
 def guided(language: list[list[int]], said: int = 0, fault_after: int | None = None) -> tuple[Sequence, LanguageState]:
@@ -70,9 +86,9 @@ def test_each_row_is_what_a_walk_from_scratch_says(language: list[list[int]], dr
     seq, state = guided(language, said)
     free = Sequence("f", 0, [7], 1, SamplingParams(), 0, 99)
     before = list(state.said)
-    filled = masks.fill(Rows([free, seq], [Draft.chain([1, 2]), draft], [0, 3]), WORDS)
+    filled = filled_rows(Rows([free, seq], [Draft.chain([1, 2]), draft], [0, 3]), WORDS)
     assert filled is not None
-    rows = filled.numpy()
+    rows = filled
     assert (rows[:3] == -1).all(), "a free row may become anything"
     assert len(rows) == 4 + len(draft)
     for node in range(-1, len(draft)):
@@ -133,7 +149,7 @@ def test_a_draft_that_may_stand_whole_is_not_touched() -> None:
 
 def test_nobody_with_a_grammar_means_no_masks() -> None:
     free = Sequence("f", 0, [7], 1, SamplingParams(), 0, 99)
-    assert masks.fill(Rows([free], [Draft.chain([1])], [0]), WORDS) is None
+    assert filled_rows(Rows([free], [Draft.chain([1])], [0]), WORDS) is None
 
 
 @given(sentences, trees(), st.integers(0, 4), st.integers(0, 2**32 - 1), st.booleans())
@@ -154,37 +170,37 @@ def test_whoever_takes_the_best_token_says_the_same_with_the_bits_that_it_needs(
         logits[row, token] += 3
     best = logits.argmax(-1)
     before = list(state.said)
-    few = masks.fill(rows, WORDS, best)
+    few = filled_rows(rows, WORDS, best)
     assert state.said == before
     sampler = Sampler(VOCAB, "coupled", "cpu")
-    assert sampler(logits, rows, few, best) == sampler(logits, rows, masks.fill(rows, WORDS), best)
+    assert sampler(logits, rows, few, best) == sampler(logits, rows, filled_rows(rows, WORDS), best)
 
 
 def test_bits_are_made_from_the_first_row_on_whose_best_token_may_not_come() -> None:
     seq, _ = guided([[1, 2, 3, 3], [1, 2, 0, 3]])
     seq.params = SamplingParams(temperature=0.0)
     rows = Rows([seq], [Draft.chain([1, 2, 3])], [0])
-    assert masks.fill(rows, WORDS, torch.tensor([1, 2, 0, 9])) is None, "none is needed behind what departs"
-    assert masks.fill(rows, WORDS, torch.tensor([1, 2, 3, 3, 77])) is None
-    filled = masks.fill(rows, WORDS, torch.tensor([1, 9, 3, 3]))
+    assert filled_rows(rows, WORDS, torch.tensor([1, 2, 0, 9])) is None, "none is needed behind what departs"
+    assert filled_rows(rows, WORDS, torch.tensor([1, 2, 3, 3, 77])) is None
+    filled = filled_rows(rows, WORDS, torch.tensor([1, 9, 3, 3]))
     assert filled is not None
-    assert [bits(row) if row.min() != -1 else None for row in filled.numpy()] == [None, {2}, {0, 3}, {3}]
+    assert [bits(row) if row.min() != -1 else None for row in filled] == [None, {2}, {0, 3}, {3}]
     ending = Rows([seq], [Draft.chain([1, 2, 3, 3, EOS, 1])], [0])
-    filled = masks.fill(ending, WORDS, torch.tensor([1, 2, 3, 3, EOS, 1, 1]))
+    filled = filled_rows(ending, WORDS, torch.tensor([1, 2, 3, 3, EOS, 1, 1]))
     assert filled is not None
-    assert [row.any() for row in filled.numpy()] == [True] * 5 + [False] * 2, "nothing comes behind the end"
-    broken = masks.fill(rows, WORDS, torch.tensor([-1, 2, 3, 3]))
+    assert [row.any() for row in filled] == [True] * 5 + [False] * 2, "nothing comes behind the end"
+    broken = filled_rows(rows, WORDS, torch.tensor([-1, 2, 3, 3]))
     assert broken is not None
-    assert bits(broken.numpy()[0]) == {1}
+    assert bits(broken[0]) == {1}
 
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.0, "logit_bias": {1: 1.0}}], ids=str)
 def test_whoever_takes_another_token_than_the_best_gets_all_bits(params: dict[str, Any]) -> None:
     seq, _ = guided([[1, 2]])
     seq.params = SamplingParams(**params)
-    filled = masks.fill(Rows([seq], [Draft.empty()], [0]), WORDS, torch.tensor([1]))
+    filled = filled_rows(Rows([seq], [Draft.empty()], [0]), WORDS, torch.tensor([1]))
     assert filled is not None
-    assert bits(filled.numpy()[0]) == {1}
+    assert bits(filled[0]) == {1}
 
 
 @pytest.mark.parametrize("fault_after", [0, 1, 2])
@@ -192,9 +208,9 @@ def test_a_grammar_that_fails_closes_its_own_rows_and_says_why(fault_after: int)
     failing, _ = guided([[1, 2, 3]], fault_after=fault_after)
     whole, state = guided([[1, 2, 3]])
     draft = Draft.chain([1, 2])
-    filled = masks.fill(Rows([failing, whole], [draft, draft], [0, 3]), WORDS)
+    filled = filled_rows(Rows([failing, whole], [draft, draft], [0, 3]), WORDS)
     assert filled is not None
-    rows = filled.numpy()
+    rows = filled
     assert failing.grammar is not None
     assert "planted" in str(failing.grammar.fault)
     assert (rows[fault_after:3] == 0).all()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from specserve.constraint import masks
@@ -17,7 +18,7 @@ from specserve.constraint.reasoning import ReasoningGrammar, ReasoningState, wra
 from specserve.models.reasoning import Reasoning
 from specserve.runtime.batch import Rows
 from specserve.testing import LanguageGrammar
-from specserve.types import Draft, SamplingParams, Sequence
+from specserve.types import Draft, Ids, SamplingParams, Sequence
 
 VOCAB, EOS, OTHER_EOS, HEAD = 40, 39, 38, 37
 WORDS = 2
@@ -53,6 +54,12 @@ def thinking(language: list[list[int]], closing: list[int], text: list[int]) -> 
         if text[end - len(closing) : end] == closing:
             return in_language(language, text[end:])
     return EVERYTHING
+
+
+def bits_behind(seq: Sequence, draft: Draft) -> Ids | None:
+    made = masks.Masks(Rows([seq], [draft], [0]), WORDS)
+    made.fill()
+    return made.finish(torch.full((len(draft) + 1,), -1))
 
 
 def may_come(
@@ -159,7 +166,7 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
     state = begun(language, opening, closing, is_open)
     path = list(itertools.takewhile(state.advance, before))
     seq = guided(state)
-    rows = masks.fill(Rows([seq], [draft], [0]), WORDS)
+    rows = bits_behind(seq, draft)
     assert rows is not None
     stands: dict[int, bool] = {-1: True}
     for node in range(-1, len(draft)):
@@ -171,7 +178,7 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
             stands[node] = stands[parent] and to_node[-1] in allowed and not after_end
         ended = node >= 0 and to_node[-1] == EOS
         expected = may_come(language, opening, closing, is_open, to_node) if stands[node] and not ended else set()
-        assert bits(rows.numpy()[node + 1]) == expected
+        assert bits(rows[node + 1]) == expected
     assert filled(state) == may_come(language, opening, closing, is_open, path)
     cut = masks.guide(seq, draft, 20)
     if len(draft) and not draft.is_chain:
@@ -230,8 +237,8 @@ def test_a_grammar_that_fails_behind_reasoning_says_so_then() -> None:
     failing = ReasoningGrammar(LanguageGrammar([[0, EOS]], fault_after=0), reasoning([3], [2]), is_open=True)
     seq = guided(failing.start())
     assert masks.advance(seq, [1, 1]) is None
-    rows = masks.fill(Rows([seq], [Draft.chain([1, 2])], [0]), WORDS)
+    rows = bits_behind(seq, Draft.chain([1, 2]))
     assert rows is not None
-    assert [bits(row) for row in rows.numpy()] == [set(), set(), set()], "nothing may come any more"
+    assert [bits(row) for row in rows] == [set(), set(), set()], "nothing may come any more"
     assert seq.grammar is not None
     assert "planted" in str(seq.grammar.fault)

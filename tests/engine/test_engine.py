@@ -268,17 +268,21 @@ def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
     engine.add(Request(id="bad", prompt_ids=prompt(9), params=GREEDY))
     for request in requests(3):
         engine.add(request)
-    run = engine.runner.run
+    start, end, batches = engine.runner.start, engine.runner.finish, list[Any]()
 
-    def poisoned(batch: Any) -> Any:
-        out = run(batch)
+    def begun(batch: Any) -> None:
+        batches.append(batch)
+        start(batch)
+
+    def poisoned() -> Any:
+        out, rows = end(), batches[-1].rows
         out.logits = out.logits.clone()
-        for seq, start in zip(batch.rows.seqs, batch.rows.starts, strict=True):
+        for seq, start in zip(rows.seqs, rows.starts, strict=True):
             if seq.request_id == "bad" and seq.num_output == 5:
                 out.logits[start] = torch.nan
         return out
 
-    engine.runner.run = poisoned  # type: ignore[method-assign]
+    engine.runner.start, engine.runner.finish = begun, poisoned  # type: ignore[method-assign]
     events = finish(engine)
     failed = [event for event in events if event.error is not None]
     assert [event.request_id for event in failed] == ["bad"]

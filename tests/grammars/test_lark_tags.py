@@ -257,6 +257,10 @@ SAME: list[tuple[Any, list[str]]] = [
         tag("<a>", {"type": "sequence", "elements": [{"type": "const_string", "value": "q"}, ANY]}, ["</a>", "</b>"]),
         ["<a>qx</b>", "<a>x</a>", "<a>q</a>"],
     ),
+    (
+        tag("<a>", {"type": "sequence", "elements": [ANY, {"type": "const_string", "value": "ab"}]}, ["b", "!"]),
+        ["<a>xabb", "<a>aab!", "<a>bxabb", "<a>x!abb", "<a>ab"],
+    ),
     ({**ANY, "excludes": ["ab", "x"]}, ["a", "ab", "cx", "", "ba"]),
     (
         {"type": "sequence", "elements": [{"type": "regex", "pattern": "a*"}, {"type": "const_string", "value": "ab"}]},

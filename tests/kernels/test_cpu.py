@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -770,8 +771,9 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
         depths = [[0, 1, 1, 2, 2] if tree is not None else range(n) for n, tree in zip(lengths, parents, strict=True)]
         positions = [c + depth for c, own in zip(cached, depths, strict=True) for depth in own]
         one = batch(rows, tokens, positions, num_judged)
-        wanted = eager(one, model.ops.plan(one, 16))
-        found = recorded(one, model.ops.plan(one, 16))
+        for step in (eager, recorded):
+            step.start(one, model.ops.plan(one, 16))
+        wanted, found = eager.finish(), recorded.finish()
         assert [len(part) for part in found] == [num_judged] * 3
         assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
         assert bool(found[1].isfinite().all()) == (rows.num_rows < 40)
@@ -791,8 +793,41 @@ def test_threads_that_come_late_find_nothing_to_do(isa: str) -> None:
     for turn in range(400):
         which, n = turn % len(x), few[turn % len(x)]
         rows[:n] = x[which, :n]
-        recording.run(n, 0, None)
+        recording.start(n, 0, None)
+        recording.finish()
         assert torch.equal(found[:n], wanted[which][:n])
+
+
+@every_set
+@pytest.mark.parametrize("threads", [1, 2, 9])
+def test_between_start_and_finish_the_host_does_something_else(isa: str, threads: int) -> None:
+    """Nothing, other work of the same threads, or so much that the others have done all; or it forgets to finish: then
+    the next start does, and the end of the recording."""
+    ops, alone = make(isa, "int8", threads), make(isa, "int8")
+    matrix, x = torch.randn(300, 96), torch.randn(6, 9, 96)
+    wanted = [alone.linear(alone.activate(rows), alone.pack(matrix)).clone() for rows in x]
+    rows, weight = returned(ops, x[0].clone()), ops.pack(matrix)
+    with ops.recording() as recording:
+        found = ops.linear(ops.activate(rows), weight)
+    recording.finish()
+    assert not found.any(), "nothing was started"
+    for turn in range(60):
+        which = turn % len(x)
+        rows[:] = x[which]
+        recording.start(9, 0, None)
+        if which == 1:
+            assert torch.equal(ops.linear(ops.activate(x[0]), weight), wanted[0])
+        elif which == 2:
+            time.sleep(0.002)
+        elif which == 3:
+            recording.start(4, 0, None)
+            recording.finish()
+            assert torch.equal(found, wanted[which])
+            continue
+        recording.finish()
+        assert torch.equal(found, wanted[which])
+    recording.start(9, 0, ops.plan(layout([9], [0], [[1]], [None]), 16))
+    del recording
 
 
 @every_set

@@ -593,7 +593,8 @@ def test_a_recording_keeps_what_it_points_into() -> None:
     del table, weight, norm, ids
     gc.collect()
     assert all(reference() is not None for reference in alive)
-    recording.run(2, 0, None)
+    recording.start(2, 0, None)
+    recording.finish()
     assert torch.equal(out, wanted)
     del recording, out
     gc.collect()

@@ -139,7 +139,7 @@ def _batch(
     masks = torch.full((rows.num_rows, -(-vocab // 32)), -1, dtype=torch.int32)
     generator = torch.Generator().manual_seed(1)
     masks[::7] = torch.randint(-(2**31), 2**31, masks[::7].shape, generator=generator).int() | 0b1000100010
-    return seqs, drafts, logits, rows, masks
+    return seqs, drafts, logits, rows, masks.numpy()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -236,7 +236,7 @@ def test_what_forbids_everything_says_so(mode: str, sequence: Make) -> None:
         (failed,) = Sampler(VOCAB, mode, "cpu")(logits, rows, None)
         assert isinstance(failed, Failure)
         assert "allowed_token_ids, bad_words" in failed.message
-        masks = torch.full((3, 2), -1, dtype=torch.int32)
+        masks = np.full((3, 2), -1, np.int32)
         masks[0] = 0
         (failed,) = Sampler(VOCAB, mode, "cpu")(logits, Rows([sequence([1])], rows.drafts, [0]), masks)
         assert isinstance(failed, Failure)

@@ -23,7 +23,7 @@ from specserve.sampling import filters, noise, sampler as sampler_file, verify
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys
 from specserve.sampling.sampler import Sampler
 from specserve.sampling.verify import Failure
-from specserve.types import Draft, Sequence
+from specserve.types import Draft, Ids, Sequence
 
 VOCAB, LENGTH = 4, 3  # texts of LENGTH tokens are compared
 CONTEXT = [1, 2, 0, 2]  # two of prompt, two of output
@@ -111,7 +111,7 @@ def _draw_drafts(cell: Cell, seqs: list[Sequence], parents: np.ndarray) -> list[
     return [Draft(every[i], parents, q[i]) for i in range(len(seqs))]
 
 
-def _inputs(cell: Cell, texts: list[Text], drafts: list[Draft]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _inputs(cell: Cell, texts: list[Text], drafts: list[Draft]) -> tuple[torch.Tensor, Ids | None]:
     prefixes: list[Text] = []
     for text, draft in zip(texts, drafts, strict=True):
         own = [text]
@@ -119,7 +119,7 @@ def _inputs(cell: Cell, texts: list[Text], drafts: list[Draft]) -> tuple[torch.T
             own.append((*own[parent + 1], token))
         prefixes += own
     logits = torch.from_numpy(np.stack([_logits(prefix) for prefix in prefixes]))
-    return logits, torch.tensor([[_word(prefix)] for prefix in prefixes], dtype=torch.int32) if cell.masked else None
+    return logits, np.array([[_word(prefix)] for prefix in prefixes], np.int32) if cell.masked else None
 
 
 def _step(cell: Cell, judge: Sampler, seqs: list[Sequence], texts: list[Text]) -> list[Text]:

@@ -152,11 +152,10 @@ def test_a_batch_of_all_kinds_is_judged_the_same_with_and_without_native_draws(
         if each["broken"] is not None:
             logits[end - 1, 3] = each["broken"]
     best = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
-    words = torch.from_numpy(masks)
     native = Sampler(vocab, "coupled", "cpu", KERNELS[isa])
-    wanted = Sampler(vocab, "coupled", "cpu")(logits, rows, words)
-    assert native(logits, rows, words, best) == wanted
-    assert native(logits, rows, words, None) == wanted
+    wanted = Sampler(vocab, "coupled", "cpu")(logits, rows, masks)
+    assert native(logits, rows, masks, best) == wanted
+    assert native(logits, rows, masks, None) == wanted
 
 
 @pytest.mark.parametrize("isa", KERNELS)

@@ -189,7 +189,7 @@ def test_greedy_rows_under_masks_say_the_same_with_and_without_a_best_token(
     rows_: list[list[float]], words: list[int]
 ) -> None:
     """The short way, by each row's known best token, and the long way; ties, empty masks and broken rows too."""
-    logits, masks = torch.tensor(rows_), torch.tensor(words, dtype=torch.int32)[:, None]
+    logits, masks = torch.tensor(rows_), np.array(words, np.int32)[:, None]
     peak = logits.amax(-1)
     best = torch.where(
         peak.isfinite(), torch.tensor([row.index(max(row)) if row[0] == row[0] else 0 for row in rows_]), -1
@@ -207,7 +207,7 @@ def test_mask_bits_of_wide_vocabularies(vocab: int, sequence: Make) -> None:
     """Every bit of every word, the sign bit too, and none beyond the vocabulary."""
     words = -(-vocab // 32)
     for token in range(vocab):
-        mask = torch.zeros(1, words, dtype=torch.int32)
+        mask = np.zeros((1, words), np.int32)
         mask[0, token // 32] = -(2**31) if token % 32 == 31 else 1 << token % 32
         rows = Rows([sequence([1], 1, token)], [Draft.empty()], [0])
         assert one(judge("coupled", vocab)(torch.zeros(1, vocab), rows, mask)).tokens == [token]
