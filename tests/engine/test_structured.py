@@ -156,6 +156,30 @@ def test_preemption_keeps_a_grammar_where_it_was(tiny: Path, alone: Outputs) -> 
     assert built.engine.counters.num_preemptions > 0, "the cache was to be too small"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_may_come_is_found_out_while_the_target_works(
+    built: Built, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Once in each step without a draft, between the start of the target's work and its end."""
+    calls: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: calls.append(name) or real(*args))
+
+    watch(built.engine.runner, "start")
+    watch(Guarded, "fill")
+    watch(built.engine.runner, "finish")
+    asked = SamplingParams(temperature=temperature, seed=1, max_tokens=90, structured=ASKED[0])
+    grammar = built.compiler.compile(ASKED[0])
+    built.engine.add(Request(id="one", prompt_ids=prompt(1), params=asked, drafter="none", grammar=grammar))
+    num_tokens = 0
+    while built.engine.has_work:
+        num_tokens += sum(len(event.tokens) for event in built.engine.step())
+    assert num_tokens > 10
+    assert calls == ["start", "fill", "finish"] * num_tokens
+
+
 def test_forced_tokens_are_drafted_and_accepted(built: Built) -> None:
     asked = requests(built)[1]
     for drafter, drafts in ((None, True), ("grammar", True), ("none", False)):

@@ -831,6 +831,24 @@ def test_between_start_and_finish_the_host_does_something_else(isa: str, threads
 
 
 @every_set
+def test_the_other_threads_begin_without_their_caller(isa: str) -> None:
+    """And do all, if it never comes."""
+    ops = make(isa, "int8", threads=2)
+    matrix, x = torch.randn(300, 96), torch.randn(9, 96)
+    weight = ops.pack(matrix)
+    wanted, rows = ops.linear(ops.activate(x), weight).clone(), returned(ops, x)
+    with ops.recording() as recording:
+        found = ops.linear(ops.activate(rows), weight)
+    recording.start(9, 0, None)
+    until = time.monotonic() + 30
+    while not torch.equal(found, wanted):
+        assert time.monotonic() < until, "nobody has begun"
+        time.sleep(0.001)
+    recording.finish()
+    assert torch.equal(found, wanted)
+
+
+@every_set
 def test_a_profile_runs_every_op_once(isa: str) -> None:
     ops = make(isa, threads=2)
     weight, x = ops.pack(torch.randn(40, 64)), torch.randn(5, 64)
