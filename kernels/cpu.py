@@ -20,6 +20,7 @@ from torch import Tensor
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import layout_of, places
 from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, Tape
+from specserve.pulse import Pulse
 from specserve.types import Ids
 
 _TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
@@ -110,6 +111,10 @@ class Kernels:
             yield self._recording
         finally:
             self._recording = None
+
+    def watch(self, pulse: Pulse) -> None:
+        self._team.set_pulse(pulse.address)
+        self._pulse = pulse  # keeps the memory
 
     # Weights
 

@@ -44,7 +44,12 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "grammar_backend": (ENGINE, "Who enforces structured output: auto, or a file name in grammars/."),
     "max_model_len": (ENGINE, "Longest prompt + output in tokens [default: the model's]."),
     "max_num_seqs": (ENGINE, "Most sequences that run at once."),
-    "max_num_batched_tokens": (ENGINE, "Most tokens of one step; long prompts run in chunks of this size."),
+    "max_num_batched_tokens": (ENGINE, "Most tokens of one step; longer prompts run in chunks."),
+    "max_step_ms": (
+        ENGINE,
+        "Milliseconds a step aims at that computes a chunk of a prompt while others get tokens "
+        "[default: 2.5 times a step without it].",
+    ),
     "block_size": (ENGINE, "Tokens in one block of the KV cache."),
     "kv_cache_gib": (ENGINE, "Size of the KV cache in GiB [default: from free memory]."),
     "prefix_caching": (ENGINE, "Share the KV of prompts that begin alike."),

@@ -24,7 +24,8 @@ class EngineConfig:
     but for what grammars force, which is drafted unless a request itself names "none".
     `drafter_options` go to that drafter unread. A request may name another drafter for itself, which drafts
     `num_speculative_tokens` as well, or 5 where that is 0. `quantization="auto"` is int8 where native kernels serve the
-    CPU and no dtype is asked for, else none. `kv_cache_gib=None` sizes the cache from free memory.
+    CPU and no dtype is asked for, else none. `kv_cache_gib=None` sizes the cache from free memory. `max_step_ms` is
+    what a step aims at that computes chunks of prompts while others decode; None: 2.5 times a step without them.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
@@ -42,6 +43,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
+    max_step_ms: float | None = None
     block_size: int = 16
     kv_cache_gib: float | None = None
     prefix_caching: bool = True
@@ -58,6 +60,8 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), 1)
         if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < float("inf"):
             raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib}; it must be a positive number of GiB.")
+        if self.max_step_ms is not None and not 0 < self.max_step_ms < float("inf"):
+            raise ConfigError(f"max_step_ms is {self.max_step_ms}; it must be a positive number of milliseconds.")
         if not 0 < self.drafter_timeout_s < float("inf"):
             raise ConfigError(
                 f"drafter_timeout_s is {self.drafter_timeout_s}; it must be a positive number of seconds."

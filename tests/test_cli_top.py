@@ -24,7 +24,7 @@ from specserve.types import SequenceStats
 Handler = Callable[[web.Request], web.Response]
 Outcome = tuple[int, str, str]
 Top = Callable[..., Outcome]
-GAUGES = Gauges(2, 1, 75, 100, 40, 90, 3, 64, 16, 5, {"draft": 0.5, "forward": 3.0, "sample": 0.25, "host": 0.25})
+GAUGES = Gauges(2, 1, 75, 100, 40, 90, 80, 3, 64, 16, 5, {"draft": 0.5, "forward": 3.0, "sample": 0.25, "host": 0.25})
 
 
 def figures(model: str = "smollm2-135m") -> dict[str, Any]:

@@ -176,7 +176,10 @@ NB_MODULE(_native, m) {
   nb::class_<Activation>(m, "Activation").def_ro("width", &Activation::width);
   m.def("weight", &weight);
   m.def("activation", &activation);
-  nb::class_<Team>(m, "Team").def(nb::init<int>()).def_prop_ro("threads", &Team::threads);
+  nb::class_<Team>(m, "Team")
+      .def(nb::init<int>())
+      .def_prop_ro("threads", &Team::threads)
+      .def("set_pulse", [](Team& team, Address counter) { team.set_pulse(at<uint64_t>(counter)); });
   m.def("read_bandwidth",
         [](Team& team, Address memory, int64_t bytes, int passes) {
           return read_bandwidth(team, at<uint8_t>(memory), bytes, passes);

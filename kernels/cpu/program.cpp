@@ -195,6 +195,7 @@ void Program::work(int index, const Pass& pass, int thread) {
       if (op.weights) ahead = reading(index, thread, begin, turn ? end : last, lead_of(pass.rows));
       op.run(pass.rows, begin, end, lanes_[thread].scratch.data(), ahead);
       computed += end - begin;
+      team_->beat(thread);
     }
   }
   if (computed) done_[index].add(pass.number, computed);

@@ -79,7 +79,13 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     engine = Engine(
         Runner(model, ops, storage, config.max_num_batched_tokens),
         cache,
-        Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, spec.max_len),
+        Scheduler(
+            cache,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            spec.max_len,
+            None if config.max_step_ms is None else config.max_step_ms / 1000,
+        ),
         Sampler(spec.vocab_size, config.verification, ops.device, ops if ops.can_draw else None),
         Drafters(DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s, config.drafter)),
         Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),

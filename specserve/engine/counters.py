@@ -63,6 +63,7 @@ class Counters:
 
     num_steps: int = 0
     num_rows: int = 0  # without padding
+    num_advanced: int = 0  # tokens that got KV for the first time: what is computed again after a preemption adds none
     num_prefill_chunks: int = 0  # pieces of a sequence that did not reach its end
     num_preemptions: int = 0
     num_aborted: int = 0

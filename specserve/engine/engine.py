@@ -85,7 +85,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Verify one draft, possibly empty, of every sequence whose prompt is computed; returns what each said."""
-        timed, mask_s = self.counters.timed, -self.counters.seconds["mask"]
+        timed, mask_s, begun = self.counters.timed, -self.counters.seconds["mask"], time.perf_counter()
         with timed("total"):
             work = self.scheduler.pick(self._draft_limit)
             with timed("draft"):
@@ -100,6 +100,7 @@ class Engine:
             with timed("draft"):
                 self.drafters.commit(list(verdicts), list(verdicts.values()), self._hidden(batch.rows, verdicts, out))
             self._close(work, batch)
+        self.scheduler.cost.observe(*_load(work, batch), time.perf_counter() - begun)
         self.counters.settle(mask_s + self.counters.seconds["mask"], _num_masked(batch.rows))
         return events
 
@@ -190,6 +191,10 @@ class Engine:
     def _close(self, work: Work, batch: Batch) -> None:
         """Count the step, then let go of what finished in it."""
         counters = self.counters
+        for seq in work.seqs:
+            if seq.cached > seq.furthest:
+                counters.num_advanced += seq.cached - seq.furthest
+                seq.furthest = seq.cached
         counters.num_steps += 1
         counters.num_rows += batch.query_starts[-1]
         counters.num_prefill_chunks += len(work.seqs) - len(batch.rows.seqs)
@@ -212,6 +217,18 @@ class Engine:
         siblings.remove(seq)
         if not siblings:
             del self.requests[seq.request_id]
+
+
+def _load(work: Work, batch: Batch) -> tuple[int, int, float]:
+    """Rows of decoding, drafts included; tokens of chunks, and how many tokens those read on average."""
+    rows, tokens, read = 0, 0, 0.0
+    for i, count in enumerate(work.counts):
+        if count == 1:
+            rows += batch.query_starts[i + 1] - batch.query_starts[i]
+        else:
+            tokens += count
+            read += count * (batch.cached[i] + count / 2)
+    return rows, tokens, read / max(tokens, 1)
 
 
 def _num_masked(rows: Rows) -> int:

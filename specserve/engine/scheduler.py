@@ -9,7 +9,12 @@ from collections.abc import Callable
 
 from specserve.cache.cache import KVCache
 from specserve.runtime.batch import Work
+from specserve.speculation.cost import StepCost
 from specserve.types import Sequence
+
+_SLOWDOWN = 2.5  # of a step by the prompts in it, while others decode: their gaps shall grow by less than three times
+_ALONE_S = 0.25  # of a step in which nobody decodes; after it others may begin, or leave
+_LEAST_CHUNK = 16  # tokens: fewer would read the weights, and the context, too often
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:
@@ -23,13 +28,26 @@ class Scheduler:
     Each step: every sequence that is decoding gets its one row, then drafts share what the budget leaves, then prefill
     chunks, then new sequences. When blocks run out, the sequence that ranks last is preempted: its KV is dropped and
     computed again later. The one that ranks first therefore always progresses.
+
+    Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them takes `max_step_s`
+    seconds, or without a number 2.5 times what it takes without them, and 0.25 s where nobody decodes. The first one of
+    a step has at least 16 tokens whatever they take.
     """
 
-    def __init__(self, cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_step_s: float | None = None,
+    ) -> None:
         self.cache = cache
+        self.cost = StepCost()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.max_step_s = max_step_s
         self.waiting: list[Sequence] = []  # sorted by rank
         self.running: list[Sequence] = []  # sorted by rank
         self.num_preemptions = 0
@@ -51,6 +69,7 @@ class Scheduler:
         tokens a sequence's draft may have at most; the request may have asked for fewer."""
         plan = _Plan(self.max_num_batched_tokens)
         self._decode(plan)
+        plan.seconds = self._seconds_for_chunks(len(plan.counts))
         self._drafts(plan, draft_limit)
         preempted = self._prefill(plan)
         if not preempted:
@@ -80,9 +99,28 @@ class Scheduler:
     def _prefill(self, plan: _Plan) -> bool:
         before = self.num_preemptions
         for seq in list(self.running):
-            if plan.left and seq in self.running and seq not in plan.counts:
-                self._reserve(plan, seq, min(len(seq.tokens) - seq.cached, plan.left))
+            if seq in self.running and seq not in plan.counts and (count := self._chunk(plan, seq)):
+                self._reserve(plan, seq, count)
         return self.num_preemptions > before
+
+    def _seconds_for_chunks(self, num_decoding: int) -> float:
+        if not num_decoding:
+            return max(_ALONE_S, self.max_step_s or 0.0)
+        alone = self.cost.decode(num_decoding)
+        return (_SLOWDOWN * alone if self.max_step_s is None else self.max_step_s) - alone
+
+    def _chunk(self, plan: _Plan, seq: Sequence) -> int:
+        """How many of its tokens that have no KV yet are computed in this step; takes their time from the plan."""
+        wanted = min(len(seq.tokens) - seq.cached, plan.left)
+        least = min(wanted, _LEAST_CHUNK)
+        count = min(wanted, self.cost.chunk(plan.seconds, seq.cached))
+        if count < least:
+            if plan.has_chunks:
+                return 0
+            count = least
+        plan.has_chunks = True
+        plan.seconds -= self.cost.added(count, seq.cached)
+        return count
 
     def _reserve(self, plan: _Plan, seq: Sequence, count: int) -> None:
         while not self.cache.reserve(seq, count):
@@ -103,7 +141,7 @@ class Scheduler:
     def _admit(self, plan: _Plan) -> None:
         """Start waiting sequences in order until seats, budget or blocks run out."""
         for seq in list(self.waiting):
-            if not plan.left or len(self.running) >= self.max_num_seqs:
+            if not plan.left or (plan.has_chunks and plan.seconds <= 0) or len(self.running) >= self.max_num_seqs:
                 return
             if _awaits_sibling(seq):
                 continue
@@ -112,8 +150,8 @@ class Scheduler:
 
     def _start(self, plan: _Plan, seq: Sequence) -> bool:
         self._share_prefix(seq)
-        count = min(len(seq.tokens) - seq.cached, plan.left)
-        if not self.cache.reserve(seq, count):
+        count = self._chunk(plan, seq)
+        if not count or not self.cache.reserve(seq, count):
             self.cache.free(seq)
             return False
         seq.stats.first_scheduled = seq.stats.first_scheduled or time.perf_counter()
@@ -141,6 +179,8 @@ class _Plan:
 
     def __init__(self, budget: int) -> None:
         self.left = budget
+        self.seconds = 0.0  # for chunks of prompts
+        self.has_chunks = False
         self.counts: dict[Sequence, int] = {}
         self.budgets: dict[Sequence, int] = {}
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.pulse import Pulse
 from specserve.types import Ids
 
 
@@ -176,6 +177,9 @@ class Ops(Protocol):
 
     def plan(self, rows: AttentionRows, block_size: int) -> Any:
         """Everything `rotate` and `attention` need that does not depend on the layer; once per step."""
+
+    def watch(self, pulse: Pulse) -> None:
+        """Let it beat from now on whenever a piece of a step is done, in recorded steps too."""
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Within it ops are recorded rather than run; their plan is None, their tensors have as many rows as will ever

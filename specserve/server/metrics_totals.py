@@ -158,7 +158,7 @@ def together(parts: Iterable[Acceptance]) -> Acceptance:
     return whole
 
 
-_NO_ENGINE = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys((*STEP_PHASES, "total"), 0.0))
+_NO_ENGINE = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys((*STEP_PHASES, "total"), 0.0))
 _SUMMED = (
     "num_steps", "num_rows", "num_preemptions", "num_prefix_query_tokens", "num_prefix_hit_tokens",
     "num_drafts_dropped",

@@ -30,8 +30,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(tiny: Path, drafter: Any = None, k: int = 5, blocks: int | None = None, **options: Any) -> Engine:
-    """An engine on the tiny model; `blocks` sizes the KV cache exactly, null block included."""
-    options = {"dtype": "float32", "max_model_len": 160, "num_speculative_tokens": k, **options}
+    """An engine on the tiny model; `blocks` sizes the KV cache exactly, null block included. No chunk ends by the
+    clock, so that a run can be repeated."""
+    options = {"dtype": "float32", "max_model_len": 160, "num_speculative_tokens": k, "max_step_ms": 1e9, **options}
     engine = build(EngineConfig(model=str(tiny), **options)).engine
     if blocks is not None:
         engine = build(

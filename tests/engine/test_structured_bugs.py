@@ -33,7 +33,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(tiny: Path, **options: Any) -> Built:
-    return build(EngineConfig(model=str(tiny), dtype="float32", max_model_len=160, **options))
+    options = {"dtype": "float32", "max_model_len": 160, "max_step_ms": 1e9, **options}  # no chunk ends by the clock
+    return build(EngineConfig(model=str(tiny), **options))
 
 
 def eos_of(built: Built) -> int:

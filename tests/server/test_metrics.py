@@ -91,8 +91,8 @@ def gauges(**values: Any) -> Gauges:
     seconds = {"draft": 0.5, "mask": 0.0, "forward": 3.0, "sample": 0.25, "host": 0.25, "total": 4.0}
     base: dict[str, Any] = {
         "num_running": 2, "num_waiting": 1, "num_free_blocks": 75, "num_blocks": 100, "num_steps": 40, "num_rows": 90,
-        "num_preemptions": 3, "num_prefix_query_tokens": 64, "num_prefix_hit_tokens": 16, "num_drafts_dropped": 5,
-        "seconds": seconds,
+        "num_advanced": 80, "num_preemptions": 3, "num_prefix_query_tokens": 64, "num_prefix_hit_tokens": 16,
+        "num_drafts_dropped": 5, "seconds": seconds,
     }  # fmt: skip
     return Gauges(**base | values)
 

@@ -91,9 +91,9 @@ class Subscription:
 class EngineClient:
     """One incarnation of the engine as the API process sees it: from `bind` to `close`.
 
-    `gauges` is the engine after its last step. `last_progress` is time.monotonic() of the last message that shows
-    that it moves while requests are open: a step that ran rows or said something, an answer, or a new request to none;
-    `last_said` that of the last one that brought somebody further.
+    `gauges` is the engine after its last step. `last_progress` is time.monotonic() of the last sign that it moves while
+    requests are open: a beat of its pulse inside a step, a step that ran rows or said something, an answer, or a new
+    request to none; `last_advanced` that of the last step that brought a sequence further than it had been.
     `observer` hears all that is said of any request, also of those that nobody waits for any more. `is_deaf`: what the
     engine says is not heard any more, for a fault on this side, or a message that is none.
     """
@@ -101,7 +101,7 @@ class EngineClient:
     def __init__(self, end: socket.socket, numbers: itertools.count[int], observer: Observer) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gauges: Gauges | None = None
-        self.last_progress = self.last_said = time.monotonic()
+        self.last_progress = self.last_advanced = time.monotonic()
         self.failure: Failed | None = None
         self._numbers = numbers
         self._observer = observer
@@ -127,7 +127,7 @@ class EngineClient:
         number = next(self._numbers)
         subscription = Subscription(number, num_completions, news)
         if not self._open:
-            self.last_progress = self.last_said = time.monotonic()
+            self.last_progress = self.last_advanced = time.monotonic()
         self._open[number] = subscription
         self._send(msgspec.structs.replace(asked, id=number))
         return subscription
@@ -199,8 +199,8 @@ class EngineClient:
             case Stepped(said=said, gauges=gauges):
                 if said or self.gauges is None or gauges.num_rows != self.gauges.num_rows:
                     self.last_progress = time.monotonic()
-                if said:
-                    self.last_said = self.last_progress
+                if said or self.gauges is None or gauges.num_advanced != self.gauges.num_advanced:
+                    self.last_advanced = self.last_progress
                 self.gauges = gauges
                 for each in said:
                     self._deliver(each)

@@ -85,6 +85,7 @@ class Gauges:
     num_blocks: int
     num_steps: int
     num_rows: int
+    num_advanced: int
     num_preemptions: int
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int

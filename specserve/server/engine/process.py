@@ -1,9 +1,9 @@
 """The engine's process: one thread that obeys, steps and reports. Knows the engine and the messages; knows no HTTP.
 
-    python -m specserve.server.engine.process DESCRIPTOR PARENT
+    python -m specserve.server.engine.process SOCKET MEMORY PARENT
 
-It waits at the socket DESCRIPTOR, which it has inherited, to be told what to load, and ends with the process PARENT,
-which started it, however that one ends.
+It waits at the descriptor SOCKET, which it has inherited, to be told what to load, counts in the descriptor MEMORY what
+it does inside a step, and ends with the process PARENT, which started it, however that one ends.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from specserve.engine.engine import MOST_FORCED, Engine
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, PromptTooLongError, SpecserveError
 from specserve.lifeline import end_with
+from specserve.pulse import Pulse
 from specserve.server.engine.compiling import Compiling
 from specserve.server.engine.messages import (
     CONTEXT_LENGTH,
@@ -221,6 +222,7 @@ class EngineProcess:
             num_blocks=engine.cache.num_blocks,
             num_steps=counters.num_steps,
             num_rows=counters.num_rows,
+            num_advanced=counters.num_advanced,
             num_preemptions=counters.num_preemptions,
             num_prefix_query_tokens=stats.num_prefix_query_tokens,
             num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
@@ -248,7 +250,7 @@ def _said(event: Event) -> Said:
     )
 
 
-def main(descriptor: int, parent: int) -> int:
+def main(descriptor: int, memory: int, parent: int) -> int:
     """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
     end_with(parent)
     sys.setswitchinterval(_SWITCH_S)
@@ -259,6 +261,7 @@ def main(descriptor: int, parent: int) -> int:
         config = EngineConfig(**wire.configuration())
         begun = time.perf_counter()
         built = build(config)
+        built.engine.runner.ops.watch(Pulse(memory))
         loaded = time.perf_counter()
         _warm_up(built.engine)
         phases = {"load": loaded - begun, "warm-up": time.perf_counter() - loaded}
@@ -311,4 +314,4 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -8,14 +8,17 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from specserve.pulse import Pulse, shared_memory
+
 
 @dataclass(frozen=True, slots=True)
 class Child:
     """A process that waits at the other end of a socket to be told what to load. Nobody else can reach it there: the
-    socket has no name."""
+    socket has no name. `pulse` counts what its engine does inside a step."""
 
     process: subprocess.Popen[bytes]
     end: socket.socket
+    pulse: Pulse
 
 
 class Nest:
@@ -51,14 +54,23 @@ class Nest:
 
     def _spawn(self) -> Child:
         self.close()
-        ours, theirs = socket.socketpair()
-        number = theirs.fileno()
-        command = [sys.executable, "-m", "specserve.server.engine.process", str(number), str(os.getpid())]
+        memory = shared_memory()
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])
-        except OSError:
-            ours.close()
-            raise
+            pulse = Pulse(memory)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                inherited = [theirs.fileno(), memory]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "specserve.server.engine.process",
+                    *map(str, [*inherited, os.getpid()]),
+                ]
+                try:
+                    self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+                except OSError:
+                    ours.close()
+                    raise
         finally:
-            theirs.close()
-        return Child(self._process, ours)
+            os.close(memory)
+        return Child(self._process, ours, pulse)

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from specserve.errors import EngineError
+from specserve.pulse import Pulse
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.messages import Ready
 from specserve.server.engine.spawn import Nest
@@ -40,8 +41,8 @@ class Patience:
     """Seconds and numbers of attempts after which a supervisor gives up on something."""
 
     start_s: float = 900.0  # until the engine is ready
-    stall_s: float = 9.5  # without a step while requests are open
-    loop_s: float = 600.0  # of steps that say nothing while requests are open; a long prompt takes many of them
+    stall_s: float = 9.5  # without a beat of the engine's pulse while requests are open
+    loop_s: float = 600.0  # of steps that bring no sequence further while requests are open
     attempts: int = 3  # starts in a row that fail before the engine was ready
 
 
@@ -72,6 +73,7 @@ class Supervisor:
         self._nest = nest or Nest()
         self._client: EngineClient | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._num_beats = 0  # of the running engine's pulse, at the last look
         self._first = asyncio.Event()  # the first start has succeeded, or all have failed
         self._keeper = asyncio.create_task(self._keep())
 
@@ -150,7 +152,7 @@ class Supervisor:
                 news.append(self._client.ready)
             await asyncio.wait(news, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             self._notice_ready()
-            looked = self._look_again(looked)
+            looked = self._look_again(looked, child.pulse)
             if (trouble := self._trouble(begun)) and not ended.done():
                 self._process.kill()
                 await ended
@@ -164,15 +166,19 @@ class Supervisor:
             self.state = State.READY
             self._first.set()
 
-    def _look_again(self, looked: float) -> float:
+    def _look_again(self, looked: float, pulse: Pulse) -> float:
         """Now. Time in which this process was stopped, with its machine or by a signal, is not the engine's: that was
-        stopped too, or what it said has not been read."""
-        assert self._client is not None, "an engine is running"
-        now = time.monotonic()
+        stopped too, or what it said has not been read. An engine in a long step says nothing, but has a pulse."""
+        client = self._client
+        assert client is not None, "an engine is running"
+        now, num_beats = time.monotonic(), pulse.count
         late = now - looked - _LOOK_S
         if late > _LATE_S:
-            self._client.last_progress = min(now, self._client.last_progress + late)
-            self._client.last_said = min(now, self._client.last_said + late)
+            client.last_progress = min(now, client.last_progress + late)
+            client.last_advanced = min(now, client.last_advanced + late)
+        if num_beats != self._num_beats:
+            self._num_beats = num_beats
+            client.last_progress = now
         return now
 
     def _trouble(self, begun: float) -> str | None:
@@ -188,8 +194,8 @@ class Supervisor:
             return None
         if now - self._client.last_progress > patience.stall_s:
             return f"The engine made no progress for {patience.stall_s:.0f} s."
-        if now - self._client.last_said > patience.loop_s:
-            return f"The engine ran for {patience.loop_s:.0f} s and said nothing to anybody."
+        if now - self._client.last_advanced > patience.loop_s:
+            return f"The engine ran for {patience.loop_s:.0f} s and brought no request further."
         return None
 
     async def _drop(self, cause: str) -> None:

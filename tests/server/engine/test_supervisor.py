@@ -43,9 +43,9 @@ def expected(folder: Path) -> list[int]:
 
 
 @asynccontextmanager
-async def running(folder: Path, **options: Any) -> AsyncIterator[Service]:
+async def running(folder: Path, patience: Patience = PATIENCE, **options: Any) -> AsyncIterator[Service]:
     metrics = Metrics("tiny")
-    supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, metrics, PATIENCE)
+    supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, metrics, patience)
     service = Service(supervisor, Tokenizer(folder), metrics, Trials(folder))
     try:
         await supervisor.wait_until_ready()
@@ -169,22 +169,95 @@ def test_a_lost_engine_is_told_and_replaced(
     asyncio.run(play())
 
 
-def test_an_engine_that_steps_and_says_nothing_is_replaced(tmp_path: Path) -> None:
-    """A prompt computed four tokens at a time stands for an engine that turns in circles."""
-    folder = write_tiny_model(tmp_path, "llama", max_position_embeddings=8192)
-    slow = {"max_model_len": 8192, "max_num_batched_tokens": 4, "kv_cache_gib": 0.05}
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with room for prompts that take seconds."""
+    folder = tmp_path_factory.mktemp("long")
+    return write_tiny_model(folder, "llama", max_position_embeddings=16384, num_hidden_layers=6)
+
+
+@asynccontextmanager
+async def patient(folder: Path, patience: Patience, **options: Any) -> AsyncIterator[Service]:
+    """A server for long prompts that is as patient as it is told to be."""
+    async with running(folder, patience, max_model_len=16384, kv_cache_gib=0.3, **options) as service:
+        yield service
+
+
+def test_an_engine_whose_steps_lead_nowhere_is_replaced(
+    long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that drops in each step what the one before has computed livelocks; its steps are quick."""
+    fault = (
+        "import sys\n"
+        "if 'specserve.server.engine.process' in sys.orig_argv:\n"
+        "    from specserve.engine import scheduler\n"
+        "    pick = scheduler.Scheduler.pick\n"
+        "    def livelock(self, draft_limit):\n"
+        "        for seq in list(self.running):\n"
+        "            self._preempt(seq)\n"
+        "        return pick(self, draft_limit)\n"
+        "    scheduler.Scheduler.pick = livelock\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(fault, "utf-8")
 
     async def play() -> None:
-        metrics = Metrics("tiny")
-        supervisor = Supervisor({"model": str(folder), **OPTIONS, **slow}, metrics, Patience(loop_s=0.2))
-        service = Service(supervisor, Tokenizer(folder), metrics, Trials(folder))
-        await supervisor.wait_until_ready()
-        pid = supervisor.pid
-        with pytest.raises(EngineError, match="said nothing to anybody"):
-            await service.start([Ask(prompt_ids=PROMPT * 2000, params=GREEDY)], "long").whole()
-        await running_again(service, pid)
-        await supervisor.close()
-        service.close()
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        options = {"max_num_batched_tokens": 16, "prefix_caching": False}
+        async with patient(long_folder, Patience(loop_s=1.0), **options) as service:
+            pid = service.supervisor.pid
+            monkeypatch.delenv("PYTHONPATH")
+            with pytest.raises(EngineError, match="brought no request further"):
+                await service.start([Ask(prompt_ids=PROMPT * 100, params=GREEDY)], "long").whole()
+            await running_again(service, pid)
+
+    asyncio.run(play())
+
+
+def test_a_prompt_of_many_silent_steps_is_no_livelock(long_folder: Path) -> None:
+    async def play() -> None:
+        options = {"max_num_batched_tokens": 4}
+        async with patient(long_folder, Patience(loop_s=0.3), **options) as service:
+            begun = time.monotonic()
+            await service.start([Ask(prompt_ids=PROMPT * 1000, params=GREEDY)], "long").whole()
+            assert time.monotonic() - begun > 0.6, "it is silent for longer than a livelock may be"
+            assert service.supervisor.num_restarts == 0
+
+    asyncio.run(play())
+
+
+def test_a_long_step_is_no_hang(long_folder: Path) -> None:
+    """All but the first tokens of a prompt in one step, which takes longer than an engine may stand still."""
+    patience = Patience(stall_s=1.5)
+
+    async def play() -> None:
+        options = {"max_num_batched_tokens": 16384, "max_step_ms": 1e6}
+        async with patient(long_folder, patience, **options) as service:
+            begun, pid = time.monotonic(), service.supervisor.pid
+            params = SamplingParams(temperature=0, max_tokens=1)
+            await service.start([Ask(prompt_ids=PROMPT * 4000, params=params)], "long").whole()
+            gauges = service.supervisor.client.gauges
+            assert gauges is not None
+            assert gauges.num_steps <= 3
+            assert time.monotonic() - begun > 2 * patience.stall_s
+            assert (service.supervisor.pid, service.supervisor.num_restarts) == (pid, 0)
+
+    asyncio.run(play())
+
+
+def test_a_hang_inside_a_long_step_is_noticed(long_folder: Path) -> None:
+    async def play() -> None:
+        options = {"max_num_batched_tokens": 16384, "max_step_ms": 1e6}
+        async with patient(long_folder, PATIENCE, **options) as service:
+            pid = service.supervisor.pid
+            long = service.start([Ask(prompt_ids=PROMPT * 4000, params=GREEDY)], "long")
+            before = processor_s(pid)
+            await until(lambda: processor_s(pid) > before + 0.3)
+            await _hang(service)
+            begun = time.monotonic()
+            with pytest.raises(EngineError, match="no progress"):
+                await long.whole()
+            assert time.monotonic() - begun < 10
+            await running_again(service, pid)
 
     asyncio.run(play())
 
