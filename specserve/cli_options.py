@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 from cyclopts import Group, Parameter, Token
 
-from specserve.config import DTYPES, QUANTIZATIONS, VERIFICATIONS, EngineConfig
+from specserve.config import DTYPES, ISAS, QUANTIZATIONS, VERIFICATIONS, EngineConfig
 from specserve.types import SamplingParams
 
 MODEL = Group("Model", sort_key=1)
@@ -35,7 +35,8 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "dtype": (MODEL, "Compute type; auto takes what the device is fastest at."),
     "quantization": (MODEL, "How weights are stored in memory."),
     "device": (MODEL, "cpu, cuda or cuda:N; auto takes a GPU if there is one."),
-    "threads": (MODEL, "CPU threads of the kernels [default: as torch chooses]."),
+    "isa": (MODEL, "Instruction set of the CPU kernels; auto takes the fastest that there is."),
+    "threads": (MODEL, "CPU threads of the kernels [default: the cores this process may use]."),
     "drafter": (SPECULATION, 'File name in drafters/ or entry point; "none" is plain decoding.'),
     "num_speculative_tokens": (SPECULATION, "Most draft tokens a sequence gets in one step."),
     "drafter_options": (SPECULATION, "The drafter's own options, as --drafter-options.NAME VALUE."),
@@ -69,6 +70,7 @@ SAMPLING_HELP: dict[str, tuple[Group, str]] = {
 _TYPES: dict[str, Any] = {
     "dtype": Literal[DTYPES],
     "quantization": Literal[QUANTIZATIONS],
+    "isa": Literal[ISAS],
     "verification": Literal[VERIFICATIONS],
     "drafter_options": dict[str, str],
     "stop": tuple[str, ...],

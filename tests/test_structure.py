@@ -37,7 +37,7 @@ LAYERS = (
     ("schema",),
     ("config", "structured"),
     ("library",),
-    ("errors", "version", "lifeline"),
+    ("errors", "version", "lifeline", "machine"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.
 CONTRACTS = (
