@@ -35,7 +35,7 @@ LAYERS = (
     ("cache", "ops"),
     ("types", "sse"),
     ("schema",),
-    ("config", "structured"),
+    ("config", "structured", "ownership"),
     ("library",),
     ("errors", "version", "lifeline", "machine"),
 )
