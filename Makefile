@@ -21,11 +21,16 @@ MISSING_TOOLS := $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
 SANITIZE := build/sanitize
+# What passes for a CPU without AVX-512: torch's own code, oneDNN and our kernels, which choose the dtype with it.
+HIDE_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SPECSERVE_ISA=avx2
+HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpuinfo 2>/dev/null))
+OF_THE_CPU := tests/kernels tests/models/test_architectures.py tests/models/test_packed.py tests/models/test_real_logits.py \
+  tests/engine tests/sampling tests/test_llm.py tests/test_structured.py
 
-.PHONY: help env demo serve test check lint types format pytest sanitize contract wheel clean
+.PHONY: help env demo serve test check lint types format pytest pytest-avx2 sanitize contract wheel clean
 
 help: ## List the targets.
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
 
 env: $(STAMP) ## Make the environment in .venv: the package, editable, with all developers' tools.
 
@@ -49,7 +54,7 @@ demo: $(STAMP) ## Fetch the default model, measure n-gram speculation on a few p
 serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI's API; SERVE_FLAGS="--port 9000" and so on.
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
-test: check pytest sanitize ## Everything CI runs: lint, types and all tests, those of the real model too.
+test: check pytest pytest-avx2 sanitize ## Everything CI runs: lint, types and all tests, those of the real model too.
 
 check: lint types ## What needs no tests to run: lint and types.
 
@@ -67,6 +72,15 @@ pytest: $(STAMP) ## Run the tests; PYTEST_FLAGS="-k name -x" picks some.
 	@$(BIN)/specserve pull $(MODEL)
 	@echo "== pytest"
 	@SPECSERVE_REQUIRE_MODEL=1 $(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+
+pytest-avx2: $(STAMP) ## Run the tests of kernels, models and the engine again as on a CPU without AVX-512.
+ifneq ($(HAS_AVX512),)
+	@$(BIN)/specserve pull $(MODEL)
+	@echo "== pytest, AVX-512 hidden"
+	@$(HIDE_AVX512) SPECSERVE_REQUIRE_MODEL=1 $(BIN)/python -m pytest -q $(OF_THE_CPU) $(PYTEST_FLAGS)
+else
+	@echo "== no AVX-512 that could be hidden"
+endif
 
 format: $(STAMP) ## Format the code and fix what ruff can fix.
 	@$(BIN)/ruff check --quiet --fix .

@@ -20,6 +20,7 @@ from torch import Tensor
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import layout_of, places
 from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, Tape
+from specserve.ops.isa import choose_isa
 from specserve.pulse import Pulse
 from specserve.types import Ids
 
@@ -81,9 +82,14 @@ class Recording:
         return list(zip(self.program.names(), seconds, strict=True))
 
 
+def instruction_sets() -> list[str]:
+    """Those that this processor and this build have, the fastest first."""
+    return _native.instruction_sets()
+
+
 class Kernels:
     """The op contract on a CPU. `dtype` is that of the KV cache and the embeddings, and of the weights if
-    `quantization` is "none". `instruction_set` is one of _native.instruction_sets(), by default the fastest."""
+    `quantization` is "none". `isa` is one of instruction_sets(), or "auto"."""
 
     name = "cpu"
     row_multiple = 1
@@ -91,10 +97,11 @@ class Kernels:
     can_draw = True
     device = torch.device("cpu")
 
-    def __init__(self, dtype: torch.dtype, quantization: str, threads: int, instruction_set: str | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, quantization: str, threads: int, isa: str = "auto") -> None:
         self.dtype = dtype
         self.quantization = quantization
-        self.instruction_set = instruction_set or _native.instruction_sets()[0]
+        self.instruction_set = choose_isa(isa, instruction_sets(), self.name)
+        self.weight_dtype = dtype
         unquantised = "bfloat16" if dtype == torch.bfloat16 else "float32"
         self._format = _FORMATS[unquantised if quantization == "none" else quantization]
         self._kind = min(self._format, _INT8)

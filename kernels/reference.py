@@ -6,7 +6,8 @@ Row invariance, the promise of specserve.ops, rests on rules that were measured 
   chooses its kernel by the number of rows, so on CUDA every linear GEMM has exactly `_CUDA_TILE` rows;
 - attention on a CPU reduces over the context in blocks of 512 tokens; where the context is a multiple of that, what is
   masked adds exact zeros, so a row does not notice how far the padding reaches;
-- torch's silu, sigmoid and gelu round differently in the last elements of a tensor, exp and tanh do not.
+- torch's silu, sigmoid and gelu round differently in the last elements of a tensor, exp and tanh do not;
+- where oneDNN cannot multiply bfloat16 (a CPU without AVX-512), numbers are bfloat16 and products are float32's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.ops import AttentionRows, HeadNorms, Laws, Recording, Rotation, Tape
+from specserve.ops.isa import choose_isa
 from specserve.pulse import Pulse
 from specserve.types import Ids
 
@@ -85,6 +87,12 @@ class _Weight:
     bias: Tensor | None
 
 
+def instruction_sets() -> list[str]:
+    """What torch's own code for CPUs runs with; the environment variable ATEN_CPU_CAPABILITY lowers it."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return [capability if capability in ("avx512", "avx2") else "portable"]
+
+
 class Kernels:
     """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
 
@@ -95,9 +103,11 @@ class Kernels:
     can_draw = False
     layout = None
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, isa: str = "auto") -> None:
         self.device = device
         self.dtype = dtype
+        self.instruction_set = choose_isa(isa, () if device.type == "cuda" else instruction_sets(), self.name)
+        self.weight_dtype = dtype if device.type == "cuda" or _multiplies(dtype) else torch.float32
         self.tile = _CUDA_TILE if device.type == "cuda" else 0
         self._pulse = Pulse()
 
@@ -106,10 +116,10 @@ class Kernels:
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> _Weight:
         """On a CPU oneDNN's blocked layout: read without repacking, 8 rows cost 40 to 55 % less time."""
-        weight = weight.to(self.device, self.dtype).contiguous()
+        weight = weight.to(self.device, self.dtype).to(self.weight_dtype).contiguous()
         if self.device.type == "cpu" and torch._C._has_mkldnn:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-        return _Weight(weight, None if bias is None else bias.to(self.device, self.dtype))
+        return _Weight(weight, None if bias is None else bias.to(self.device, self.dtype).to(self.weight_dtype))
 
     def pack_head(self, weight: Tensor) -> _Weight:
         return self.pack(weight)
@@ -157,11 +167,12 @@ class Kernels:
         matrix, bias = weight.matrix, weight.bias
         if not len(x):
             return x.new_empty(0, matrix.shape[0])
+        x = x.to(self.weight_dtype)
         if matrix.is_mkldnn:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
-            return out
+            return out.to(self.dtype)
         if not self.tile:
-            return F.linear(x, matrix, bias)
+            return F.linear(x, matrix, bias).to(self.dtype)
         rows = len(x)
         x = F.pad(x, (0, 0, 0, -rows % self.tile))
         return torch.cat([F.linear(part, matrix, bias) for part in torch.split(x, self.tile)])[:rows]
@@ -249,9 +260,17 @@ class Kernels:
 
     def attention(self, q: Tensor, kv: Tensor, plan: _Plan, scale: float, window: int | None) -> Tensor:
         self._pulse.beat()
-        parts = [_attend(q, kv, group, scale, window) for group in plan.groups]
+        parts = [_attend(q, kv, group, scale, window, self.weight_dtype) for group in plan.groups]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return flat.index_select(0, plan.order)
+        return flat.index_select(0, plan.order).to(self.dtype)
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether torch has products of this dtype on this CPU that are oneDNN's: it refuses to lay weights out otherwise,
+    and what torch does in their place differs from machine to machine."""
+    if dtype != torch.bfloat16:
+        return True
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _runs(rows: AttentionRows, s: int, block_size: int) -> list[_Run]:
@@ -287,18 +306,18 @@ def _ancestors(parents: Ids, node: int) -> list[int]:
     return path[::-1]
 
 
-def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None) -> Tensor:
-    """Attention of one group, in the dtype of its KV -> [runs * length, heads * d]."""
+def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Attention of one group, multiplied in `dtype` -> [runs * length, heads * d]."""
     runs, length, context = group.shape
     heads, d = q.shape[1:]
     kv_heads = kv.shape[2]
     share = heads // kv_heads
-    k, v = kv.index_select(1, group.slots).view(2, runs, context, kv_heads, d).transpose(2, 3)
-    q = q.index_select(0, group.rows).to(kv.dtype).view(runs, length, kv_heads, share, d).transpose(1, 2)
+    k, v = kv.index_select(1, group.slots).to(dtype).view(2, runs, context, kv_heads, d).transpose(2, 3)
+    q = q.index_select(0, group.rows).to(kv.dtype).to(dtype).view(runs, length, kv_heads, share, d).transpose(1, 2)
     q = q.reshape(runs, kv_heads, length * share, d)
     if padding := -length * share % _QUERY_MULTIPLE:
         q = F.pad(q, (0, 0, 0, padding))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share, kv.dtype), scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share, dtype), scale=scale)
     out = out[:, :, : length * share].view(runs, kv_heads, length, share, d)
     return out.transpose(1, 2).reshape(runs * length, heads * d)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 from cyclopts import Group, Parameter, Token
 
-from specserve.config import DTYPES, QUANTIZATIONS, VERIFICATIONS, EngineConfig
+from specserve.config import DTYPES, ISAS, QUANTIZATIONS, VERIFICATIONS, EngineConfig
 from specserve.types import SamplingParams
 
 MODEL = Group("Model", sort_key=1)
@@ -35,11 +35,12 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "dtype": (MODEL, "Compute type; auto takes what the device is fastest at."),
     "quantization": (MODEL, "How weights are stored in memory."),
     "device": (MODEL, "cpu, cuda or cuda:N; auto takes a GPU if there is one."),
-    "threads": (MODEL, "CPU threads of the kernels [default: as torch chooses]."),
-    "drafter": (SPECULATION, 'File name in drafters/ or entry point; "none" is plain decoding.'),
+    "isa": (MODEL, "Instruction set of the CPU kernels; auto takes the fastest that there is."),
+    "threads": (MODEL, "CPU threads of the kernels [default: the cores this process may use]."),
+    "drafter": (SPECULATION, 'File name in drafters/ or entry point; "none" drafts only what a grammar forces.'),
     "num_speculative_tokens": (SPECULATION, "Most draft tokens a sequence gets in one step."),
     "drafter_options": (SPECULATION, "The drafter's own options, as --drafter-options.NAME VALUE."),
-    "drafter_timeout_s": (SPECULATION, "Seconds a drafter may take before it is switched off."),
+    "drafter_timeout_s": (SPECULATION, "Seconds a drafter of another package may take before it is switched off."),
     "verification": (SPECULATION, "How drafts are judged; coupled gives the same text as plain decoding."),
     "grammar_backend": (ENGINE, "Who enforces structured output: auto, or a file name in grammars/."),
     "max_model_len": (ENGINE, "Longest prompt + output in tokens [default: the model's]."),
@@ -74,6 +75,7 @@ SAMPLING_HELP: dict[str, tuple[Group, str]] = {
 _TYPES: dict[str, Any] = {
     "dtype": Literal[DTYPES],
     "quantization": Literal[QUANTIZATIONS],
+    "isa": Literal[ISAS],
     "verification": Literal[VERIFICATIONS],
     "drafter_options": dict[str, str],
     "stop": tuple[str, ...],

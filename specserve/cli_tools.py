@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from specserve.cli_options import MODEL, OUTPUT
+from specserve.cli_options import ENGINE_HELP, MODEL, OUTPUT
 from specserve.config import DEFAULT_MODEL
 
 
@@ -31,11 +31,13 @@ def pull(
 
 def doctor(
     model: Annotated[str, Parameter(group=MODEL, help="The model whose folder is looked up.")] = DEFAULT_MODEL,
+    *,
+    isa: Annotated[str, Parameter(group=MODEL, help=ENGINE_HELP["isa"][1])] = "auto",
 ) -> None:
     """Show the device, memory, kernels, model folder and versions, without loading any weights."""
     from specserve.doctor import examine, show
 
-    show(examine(model))
+    show(examine(model, isa))
 
 
 def completion(shell: Literal["bash", "zsh", "fish", "powershell"] | None = None) -> None:

@@ -10,6 +10,7 @@ from specserve.errors import ConfigError, strict_fields, unknown
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
+ISAS = ("auto", "avx512", "avx2", "portable")
 VERIFICATIONS = ("coupled", "rejection", "block")
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
@@ -24,8 +25,10 @@ class EngineConfig:
     but for what grammars force, which is drafted unless a request itself names "none".
     `drafter_options` go to that drafter unread. A request may name another drafter for itself, which drafts
     `num_speculative_tokens` as well, or 5 where that is 0. `quantization="auto"` is int8 where native kernels serve the
-    CPU and no dtype is asked for, else none. `kv_cache_gib=None` sizes the cache from free memory. `max_step_ms` is
-    what a step aims at that computes chunks of prompts while others decode; None: 2.5 times a step without them.
+    CPU and no dtype is asked for, else none. `isa` is the instruction set of the CPU kernels; "auto" is what the
+    environment variable SPECSERVE_ISA names, or else the fastest. `kv_cache_gib=None` sizes the cache from free memory.
+    `max_step_ms` is what a step aims at that computes chunks of prompts while others decode; None: 2.5 times a step
+    without them.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
@@ -33,6 +36,7 @@ class EngineConfig:
     dtype: str = "auto"
     quantization: str = "auto"
     device: str = "auto"
+    isa: str = "auto"
     threads: int | None = None
     drafter: str = "none"
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
@@ -49,7 +53,8 @@ class EngineConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("quantization", QUANTIZATIONS), ("verification", VERIFICATIONS)):
+        named = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "isa": ISAS, "verification": VERIFICATIONS}
+        for name, allowed in named.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)

@@ -20,7 +20,9 @@ import specserve.kernels
 from specserve.cache.sizing import GIB, free_memory
 from specserve.engine import build
 from specserve.errors import SpecserveError
+from specserve.machine.cores import usable_cores
 from specserve.models import catalog
+from specserve.ops.isa import VARIABLE
 from specserve.speculation.base import available
 from specserve.version import __version__
 
@@ -48,8 +50,9 @@ class Section:
     rows: list[tuple[str, str]]
 
 
-def examine(model: str, root: Path = Path("/")) -> list[Section]:
-    """All findings, for the model whose folder is to be looked up. `root` is the root of the file system."""
+def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Section]:
+    """All findings, for the model whose folder is to be looked up and an engine with this `isa`. `root` is the root of
+    the file system. Raises ConfigError for an instruction set that the kernels do not have."""
     device = build.choose_device("auto")
     cpuinfo = root / "proc/cpuinfo"
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
@@ -57,7 +60,7 @@ def examine(model: str, root: Path = Path("/")) -> list[Section]:
         Section("Versions", _versions()),
         Section("Device", [*_cpu(text), *_gpus()]),
         Section("Memory", [("free for an engine", f"{free_memory(device) / GIB:.1f} GiB on {device}")]),
-        Section("Kernels", _kernels(device)),
+        Section("Kernels", _kernels(device, isa)),
         Section("Drafters", [("found", ", ".join(available()) or "none")]),
         Section("Models", _models(model)),
     ]
@@ -88,8 +91,7 @@ def _cpu(cpuinfo: str) -> list[tuple[str, str]]:
     return [
         ("processor", _field(cpuinfo, "model name") or platform.processor() or platform.machine()),
         ("instruction sets", found if flags else f"not reported by {platform.system()}"),
-        ("cores", f"{build.usable_cores()} usable of {os.cpu_count()}"),
-        ("threads", f"{torch.get_num_threads()} (--threads changes it)"),
+        ("cores", f"{usable_cores()} usable of {os.cpu_count()}, hence as many threads; --threads changes it"),
     ]
 
 
@@ -119,11 +121,11 @@ def _gpus() -> list[tuple[str, str]]:
     ]
 
 
-def _kernels(device: torch.device) -> list[tuple[str, str]]:
-    dtype = build.auto_dtype(device)
+def _kernels(device: torch.device, isa: str) -> list[tuple[str, str]]:
     found = sorted(module.name for module in pkgutil.iter_modules(specserve.kernels.__path__))
     backends = ", ".join(name for name in found if not name.startswith("_"))
-    ops = build.choose_ops(device, "auto", "auto", 1)
+    ops = build.choose_ops(device, "auto", "auto", 1, isa)
+    dtype = str(ops.dtype).removeprefix("torch.")
     weights = f"weights in {ops.quantization}" if ops.quantization != "none" else "weights not quantised"
     native = "multiplies bfloat16 natively" if dtype == "bfloat16" else "has no native bfloat16, so float32 is faster"
     return [
@@ -131,6 +133,7 @@ def _kernels(device: torch.device) -> list[tuple[str, str]]:
             "chosen",
             f"{ops.name}, {weights}: what an engine on {device} takes; kernels/ holds {backends}",
         ),
+        ("instruction set", f"{ops.instruction_set or 'no choice'} (--isa or {VARIABLE} changes it)"),
         ("dtype", f"{dtype}: {device} {native}"),
     ]
 

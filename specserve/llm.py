@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, M
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any, cast
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -25,6 +26,7 @@ from specserve.engine.loop import EngineLoop
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
+from specserve.ownership import Ownership
 from specserve.speculation.base import DraftHost, create
 from specserve.types import Event, SamplingParams
 
@@ -38,12 +40,28 @@ class LLM:
     drafter, "none" for plain decoding; and `prediction`: text or token ids that the answer will mostly be, which it
     drafts from unless a drafter is named. Neither changes an answer (with the default verification), only its time.
 
+    Several threads may call it: their requests run in the same steps, each thread waits for its own, and a step is
+    taken by whoever's turn it is. For asyncio there is AsyncLLM.
+
+    It belongs to the process that made it. After a fork (os.fork, or multiprocessing with that start method) calls in
+    the child raise EngineError, since the engine's threads are not there: make one in each process, or start processes
+    with "spawn".
+
+    torch's number of threads is the engine's while a call runs a step, and the caller's own in between. It is one for
+    the whole process: other threads that use torch meanwhile see it change.
+
     Raises ConfigError, ModelError or CapacityError when it cannot start.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = False, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
-        self._built: Built | None = build(self.config, progress=progress)
+        self._owner = Ownership()
+        threads = torch.get_num_threads()
+        try:
+            self._built: Built | None = build(self.config, progress=progress)
+            self._torch_threads = torch.get_num_threads()
+        finally:
+            torch.set_num_threads(threads)
         self.tokenizer = self._built.tokenizer
         self.device, self.dtype, self.threads = self._built.device, self._built.dtype, self._built.threads
         self.quantization = self._built.quantization
@@ -53,10 +71,24 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine itself, for tests and measurements."""
+        """The engine itself, for tests and measurements; who steps it does so within `exclusive`. Raises EngineError
+        after close(), and in a process that was forked since."""
+        self._owner.check()
         if self._built is None:
             raise EngineError("This LLM was closed. Make a new one.")
         return self._built.engine
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Engine]:
+        """The engine to oneself: calls of other threads wait until the block ends, and torch has the engine's number of
+        threads. Raises EngineError as `engine` does."""
+        with self._owner:
+            engine, threads = self.engine, torch.get_num_threads()
+            torch.set_num_threads(self._torch_threads)
+            try:
+                yield engine
+            finally:
+                torch.set_num_threads(threads)
 
     def generate(
         self,
@@ -123,23 +155,27 @@ class LLM:
     def use_drafter(self, name: str, num_speculative_tokens: int | None = None, **options: Any) -> None:
         """Draft with another drafter from now on where a call names none; "none" is plain decoding. Only while nothing
         runs."""
-        engine = self.engine
-        host = DraftHost(create(name, options), engine.limits.vocab_size, self.config.drafter_timeout_s, name)
-        k = engine.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
-        engine.use(host, k)
+        with self.exclusive() as engine:
+            host = DraftHost(create(name, options), engine.limits.vocab_size, self.config.drafter_timeout_s, name)
+            k = engine.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+            engine.use(host, k)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
-        self.engine.cache.reset_prefix_cache()
+        with self.exclusive() as engine:
+            engine.cache.reset_prefix_cache()
 
     def counters(self) -> Counters:
         """A snapshot of the engine's totals."""
-        return self.engine.counters.snapshot()
+        with self.exclusive() as engine:
+            return engine.counters.snapshot()
 
     def close(self) -> None:
-        if self._built is not None:
-            self._built.engine.drafters.close()
-            self._built = None
+        """Free the memory. In a process that was forked since, that is the parent's affair."""
+        if self._built is not None and self._owner.is_here:
+            with self._owner:
+                self._built.engine.drafters.close()
+        self._built = None
 
     def __enter__(self) -> LLM:
         return self
@@ -152,17 +188,17 @@ class LLM:
     ) -> list[RequestOutput]:
         with self._collect(made, params) as collectors, _progress_bar(len(made), progress) as show:
             while not all(collector.finished for collector in collectors):
-                self._step()
+                self._step(collectors)
                 show(sum(collector.finished for collector in collectors))
         return [output for _, output in made]
 
     def _stream(self, made: tuple[Request, RequestOutput], params: SamplingParams) -> Iterator[Chunk]:
         with self._collect([made], [params]) as (collector,):
-            while collector.chunks or not collector.finished:
-                if collector.chunks:
+            while not collector.finished:
+                self._step([collector])
+                while collector.chunks:
                     yield collector.chunks.popleft()
-                else:
-                    self._step()
+            yield from collector.chunks  # of the step that another thread took
 
     @contextmanager
     def _collect(
@@ -172,25 +208,37 @@ class LLM:
         engine = self.engine
         try:
             ready = [self._requests.compiled(request) for request, _ in made]
-            for request, (_, output), chosen in zip(ready, made, params, strict=True):
-                engine.add(request)
-                self._collectors[request.id] = Collector(output, chosen, self.tokenizer, engine.abort)
-            yield [self._collectors[request.id] for request, _ in made]
+            collectors = [
+                Collector(output, p, self.tokenizer, engine.abort) for (_, output), p in zip(made, params, strict=True)
+            ]
+            with self.exclusive():
+                for request, collector in zip(ready, collectors, strict=True):
+                    engine.add(request)
+                    self._collectors[request.id] = collector
+            yield collectors
         finally:
-            for request, _ in made:
-                engine.abort(request.id)
-                self._collectors.pop(request.id, None)
+            if self._owner.is_here:
+                with self._owner:
+                    for request, _ in made:
+                        engine.abort(request.id)
+                        self._collectors.pop(request.id, None)
 
-    def _step(self) -> None:
-        """One engine step; what it says goes to every stream that is open, whoever asked for the step."""
-        for event in self.engine.step():
-            if event.request_id in self._collectors:
-                self._collectors[event.request_id].push(event)
+    def _step(self, awaited: list[Collector]) -> None:
+        """One engine step, unless another thread's made all of `awaited` whole. What it says goes to every stream that
+        is open, whoever asked for the step."""
+        with self.exclusive() as engine:
+            for event in [] if all(collector.finished for collector in awaited) else engine.step():
+                if event.request_id in self._collectors:
+                    self._collectors[event.request_id].push(event)
 
 
 class AsyncLLM:
     """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request. Calls of
-    a lower `priority` run first, and are preempted last when memory is short. `drafter` and `prediction` as for LLM."""
+    a lower `priority` run first, and are preempted last when memory is short. `drafter` and `prediction` as for LLM.
+
+    Any thread and event loop may call it. It belongs to the process that made it: after a fork calls in the child raise
+    EngineError. torch's number of threads is set for the whole process (1 where native kernels serve, else `threads`),
+    as the engine's steps run beside the caller's own code."""
 
     def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = False, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)
@@ -198,6 +246,7 @@ class AsyncLLM:
         self.tokenizer, self.summary = built.tokenizer, built.summary
         self.engine = built.engine  # its counters may be read; everything else belongs to the loop's thread
         self._requests = Requests(self.tokenizer, built.compiler)
+        self._owner = Ownership()
         self._loop = EngineLoop(built.engine)
 
     async def generate(
@@ -256,8 +305,9 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Stop after the step that is running; requests that are still open get an EngineError."""
-        await asyncio.to_thread(self._loop.close)
-        self.engine.drafters.close()
+        if self._owner.is_here:  # else the threads are the parent's
+            await asyncio.to_thread(self._loop.close)
+            self.engine.drafters.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -272,6 +322,7 @@ class AsyncLLM:
         return output
 
     async def _stream(self, request: Request, output: RequestOutput) -> AsyncGenerator[Chunk]:
+        self._owner.check()
         collector = Collector(output, request.params, self.tokenizer, self._loop.abort)
         events: asyncio.Queue[Event | SpecserveError] = asyncio.Queue()
         loop = asyncio.get_running_loop()

@@ -450,10 +450,10 @@ def test_doctor_names_the_processor_and_its_instruction_sets(
     (tmp_path / "proc/cpuinfo").write_text(
         "processor\t: 0\nmodel name\t: Tester 9\nflags\t\t: fpu avx2 amx_int8 avx512\n"
     )
-    rows = dict(next(section for section in examine(tiny, tmp_path) if section.title == "Device").rows)
+    rows = dict(next(section for section in examine(tiny, root=tmp_path) if section.title == "Device").rows)
     assert rows["processor"] == "Tester 9"
     assert rows["instruction sets"] == "avx2, amx_int8"
-    rows = dict(next(section for section in examine(tiny, tmp_path / "none") if section.title == "Device").rows)
+    rows = dict(next(section for section in examine(tiny, root=tmp_path / "none") if section.title == "Device").rows)
     assert rows["instruction sets"].startswith("not reported")
 
 

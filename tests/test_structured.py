@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from specserve.errors import InputError
+from specserve.models.tokenizer import Tokenizer
 from specserve.structured import Structured
 from specserve.types import SamplingParams
 
@@ -108,12 +109,17 @@ def test_the_readmes_example_runs_on_the_real_model(smollm2: Path, capsys: pytes
 
 
 def test_the_readmes_grammars_run_on_the_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the model puts into the call is its own affair, and its rounding's: an object without bounds may go on until
+    the most output tokens cut it off."""
     example("triggered_tags")
-    date, sky, *call = capsys.readouterr().out.rstrip("\n").split("\n")
+    date, sky, call = capsys.readouterr().out.rstrip("\n").split("\n", 2)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
     assert re.fullmatch("(sun|rain)( and (wind|fog))?", sky)
-    begin, arguments, end = call
-    assert (begin, end) == ("<tool_call>", "</tool_call>")
-    made = json.loads(arguments)
-    assert made["name"] == "weather"
-    assert made["arguments"]["city"] in ("Rome", "Oslo")
+    begin = '<tool_call>\n{"name": "weather", "arguments": {"city": '
+    assert re.match(re.escape(begin) + '"(Rome|Oslo)"[,}]', call), call
+    if call.endswith("\n</tool_call>"):
+        made = json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        assert made["name"] == "weather"
+        assert isinstance(made["arguments"].get("days", 1), int)
+    else:
+        assert len(Tokenizer(smollm2).encode(call, add_special_tokens=False)) >= 60, "it ended of itself, unfinished"

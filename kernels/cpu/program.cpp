@@ -57,6 +57,7 @@ Program::Program(std::shared_ptr<Team> team, const Kernels& kernels)
     : team_(std::move(team)), kernels_(kernels), lanes_(team_->threads()) {}
 
 Program::~Program() {
+  if (team_->is_orphaned()) return;
   finish();
   team_->run({[](int) {}});  // nobody is in here after it
 }

@@ -1,30 +1,43 @@
 // Threads that wait for a job, and for each other within one.
 #include "team.h"
 
+#include <unistd.h>
+
 #include <chrono>
+#include <stdexcept>
 
 namespace specserve {
 namespace {
 
 constexpr std::chrono::microseconds kSpin{200};  // the host's share of a step is about this long
 
+constexpr char kOrphaned[] = "these kernels were made before a fork, and their threads are not in this process";
+
 }  // namespace
 
-Team::Team(int threads) : threads_(threads) {
+Team::Team(int threads) : threads_(threads), process_(getpid()) {
   for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
 }
 
 Team::~Team() {
+  if (is_orphaned()) {
+    for (std::thread& worker : workers_) worker.detach();
+    (void)wake_.release();
+    return;
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
     job_number_.fetch_add(1);
   }
-  wake_.notify_all();
+  wake_->notify_all();
   for (std::thread& worker : workers_) worker.join();
 }
 
+bool Team::is_orphaned() const { return getpid() != process_; }
+
 void Team::run(Job job) {
+  if (is_orphaned()) throw std::runtime_error(kOrphaned);  // before the lock, which may be another thread's
   std::lock_guard<std::mutex> only(one_caller_);
   const auto shared = begin(std::move(job));
   shared->run(0);
@@ -32,11 +45,12 @@ void Team::run(Job job) {
 }
 
 std::shared_ptr<const Job> Team::begin(Job job) {
+  if (is_orphaned()) throw std::runtime_error(kOrphaned);
   auto shared = std::make_shared<const Job>(std::move(job));
   std::lock_guard<std::mutex> lock(mutex_);  // whoever was about to sleep is asleep now
   job_ = shared;
   job_number_.fetch_add(1);
-  if (sleeping_ > 0) wake_.notify_all();
+  if (sleeping_ > 0) wake_->notify_all();
   return shared;
 }
 
@@ -60,7 +74,7 @@ bool Team::await(unsigned seen) {
   }
   std::unique_lock<std::mutex> lock(mutex_);
   ++sleeping_;
-  wake_.wait(lock, [&] { return job_number_.load() != seen; });
+  wake_->wait(lock, [&] { return job_number_.load() != seen; });
   --sleeping_;
   return !stopping_;
 }

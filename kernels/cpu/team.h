@@ -57,7 +57,10 @@ class Team {
     count = count + 1;
   }
 
-  // Runs the job, which must not throw. One caller at a time.
+  // Whether this process was forked since: the threads are the parent's, and who waits for them here waits for ever.
+  bool is_orphaned() const;
+
+  // Runs the job, which must not throw. One caller at a time. Throws where the team is orphaned, as `begin` does.
   void run(Job job);
 
   // Lets the other threads begin with a job that does not need all. The caller's part is `run(0)` of what is returned.
@@ -77,7 +80,8 @@ class Team {
   int sleeping_ = 0;  // under mutex_
   std::atomic<bool> stopping_{false};
   std::mutex one_caller_, mutex_;
-  std::condition_variable wake_;
+  std::unique_ptr<std::condition_variable> wake_ = std::make_unique<std::condition_variable>();
+  const int process_;
   std::vector<std::thread> workers_;
 };
 

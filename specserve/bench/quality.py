@@ -44,7 +44,7 @@ def check(options: Mapping[str, Any], quantizations: Sequence[str]) -> None:
         raise ConfigError(f"quantizations are {', '.join(quantizations) or 'none'}; name at least one, and each once.")
     for quantization in quantizations:
         config = EngineConfig(**{**options, "quantization": quantization})
-        choose_ops(choose_device(config.device), config.dtype, quantization, threads=1)
+        choose_ops(choose_device(config.device), config.dtype, quantization, 1, config.isa)
 
 
 def quality(

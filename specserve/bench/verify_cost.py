@@ -4,6 +4,7 @@ no kernels. `VerifySteps` makes the steps, for other measurements too."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence as Many
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ class VerifySteps:
         _check(llm, len(ids), rows)
         self._llm = llm
         self._engine = llm.engine
+        self._own = ExitStack()
         self._ids = ids
         self._params = SamplingParams(temperature=0.0, max_tokens=_num_tokens(rows), ignore_eos=True)
 
@@ -88,11 +90,13 @@ class VerifySteps:
         never = next(token for token in range(vocabulary) if token not in said.token_ids)
         host = _DirectHost(_WrongDrafter(never), vocabulary, self._llm.config.drafter_timeout_s)
         self._engine.use(host, 0)
+        self._own.enter_context(self._llm.exclusive())
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._engine.abort(REQUEST_ID)  # of a round that was not taken to its end
         self._llm.use_drafter(NONE, self._llm.config.num_speculative_tokens)
+        self._own.close()
 
     def round(self, order: Many[int]) -> Iterator[Timing]:
         """Compute the prompt's KV, as far as no round before left it in the prefix cache, then run one step for each

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 
 from specserve.errors import CapacityError
+from specserve.machine.cgroups import groups
 
 GIB = 2**30
 MAX_SHARE = 0.4  # of free memory, when nobody said how much: weights' pages, activations and the system need the rest
@@ -90,35 +91,22 @@ def _available(root: Path) -> int:
     return int(values["MemAvailable"].split()[0]) * 1024
 
 
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")
+_FILES = {  # by version: the limit, what is used, and what of that can be reclaimed
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def _control_group_room(root: Path) -> Iterator[int]:
     """Limit minus usage of every control group that holds this process. Page cache that nobody uses is not usage: the
     system gives it back when memory is asked for."""
-    for folder, (limit_file, usage_file, reclaimable) in _control_groups(root):
+    for folder, version in groups("memory", root):
+        limit_file, usage_file, reclaimable = _FILES[version]
         if not (folder / limit_file).exists():
             continue  # a root group has no limit
         limit = (folder / limit_file).read_text().strip()
         if limit != "max":
             yield int(limit) - int((folder / usage_file).read_text()) + _statistic(folder, reclaimable)
-
-
-def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The folders of this process's memory groups up to the root; a container may see its own as the root."""
-    listing = root / "proc/self/cgroup"
-    for line in listing.read_text().splitlines() if listing.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, files = root / "sys/fs/cgroup", _V2
-        elif "memory" in controllers.split(","):
-            mount, files = root / "sys/fs/cgroup/memory", _V1
-        else:
-            continue
-        inside = PurePosixPath(path.lstrip("/"))
-        for folder in dict.fromkeys((inside, *inside.parents)):
-            yield mount / folder, files
 
 
 def _statistic(folder: Path, name: str) -> int:

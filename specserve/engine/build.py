@@ -4,10 +4,7 @@ The only function that sees all the parts."""
 from __future__ import annotations
 
 import importlib
-import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +19,12 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Limits
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError
+from specserve.machine.cores import usable_cores
 from specserve.models import catalog
 from specserve.models.loader import load_model
 from specserve.models.tokenizer import Tokenizer
 from specserve.ops import Ops
+from specserve.ops.isa import choose_isa
 from specserve.runtime.runner import Runner
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.base import DraftHost, create
@@ -51,7 +50,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     drafter = create(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     threads = config.threads or usable_cores()
-    ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads)
+    ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads, config.isa)
     # Native kernels have threads of their own, and torch's would spin beside them for what little is left to torch.
     torch.set_num_threads(1 if ops.can_record and ops.device.type == "cpu" else threads)
     folder = catalog.resolve(config.model, progress=progress)
@@ -93,7 +92,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     )
     dtype = str(ops.dtype).removeprefix("torch.")
     weights = dtype if ops.quantization == "none" else ops.quantization
-    summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels); {chosen}"
+    isa = f", {ops.instruction_set}" if ops.instruction_set else ""
+    summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {chosen}"
     compiler = Compiler(lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend)
     return Built(engine, tokenizer, compiler, str(ops.device), dtype, ops.quantization, threads, summary)
 
@@ -113,21 +113,23 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_ops(device: torch.device, dtype: str, quantization: str, threads: int) -> Ops:
+def choose_ops(device: torch.device, dtype: str, quantization: str, threads: int, isa: str = "auto") -> Ops:
     """The kernels that serve a device: native ones on a CPU where they are built, else the reference. "auto" is the
-    fastest. Raises ConfigError for weights that they do not have."""
-    chosen = getattr(torch, dtype if dtype != "auto" else auto_dtype(device))
+    fastest. Raises ConfigError for weights or an instruction set that they do not have."""
     native = _backend("cpu") if device.type == "cpu" else None
+    kernels: Any = native or importlib.import_module("specserve.kernels.reference")
+    isa = choose_isa(isa, kernels.instruction_sets() if device.type == "cpu" else (), kernels.Kernels.name)
+    chosen = getattr(torch, dtype if dtype != "auto" else auto_dtype(device, isa))
     if native is not None:
         wanted = ("int8" if dtype == "auto" else "none") if quantization == "auto" else quantization
-        ops: Ops = native.Kernels(chosen, wanted, threads)
+        ops: Ops = native.Kernels(chosen, wanted, threads, isa)
         return ops
     if quantization not in ("auto", "none"):
         raise ConfigError(
             f"--quantization {quantization} needs the native kernels for CPUs, and there are none for {device} here. "
             "Use --quantization none, or --device cpu and an installation with a C++ compiler at hand."
         )
-    reference: Ops = importlib.import_module("specserve.kernels.reference").Kernels(device, chosen)
+    reference: Ops = kernels.Kernels(device, chosen, isa or "auto")
     return reference
 
 
@@ -141,16 +143,9 @@ def _backend(name: str) -> Any:
         return None
 
 
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, and its control group's share of time, rounded up."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = Path("/sys/fs/cgroup/cpu.max")
-    quota, _, period = (limit.read_text() if limit.is_file() else "max").partition(" ")
-    return cores if quota.strip() == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
-
-
-def auto_dtype(device: torch.device) -> str:
-    """bfloat16 where the device multiplies it natively, else float32: an emulated bfloat16 is slower than float32."""
+def auto_dtype(device: torch.device, isa: str) -> str:
+    """bfloat16 where the device multiplies it natively, on a CPU with the instruction set `isa`, else float32: an
+    emulated bfloat16 is slower than float32."""
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+    return "bfloat16" if isa == "avx512" and torch.cpu._is_avx512_bf16_supported() else "float32"

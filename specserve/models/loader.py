@@ -209,7 +209,7 @@ def _num_table_bytes(spec: DecoderSpec) -> int:
 
 def check_memory(spec: DecoderSpec, ops: Ops, free: int) -> None:
     """Raise CapacityError if the model does not fit `free` bytes of the device's memory."""
-    needed = num_weight_bytes(spec, ops.dtype) if ops.layout is None else num_packed_bytes(spec, ops)
+    needed = num_weight_bytes(spec, ops.weight_dtype) if ops.layout is None else num_packed_bytes(spec, ops)
     if needed > free:
         stored = str(ops.dtype).removeprefix("torch.") if ops.quantization == "none" else ops.quantization
         hints = {"float32": "dtype bfloat16, which halves it", "int8": "quantization int4, which takes less"}

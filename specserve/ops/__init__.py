@@ -93,6 +93,8 @@ class Ops(Protocol):
     row_multiple: int
     device: torch.device
     dtype: torch.dtype
+    weight_dtype: torch.dtype  # of matrices in memory that are not quantised: float32 where bfloat16 has no products
+    instruction_set: str  # as in config.ISAS; "" where there is no choice, as on a GPU
     quantization: str  # how weights are stored, as in config.QUANTIZATIONS
     can_record: bool
     can_draw: bool

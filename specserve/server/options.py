@@ -19,7 +19,8 @@ class ServeOptions:
 
     `uds` is listened on instead of host and port. `served_model_name`: names that requests may use, the first of them
     is the one in answers; without any it is the model's. `max_queue`: completions that may wait for the engine beside
-    those that run. `api_key` and the lines of `api_key_file` are keys; with any, all routes but /health need one.
+    those that run. `api_key` and the lines of `api_key_file` are keys; with any, all routes but
+    /health, /ready and the pages / and /docs need one.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 

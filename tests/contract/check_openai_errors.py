@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-MESSAGES: Any = [{"role": "user", "content": "Count from one to twenty in words."}]
+MESSAGES: Any = [{"role": "user", "content": "Write a long story about a lighthouse and its keeper."}]
 ENDLESS: Any = {"max_tokens": 6000, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 

@@ -15,7 +15,7 @@ from outlines.inputs import Chat
 from outlines.types import CFG, Regex
 from pydantic import BaseModel, ConfigDict, Field
 
-QUESTION = "Count from one to twenty in words."
+QUESTION = "Write a long story about a lighthouse and its keeper."
 GREEDY: Any = {"temperature": 0, "max_tokens": 30}
 MAKERS: Any = [outlines.from_openai, outlines.from_vllm]
 

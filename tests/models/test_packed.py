@@ -333,7 +333,7 @@ def test_a_layout_names_one_way_to_pack() -> None:
     layouts = [make_ops(weights).layout for weights in WEIGHTS]
     assert len(set(layouts)) == len(WEIGHTS)
     assert layouts == [make_ops(weights).layout for weights in WEIGHTS]
-    for instruction_set in cpu._native.instruction_sets():
+    for instruction_set in cpu.instruction_sets():
         assert cpu.Kernels(torch.bfloat16, "int8", 2, instruction_set).layout == make_ops("int8").layout
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specserve.cli_serve import SERVE_HELP
 from specserve.errors import ConfigError
 from specserve.server.options import ServeOptions
+from specserve.server.routes import ROUTES
 
 WAITS = ("header_timeout_s", "body_timeout_s", "write_timeout_s", "stall_timeout_s", "start_timeout_s")
 LIMITS = ("queue_timeout_s", "request_timeout_s", "drain_timeout_s", "status_interval_s")  # 0 is none
@@ -123,3 +126,10 @@ def test_mebibytes_are_bytes() -> None:
 def test_options_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ServeOptions().port = 5  # type: ignore[misc]
+
+
+def test_the_help_names_every_route_that_is_open() -> None:
+    """What --api-key closes, and what it does not."""
+    for text in (SERVE_HELP["api_key"][1], str(ServeOptions.__doc__)):
+        (told,) = re.findall(r"(?:only|all routes but) ([^.;]*?) (?:are open|need one)", " ".join(text.split()))
+        assert set(re.findall(r"/\w*", told)) == {route.path for route in ROUTES if not route.needs_key}

@@ -308,6 +308,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
             "quantization": built.quantization,
             "threads": str(built.threads),
             "kernels": engine.runner.ops.name,
+            "instruction_set": engine.runner.ops.instruction_set,
         },
         phases=phases,
     )

@@ -397,10 +397,20 @@ def strict_server(padded: Path, serving_process: Any, tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="session")
-def small_server(padded: Path, serving_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def one_context_gib() -> float:
+    """GiB of KV of one context and a little more, in the dtype that an engine chooses here."""
+    from specserve.engine.build import choose_device, choose_ops
+
+    return 0.00015 * choose_ops(choose_device("auto"), "auto", "auto", 1).dtype.itemsize
+
+
+@pytest.fixture(scope="session")
+def small_server(
+    padded: Path, serving_process: Any, tmp_path_factory: pytest.TempPathFactory, one_context_gib: float
+) -> Iterator[Any]:
     """A server whose cache holds one context and a little more."""
     folder = tmp_path_factory.mktemp("small")
-    options = {**ROOM, "kv-cache-gib": 0.0003}
+    options = {**ROOM, "kv-cache-gib": one_context_gib}
     with serving_process(padded, folder, "--served-model-name=tiny", **options) as served:
         yield served
 

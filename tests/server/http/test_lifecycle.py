@@ -184,7 +184,9 @@ def test_more_than_ever_fits_at_once(strict: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def mortal(padded: Path, serving_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def mortal(
+    padded: Path, serving_process: Any, tmp_path_factory: pytest.TempPathFactory, one_context_gib: float
+) -> Iterator[Any]:
     """A server without patience whose engine dies at its start while a certain file is there."""
     folder = tmp_path_factory.mktemp("mortal")
     fault = folder / "fault"
@@ -193,7 +195,7 @@ def mortal(padded: Path, serving_process: Any, tmp_path_factory: pytest.TempPath
         f"if 'specserve.server.engine.process' in sys.orig_argv and os.path.exists({str(fault)!r}):\n"
         "    os._exit(7)\n"
     )
-    options = {"max-num-seqs": 16, "max-model-len": 512, "kv-cache-gib": 0.0003, "stall-timeout-s": 1.5}
+    options = {"max-num-seqs": 16, "max-model-len": 512, "kv-cache-gib": one_context_gib, "stall-timeout-s": 1.5}
     name = "--served-model-name=tiny"
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
