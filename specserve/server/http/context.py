@@ -80,6 +80,7 @@ def _longest_draft(ready: Ready, ask: Ask) -> int:
 
 
 CONTEXT = web.AppKey("specserve", Context)
+ARRIVED = web.RequestKey("arrived", float)  # the event loop's time at which the whole request was there
 
 
 def context(request: web.Request) -> Context:

@@ -226,12 +226,11 @@ def test_who_compiles_is_killed_between_requests(case: Any) -> None:
 
 
 def test_who_compiles_hangs(case: Any) -> None:
-    """D41"""
+    """D41. It is replaced, and the constraint, which is not at fault, is tried again."""
     count = signalled(case, signal.SIGSTOP)
-    replies = [case.complete(**fresh(signal.SIGSTOP, i)) for i in range(1, count + 2)]
-    assert [reply.status for reply in replies] == [400] * count + [200]
-    assert {reply.error["param"] for reply in replies[:count]} == {"guided_json"}
-    assert all("longer than 2 s" in reply.error["message"] for reply in replies[:count])
+    for i in range(1, count + 2):
+        reply = case.complete(**fresh(signal.SIGSTOP, i))
+        assert json.loads(reply.json["choices"][0]["text"]) == f"{int(signal.SIGSTOP)} {i}"
     case.start_workers()
 
 
