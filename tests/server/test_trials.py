@@ -1,5 +1,5 @@
-"""Constraints are tried where nothing is lost: once each, in turn, cheap ones without waiting for dear ones, for as long
-as somebody waits, and remembered."""
+"""Constraints are tried where nothing is lost: once each, in turn, cheap ones before dear ones, for as long as somebody
+waits, and remembered."""
 
 from __future__ import annotations
 
