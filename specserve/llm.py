@@ -190,7 +190,8 @@ class LLM:
 
 class AsyncLLM:
     """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request. Calls of
-    a lower `priority` run first, and are preempted last when memory is short. `drafter` and `prediction` as for LLM."""
+    a lower `priority` (-64 to 64) run first, and are preempted last when memory is short; a step lets a call pass 16
+    earlier ones, so each has its turn. `drafter` and `prediction` as for LLM."""
 
     def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = False, **options: Any) -> None:
         self.config = EngineConfig(model=model, **options)

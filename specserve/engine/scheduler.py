@@ -11,10 +11,16 @@ from specserve.cache.cache import KVCache
 from specserve.runtime.batch import Work
 from specserve.types import Sequence
 
+_ARRIVALS = 16  # sequences that may come later and still run before one, for each step between their priorities
+_MOST_STEPS = 64  # from 0; priorities beyond rank as if they ended there
+
 
 def _rank(seq: Sequence) -> tuple[int, int]:
-    """First come first served within a priority; lower priorities first, as in vLLM."""
-    return seq.priority, seq.order
+    """Lower priorities first, first come first served within one: a step counts as so many places in the order of
+    arrival. So who waits ages against all that come later, and nobody starves: at most 2 * 64 * 16 of them run first,
+    whatever their priorities. A rank never changes."""
+    steps = max(-_MOST_STEPS, min(seq.priority, _MOST_STEPS))
+    return seq.order + steps * _ARRIVALS, seq.order
 
 
 class Scheduler:
