@@ -21,7 +21,8 @@ from specserve.structured import Structured
 
 _START_S = 60.0
 _MAX_BYTES = 3 * 2**30
-_HANGS_S = 2.0  # without any CPU time used, which a worker that others keep from the cores gets some of
+# Between two looks at whether a worker that says nothing computes: one that others keep from the cores still does.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +132,13 @@ class Trial:
             selector.register(self._process.stdin, selectors.EVENT_WRITE)
             try:
                 while left:
-                    if not selector.select(_HANGS_S):
+                    if not selector.select(2 * _LOOK_S):
                         return None
                     left = left[os.write(self._process.stdin.fileno(), left) :]
             except BrokenPipeError:
                 return None
-        used = self._seconds_used()
-        while (line := self._line(_HANGS_S)) is None and self._process.poll() is None:
+        used = -1.0
+        while (line := self._line(_LOOK_S)) is None and self._process.poll() is None:
             before, used = used, self._seconds_used()
             if used == before:
                 break
