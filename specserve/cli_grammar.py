@@ -33,7 +33,7 @@ def check(
     backend: Annotated[str, Parameter(group=CHECK, help="auto, or a file name in grammars/.")] = "auto",
     limit_s: Annotated[
         float,
-        Parameter(group=CHECK, validator=validators.Number(gt=0), help="Seconds that one schema may take."),
+        Parameter(group=CHECK, validator=validators.Number(gt=0), help="Seconds of CPU time that one schema may take."),
     ] = 10.0,
     model: Annotated[str, Parameter(group=MODEL, help="Whose tokenizer splits the instances.")] = DEFAULT_MODEL,
     json_file: Annotated[

@@ -1,11 +1,19 @@
-"""Ends a process with the one that started it, however that one ends. Knows Linux."""
+"""Processes that end when they should: with the one that started them, however that one ends, or when a job of theirs
+takes too long. Knows Linux."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import socket
 import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -15,3 +23,85 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("The process that started this one has ended.")
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Has SIGPROF end this process after so many seconds of CPU time: how busy others are condemns no constraint."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class Copy:
+    """A copy of this process (fork) that answers one job after the other, JSON objects, and another once it was killed:
+    after a job's "seconds" of CPU time, or by `cancel`, which SIGTERM calls. It has no threads but its own."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._answer = answer
+        self._begin()
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """What it says to a job, which is JSON on one line. If it was killed: {"timed_out": true}, {"cancelled": true}
+        or {"crashed": how}."""
+        if self._was_cancelled:  # too late for the job that it was meant for
+            self._replace()
+        try:
+            self._stream.write(line)
+            self._stream.flush()
+            told = self._stream.readline()
+        except OSError:
+            told = ""
+        if told.endswith("\n"):
+            found: dict[str, Any] = json.loads(told)
+            return found
+        was_cancelled, status = self._was_cancelled, self._replace()
+        if was_cancelled:
+            return {"cancelled": True}
+        return {"timed_out": True} if status == -signal.SIGPROF else {"crashed": f"the process ended with {status}"}
+
+    def cancel(self, *_: object) -> None:
+        """A signal's handler."""
+        self._was_cancelled = True
+        os.kill(self._pid, signal.SIGKILL)
+
+    def _replace(self) -> int:
+        """The exit status of the one that was killed."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until there is a copy that it could be for
+        self._stream.close()
+        status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        self._begin()
+        return status
+
+    def _begin(self) -> None:
+        self._was_cancelled = False
+        parent, (ours, theirs) = os.getpid(), socket.socketpair()
+        with warnings.catch_warnings():  # Python 3.12 warns of threads that the copy will not have
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if not self._pid:
+            ours.close()
+            self._serve(theirs, parent)
+        theirs.close()
+        self._stream = ours.makefile("rw", encoding="utf-8")
+        ours.close()
+        signal.signal(signal.SIGTERM, self.cancel)
+
+    def _serve(self, connection: socket.socket, parent: int) -> None:
+        """In the copy; never returns."""
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            end_with(parent)
+            stream = connection.makefile("rw", encoding="utf-8")
+            while line := stream.readline():
+                job = json.loads(line)
+                with limited(job["seconds"]):
+                    told = self._answer(job)
+                stream.write(json.dumps(told) + "\n")
+                stream.flush()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(1)

@@ -234,7 +234,8 @@ class LLM:
 
 class AsyncLLM:
     """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request. Calls of
-    a lower `priority` run first, and are preempted last when memory is short. `drafter` and `prediction` as for LLM.
+    a lower `priority` (-64 to 64) run first, and are preempted last when memory is short; a step lets a call pass 16
+    earlier ones, so each has its turn. `drafter` and `prediction` as for LLM.
 
     Any thread and event loop may call it. It belongs to the process that made it: after a fork calls in the child raise
     EngineError. torch's number of threads is set for the whole process (1 where native kernels serve, else `threads`),

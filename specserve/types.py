@@ -206,7 +206,7 @@ class Sequence:
     max_tokens: int  # resolved: params.max_tokens or what the context leaves
     eos_ids: frozenset[int] = frozenset()  # the model's own end tokens, empty with ignore_eos
     bad_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    priority: int = 0  # lower runs first
+    priority: int = 0  # lower runs first; the scheduler bounds by how much
     order: int = 0  # arrival counter, set by the engine
     salt: bytes = b""  # prefix-cache salt: sequences with different salts share nothing
     drafter: str | None = None  # whose drafts it gets, by name; None: those of the engine's own drafter

@@ -187,9 +187,10 @@ async def serving(
     model: str, options: Sequence[str], defaults: Mapping[str, Any] | None = None
 ) -> AsyncIterator[Served]:
     """A server of `model` that is ready; ended afterwards. `options` are written as on the command line; `defaults` are
-    for those that they do not name. Raises ServerError."""
+    for those that they do not name. Requests may have priorities: a canary has one. Raises ServerError."""
+    defaults = {"scheduling-policy": "priority", **(defaults or {})}
     with tempfile.TemporaryDirectory(prefix="specserve-benchmark-") as folder:
-        served = await _spawn(model, _merged(options, defaults or {}), Path(folder) / "server.log")
+        served = await _spawn(model, _merged(options, defaults), Path(folder) / "server.log")
         try:
             served.url = await _address(served)
             async with served.session() as session:

@@ -3,8 +3,13 @@ killed and started anew by a Trial. Knows the tokenizer and the backends; import
 
     python -m specserve.constraint.worker FOLDER SIZE BACKEND BYTES PARENT
 
-On stdin a job a line, {"kind", "text", "outputs"}; on stdout an answer each: {"refused": why} or {"accepted": [...]},
-whether each output may be said from its beginning to its end.
+On stdin a job a line, {"kind", "text", "outputs", "seconds"}; on stdout an answer each: {"refused": why}, {"accepted":
+[...]}, whether each output may be said from its beginning to its end, or {"timed_out": true}, {"cancelled": true} or
+{"crashed": how} of a job whose process was killed.
+
+To start takes a second, which is too long for each constraint that has to be killed. So a copy of this process (fork)
+compiles, one job after the other, and where a job takes more than its seconds of CPU time, or SIGTERM ends it, the
+copy is replaced within milliseconds. A copy has no threads but its own: backends keep none that compiling needs.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import importlib.util
 import json
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +28,7 @@ from typing import Any
 from specserve.constraint.base import Grammar, RefusedError, Vocabulary
 from specserve.constraint.compiler import Compiler
 from specserve.constraint.vocabulary import vocabulary
-from specserve.lifeline import end_with
+from specserve.lifeline import Copy, end_with
 from specserve.models.tokenizer import Tokenizer
 from specserve.structured import Structured
 
@@ -66,6 +72,7 @@ def answer(compiler: Compiler, words: Vocabulary, job: dict[str, Any]) -> dict[s
 
 def main(folder: str, size: str, backend: str, max_bytes: str, parent: str) -> None:
     end_with(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the other side decides
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_AS, (int(max_bytes), int(max_bytes)))
     answers = os.fdopen(os.dup(1), "w")
@@ -73,11 +80,15 @@ def main(folder: str, size: str, backend: str, max_bytes: str, parent: str) -> N
     words = vocabulary(Tokenizer(Path(folder)), int(size))
     compiler = Compiler(lambda: words, backend)
     compiler.prepare()
+
+    def answered(job: dict[str, Any]) -> dict[str, Any]:
+        with pausing():
+            return answer(compiler, words, job)
+
+    copy = Copy(answered)
     print(READY, file=answers, flush=True)
     for line in sys.stdin:
-        with pausing():
-            told = json.dumps(answer(compiler, words, json.loads(line)))
-        print(told, file=answers, flush=True)
+        print(json.dumps(copy.ask(line)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

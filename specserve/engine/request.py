@@ -27,7 +27,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt as ids with its parameters; `bad_ids` are params.bad_words as token ids. `priority`: lower is first.
+    """One prompt as ids with its parameters; `bad_ids` are params.bad_words as token ids. `priority`: lower is first,
+    within bounds; see the scheduler.
     `salt` separates prefix caches. `drafter` is the name of its drafter, "none" for plain decoding; None leaves it to
     the engine. `prediction` is what the answer will mostly be, as ids: without a `drafter` the request drafts from it;
     a drafter that is named may make use of it or not. `grammar` is params.structured, compiled."""

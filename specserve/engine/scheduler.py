@@ -15,11 +15,16 @@ from specserve.types import Sequence
 _SLOWDOWN = 2.5  # of a step by the prompts in it, while others decode: their gaps shall grow by less than three times
 _ALONE_S = 0.25  # of a step in which nobody decodes; after it others may begin, or leave
 _LEAST_CHUNK = 16  # tokens: fewer would read the weights, and the context, too often
+_ARRIVALS = 16  # sequences that may come later and still run before one, for each step between their priorities
+_MOST_STEPS = 64  # from 0; priorities beyond rank as if they ended there
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:
-    """First come first served within a priority; lower priorities first, as in vLLM."""
-    return seq.priority, seq.order
+    """Lower priorities first, first come first served within one: a step counts as so many places in the order of
+    arrival. So who waits ages against all that come later, and nobody starves: at most 2 * 64 * 16 of them run first,
+    whatever their priorities. A rank never changes."""
+    steps = max(-_MOST_STEPS, min(seq.priority, _MOST_STEPS))
+    return seq.order + steps * _ARRIVALS, seq.order
 
 
 class Scheduler:

@@ -80,7 +80,8 @@ def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: 
             **({"securitySchemes": _KEYS} if requires_key else {}),
         },
     }
-    bounds = {name: getattr(limits, name) for name in ("vocab_size", "max_model_len", "max_completions")}
+    names = ("vocab_size", "max_model_len", "max_completions", "min_priority", "max_priority")
+    bounds = {name: getattr(limits, name) for name in names}
     fitted: Json = _fitted(made, {**bounds, "drafters": [*drafters, "none", None]})
     return fitted
 
@@ -118,7 +119,8 @@ def _fitted(value: Any, bounds: Mapping[str, Any]) -> Any:
     fitted = {name: _fitted(item, bounds) for name, item in value.items()}
     for keyword, name in fitted.pop("x-limits", {}).items():
         bound = bounds[name]
-        fitted[keyword] = min(bound, fitted[keyword]) if keyword in fitted else bound
+        narrower = max if keyword == "minimum" else min
+        fitted[keyword] = narrower(bound, fitted[keyword]) if keyword in fitted else bound
     return fitted
 
 

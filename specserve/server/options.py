@@ -10,6 +10,7 @@ from specserve.errors import ConfigError, strict_fields, unknown
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+FCFS, PRIORITY = SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 @strict_fields("option", ConfigError)
@@ -19,8 +20,9 @@ class ServeOptions:
 
     `uds` is listened on instead of host and port. `served_model_name`: names that requests may use, the first of them
     is the one in answers; without any it is the model's. `max_queue`: completions that may wait for the engine beside
-    those that run. `api_key` and the lines of `api_key_file` are keys; with any, all routes but
-    /health, /ready and the pages / and /docs need one.
+    those that run. `scheduling_policy`: requests run as they come ("fcfs"), and one that has a priority of its own is
+    refused; or such as have one are taken ("priority"), and any client can send it. `api_key` and the lines of
+    `api_key_file` are keys; with any, all routes but /health, /ready and the pages / and /docs need one.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
@@ -34,6 +36,7 @@ class ServeOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_queue: int = 512
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_body_mib: float = 16.0
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
@@ -49,7 +52,8 @@ class ServeOptions:
     admin: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("log_format", LOG_FORMATS), ("log_level", LOG_LEVELS)):
+        words = {"log_format": LOG_FORMATS, "log_level": LOG_LEVELS, "scheduling_policy": SCHEDULING_POLICIES}
+        for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
         _between("port", self.port, 0, 65535)

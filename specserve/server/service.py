@@ -46,6 +46,7 @@ class Ask:
     prediction: Sequence[int] = ()
     bad_ids: Sequence[Sequence[int]] = ()  # params.bad_words as ids; see Service.prepare
     source: str = "structured"  # the request's field that params.structured comes from
+    is_slow: bool = False  # whether params.structured takes long to compile; see Service.prepare
 
 
 class _Answer:
@@ -204,19 +205,20 @@ class Service:
     async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def prepare(self, ask: Ask, tenant: bytes = b"") -> Ask:
+    async def prepare(self, ask: Ask, tenant: bytes = b"", client: bytes = b"") -> Ask:
         """What is to be asked, with its bad words as ids and its prefix cache apart from that of other tenants.
         `tenant` has the same length for all of them, so no salt that a client may choose leads to another's cache.
-        Raises InputError for a constraint that cannot be enforced."""
-        if ask.params.structured is not None:
-            await self._try(ask.params.structured, ask.source)
+        `client` is who has a turn where constraints wait to be tried; the tenant where there are tenants.
+        Raises InputError for a constraint that cannot be enforced, and WireError, 429, where too many wait."""
+        asked = ask.params.structured
+        is_slow = asked is not None and await self._try(asked, ask.source, tenant or client)
         size = sum(map(len, ask.params.bad_words))
         bad_ids = await self.run(size, self._bad_ids, ask.params) if size else ()
-        return replace(ask, bad_ids=bad_ids, salt=tenant + ask.salt)
+        return replace(ask, bad_ids=bad_ids, salt=tenant + ask.salt, is_slow=is_slow)
 
-    async def _try(self, asked: Structured, source: str) -> None:
+    async def _try(self, asked: Structured, source: str, client: bytes) -> bool:
         try:
-            await self.trials.check(asked, self.ready.vocab_size)
+            return await self.trials.check(asked, self.ready.vocab_size, client)
         except StructureRefusedError as error:
             raise InputError(f"{source}{str(error).removeprefix('structured')}", source) from error
 
@@ -242,6 +244,7 @@ class Service:
             salt=ask.salt,
             drafter=ask.drafter,
             prediction=list(ask.prediction),
+            is_slow=ask.is_slow,
         )
         client = self.supervisor.client
         subscription = client.submit(submit, ask.params.n, news)

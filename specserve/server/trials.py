@@ -6,89 +6,222 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
+import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Protocol
 
 from specserve.constraint.base import RefusedError
 from specserve.constraint.compiler import AUTO
 from specserve.constraint.trial import Outcome, Trial
+from specserve.server.trial_lines import Finding, Job, Lines
+from specserve.server.wire.errors import overloaded
 from specserve.structured import Structured
 
 _log = logging.getLogger(__name__)
 
-_NUM_WORKERS = 2  # of which one goes on while another has to be killed
+# Seconds of CPU time that a trial gets first and next, before it gets all that is allowed. Ordinary ones take 2 to 30
+# ms, and nobody knows beforehand which do not: 500 bytes of JSON Schema can take minutes.
+_FIRST_S = (0.05, 0.4)
+_LONG = 2**13  # characters of a constraint that is given the second of these at once
+_MAX_DEAR = 64  # of one tenant that wait: two minutes' work
+_KEPT_S = 60.0  # a failure that another time may not bring
 _MAX_BYTES = 2**24  # of constraints whose outcome is kept
 
 
+class Worker(Protocol):
+    """Tries one constraint at a time. `is_ready`: it could begin at once."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    async def run(self, job: Job, seconds: float) -> Outcome:
+        """Ends the trial when cancelled."""
+
+    def close(self) -> None: ...
+
+
+class Process:
+    """A process, made with the first job, and the thread that waits for it."""
+
+    def __init__(self, folder: Path, backend: str, limit_s: float) -> None:
+        self._make = functools.partial(Trial, folder, backend=backend, limit_s=limit_s)
+        self._thread = ThreadPoolExecutor(1, "specserve-trials")
+        self.trial: Trial | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.trial is not None and self.trial.is_ready
+
+    async def run(self, job: Job, seconds: float) -> Outcome:
+        cancelled = threading.Event()
+        trial = self._made(job.vocab_size)
+        running = asyncio.get_running_loop().run_in_executor(
+            self._thread, functools.partial(trial.run, job.asked, limit_s=seconds, cancelled=cancelled)
+        )
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            trial.cancel(cancelled)
+            await asyncio.wait([running])
+            raise
+
+    def prepare(self, vocab_size: int) -> None:
+        self._thread.submit(self._made(vocab_size).run, Structured.choice(["a"]))
+
+    def close(self) -> None:
+        if self.trial is not None:
+            self.trial.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _made(self, vocab_size: int) -> Trial:
+        if self.trial is None:
+            self.trial = self._make(vocab_size)
+        return self.trial
+
+
 class Trials:
-    """Tries each constraint once, and remembers. `folder` is the tokenizer's; `limit_s` is what a trial may take."""
+    """Tries each constraint once, and remembers. `folder` is the tokenizer's; `limit_s` is what a trial may take, in
+    seconds of CPU time.
+
+    One worker is for what may be cheap alone; another takes what has turned out dear, and cheap ones where there is
+    nothing dear. So a choice or an ordinary schema never waits for a dear one. A trial whose requests have all gone
+    ends at once.
+    """
 
     def __init__(self, folder: Path, backend: str = AUTO, limit_s: float = 2.0) -> None:
-        self._make = functools.partial(Trial, folder, backend=backend, limit_s=limit_s)
-        self._limit_s = limit_s
-        self._threads = ThreadPoolExecutor(_NUM_WORKERS, "specserve-trials")
-        self._idle: SimpleQueue[Trial] = SimpleQueue()
-        self._trials: list[Trial] = []
-        self._known: OrderedDict[Structured, str | None] = OrderedDict()  # why refused; least recently used first
+        self.processes = [Process(folder, backend, limit_s) for _ in range(2)]
+        self._for_cheap: Worker = self.processes[0]
+        self._for_all: Worker = self.processes[1]
+        self._busy: set[Worker] = set()
+        self._limits = [*(seconds for seconds in _FIRST_S if seconds < limit_s), limit_s]  # by level
+        self._lines = Lines()
+        self._jobs: dict[Structured, Job] = {}  # what waits or is tried
+        self._known: OrderedDict[Structured, Finding] = OrderedDict()  # least recently used first
         self._num_bytes = 0
-        self._running: dict[Structured, asyncio.Future[str | None]] = {}
 
-    async def check(self, asked: Structured, vocab_size: int) -> None:
-        """Raises RefusedError for what cannot be compiled within the limits."""
-        if asked in self._known:
-            self._known.move_to_end(asked)
-            why = self._known[asked]
-        else:
-            why = await asyncio.shield(self._running.get(asked) or self._begin(asked, vocab_size))
-        if why is not None:
-            raise RefusedError(why)
+    async def check(self, asked: Structured, vocab_size: int, tenant: bytes = b"") -> bool:
+        """Whether compiling it takes long. Raises RefusedError for what cannot be compiled within the limits, and
+        WireError, 429, where too many dear ones of this tenant wait already."""
+        finding = self._remembered(asked) or await self._tried(asked, vocab_size, tenant)
+        if finding.why is not None:
+            raise RefusedError(finding.why)
+        return finding.level > 0
 
     def prepare(self, vocab_size: int) -> None:
         """Start a process in the background, so that the first request does not wait for it."""
-        self._threads.submit(self._try, Structured.choice(["a"]), vocab_size)
+        self.processes[0].prepare(vocab_size)
 
     def close(self) -> None:
         """Kill what runs."""
-        for trial in list(self._trials):
-            trial.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in self.processes:
+            process.close()
 
-    def _begin(self, asked: Structured, vocab_size: int) -> asyncio.Future[str | None]:
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self._threads, self._try, asked, vocab_size)
-        self._running[asked] = running
-        running.add_done_callback(functools.partial(self._end, asked))
-        return running
+    # --- who waits ----------------------------------------------------------------------------------------------------
 
-    def _end(self, asked: Structured, running: asyncio.Future[str | None]) -> None:
-        del self._running[asked]
-        if not running.cancelled() and running.exception() is None:
-            self._known[asked] = running.result()
-            self._num_bytes += len(asked.text)
-            while self._num_bytes > _MAX_BYTES:
-                forgotten, _ = self._known.popitem(last=False)
-                self._num_bytes -= len(forgotten.text)
-
-    def _try(self, asked: Structured, vocab_size: int) -> str | None:
-        """Why it is refused. On a thread of ours, of which there are as many as trials."""
-        trial = self._taken(vocab_size)
+    async def _tried(self, asked: Structured, vocab_size: int, tenant: bytes) -> Finding:
+        job = self._jobs.get(asked)
+        if job is None:
+            found: asyncio.Future[Finding] = asyncio.get_running_loop().create_future()
+            level = min(len(asked.text) > _LONG, len(self._limits) - 1)
+            job = self._jobs[asked] = Job(asked, vocab_size, found, level)
+        job.waiters[tenant] += 1
         try:
-            return self._why(trial.run(asked))
+            if job.running is None:
+                self._wait(job, [tenant])
+            return await asyncio.shield(job.found)
         finally:
-            self._idle.put(trial)
+            self._leave(job, tenant)
 
-    def _taken(self, vocab_size: int) -> Trial:
-        if self._idle.empty() and len(self._trials) < _NUM_WORKERS:
-            self._trials.append(self._make(vocab_size))
-            return self._trials[-1]
-        return self._idle.get()
+    def _wait(self, job: Job, tenants: Iterable[bytes]) -> None:
+        """Have it wait in the lines of these tenants. Raises WireError where none of them has room for it."""
+        lines = [tenant for tenant in tenants if not job.level or self._lines.num_dear(tenant) < _MAX_DEAR]
+        if not lines:
+            raise overloaded(
+                f"{_MAX_DEAR} constraints of yours that take long to compile are waiting to be tried, the most that "
+                "may. Send the request again in a moment."
+            )
+        for tenant in lines:
+            self._lines.add(job, tenant)
+        self._dispatch()
+
+    def _leave(self, job: Job, tenant: bytes) -> None:
+        job.waiters[tenant] -= 1
+        if job.waiters[tenant]:
+            return
+        del job.waiters[tenant]
+        self._lines.remove(job, tenant)
+        if not job.waiters and not job.found.done():
+            del self._jobs[job.asked]
+            if job.running is not None:
+                job.running.cancel()
+
+    # --- who is tried -------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        for worker in (self._for_cheap, self._for_all):
+            job = None if worker in self._busy else self._next_for(worker)
+            if job is not None:
+                self._busy.add(worker)
+                job.running = asyncio.create_task(self._try(job, worker))
+                job.running.add_done_callback(functools.partial(self._free, worker))
+
+    def _free(self, worker: Worker, _: asyncio.Task[None]) -> None:
+        self._busy.remove(worker)
+        self._dispatch()
+
+    def _next_for(self, worker: Worker) -> Job | None:
+        cheap, dear = range(1), range(1, len(self._limits))
+        if worker is self._for_cheap:
+            return self._lines.take(cheap)
+        return self._lines.take(dear) or (self._lines.take(cheap) if worker.is_ready else None)
+
+    async def _try(self, job: Job, worker: Worker) -> None:
+        try:
+            outcome = await worker.run(job, self._limits[job.level])
+            job.running = None
+            if outcome.timed_out and job.level + 1 < len(self._limits):
+                job.level += 1
+                self._wait(job, job.waiters)
+            else:
+                self._end(job, outcome)
+        except Exception as error:
+            self._jobs.pop(job.asked)
+            job.found.set_exception(error)
+
+    def _end(self, job: Job, outcome: Outcome) -> None:
+        del self._jobs[job.asked]
+        fails = outcome.timed_out or outcome.crashed is not None
+        until = asyncio.get_running_loop().time() + _KEPT_S if fails else math.inf
+        finding = Finding(self._why(outcome), job.level, until)
+        job.found.set_result(finding)
+        self._known[job.asked] = finding
+        self._num_bytes += len(job.asked.text)
+        while self._num_bytes > _MAX_BYTES:
+            self._forget(next(iter(self._known)))
 
     def _why(self, outcome: Outcome) -> str | None:
         if outcome.timed_out:
-            return f"compiling it takes longer than {self._limit_s:g} s, the most that is allowed. Make it smaller."
+            return f"compiling it takes longer than {self._limits[-1]:g} s, the most that is allowed. Make it smaller."
         if outcome.crashed is not None:
             _log.warning("Trying a grammar failed: %s.", outcome.crashed)
             return "compiling it made the compiler fail. Make it simpler."
         return outcome.refused
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    def _remembered(self, asked: Structured) -> Finding | None:
+        finding = self._known.get(asked)
+        if finding is None:
+            return None
+        if finding.until <= asyncio.get_running_loop().time():
+            self._forget(asked)
+            return None
+        self._known.move_to_end(asked)
+        return finding
+
+    def _forget(self, asked: Structured) -> None:
+        del self._known[asked]
+        self._num_bytes -= len(asked.text)

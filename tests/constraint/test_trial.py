@@ -70,18 +70,72 @@ def test_a_worker_gives_its_core_up_while_it_compiles_and_not_while_it_waits(tri
     assert waits(trial) <= busy + 2, "a worker that has nothing to do was woken"
 
 
+def endless() -> Structured:
+    """500 characters that take minutes to compile."""
+    return Structured.json({"allOf": [{"type": "string", "pattern": f".*w{i}.*"} for i in range(16)]})
+
+
 def test_one_that_takes_too_long_is_killed_and_the_next_is_answered(tiny: Path) -> None:
-    trial = Trial(tiny, 293, limit_s=60.0)
+    """By CPU time, and without a new start: a copy of the worker compiles, and takes milliseconds to replace."""
+    trial = Trial(tiny, 293)
     assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
-    worker = trial._process
+    worker, copy = trial._process, trial.process_id
+    for _ in range(2):
+        assert trial.run(endless(), limit_s=0.1) == Outcome(timed_out=True)
+        assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
+    assert trial._process is worker
+    assert trial.process_id != copy
     assert worker is not None
-    os.kill(worker.pid, signal.SIGSTOP)  # stands for a grammar that is never compiled
-    trial._limit_s = 0.2
-    assert trial.run(Structured.regex("b")) == Outcome(timed_out=True)
-    assert worker.returncode == -signal.SIGKILL
-    trial._limit_s = 60.0
-    assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
+    assert worker.poll() is None
     trial.close()
+
+
+def test_one_that_hangs_is_replaced(tiny: Path) -> None:
+    """However much it is told: more than its pipe holds."""
+    trial = Trial(tiny, 293)
+    for asked in (Structured.regex("b"), Structured.regex("b" * 2**17)):
+        assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
+        worker = trial._process
+        assert worker is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        assert trial.run(asked) == Outcome(timed_out=True)
+        assert worker.returncode == -signal.SIGKILL
+        assert not trial.is_ready
+    trial.close()
+
+
+def test_a_call_is_cancelled_and_no_other(trial: Trial) -> None:
+    """While it runs, before it begins, and when it has ended already."""
+    trial.run(Structured.regex("a"))
+    worker = trial._process
+    first, second = threading.Event(), threading.Event()
+    threading.Timer(0.3, trial.cancel, [first]).start()
+    assert trial.run(endless(), cancelled=first) == Outcome(cancelled=True)
+    trial.cancel(first)
+    assert trial.run(Structured.regex("a"), ["a"], cancelled=second) == Outcome([True])
+    trial.cancel(second)
+    assert trial.run(Structured.regex("a"), ["a"], cancelled=second) == Outcome(cancelled=True)
+    assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
+    assert trial._process is worker
+
+
+def test_one_that_is_cancelled_when_it_has_just_ended_takes_nothing_from_the_next(trial: Trial) -> None:
+    trial.run(Structured.regex("a"))
+    assert trial._process is not None
+    for i in range(20):
+        trial._process.terminate()  # what a cancel does that comes too late
+        assert trial.run(Structured.regex(f"a{i}"), [f"a{i}"]) == Outcome([True])
+
+
+def test_the_copy_that_compiles_dies(trial: Trial) -> None:
+    """One that takes all memory, or whose compiler crashes."""
+    trial.run(Structured.regex("a"))
+    worker, copy = trial._process, trial.process_id
+    assert copy is not None
+    threading.Timer(0.3, os.kill, (copy, signal.SIGSEGV)).start()
+    assert "-11" in str(trial.run(endless()).crashed)
+    assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
+    assert trial._process is worker
 
 
 def test_one_that_dies_says_how_and_the_next_is_answered(tiny: Path) -> None:

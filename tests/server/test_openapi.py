@@ -3,6 +3,7 @@ it. Values are drawn from the document itself."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -493,7 +494,11 @@ def test_bounds_are_those_of_this_server() -> None:
         assert fields["n"]["maximum"] == most
         assert [branch.get("maxItems") for branch in fields["prompt"]["anyOf"]] == [None, None, most, most]
         assert schemas["Speculative"]["properties"]["drafter"]["enum"] == [*names, "none", None]
+        assert (fields["priority"]["minimum"], fields["priority"]["maximum"]) == (0, 0)
     assert fields["min_tokens"]["exclusiveMaximum"] == 8
+    ranked = document("tiny", dataclasses.replace(LIMITS, max_priority=9), [], False)
+    priority = ranked["components"]["schemas"]["CompletionRequest"]["properties"]["priority"]
+    assert (priority["minimum"], priority["maximum"]) == (-9, 9)
     assert (fields["temperature"]["minimum"], fields["temperature"]["maximum"]) == (0.0, 100.0)
 
 

@@ -54,6 +54,7 @@ def test_numbers_have_limits(name: str) -> None:
     [
         ("log_format", "jason", "'json'"),
         ("log_format", "", "json, text"),
+        ("scheduling_policy", "prio", "fcfs, priority"),
         ("log_level", "warn", "'warning'"),
         ("log_level", "INFO", "debug, error, info, warning"),
         ("log_level", "critical", "debug, error, info, warning"),

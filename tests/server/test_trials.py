@@ -1,23 +1,33 @@
-"""Constraints are tried where nothing is lost: once each, at most two at a time, and remembered."""
+"""Constraints are tried where nothing is lost: once each, in turn, cheap ones before dear ones, for as long as somebody
+waits, and remembered."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from specserve.constraint.base import RefusedError
+from specserve.constraint.trial import Outcome
 from specserve.server import trials as module
+from specserve.server.trial_lines import Job
 from specserve.server.trials import Trials
+from specserve.server.wire.errors import WireError
 from specserve.structured import Structured
 from specserve.testing import tiny_tokenizer, write_tiny_model
 
 SIZE = tiny_tokenizer().get_vocab_size()
+
+
+def endless(letter: str) -> Structured:
+    """500 characters that take minutes to compile."""
+    return Structured.json({"allOf": [{"type": "string", "pattern": f".*{letter}{i}.*"} for i in range(16)]})
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +47,9 @@ def tried(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> list[Structured]:
     found: list[Structured] = []
     run = module.Trial.run
 
-    def counted(self: Any, asked: Structured) -> Any:
+    def counted(self: Any, asked: Structured, **how: Any) -> Any:
         found.append(asked)
-        return run(self, asked)
+        return run(self, asked, **how)
 
     monkeypatch.setattr(module.Trial, "run", counted)
     return found
@@ -90,20 +100,55 @@ def test_what_is_remembered_is_bounded(trials: Trials, monkeypatch: pytest.Monke
     assert found == [first, second, third, second], "the one that was not used for longest is forgotten"
 
 
-def test_a_worker_that_hangs_is_the_fault_of_one(folder: Path) -> None:
-    trials = Trials(folder, limit_s=0.5)
+def test_a_worker_that_hangs_costs_time_only(folder: Path) -> None:
+    """It is replaced, and what it had is tried again."""
+    trials = Trials(folder)
 
     async def run() -> None:
         await trials.check(Structured.regex("a"), SIZE)
-        (trial,) = trials._trials
-        assert trial._process is not None
-        os.kill(trial._process.pid, signal.SIGSTOP)
-        slow = asyncio.create_task(trials.check(Structured.regex("b"), SIZE))
-        await asyncio.sleep(0.05)
-        with pytest.raises(RefusedError, match=r"takes longer than 0\.5 s, the most that is allowed"):
-            await slow
-        with pytest.raises(RefusedError, match="takes longer"):
-            await trials.check(Structured.regex("b"), SIZE)  # from memory
+        first, second = trials.processes
+        assert first.trial is not None and first.trial._process is not None
+        os.kill(first.trial._process.pid, signal.SIGSTOP)
+        await trials.check(Structured.regex("b"), SIZE)
+        assert second.is_ready and not first.is_ready
+
+    asyncio.run(run())
+    trials.close()
+
+
+def test_what_takes_too_long_is_refused(folder: Path) -> None:
+    trials = Trials(folder, limit_s=0.2)
+
+    async def run() -> None:
+        await trials.check(Structured.regex("a"), SIZE)
+        for _ in range(2):  # the second is told from memory
+            with pytest.raises(RefusedError, match=r"takes longer than 0\.2 s, the most that is allowed"):
+                await trials.check(endless("w"), SIZE)
+
+    asyncio.run(run())
+    trials.close()
+
+
+def test_who_leaves_ends_the_trial_at_once(folder: Path) -> None:
+    """The work as well as the waiting, and the process is there for the next one."""
+    trials = Trials(folder, limit_s=1000.0)
+
+    async def run() -> None:
+        await trials.check(Structured.regex("a"), SIZE)
+        await trials.check(Structured.regex("b" * 9000), SIZE)  # long, so that both are ready
+        asking = [asyncio.create_task(trials.check(endless(letter), SIZE)) for letter in "abcd"]
+        await asyncio.sleep(0.3)
+        workers = [process.trial._process for process in trials.processes if process.trial]
+        copies = [process.trial.process_id for process in trials.processes if process.trial]
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+        await trials.check(Structured.regex("c"), SIZE)
+        await trials.check(Structured.regex("d" * 9000), SIZE)
+        assert [process.trial._process for process in trials.processes if process.trial] == workers, "none had to start"
+        assert trials.processes[1].trial is not None
+        assert trials.processes[1].trial.process_id != copies[1], "the one that was busy was killed"
+        assert not trials._busy and not trials._jobs
 
     asyncio.run(run())
     trials.close()
@@ -113,4 +158,235 @@ def test_closing_ends_all_workers(folder: Path) -> None:
     trials = Trials(folder)
     trials.prepare(SIZE)
     trials.close()
-    assert [trial for trial in trials._trials if trial._process is not None] == []
+    (trial,) = [process.trial for process in trials.processes if process.trial]
+    assert trial._process is None
+
+
+# --- who is tried when, in virtual time -------------------------------------------------------------------------------
+
+
+class Worker:
+    """Takes as many seconds for a constraint as its text says."""
+
+    is_ready = True
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, float]] = []
+
+    async def run(self, job: Job, seconds: float) -> Outcome:
+        self.begun.append((job.asked.text, asyncio.get_running_loop().time()))
+        cost = float(job.asked.text.partition(" ")[0])
+        await asyncio.sleep(min(cost, seconds))
+        return Outcome(timed_out=cost > seconds)
+
+    def close(self) -> None:
+        pass
+
+
+CHEAP, DEAR, ENDLESS = "0.01", "1.5", "1000"
+InVirtualTime = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+def costing(seconds: str, name: object = "") -> Structured:
+    return Structured.regex(f"{seconds} {name}")
+
+
+class Tried:
+    """Trials by workers that only sleep; `ended` says when each request was answered."""
+
+    def __init__(self) -> None:
+        self.trials = Trials(Path("nowhere"))
+        self.workers = [Worker(), Worker()]
+        self.trials._for_cheap, self.trials._for_all = self.workers
+        self.ended: dict[str, float] = {}
+
+    async def ask(self, asked: Structured, tenant: bytes = b"") -> bool | Exception:
+        try:
+            return await self.trials.check(asked, SIZE, tenant)
+        except (RefusedError, WireError) as error:
+            return error
+        finally:
+            self.ended[asked.text] = asyncio.get_running_loop().time()
+
+    def begin(self, asked: Structured, tenant: bytes = b"") -> asyncio.Task[bool | Exception]:
+        return asyncio.create_task(self.ask(asked, tenant))
+
+    @property
+    def num_begun(self) -> int:
+        return sum(len(worker.begun) for worker in self.workers)
+
+    def is_idle(self) -> bool:
+        return not (self.trials._busy or self.trials._jobs or self.trials._lines._lines)
+
+
+def test_cheap_ones_do_not_wait_for_dear_ones(in_virtual_time: InVirtualTime) -> None:
+    """Whatever they look like: nobody knows before how long one takes."""
+
+    async def run() -> None:
+        tried = Tried()
+        dear = [tried.begin(costing(ENDLESS, i)) for i in range(10)]
+        await asyncio.sleep(0)
+        assert await tried.ask(costing(CHEAP, "first")) is False
+        assert tried.ended["0.01 first"] <= 10 * 0.05 + 0.01
+        await asyncio.sleep(5)
+        begun = asyncio.get_running_loop().time()
+        assert await tried.ask(costing(CHEAP, "second")) is False
+        assert tried.ended["0.01 second"] == pytest.approx(begun + 0.01), "now they are known for what they are"
+        answers = await asyncio.gather(*dear)
+        assert all("longer than 2 s" in str(answer) for answer in answers)
+        assert tried.is_idle()
+
+    in_virtual_time(run())
+
+
+def test_tenants_take_turns(in_virtual_time: InVirtualTime) -> None:
+    async def run() -> None:
+        tried = Tried()
+        for i in range(50):
+            tried.begin(costing(DEAR, i), b"first")
+            tried.begin(costing("0.04", i), b"first")
+        await asyncio.sleep(10)
+        begun = asyncio.get_running_loop().time()
+        cheap, dear = costing(CHEAP, "mine"), costing(DEAR, "mine")
+        answers = await asyncio.gather(tried.ask(cheap, b"second"), tried.ask(dear, b"second"))
+        assert answers == [False, True]
+        assert tried.ended[cheap.text] <= begun + 0.05 + 0.01
+        assert tried.ended[dear.text] <= begun + 0.05 + 0.01 + 0.05 + 2 * (2 + 2), "behind one of the first's each time"
+
+    in_virtual_time(run())
+
+
+def test_who_joins_is_in_its_own_line(in_virtual_time: InVirtualTime) -> None:
+    """A constraint that somebody with many others waits for is tried when it is the turn of the other one."""
+
+    async def run() -> None:
+        tried = Tried()
+        for i in range(40):
+            tried.begin(costing(DEAR, i), b"first")
+        await asyncio.sleep(4)
+        shared = costing(DEAR, 39)
+        assert shared.text not in tried.ended
+        begun = asyncio.get_running_loop().time()
+        assert await tried.ask(shared, b"second") is True
+        assert asyncio.get_running_loop().time() - begun <= 2 * (2 + 2)
+
+    in_virtual_time(run())
+
+
+def test_nothing_is_tried_for_who_has_left(in_virtual_time: InVirtualTime) -> None:
+    async def run() -> None:
+        tried = Tried()
+        dropped = [tried.begin(costing(ENDLESS, i)) for i in range(300)]
+        await asyncio.sleep(1)
+        staying = tried.begin(costing(ENDLESS, 7))
+        await asyncio.sleep(0)
+        for task in dropped:
+            task.cancel()
+        await asyncio.wait(dropped)
+        begun, before = asyncio.get_running_loop().time(), tried.num_begun
+        assert "longer than 2 s" in str(await staying)
+        assert asyncio.get_running_loop().time() - begun <= 0.4 + 2 + 0.01
+        assert tried.num_begun - before <= 2, "only what somebody waits for"
+        assert tried.is_idle()
+
+    in_virtual_time(run())
+
+
+def test_one_that_is_left_before_it_begins_frees_its_worker(in_virtual_time: InVirtualTime) -> None:
+    async def run() -> None:
+        tried = Tried()
+        for _ in range(3):
+            task = tried.begin(costing(CHEAP))
+            await asyncio.sleep(0)  # it has asked, and its trial has not begun
+            task.cancel()
+            await asyncio.wait([task])
+        assert await tried.ask(costing(CHEAP, "next")) is False
+        assert tried.is_idle()
+
+    in_virtual_time(run())
+
+
+def test_too_many_dear_ones_are_told_to_come_again(in_virtual_time: InVirtualTime) -> None:
+    async def run() -> None:
+        tried = Tried()
+        asking = [tried.begin(costing(DEAR, i), b"first") for i in range(70)]
+        await asyncio.sleep(4)
+        told = [task.result() for task in asking if task.done()]
+        refused = [answer for answer in told if isinstance(answer, WireError)]
+        assert {(answer.status, answer.code, answer.headers["Retry-After"]) for answer in refused} == {
+            (429, "overloaded", "1")
+        }
+        assert len(refused) >= 70 - 64 - 2
+        waiting = tried.trials._lines.num_dear(b"first")
+        assert waiting <= 64
+        assert await tried.ask(costing(CHEAP), b"first") is False, "what is cheap has room"
+        assert await tried.ask(costing(DEAR, "mine"), b"second") is True, "and so has somebody else"
+        await asyncio.gather(*asking)
+        assert tried.is_idle()
+
+    in_virtual_time(run())
+
+
+def test_a_failure_is_not_remembered_for_ever(in_virtual_time: InVirtualTime) -> None:
+    """A moment in which the machine was busy condemns nothing."""
+
+    async def run() -> None:
+        tried, asked = Tried(), costing(ENDLESS)
+        for _ in range(2):
+            assert "longer than 2 s" in str(await tried.ask(asked))
+            before = tried.num_begun
+            await asyncio.sleep(59)
+            assert "longer than 2 s" in str(await tried.ask(asked))
+            assert tried.num_begun == before
+            await asyncio.sleep(2)
+        assert await tried.ask(costing(CHEAP)) is False
+        before = tried.num_begun
+        await asyncio.sleep(1e6)
+        assert await tried.ask(costing(CHEAP)) is False
+        assert tried.num_begun == before, "what is right stays so"
+        assert tried.trials._num_bytes == sum(len(known.text) for known in tried.trials._known)
+
+    in_virtual_time(run())
+
+
+def test_long_ones_do_not_begin_with_the_cheap(in_virtual_time: InVirtualTime) -> None:
+    async def run() -> None:
+        tried = Tried()
+        assert await tried.ask(costing(CHEAP, "x" * 2**13)) is True
+        assert [len(worker.begun) for worker in tried.workers] == [0, 1]
+
+    in_virtual_time(run())
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])  # it keeps no state
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([CHEAP, "0.2", DEAR, ENDLESS]),
+            st.integers(0, 5),  # which of that cost
+            st.sampled_from([b"a", b"b"]),
+            st.floats(0, 3),  # comes
+            st.none() | st.floats(0, 6),  # leaves after
+        ),
+        max_size=12,
+    )
+)
+def test_everybody_is_answered_and_nothing_stays(
+    in_virtual_time: InVirtualTime, requests: list[tuple[str, int, bytes, float, float | None]]
+) -> None:
+    async def one(tried: Tried, cost: str, which: int, tenant: bytes, comes: float, stays: float | None) -> None:
+        await asyncio.sleep(comes)
+        try:
+            async with asyncio.timeout(stays):
+                answer = await tried.ask(costing(cost, which), tenant)
+            assert isinstance(answer, RefusedError if cost == ENDLESS else bool)
+        except TimeoutError:
+            assert stays is not None
+
+    async def run() -> None:
+        tried = Tried()
+        await asyncio.gather(*(one(tried, *request) for request in requests))
+        await asyncio.sleep(0.01)
+        assert tried.is_idle()
+
+    in_virtual_time(run())

@@ -16,34 +16,37 @@ from specserve.engine.request import Request
 from specserve.errors import InputError
 from specserve.models.reasoning import Reasoning
 
-_LONG = 2**13  # characters of a constraint: such take tens of milliseconds, others one or two
-_NICE = 15  # of the thread of long ones, beside which the engine's threads get nearly all of the cores
+_NICE = 15  # of the thread of slow ones, beside which the engine's threads get nearly all of the cores
 
 
 class Compiling:
-    """At most one grammar is compiled at a time, and a long one beside it: the cores belong to the engine. Whoever asks
-    has tried each of them elsewhere, so none takes very long or fails. `reasoning` is the model's."""
+    """At most one grammar is compiled at a time, and a slow one beside it: the cores belong to the engine. Whoever asks
+    has tried each of them elsewhere, so it is known which are slow, and none takes very long or fails. `reasoning` is
+    the model's."""
 
     def __init__(self, compiler: Compiler, reasoning: Reasoning | None) -> None:
         self._compiler = compiler
         self._reasoning = reasoning
         self._thread = ThreadPoolExecutor(1, "specserve-grammars")
-        self._background = ThreadPoolExecutor(1, "specserve-long-grammars", initializer=_stand_back)
+        self._background = ThreadPoolExecutor(1, "specserve-slow-grammars", initializer=_stand_back)
         self._waiting: dict[str, tuple[Request, Future[Grammar]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, is_slow: bool = False) -> None:
         asked = request.params.structured
         assert asked is not None, "free requests wait for nothing"
-        thread = self._background if len(asked.text) > _LONG else self._thread
+        thread = self._background if is_slow and not self._compiler.known(asked) else self._thread
         made = thread.submit(self._compiler.compile, asked)
         self._waiting[request.id] = request, made
 
     def drop(self, request_id: str) -> bool:
-        """Whether it had waited here; it does no longer."""
-        return self._waiting.pop(request_id, None) is not None
+        """Whether it had waited here; it does no longer, and is not compiled unless that has begun."""
+        _, made = self._waiting.pop(request_id, (None, None))
+        if made is not None:
+            made.cancel()
+        return made is not None
 
     def done(self) -> Iterator[tuple[Request, InputError | None]]:
         """Those whose grammar is ready, or why theirs was refused; they wait no longer."""

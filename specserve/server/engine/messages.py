@@ -33,6 +33,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     salt: bytes = b""
     drafter: str | None = None  # None: the engine's own choice
     prediction: list[int] = []
+    is_slow: bool = False  # whether params.structured takes long to compile
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):

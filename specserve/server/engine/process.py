@@ -184,7 +184,7 @@ class EngineProcess:
             self._add(request)
         else:
             self._has_compiled = True
-            self._compiling.add(request)
+            self._compiling.add(request, asked.is_slow)
 
     def _add(self, request: Request) -> None:
         try:

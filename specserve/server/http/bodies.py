@@ -9,7 +9,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from specserve.server.admission import Held
-from specserve.server.http.context import context
+from specserve.server.http.context import ARRIVED, context
 from specserve.server.wire.errors import body_too_large, timed_out, unsupported_media_type
 from specserve.server.wire.fields import Limits
 
@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 async def parsed(request: web.Request, read: Callable[[bytes, Limits], T]) -> T:
-    """The request in the body, by one of the functions that read one. A large one is parsed on a thread.
+    """The request in the body, by one of the functions that read one. A large one is parsed on a thread. The time that
+    a request may take begins when its body is there.
 
     Raises WireError for a body that is too large, too slow or no JSON, and when the bodies of others fill the memory
     that there is for them; InputError for what is wrong in it.
@@ -25,6 +26,7 @@ async def parsed(request: web.Request, read: Callable[[bytes, Limits], T]) -> T:
     server = context(request)
     with server.bodies.hold() as held:
         body = await _read(request, held)
+        request[ARRIVED] = asyncio.get_running_loop().time()
         return await server.service.run(len(body), read, body, server.limits)
 
 

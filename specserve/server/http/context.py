@@ -11,10 +11,10 @@ from aiohttp import web
 
 from specserve.server.admission import Admission, Bodies
 from specserve.server.engine.messages import Ready
-from specserve.server.options import ServeOptions
+from specserve.server.options import PRIORITY, ServeOptions
 from specserve.server.service import Ask, Service
 from specserve.server.wire.errors import model_not_found
-from specserve.server.wire.fields import Limits
+from specserve.server.wire.fields import MAX_COUNT, Limits
 from specserve.server.wire.responses import Reply
 
 _MOST_BODIES = 8  # of the largest size that are in memory at once
@@ -48,6 +48,7 @@ class Context:
             vocab_size=min(ready.vocab_size, self.service.tokenizer.vocab_size),
             max_model_len=ready.max_model_len,
             drafters=frozenset(ready.drafters) - {"none"},
+            max_priority=MAX_COUNT if self.options.scheduling_policy == PRIORITY else 0,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -80,6 +81,7 @@ def _longest_draft(ready: Ready, ask: Ask) -> int:
 
 
 CONTEXT = web.AppKey("specserve", Context)
+ARRIVED = web.RequestKey("arrived", float)  # the event loop's time at which the whole request was there
 
 
 def context(request: web.Request) -> Context:

@@ -14,9 +14,10 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 from specserve.engine.outputs import RequestOutput
-from specserve.server.http.context import context
+from specserve.server.engine.messages import QUEUE_TIMEOUT
+from specserve.server.http.context import ARRIVED, context
 from specserve.server.service import Answers, Ask
-from specserve.server.wire.errors import INTERNAL_ERROR, WireError, wire_error
+from specserve.server.wire.errors import INTERNAL_ERROR, WireError, unavailable, wire_error
 from specserve.server.wire.stream import Stream, event_text
 
 _AT_ONCE = 2**15  # bytes; asyncio lets twice as many wait before a writer has to
@@ -43,13 +44,15 @@ class Call:
 async def respond(request: web.Request, call: Call) -> web.StreamResponse:
     """The response to a call. Raises what the engine's answers do, and TimeoutError, unless a stream has begun: then
     the error is its last event."""
-    server = context(request)
-    asks = [await server.service.prepare(ask, request.get(TENANT, b"")) for ask in call.asks]
-    with server.service.start(asks, call.name) as answers, _deadline(answers, server.options.queue_timeout_s):
+    server, options = context(request), context(request).options
+    last_start, end = _deadline(request, options.queue_timeout_s), _deadline(request, options.request_timeout_s)
+    async with asyncio.timeout_at(end):
+        asks = await _prepared(request, call.asks, last_start)
+    with server.service.start(asks, call.name) as answers, _expiring(answers, last_start):
         request[OUTPUTS] = answers.outputs
         if call.stream:
-            return await _Streaming(request, call, answers).run()
-        async with asyncio.timeout(server.options.request_timeout_s or None):
+            return await _Streaming(request, call, answers, end).run()
+        async with asyncio.timeout_at(end):
             outputs = await answers.whole()
         return json_response(call.body(outputs, time.perf_counter()))
 
@@ -66,13 +69,29 @@ def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[s
     return web.Response(text=event_text(dict(body)), status=status, headers=headers, content_type="application/json")
 
 
+def _deadline(request: web.Request, seconds: float) -> float | None:
+    """The event loop's time so many seconds after the request came; 0 is no limit."""
+    return request.get(ARRIVED, asyncio.get_running_loop().time()) + seconds if seconds else None
+
+
+async def _prepared(request: web.Request, asks: Sequence[Ask], last_start: float | None) -> list[Ask]:
+    """Raises WireError for a constraint that is not tried by the time at which the engine should begin."""
+    service, client = context(request).service, (request.remote or "").encode()
+    try:
+        async with asyncio.timeout_at(last_start):
+            return [await service.prepare(ask, request.get(TENANT, b""), client) for ask in asks]
+    except TimeoutError:
+        why = "Other constraints are tried before this one's, or it takes long itself. Send the request again."
+        raise unavailable(why, code=QUEUE_TIMEOUT) from None
+
+
 @contextmanager
-def _deadline(answers: Answers, seconds: float) -> Iterator[None]:
-    """Asks for the end of what has not begun after so many seconds; 0 is no limit."""
-    if not seconds:
+def _expiring(answers: Answers, last_start: float | None) -> Iterator[None]:
+    """Asks for the end of what has not begun by a time."""
+    if last_start is None:
         yield
         return
-    timer = asyncio.get_running_loop().call_later(seconds, answers.expire)
+    timer = asyncio.get_running_loop().call_at(last_start, answers.expire)
     try:
         yield
     finally:
@@ -108,8 +127,9 @@ class _Streaming:
     """One response as server-sent events. Its head is made while the engine computes the prompt, and sent with the
     first event, or the first ping: an error that comes before has a status of its own."""
 
-    def __init__(self, request: web.Request, call: Call, answers: Answers) -> None:
+    def __init__(self, request: web.Request, call: Call, answers: Answers, end: float | None) -> None:
         self._request = request
+        self._end = end
         self._options = context(request).options
         self._answers = answers
         self._stream = call.events(answers.outputs)
@@ -119,7 +139,7 @@ class _Streaming:
     async def run(self) -> web.StreamResponse:
         try:
             with _pinging(self._answers):
-                async with asyncio.timeout(self._options.request_timeout_s or None):
+                async with asyncio.timeout_at(self._end):
                     await self._make_head()
                     await self._follow()
         except ConnectionError:

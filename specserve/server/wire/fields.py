@@ -39,13 +39,19 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What this server can do. `vocab_size`: ids that the tokenizer knows are below it; `max_model_len`: tokens of
-    prompt and output together; `max_completions`: prompts times n of one call; `drafters`: names that may be asked for.
+    prompt and output together; `max_completions`: prompts times n of one call; `drafters`: names that may be asked for;
+    `max_priority`: the largest size of a request's own priority, 0 where there are none.
     """
 
     vocab_size: int
     max_model_len: int
     max_completions: int = 128
     drafters: frozenset[str] = frozenset()
+    max_priority: int = 0
+
+    @property
+    def min_priority(self) -> int:
+        return -self.max_priority
 
 
 def limits_of(info: ValidationInfo) -> Limits:

@@ -151,8 +151,14 @@ class SamplingFields(StructuredFields):
     """Only with stream true."""
     speculative: Speculative | None = None
     """How this request is drafted; null leaves it to the server."""
-    priority: int = Field(0, ge=-MAX_COUNT, le=MAX_COUNT)
-    """Lower runs first."""
+    priority: int = Field(
+        0,
+        ge=-MAX_COUNT,
+        le=MAX_COUNT,
+        json_schema_extra={"x-limits": {"minimum": "min_priority", "maximum": "max_priority"}},
+    )
+    """Lower runs first, from -64 to 64; what is beyond counts as these. One step lets a request pass 16 completions
+    that came before it. Only a server started with --scheduling-policy priority takes other values than 0."""
     cache_salt: Label | None = Field(None, min_length=1)
     """The prefix cache is shared among requests with the same salt alone. Printable text."""
     request_id: Label | None = Field(None, min_length=1)
@@ -216,6 +222,12 @@ class SamplingFields(StructuredFields):
         return self
 
     def _check_amounts(self, limits: Limits) -> None:
+        if self.priority and not limits.max_priority:
+            raise InputError(
+                f"priority is {self.priority} and this server runs requests in the order in which they come. Leave it "
+                "out, or start the server with --scheduling-policy priority.",
+                "priority",
+            )
         if self.num_choices > limits.max_completions:
             raise InputError(
                 f"This asks for {self.num_choices} completions, prompts times n; at most {limits.max_completions} fit "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from specserve.constraint.base import Grammar, RefusedError
 from specserve.constraint.compiler import Compiler
 from specserve.constraint.vocabulary import vocabulary
 from specserve.engine.request import Request
@@ -25,8 +26,12 @@ def compiling(tmp_path: Path) -> Compiling:
     return Compiling(Compiler(lambda: vocabulary(tokenizer, tokenizer.vocab_size)), None)
 
 
-def compiled(compiling: Compiling, asked: Structured) -> Request:
-    compiling.add(Request(id="1", prompt_ids=[1], params=SamplingParams(structured=asked)))
+def asking(name: str, asked: Structured) -> Request:
+    return Request(id=name, prompt_ids=[1], params=SamplingParams(structured=asked))
+
+
+def compiled(compiling: Compiling, asked: Structured, is_slow: bool = False) -> Request:
+    compiling.add(asking("1", asked), is_slow)
     end = time.monotonic() + 30
     while time.monotonic() < end:
         for request, error in compiling.done():
@@ -42,12 +47,55 @@ def niceness(name: str) -> list[int]:
     return [os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in threads]
 
 
-def test_long_constraints_are_compiled_behind_everything_else(compiling: Compiling) -> None:
+def test_slow_constraints_are_compiled_behind_everything_else(compiling: Compiling) -> None:
     ordinary = os.getpriority(os.PRIO_PROCESS, 0)
     assert compiled(compiling, Structured.choice(["a", "b"])).grammar is not None
     assert niceness("specserve-grammars") == [ordinary]
-    assert niceness("specserve-long-grammars") == []
-    words = [f"word {i}" for i in range(1000)]
-    assert compiled(compiling, Structured.choice(words)).grammar is not None
-    assert niceness("specserve-long-grammars") == [max(15, ordinary)]
+    assert niceness("specserve-slow-grammars") == []
+    words = Structured.choice([f"word {i}" for i in range(1000)])
+    assert compiled(compiling, words, is_slow=True).grammar is not None
+    assert niceness("specserve-slow-grammars") == [max(15, ordinary)]
     assert niceness("specserve-grammars") == [ordinary] == [os.getpriority(os.PRIO_PROCESS, 0)]
+
+
+class Held(Compiler):
+    """Compiles when it is let, and says what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)  # type: ignore[arg-type, return-value]
+        self.asked: list[str] = []
+        self.begun, self.may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def compile(self, asked: Structured) -> Grammar:
+        self.asked.append(asked.text)
+        self.begun.release()
+        self.may_go_on.acquire()
+        raise RefusedError("enough")
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_what_is_dropped_before_it_has_begun_is_not_compiled(is_slow: bool) -> None:
+    compiler = Held()
+    compiling = Compiling(compiler, None)
+    for name in ("a", "b", "c", "d"):
+        compiling.add(asking(name, Structured.regex(name)), is_slow)
+    compiler.begun.acquire()
+    assert [compiling.drop(name) for name in ("a", "b", "c", "b", "x")] == [True, True, True, False, False]
+    for _ in range(2):
+        compiler.may_go_on.release()
+    end = time.monotonic() + 30
+    while compiling and time.monotonic() < end:
+        assert [each.id for each, _ in compiling.done()] in ([], ["d"])
+    assert compiler.asked == ["a", "d"]
+
+
+def test_what_is_known_does_not_wait_behind_slow_ones(compiling: Compiling) -> None:
+    """A slow one that has been compiled is at hand, whatever is being compiled."""
+    known = Structured.regex("a{3}")
+    compiled(compiling, known, is_slow=True)
+    may_end = threading.Event()
+    compiling._background.submit(may_end.wait, 60)
+    try:
+        assert compiled(compiling, known, is_slow=True).grammar is not None
+    finally:
+        may_end.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -137,6 +138,8 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "x" * 10**6}, "cache_salt"),
     ({"cache_salt": "a\x00"}, "cache_salt"),
     ({"priority": 2**31}, "priority"),
+    ({"priority": 1}, "priority"),
+    ({"priority": -1}, "priority"),
     # 23
     ({"stream": "yes"}, "stream"),
     ({"stream": 1}, "stream"),
@@ -398,6 +401,18 @@ def test_stop_is_null_text_or_a_list(stop: Any, expected: tuple[str, ...]) -> No
 )
 def test_speculative(speculative: dict[str, Any], cap: int | None) -> None:
     assert chat(speculative=speculative).sampling_params.num_speculative_tokens == cap
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_a_priority_needs_a_server_that_takes_some(make: Any) -> None:
+    assert [make(**fields).priority for fields in ({}, {"priority": 0}, {"priority": None})] == [0, 0, 0]
+    with pytest.raises(InputError, match="--scheduling-policy priority") as caught:
+        make(priority=-5)
+    assert caught.value.param == "priority"
+    open_to_all = dataclasses.replace(LIMITS, max_priority=2**31 - 1)
+    for priority in (-5, 2**31 - 1, 1 - 2**31):
+        body = json.dumps({"prompt": "a", "priority": priority}).encode()
+        assert read(CompletionRequest, body, open_to_all).priority == priority
 
 
 def test_drafts_cannot_be_asked_of_a_server_without_a_drafter() -> None:
