@@ -214,6 +214,7 @@ class Sequence:
     parent: Sequence | None = None  # the completion whose prompt KV this one shares (n > 1)
     blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
     cached: int = 0  # set by the cache
+    digests: list[bytes] = field(default_factory=list)  # of its leading blocks, as far as the cache needed them
     grammar: GuardedState | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per output token, if asked for
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per prompt token, first None

@@ -200,7 +200,7 @@ class Engine:
         counters.num_prefill_chunks += len(work.seqs) - len(batch.rows.seqs)
         counters.num_preemptions = self.scheduler.num_preemptions
         counters.num_drafts_dropped = self.drafters.num_dropped
-        usage = self.cache.usage(self.scheduler.running)
+        usage = self.cache.usage()
         counters.live_tokens += usage.live_tokens
         counters.allocated_tokens += usage.allocated_tokens
         for seq in work.seqs:
