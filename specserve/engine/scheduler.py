@@ -142,7 +142,7 @@ class Scheduler:
         free = self.cache.num_free
         if (
             free > last.num_free
-            or min(len(seq.tokens) - last.cached, budget) < last.count
+            or min(len(seq.tokens) - last.cached, budget) < last.num_asked
             or self.cache.would_match(seq, last.num_shared)
         ):
             return False
@@ -172,7 +172,7 @@ class _Refusal(NamedTuple):
 
     seq: Sequence
     cached: int
-    count: int
+    num_asked: int
     num_shared: int
     num_free: int
 
