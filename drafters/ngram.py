@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from specserve.errors import ConfigError
+from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, suffix_keys
 from specserve.types import Draft, Sequence, Verdict
 
 
@@ -16,8 +17,10 @@ class NgramDrafter:
     """Chains looked up in the sequence's own tokens: the longest n-gram first, of equal ones the most recent.
 
     n runs from `prompt_lookup_max` down to `prompt_lookup_min`. A match that reaches the end of the sequence repeats
-    (the overlapping copy of LZ77), so a loop of any period fills the budget. A commit costs O(new tokens), a proposal
-    O(1) look-ups. Raises ConfigError unless 1 <= prompt_lookup_min <= prompt_lookup_max.
+    (the overlapping copy of LZ77), so a loop of any period fills the budget. A begin costs O(1), a commit O(new
+    tokens), a proposal O(1) look-ups. The completions of a request share what is known of its prompt, of which about a
+    thousand tokens are taken in with each step's proposals; until then drafts come from those. Raises ConfigError
+    unless 1 <= prompt_lookup_min <= prompt_lookup_max.
     """
 
     wants_hidden = False
@@ -31,13 +34,18 @@ class NgramDrafter:
                 f"prompt_lookup_min is {prompt_lookup_min}, above prompt_lookup_max, {prompt_lookup_max}."
             )
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
+        self._prompts: PerRequest[NgramIndex] = PerRequest()
         self._indexes: dict[Sequence, _Index] = {}
 
     def begin(self, seq: Sequence) -> None:
-        self._indexes[seq] = _Index(self._sizes)
+        prompt = self._prompts.take(seq, lambda: NgramIndex(seq.tokens, seq.num_prompt, self._sizes))
+        self._indexes[seq] = _Index(prompt, seq.num_prompt, self._sizes)
         self._indexes[seq].extend(seq.tokens)
 
     def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        left = NGRAMS_PER_STEP
+        for seq in seqs:
+            left -= self._indexes[seq].prompt.extend(left) if left > 0 else 0
         return [self._continue(seq, limit) for seq, limit in zip(seqs, budget, strict=True)]
 
     def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
@@ -46,6 +54,7 @@ class NgramDrafter:
 
     def end(self, seq: Sequence) -> None:
         del self._indexes[seq]
+        self._prompts.give(seq)
 
     def _continue(self, seq: Sequence, limit: int) -> Draft:
         start = self._indexes[seq].find(seq.tokens)
@@ -56,12 +65,14 @@ class NgramDrafter:
 
 
 class _Index:
-    """Where each n-gram of a growing list last occurred, for every n in `sizes` (longest first)."""
+    """Where each n-gram of a growing list last occurred, for every n in `sizes` (longest first): its own of those that
+    end after the prompt, which go first, and the shared one of those within it."""
 
-    def __init__(self, sizes: range) -> None:
+    def __init__(self, prompt: NgramIndex, num_prompt: int, sizes: range) -> None:
+        self.prompt = prompt
         self._sizes = sizes
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
-        self._indexed = 0  # n-grams that end before this index are in
+        self._indexed = num_prompt - 1  # n-grams that end before this index, or at it, are in
 
     def extend(self, tokens: list[int]) -> None:
         """Take in what is new. The n-grams that end with the last token wait: nothing follows them yet."""
@@ -74,8 +85,14 @@ class _Index:
     def find(self, tokens: list[int]) -> int | None:
         """Index of the token after the last earlier occurrence of the longest n-gram that ends `tokens`."""
         self.extend(tokens)
+        keys: list[int] = []
         for size in self._sizes:
-            start = self._after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            if size > len(tokens):
+                continue
+            start = self._after.get(tuple(tokens[-size:]))
             if start is not None:
                 return start
+            keys = keys or suffix_keys(tokens, size)
+            if ends := self.prompt.ends(tokens, keys, size):
+                return ends[-1]
         return None

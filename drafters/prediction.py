@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from specserve.errors import ConfigError
+from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, suffix_keys
 from specserve.types import Draft, Sequence, Verdict
 
 
@@ -23,8 +24,9 @@ class PredictionDrafter:
     them if possible, else fewer, but at least `match_min`; of several places the nearest after the last token that was
     followed, else the nearest before. The place depends on the output alone, not on how many tokens a step brought.
 
-    A begin costs O(prediction) in time and memory, once for all running sequences of the same prediction and salt; a
-    commit O(new tokens), a proposal O(draft). Raises ConfigError unless 1 <= match_min <= match_max.
+    All running sequences of the same prediction and salt share what is known of it, of which some hundred tokens are
+    taken in with each step's proposals; who departs before that is done waits for it. A commit costs O(new tokens), a
+    proposal O(draft). Raises ConfigError unless 1 <= match_min <= match_max.
     """
 
     wants_hidden = False
@@ -38,17 +40,21 @@ class PredictionDrafter:
             )
         self._sizes = range(match_max, match_min - 1, -1)
         self._texts: WeakValueDictionary[tuple[bytes, tuple[int, ...]], _Text] = WeakValueDictionary()
+        self._of_request: PerRequest[_Text] = PerRequest()
         self._places: dict[Sequence, _Place] = {}
 
     def begin(self, seq: Sequence) -> None:
         if seq.prediction:
-            key = (seq.salt, seq.prediction)  # by salt: how long a begin takes must not tell tenants of each other
-            text = self._texts.get(key) or _Text(seq.prediction, self._sizes)
-            self._texts[key] = text
+            text = self._of_request.take(seq, lambda: self._text(seq))
             self._places[seq] = _Place(text, seq.num_prompt)
             self._places[seq].read(seq)
 
     def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        left = NGRAMS_PER_STEP
+        for seq in seqs:
+            place = self._places.get(seq)
+            if place is not None and not place.text.index.is_complete and left > 0:
+                left -= place.text.index.extend(left)
         return [self._draft(seq, limit) for seq, limit in zip(seqs, budget, strict=True)]
 
     def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
@@ -57,32 +63,39 @@ class PredictionDrafter:
                 self._places[seq].read(seq)
 
     def end(self, seq: Sequence) -> None:
-        self._places.pop(seq, None)
+        if self._places.pop(seq, None) is not None:
+            self._of_request.give(seq)
+
+    def _text(self, seq: Sequence) -> _Text:
+        key = (seq.salt, seq.prediction)  # by salt: how long it takes must not tell tenants of each other
+        text = self._texts.get(key) or _Text(seq.prediction, self._sizes)
+        self._texts[key] = text
+        return text
 
     def _draft(self, seq: Sequence, limit: int) -> Draft:
         place = self._places.get(seq)
-        if place is None or place.next is None:
+        if place is None:
+            return Draft.empty()
+        place.read(seq)
+        if place.next is None:
             return Draft.empty()
         return Draft.chain(place.text.tokens[place.next : place.next + limit])
 
 
 class _Text:
-    """A prediction, and where its n-grams end, for every n in `sizes` (longest first)."""
+    """A prediction, and where its n-grams are, for every n in `sizes` (longest first)."""
 
     def __init__(self, tokens: tuple[int, ...], sizes: range) -> None:
         self.tokens = tokens
         self.sizes = sizes
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram -> indexes of the tokens after it, ascending
-        for size in sizes:
-            for end in range(size, len(tokens)):  # the one that ends the text leads nowhere
-                self._ends.setdefault(tokens[end - size : end], []).append(end)
+        self.index = NgramIndex(tokens, len(tokens), sizes)
 
     def find(self, newest: tuple[int, ...], reached: int) -> int | None:
         """Index of the token after the longest end of `newest` that stands in the text: of the first one after
         `reached`, else of the last one before."""
+        keys = suffix_keys(newest, self.sizes[0])
         for size in self.sizes:
-            ends = self._ends.get(newest[-size:]) if size <= len(newest) else None
-            if ends is not None:
+            if size <= len(newest) and (ends := self.index.ends(newest, keys, size)):
                 return ends[min(bisect_right(ends, reached), len(ends) - 1)]
         return None
 
@@ -97,11 +110,15 @@ class _Place:
         self._num_read = num_read
 
     def read(self, seq: Sequence) -> None:
-        """Follow what is new of the output, token by token."""
+        """Follow what is new of the output, token by token, up to where it departs before the place can be found again:
+        the rest is read when it can, with no other outcome."""
         text, tokens = self.text, seq.tokens
         for index in range(self._num_read, len(tokens)):
             if self.next is not None and text.tokens[self.next : self.next + 1] == (tokens[index],):
                 self.next = self._reached = self.next + 1
+            elif not text.index.is_complete:
+                self.next, self._num_read = None, index
+                return
             else:
                 first = max(seq.num_prompt, index + 1 - text.sizes[0])
                 self.next = text.find(tuple(tokens[first : index + 1]), self._reached)

@@ -308,6 +308,9 @@ class Kernels:
         together = max(_MIN_ROWS_TOGETHER, rows.query_starts[-1] // self._team.threads)
         return _native.Plan(rows.query_starts, rows.cached, rows.block_tables, parents, block_size, together)
 
+    def broken_rows(self, plan: _native.Plan) -> list[int]:
+        return plan.broken_rows()
+
     # Memory
 
     def read_bandwidth(self) -> float:

@@ -70,6 +70,7 @@ class _Plan:
     groups: list[_Group]
     order: Tensor  # int64 [rows], where each row's result lies among the groups' concatenated entries
     write_slots: Tensor  # int64 [rows without padding]: the null block, which fills up contexts, stays zero
+    broken: Tensor  # bool [rows without padding]
 
 
 @dataclass(slots=True)
@@ -218,8 +219,11 @@ class Kernels:
         cos, sin = rotation.rows
         qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
         rows = len(plan.write_slots)
-        kv[0].index_copy_(0, plan.write_slots, qk[:rows, -kv_heads:].to(kv.dtype))
-        kv[1].index_copy_(0, plan.write_slots, qkv[:rows, -kv_heads:].to(kv.dtype))
+        written = torch.stack((qk[:rows, -kv_heads:].to(kv.dtype), qkv[:rows, -kv_heads:].to(kv.dtype)))
+        finite = written.isfinite()
+        plan.broken |= ~finite.all(3).all(2).all(0)
+        # Attention multiplies what a row does not see by 0, which would be NaN.
+        kv.index_copy_(1, plan.write_slots, written.masked_fill_(~finite, 0))
         return qk[:, :-kv_heads]
 
     def recording(self) -> AbstractContextManager[Recording]:
@@ -231,7 +235,11 @@ class Kernels:
         for run in runs:
             for i, last in enumerate(run.last):
                 write_slots[run.first_row + i] = run.slots[last]
-        return _Plan(*self._grouped(runs, rows.num_rows), self._ids(write_slots))
+        broken = torch.zeros(len(write_slots), dtype=torch.bool, device=self.device)
+        return _Plan(*self._grouped(runs, rows.num_rows), self._ids(write_slots), broken)
+
+    def broken_rows(self, plan: _Plan) -> list[int]:
+        return plan.broken.nonzero()[:, 0].tolist()
 
     def _grouped(self, runs: list[_Run], num_rows: int) -> tuple[list[_Group], Tensor]:
         """Runs of like length and context are computed together; padding costs less than a loop over sequences."""

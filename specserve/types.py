@@ -215,6 +215,7 @@ class Sequence:
     blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
     cached: int = 0  # set by the cache
     furthest: int = 0  # the highest `cached` it has had, set by the engine
+    digests: list[bytes] = field(default_factory=list)  # of its leading blocks, as far as the cache needed them
     grammar: GuardedState | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per output token, if asked for
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per prompt token, first None
@@ -352,10 +353,11 @@ class GuardedState(GrammarState, Protocol):
 class Drafter(Protocol):
     """Proposes continuations; a draft can never change what is generated, only how fast. Four verbs and nothing else.
 
-    `begin(seq)` once before its first proposal; `propose` gives one draft per sequence, of at most `budget[i]` tokens;
-    `commit` after every step, with what the target said and, if `wants_hidden`, the hidden states that judged each of
-    the verdicts' tokens, float32 [sum of len(verdict.tokens), hidden]; `end(seq)` once. A drafter reads sequences and
-    never writes them.
+    `begin(seq)` once, in the first step that the sequence has a part in and before anything else is said of it, so
+    never for one that ends while it waits; what takes long is for later steps, as all sequences wait for it. `propose`
+    gives one draft per sequence, of at most `budget[i]` tokens; `commit` after every step, with what the target said
+    and, if `wants_hidden`, the hidden states that judged each of the verdicts' tokens, float32 [sum of
+    len(verdict.tokens), hidden]; `end(seq)` once. A drafter reads sequences and never writes them.
     """
 
     wants_hidden: bool

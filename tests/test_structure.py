@@ -50,6 +50,7 @@ CONTRACTS = (
     "pulse",
     "sampling.noise",
     "speculation.base",
+    "speculation.ngrams",
     "constraint",
 )
 CORE = ("types", "engine", "cache", "runtime", "sampling", "speculation", "constraint", "drafters")

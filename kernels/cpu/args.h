@@ -3,6 +3,7 @@
 // Float rows are padded to a multiple of 32 columns with zeros, and every kernel keeps those zeros.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace specserve {
@@ -170,7 +171,8 @@ struct Kernels {
   void (*embed)(const EmbedArgs&, int begin, int end);
   void (*norm)(const NormArgs&, int begin, int end, float* scratch);
   void (*collect)(const CollectArgs&, int begin, int end);
-  void (*rotate)(const RotateArgs&, const int64_t* slots, int begin, int end, float* scratch);
+  // broken[row] is set where a key or a value is not finite.
+  void (*rotate)(const RotateArgs&, const int64_t* slots, std::atomic<bool>* broken, int begin, int end, float* scratch);
   void (*attention)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, void* scratch, Ahead&);
   void (*activate)(const ActivateArgs&, int begin, int end);
   void (*softcap)(float* x, int width, float cap, int begin, int end);

@@ -193,6 +193,12 @@ NB_MODULE(_native, m) {
                           int block_size, int max_rows_per_block) {
         new (self) SharedPlan{std::make_shared<const Plan>(std::move(starts), std::move(cached), std::move(blocks),
                                                            std::move(parents), block_size, max_rows_per_block)};
+      })
+      .def("broken_rows", [](const SharedPlan& shared) {
+        std::vector<int> rows;
+        for (int row = 0; row < shared.plan->rows(); ++row)
+          if (shared.plan->broken()[row].load(std::memory_order_relaxed)) rows.push_back(row);
+        return rows;
       });
   nb::class_<Drawer>(m, "Drawer")
       .def("__init__",

@@ -40,6 +40,7 @@ Plan::Plan(std::vector<int> starts, std::vector<int> cached, std::vector<std::ve
     for (int i = cached[s]; i < cached[s] + count; ++i)
       slots_.push_back(int64_t(tables_[s][i / block_size]) * block_size + i % block_size);
   }
+  broken_.reset(new std::atomic<bool>[rows()]());
 }
 
 void Plan::add_paths(int s, const std::vector<int32_t>& parents) {
@@ -114,7 +115,7 @@ void Program::rotate(const RotateArgs& args) {
   const int heads = args.heads + 2 * args.kv_heads;
   const auto items = [heads](const Rows& rows) { return rows.plan->rows() * heads; };
   const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch, Ahead&) {
-    kernels_.rotate(args, rows.plan->slots(), begin, end, (float*)scratch);
+    kernels_.rotate(args, rows.plan->slots(), rows.plan->broken(), begin, end, (float*)scratch);
   };
   add("rotate", {items, run}, 2 * args.head_dim * sizeof(float));
 }

@@ -28,6 +28,8 @@ class Plan {
   const Span& span(int i) const { return spans_[i]; }
   const std::vector<Block>& blocks() const { return row_blocks_; }
   const int64_t* slots() const { return slots_.data(); }
+  // Set by the step that runs: whether keys or values of a row were not finite.
+  std::atomic<bool>* broken() const { return broken_.get(); }
 
  private:
   void add_paths(int s, const std::vector<int32_t>& parents);
@@ -38,6 +40,7 @@ class Plan {
   std::vector<Span> spans_;
   std::vector<Block> row_blocks_;
   std::vector<int64_t> slots_;
+  std::unique_ptr<std::atomic<bool>[]> broken_;
 };
 
 // How many rows the ops of a program have: those of the step, and those collected from it.

@@ -18,8 +18,23 @@ inline void take_head(const float* x, const float* weight, float eps, int d, flo
   for (int i = 0; i < d; ++i) out[i] = weight ? x[i] * scale * weight[i] : x[i];
 }
 
-// Item = row * heads of qkv + head. q is rotated into args.q, k rotated and v as it is into the cache.
-inline void rotate(const RotateArgs& args, const int64_t* slots, int begin, int end, float* scratch) {
+// Zeros for a head of which a number is not finite as the cache holds it: rounding to bfloat16 makes the largest floats
+// infinite. Bits of numbers without their signs are in the numbers' order, infinity and NaN at the end.
+inline void clear_broken(Cache cache, float* x, int d, std::atomic<bool>& broken) {
+  uint32_t largest = 0;
+  for (int i = 0; i < d; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    largest = std::max(largest, bits & 0x7fffffff);
+  }
+  if (largest < (cache == Cache::kFloat32 ? 0x7f800000u : 0x7f7f8000u)) return;
+  std::fill(x, x + d, 0.0f);
+  broken.store(true, std::memory_order_relaxed);
+}
+
+// Item = row * heads of qkv + head. q is rotated into args.q, k rotated and v as it is into the cache. What is not finite
+// is stored as zeros, and its row is broken: attention multiplies what a row does not see by 0, which would be NaN.
+inline void rotate(const RotateArgs& args, const int64_t* slots, std::atomic<bool>* broken, int begin, int end, float* scratch) {
   const int d = args.head_dim, half = d / 2, all = args.heads + 2 * args.kv_heads;
   float* turned = scratch + d;
   for (int item = begin; item < end; ++item) {
@@ -29,16 +44,19 @@ inline void rotate(const RotateArgs& args, const int64_t* slots, int begin, int 
               args.eps, d, scratch);
     const int kv_head = head - args.heads - (is_v ? args.kv_heads : 0);
     if (is_v) {
+      clear_broken(args.cache, scratch, d, broken[row]);
       store_value(args.cache, args.values, slots[row], args.kv_heads, kv_head, scratch, d);
       continue;
     }
     const float* cos = args.cos + args.positions[row] * d;
     const float* sin = args.sin + args.positions[row] * d;
     for (int i = 0; i < d; ++i) turned[i] = scratch[i] * cos[i] + scratch[i < half ? i + half : i - half] * sin[i];
-    if (is_q)
+    if (is_q) {
       std::memcpy(args.q + int64_t(row) * args.q_stride + head * d, turned, d * sizeof(float));
-    else
+    } else {
+      clear_broken(args.cache, turned, d, broken[row]);
       store_key(args.cache, args.keys, slots[row], args.kv_heads, kv_head, turned, d);
+    }
   }
 }
 

@@ -3,7 +3,7 @@ Knows tokens only as what prefixes are named after; nothing of models, drafters 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Many
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from specserve.types import BlockTable, Sequence
 class CacheStats:
     """Counted since the cache was made. Evictions are counted by the pool that makes them."""
 
-    num_prefix_queries: int = 0  # sequences looked up
+    num_prefix_queries: int = 0  # sequences admitted after a look-up
     num_prefix_query_tokens: int = 0  # tokens they had
     num_prefix_hit_tokens: int = 0  # tokens of these that needed no prefill
     num_copies_on_write: int = 0  # blocks
@@ -62,12 +62,13 @@ class KVCache:
 
     def match_prefix(self, seq: Sequence) -> int:
         """Give an empty sequence the longest published chain that covers at most len(tokens) - 1 of its tokens (the
-        last one must run to have logits). Sets seq.blocks and seq.cached; returns the tokens found."""
+        last one must run to have logits). Sets seq.blocks and seq.cached; returns the tokens found. A sequence that may
+        begin with them is to be counted."""
         assert _is_empty(seq), "only a sequence without blocks can be admitted"
         if not self.prefix_caching:
             return 0
         limit = (len(seq.tokens) - 1) // self.block_size
-        for digest in prefix.chain(seq.salt, seq.tokens, self.block_size, limit):
+        for digest in prefix.chain(seq.salt, seq.tokens, self.block_size, limit, seq.digests):
             block = self.pool.find(digest)
             if block is None:
                 break
@@ -75,10 +76,18 @@ class KVCache:
             seq.blocks.ids.append(block)
             seq.blocks.hashes.append(digest)
         seq.cached = len(seq.blocks.ids) * self.block_size
-        self.stats.num_prefix_queries += 1
-        self.stats.num_prefix_query_tokens += len(seq.tokens)
-        self.stats.num_prefix_hit_tokens += seq.cached
         return seq.cached
+
+    def count_match(self, num_tokens: int, num_found: int) -> None:
+        """Count a look-up whose sequence, of so many tokens, begins with those that were found."""
+        if self.prefix_caching:
+            self.stats.num_prefix_queries += 1
+            self.stats.num_prefix_query_tokens += num_tokens
+            self.stats.num_prefix_hit_tokens += num_found
+
+    def would_match(self, seq: Sequence, block: int) -> bool:
+        """Whether that block of its tokens, which `match_prefix` has looked for, would be found now. O(1)."""
+        return block < len(seq.digests) and self.pool.find(seq.digests[block]) is not None
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Make logical indexes [cached, cached + num_tokens) writable: blocks that nobody else sees. All or nothing:
@@ -109,6 +118,7 @@ class KVCache:
         for block in shared:
             self.pool.take(block)
         child.blocks = BlockTable(shared, parent.blocks.hashes[: num_tokens // self.block_size])
+        child.digests = parent.digests[: num_tokens // self.block_size]
         child.cached = num_tokens
         self.stats.num_forked_blocks += len(shared)
 
@@ -125,8 +135,11 @@ class KVCache:
         moves = [(start + node, start + depth) for depth, node in enumerate(path) if node != depth]
         if moves:
             self.storage.copy([self._slot(seq, src) for src, _ in moves], [self._slot(seq, dst) for _, dst in moves])
+        first = seq.cached // self.block_size
         seq.cached = start + len(path)
         assert seq.cached <= len(seq.blocks.ids) * self.block_size, "kept more than was reserved"
+        for i in range(first, self._blocks_for(seq.cached)):
+            self.pool.fill(seq.blocks.ids[i], min(seq.cached - i * self.block_size, self.block_size))
         if self.prefix_caching:
             self._publish(seq, start, tokens)
 
@@ -145,18 +158,9 @@ class KVCache:
         self.pool.withdraw_free()
         return self.pool.num_published
 
-    def usage(self, seqs: Iterable[Sequence]) -> Usage:
-        """How full the blocks in use are; a shared block counts once. `seqs` are all that hold blocks."""
-        seqs = list(seqs)
-        in_use = self.num_blocks - self.num_free
-        if sum(len(seq.blocks.ids) for seq in seqs) == in_use:  # nothing is shared: no need to look at every block
-            return Usage(sum(seq.cached for seq in seqs), in_use * self.block_size)
-        filled: dict[int, int] = {}
-        for seq in seqs:
-            for i, block in enumerate(seq.blocks.ids):
-                valid = min(max(seq.cached - i * self.block_size, 0), self.block_size)
-                filled[block] = max(filled.get(block, 0), valid)
-        return Usage(sum(filled.values()), len(filled) * self.block_size)
+    def usage(self) -> Usage:
+        """How full the blocks in use are; a shared block counts once. O(1)."""
+        return Usage(self.pool.num_filled, (self.num_blocks - self.num_free) * self.block_size)
 
     def check_integrity(self, seqs: Many[Sequence]) -> None:
         """Raise AssertionError, with a sentence, if any invariant is broken. `seqs` are all that hold blocks."""
@@ -174,6 +178,7 @@ class KVCache:
         valid = range(min(seq.cached - i * self.block_size, self.block_size))
         if valid:
             self.storage.copy([old * self.block_size + o for o in valid], [new * self.block_size + o for o in valid])
+            self.pool.fill(new, len(valid))
         self.pool.release(old)
         seq.blocks.ids[i] = new
         self.stats.num_copies_on_write += 1
@@ -182,10 +187,12 @@ class KVCache:
         """Publish the blocks that lie wholly below `cached`: seq.tokens up to index `start`, then `accepted`."""
         table = seq.blocks
         for i in range(len(table.hashes), seq.cached // self.block_size):
-            low, high = i * self.block_size, (i + 1) * self.block_size
-            tokens = [*seq.tokens[low : min(high, start)], *accepted[max(low - start, 0) : max(high - start, 0)]]
-            table.hashes.append(prefix.link(table.hashes[-1] if table.hashes else prefix.root(seq.salt), tokens))
-            self.pool.publish(table.ids[i], table.hashes[-1])
+            if i == len(seq.digests):
+                low, high = i * self.block_size, (i + 1) * self.block_size
+                tokens = [*seq.tokens[low : min(high, start)], *accepted[max(low - start, 0) : max(high - start, 0)]]
+                seq.digests.append(prefix.link(seq.digests[-1] if i else prefix.root(seq.salt), tokens))
+            table.hashes.append(seq.digests[i])
+            self.pool.publish(table.ids[i], seq.digests[i])
 
 
 def _is_empty(seq: Sequence) -> bool:

@@ -15,6 +15,7 @@ def check(pool: BlockPool, block_size: int, seqs: Many[Sequence]) -> None:
     _check_free_list(pool)
     _check_references(pool, seqs)
     _check_published(pool)
+    _check_filled(pool, block_size, seqs)
     for seq in seqs:
         _check_table(pool, block_size, seq)
 
@@ -47,6 +48,17 @@ def _check_published(pool: BlockPool) -> None:
     for block, digest in named:
         _require(block != 0, "The null block is published.")
         _require(pool.find(digest) == block, f"Block {block} is published, and its digest finds {pool.find(digest)}.")
+
+
+def _check_filled(pool: BlockPool, block_size: int, seqs: Many[Sequence]) -> None:
+    """A block counts at least what each of its holders has in it, and the total is that of referenced blocks."""
+    total = sum(filled for filled, count in zip(pool.filled, pool.references, strict=True) if count)
+    _require(total == pool.num_filled, f"The blocks in use hold {total} tokens, and {pool.num_filled} are counted.")
+    for seq in seqs:
+        for i, block in enumerate(seq.blocks.ids):
+            own = min(max(seq.cached - i * block_size, 0), block_size)
+            counted = pool.filled[block]
+            _require(own <= counted <= block_size, f"Block {block} counts {counted} tokens, and holds {own} of one.")
 
 
 def _check_table(pool: BlockPool, block_size: int, seq: Sequence) -> None:

@@ -77,6 +77,8 @@ class BlockPool:
         self.free = FreeList(num_blocks)
         self.references = [0] * num_blocks
         self.num_evictions = 0
+        self.filled = [0] * num_blocks  # slots of each block whose KV is valid
+        self.num_filled = 0  # their sum over referenced blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}
 
@@ -89,12 +91,21 @@ class BlockPool:
         block = self.free.pop()
         self.num_evictions += self.withdraw(block)
         self.references[block] = 1
+        self.filled[block] = 0
         return block
+
+    def fill(self, block: int, num_slots: int) -> None:
+        """Of a referenced block the first `num_slots` slots are valid; no more than were so before is no news."""
+        more = num_slots - self.filled[block]
+        if more > 0:
+            self.filled[block] = num_slots
+            self.num_filled += more
 
     def take(self, block: int) -> None:
         """One more reference to a block, free or not."""
         if self.references[block] == 0:
             self.free.remove(block)
+            self.num_filled += self.filled[block]
         self.references[block] += 1
 
     def release(self, block: int) -> None:
@@ -102,6 +113,7 @@ class BlockPool:
         assert self.references[block] > 0, f"block {block} has no reference to give back"
         self.references[block] -= 1
         if self.references[block] == 0:
+            self.num_filled -= self.filled[block]
             place = self.free.prepend if self._digests[block] is None else self.free.append
             place(block)
 

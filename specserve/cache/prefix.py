@@ -7,9 +7,8 @@ sequence's salt: sequences with different salts never share a digest, whatever t
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterator, Sequence as Many
-
-import numpy as np
 
 
 def root(salt: bytes) -> bytes:
@@ -20,12 +19,17 @@ def root(salt: bytes) -> bytes:
 
 def link(parent: bytes, tokens: Many[int]) -> bytes:
     """The digest of a block holding `tokens` after the prefix `parent`."""
-    return hashlib.sha256(parent + np.asarray(tokens, "<i4").tobytes()).digest()
+    return hashlib.sha256(parent + array("i", tokens).tobytes()).digest()
 
 
-def chain(salt: bytes, tokens: Many[int], block_size: int, num_blocks: int) -> Iterator[bytes]:
-    """The digests of the first `num_blocks` blocks of `tokens`, hashed as they are asked for."""
-    digest = root(salt)
-    for start in range(0, num_blocks * block_size, block_size):
-        digest = link(digest, tokens[start : start + block_size])
-        yield digest
+def chain(
+    salt: bytes, tokens: Many[int], block_size: int, num_blocks: int, known: list[bytes] | None = None
+) -> Iterator[bytes]:
+    """The digests of the first `num_blocks` blocks of `tokens`, hashed as they are asked for. `known` are the first of
+    them, and those that are hashed are appended."""
+    digests = [] if known is None else known
+    for i in range(num_blocks):
+        if i == len(digests):
+            above = digests[-1] if digests else root(salt)
+            digests.append(link(above, tokens[i * block_size : (i + 1) * block_size]))
+        yield digests[i]

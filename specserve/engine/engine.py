@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 
 from torch import Tensor
@@ -22,6 +23,10 @@ from specserve.speculation.base import NONE, DraftHost
 from specserve.speculation.drafters import Drafters
 from specserve.types import Draft, Event, Ids, Sequence, Verdict
 
+_BROKEN_KV = (
+    "The model's keys or values of token {} are NaN or infinite: the model or its precision cannot handle this input. "
+    "Try another dtype."
+)
 MOST_FORCED = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
 
 
@@ -95,7 +100,7 @@ class Engine:
             batch = pack(work, drafts, self.runner.ops.row_multiple)
             out, allowed = self._forward(batch)
             with timed("sample"):
-                results = self._judge(batch, out, allowed)
+                results = self._judge(batch, out, allowed) | _broken(work, batch, out)
             events, verdicts = self._keep(work, batch.rows, results)
             with timed("draft"):
                 self.drafters.commit(list(verdicts), list(verdicts.values()), self._hidden(batch.rows, verdicts, out))
@@ -200,7 +205,7 @@ class Engine:
         counters.num_prefill_chunks += len(work.seqs) - len(batch.rows.seqs)
         counters.num_preemptions = self.scheduler.num_preemptions
         counters.num_drafts_dropped = self.drafters.num_dropped
-        usage = self.cache.usage(self.scheduler.running)
+        usage = self.cache.usage()
         counters.live_tokens += usage.live_tokens
         counters.allocated_tokens += usage.allocated_tokens
         for seq in work.seqs:
@@ -229,6 +234,17 @@ def _load(work: Work, batch: Batch) -> tuple[int, int, float]:
             tokens += count
             read += count * (batch.cached[i] + count / 2)
     return rows, tokens, read / max(tokens, 1)
+
+
+def _broken(work: Work, batch: Batch, out: Output) -> dict[Sequence, Failure]:
+    """The sequences whose own tokens could not be computed. Draft nodes that could not are rejected as bad rows."""
+    found: dict[Sequence, Failure] = {}
+    for row in out.broken:
+        i = bisect.bisect_right(batch.query_starts, row) - 1
+        seq, offset = work.seqs[i], row - batch.query_starts[i]
+        if offset < work.counts[i]:
+            found.setdefault(seq, Failure(_BROKEN_KV.format(seq.cached + offset)))
+    return found
 
 
 def _num_masked(rows: Rows) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from specserve.cache.cache import KVCache
 from specserve.runtime.batch import Work
@@ -56,6 +57,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # sorted by rank
         self.running: list[Sequence] = []  # sorted by rank
         self.num_preemptions = 0
+        self._refusal: _Refusal | None = None
 
     def add(self, seq: Sequence) -> None:
         bisect.insort(self.waiting, seq, key=_rank)
@@ -63,6 +65,7 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence that ended, and give its blocks back; nobody shall find the KV of one that failed."""
         (self.running if seq in self.running else self.waiting).remove(seq)
+        self._refusal = None
         self.cache.free(seq, forget=seq.finish_reason == "error")
 
     @property
@@ -145,38 +148,83 @@ class Scheduler:
 
     def _admit(self, plan: _Plan) -> None:
         """Start waiting sequences in order until seats, budget or blocks run out."""
-        for seq in list(self.waiting):
-            if not plan.left or (plan.has_chunks and plan.seconds <= 0) or len(self.running) >= self.max_num_seqs:
-                return
-            if _awaits_sibling(seq):
-                continue
-            if not self._start(plan, seq):
+        index = 0
+        while index < len(self.waiting) and self._has_room(plan):
+            if _awaits_sibling(self.waiting[index]):
+                index += 1
+            elif not self._start(plan, index):
                 return
 
-    def _start(self, plan: _Plan, seq: Sequence) -> bool:
-        self._share_prefix(seq)
-        count = self._chunk(plan, seq)
-        if not count or not self.cache.reserve(seq, count):
-            self.cache.free(seq)
+    def _has_room(self, plan: _Plan) -> bool:
+        """Whether a step may start one more sequence, as far as can be told without a look at it."""
+        has_time = not plan.has_chunks or self.cost.chunk(plan.seconds, 0) >= _LEAST_CHUNK
+        return plan.left > 0 and has_time and len(self.running) < self.max_num_seqs
+
+    def _start(self, plan: _Plan, index: int) -> bool:
+        seq = self.waiting[index]
+        if self._refuses_still(seq, plan.left):
             return False
+        is_matched = self._share_prefix(seq)
+        needed = min(len(seq.tokens) - seq.cached, plan.left)  # whatever the time: blocks for less would be a bad start
+        count = self._chunk(plan, seq)
+        if not count or not self.cache.reserve(seq, needed):
+            cached, shared = seq.cached, len(seq.blocks.ids)
+            self.cache.free(seq)
+            if count:
+                self._refusal = _Refusal(seq, cached, needed, shared, self.cache.num_free)
+            return False
+        self._refusal = None
+        if is_matched:
+            self.cache.count_match(len(seq.tokens), seq.cached)
+            seq.stats.num_prefix_cached_tokens = max(seq.cached, seq.stats.num_prefix_cached_tokens)
         seq.stats.first_scheduled = seq.stats.first_scheduled or time.perf_counter()
-        self.waiting.remove(seq)
+        del self.waiting[index]
         bisect.insort(self.running, seq, key=_rank)
         plan.take(seq, count)
         return True
 
-    def _share_prefix(self, seq: Sequence) -> None:
+    def _refuses_still(self, seq: Sequence, budget: int) -> bool:
+        """Whether this sequence was refused, and would be again: nothing has come free since, it would ask for no fewer
+        tokens, and no more of its prefix is found. O(1), where to look its prompt up is not."""
+        last = self._refusal
+        if last is None or last.seq is not seq or not self.running:
+            return False
+        free = self.cache.num_free
+        if (
+            free > last.num_free
+            or min(len(seq.tokens) - last.cached, budget) < last.num_asked
+            or self.cache.would_match(seq, last.num_shared)
+        ):
+            return False
+        self._refusal = last._replace(num_free=free)
+        return True
+
+    def _share_prefix(self, seq: Sequence) -> bool:
+        """Give it the KV there is of its tokens; says whether that was looked up in the prefix cache."""
         parent = seq.parent
         if parent is not None and seq.num_output == 0 and parent.cached >= seq.num_prompt:
             self.cache.fork(parent, seq, seq.num_prompt - 1)
         elif seq.params.prompt_logprobs is None or len(seq.prompt_logprobs) == seq.num_prompt:
-            seq.stats.num_prefix_cached_tokens = max(self.cache.match_prefix(seq), seq.stats.num_prefix_cached_tokens)
+            self.cache.match_prefix(seq)
+            return True
+        return False
 
 
 def _awaits_sibling(seq: Sequence) -> bool:
     """A further completion of a request starts when the first one's prompt is computed, to share it."""
     parent = seq.parent
     return parent is not None and seq.num_output == 0 and not parent.finished and parent.cached < seq.num_prompt
+
+
+class _Refusal(NamedTuple):
+    """A sequence that blocks did not suffice for, and with what: tokens found, tokens asked for, blocks shared and
+    blocks free."""
+
+    seq: Sequence
+    cached: int
+    num_asked: int
+    num_shared: int
+    num_free: int
 
 
 class _Plan:

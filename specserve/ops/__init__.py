@@ -171,7 +171,8 @@ class Ops(Protocol):
 
     def rotate(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: Any) -> Any:
         """qkv [rows, (heads + 2 kv_heads) d]: norm q and k by head, rotate them by halves (GPT-NeoX layout), store k, v
-        in kv, a tensor [2, slots, kv_heads, d], at the rows' slots -> q for `attention`."""
+        in kv, a tensor [2, slots, kv_heads, d], at the rows' slots -> q for `attention`. A cache holds finite numbers
+        alone: what is NaN or infinite is stored as 0, and the plan remembers its row."""
 
     def attention(self, q: Any, kv: Tensor, plan: Any, scale: float, window: int | None) -> Any:
         """q over the cached KV -> [rows, heads d] for a linear layer to read. Grouped heads: query head h reads kv head
@@ -182,6 +183,9 @@ class Ops(Protocol):
 
     def watch(self, pulse: Pulse) -> None:
         """Let it beat from now on whenever a piece of a step is done, in recorded steps too."""
+
+    def broken_rows(self, plan: Any) -> list[int]:
+        """The rows of a step that has run whose keys or values were NaN or infinite in any layer, ascending."""
 
     def recording(self) -> AbstractContextManager[Recording]:
         """Within it ops are recorded rather than run; their plan is None, their tensors have as many rows as will ever

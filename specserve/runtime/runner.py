@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from specserve.cache.storage import KVStorage
@@ -19,6 +22,7 @@ class Output:
     logits: Tensor  # float32 [logit rows, vocab]
     hidden: Tensor  # float32 [logit rows, hidden]
     best: Tensor  # int64 [logit rows], the best token of each row, -1 where the logits are broken
+    broken: list[int] = field(default_factory=list)  # rows of the batch whose KV is not what the model computed
 
 
 class Runner:
@@ -28,15 +32,28 @@ class Runner:
         self.model = model
         self.ops = ops
         self.storage = storage
+        self._plan: Any = None  # of the newest step
+        self._logit_rows = np.zeros(0, np.int64)
         self._step: Step = (
             RecordedStep(model, ops, storage.layers, max_rows) if ops.can_record else EagerStep(model, storage.layers)
         )
 
     def start(self, batch: Batch) -> None:
         """Begin a forward pass; the LM head sees only the rows that are judged or scored."""
-        self._step.start(batch, self.ops.plan(batch, self.storage.block_size))
+        self._logit_rows = batch.logit_rows
+        self._plan = self.ops.plan(batch, self.storage.block_size)
+        self._step.start(batch, self._plan)
 
     def finish(self) -> Output:
-        """What came of it. Whatever the host does before this call takes the device no time."""
+        """What came of it. Whatever the host does before this call takes the device no time.
+
+        A row whose keys or values are NaN or infinite has broken logits, whatever the model says of it: the KV that
+        later rows would read is not what it computed.
+        """
         hidden, logits, best = self._step.finish()
-        return Output(logits, hidden, best)
+        broken = self.ops.broken_rows(self._plan)
+        if broken:
+            at = np.flatnonzero(np.isin(self._logit_rows, broken)).tolist()
+            with torch.inference_mode():
+                logits[at], best[at] = torch.nan, -1
+        return Output(logits, hidden, best, broken)

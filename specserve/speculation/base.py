@@ -128,6 +128,7 @@ class DraftHost:
         self.dropped: Counter[str] = Counter()
         self.num_dropped = 0  # the sum of `dropped`
         self._drafter = drafter
+        self._expected: set[Sequence] = set()  # that have not been scheduled
         self._begun: set[Sequence] = set()
         self._worker: Worker | Inline | None = None
         if drafter is not None:
@@ -135,12 +136,23 @@ class DraftHost:
             self._worker = Inline() if is_ours else Worker("specserve-drafter", timeout_s)
 
     def begin(self, seq: Sequence) -> None:
-        """A sequence whose begin fails gets no drafts and the drafter does not hear of it again."""
-        if self._drafter is not None and self._call(partial(self._drafter.begin, seq)).error is None:
-            self._begun.add(seq)
+        """Expect a sequence. The drafter hears of it with the first step that it has a part in, and never if it ends
+        before: what waits costs nothing. One whose begin fails gets no drafts, and is not spoken of again."""
+        if self._drafter is not None:
+            self._expected.add(seq)
+
+    def _begin(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            if seq in self._expected:
+                self._expected.remove(seq)
+                if self._drafter is not None and self._call(partial(self._drafter.begin, seq)).error is None:
+                    self._begun.add(seq)
 
     def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        """One draft for each sequence, of at most budget[i] tokens; the drafter hears only of those with a budget."""
+        """One draft for each sequence of a step, of at most budget[i] tokens; the drafter is asked for those with a
+        budget."""
+        if self._expected:
+            self._begin(seqs)
         drafts = [Draft.empty()] * len(seqs)
         if self._drafter is None:
             return drafts
@@ -168,6 +180,7 @@ class DraftHost:
             self._call(partial(self._drafter.commit, seqs, verdicts, hidden))
 
     def end(self, seq: Sequence) -> None:
+        self._expected.discard(seq)
         if seq in self._begun:
             self._begun.remove(seq)
             if self._drafter is not None:
@@ -179,6 +192,7 @@ class DraftHost:
             self._worker.stop()
         self._drafter = self._worker = None
         self.active = False
+        self._expected.clear()
         self._begun.clear()
 
     def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:

@@ -65,7 +65,7 @@ class Drafters:
         return self._host_of[seq].active
 
     def begin(self, seq: Sequence) -> None:
-        """Hand a sequence to its drafter, which `require` has made."""
+        """Hand a sequence to its drafter, which `require` has made. It hears of one that is scheduled."""
         host = self._own if seq.drafter is None else self._hosts[seq.drafter]
         self._host_of[seq] = host
         self._num_seqs[host] += 1

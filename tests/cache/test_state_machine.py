@@ -147,9 +147,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def usage_adds_up(self) -> None:
-        usage = self.cache.usage(self.running)
+        usage = self.cache.usage()
         assert usage.allocated_tokens == (self.cache.num_blocks - self.cache.num_free) * BLOCK_SIZE
-        assert usage.live_tokens <= min(usage.allocated_tokens, sum(seq.cached for seq in self.running))
+        filled: dict[int, int] = {}
+        for seq in self.running:
+            for i, block in enumerate(seq.blocks.ids):
+                own = min(max(seq.cached - i * BLOCK_SIZE, 0), BLOCK_SIZE)
+                filled[block] = max(filled.get(block, 0), own)
+        # A forked block may still count what a parent that has gone had in it.
+        assert sum(filled.values()) <= usage.live_tokens <= usage.allocated_tokens
+        if not self.cache.stats.num_forked_blocks:
+            assert usage.live_tokens == sum(filled.values())
 
     # --- the shadow of an engine ------------------------------------------------------------------------------------
 
@@ -166,6 +174,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _admit(self, seq: Sequence) -> None:
         hit = self.cache.match_prefix(seq)
         assert hit == seq.cached < len(seq.tokens)
+        self.cache.count_match(len(seq.tokens), hit)
         self.running.append(seq)
 
     def _guess(self, seq: Sequence, length: int, follow: bool) -> list[int]:

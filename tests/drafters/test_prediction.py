@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,6 +14,7 @@ from specserve.bench.replay import accepted_path
 from specserve.drafters.prediction import PredictionDrafter
 from specserve.errors import ConfigError
 from specserve.speculation.check import fault
+from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex
 from specserve.types import SamplingParams, Sequence, Verdict
 
 PROMPT = [90, 91, 10, 11, 12]  # ends with tokens of the prediction, which must not matter
@@ -241,6 +244,15 @@ def test_a_sequence_may_begin_with_output() -> None:
     assert drafter.propose([seq], [2])[0].tokens.tolist() == TEXT[5:7]
 
 
+def take_in(drafter: PredictionDrafter, seq: Sequence) -> int:
+    """The number of steps until all of the prediction is known."""
+    steps = 0
+    while not drafter._places[seq].text.index.is_complete:
+        drafter.propose([seq], [1])
+        steps += 1
+    return steps
+
+
 class CountingTokens(list):  # type: ignore[type-arg]
     """A list that counts the tokens read from it."""
 
@@ -260,6 +272,7 @@ def reads(length: int, fresh: list[int]) -> tuple[int, int]:
     """Tokens of the sequence read by a commit of `fresh`, and by a proposal, after following `length` tokens."""
     drafter, seq = PredictionDrafter(), make_seq(list(range(2 * length)))
     drafter.begin(seq)
+    take_in(drafter, seq)
     say(drafter, seq, list(range(length)))
     tokens = seq.tokens = CountingTokens(seq.tokens)
     say(drafter, seq, fresh)
@@ -272,6 +285,28 @@ def test_cost_does_not_grow_with_the_texts() -> None:
     lost = [-1, -2, -3]
     assert reads(50, lost) == reads(5000, lost) == (1 + 3 * 8, 0), "one look at what came, three searches"
     assert reads(50, [50, 51]) == reads(5000, [5000, 5001]) == (2, 0)
+
+
+def test_a_long_prediction_is_taken_in_by_slices_and_ends_in_the_same_place() -> None:
+    """Every step takes in so much and no more, whatever the number of sequences. Who departs from it before all is
+    known waits, and is then where one is that knew all from the start."""
+    noise = random.Random(5)
+    prediction = [noise.randrange(300) for _ in range(20_000)]
+    output = [*prediction[:40], 301, 302, *prediction[9_000:9_030], *prediction[50:80], *prediction[15_000:15_100]]
+    early, late, drafter = make_seq(prediction), make_seq(prediction), PredictionDrafter()
+    drafter.begin(early)
+    with mock.patch.object(NgramIndex, "_add", autospec=True, side_effect=NgramIndex._add) as add:
+        for token in output:
+            before = len(add.call_args_list)
+            drafter.propose([early], [4])
+            assert sum(len(call.args[2]) for call in add.call_args_list[before:]) <= NGRAMS_PER_STEP
+            say(drafter, early, [token])
+    assert drafter._places[early].text.index.is_complete
+    drafter.begin(late)
+    take_in(drafter, late)
+    say(drafter, late, output)
+    places = [drafter._places[seq] for seq in (early, late)]
+    assert (places[0].next, places[0]._reached) == (places[1].next, places[1]._reached) == (15_100, 15_100)
 
 
 @pytest.mark.parametrize(

@@ -491,6 +491,26 @@ def test_a_request_that_asks_for_drafts_gets_them(tiny: Path, alone, own: str, k
     assert len(stats["plain"].drafted_by_position) <= (0 if own == "none" else k)
 
 
+def test_a_drafter_hears_of_a_request_when_it_first_runs(tiny: Path, alone) -> None:
+    """Not while it waits, for want of seats, for its sibling's prompt or after a preemption; one that is aborted before
+    is never spoken of, and every begin has its end."""
+    drafter = scripted(alone)
+    engine = make(tiny, drafter, max_num_seqs=2, max_num_batched_tokens=24)
+    engine.add(Request(id="many", prompt_ids=prompt(40), params=dataclasses.replace(GREEDY, n=4)))
+    engine.add(Request(id="gone", prompt_ids=prompt(1), params=GREEDY))
+    assert not drafter.live
+    engine.step()
+    assert [seq.index for seq in drafter.live] == [0]
+    engine.abort("many", 0)
+    engine.abort("gone")
+    while engine.has_work:
+        engine.step()
+        assert drafter.live.issuperset(engine.scheduler.running) or not drafter.live
+        assert all(seq.stats.first_scheduled for seq in drafter.live)
+    assert not drafter.live
+    assert engine.counters.num_drafts_dropped == 0
+
+
 def test_a_right_prediction_takes_the_fewest_steps_and_is_counted(tiny: Path, alone) -> None:
     """The step that ends the prompt has no draft, then 23 tokens by sixes."""
     engine, first = make(tiny), alone["r0", 0]

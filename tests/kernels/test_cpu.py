@@ -714,19 +714,57 @@ def _rows(x: Any, rows: list[int]) -> Any:
     return x[rows] if isinstance(x, Tensor) else dataclasses.replace(x, parts=tuple(part[rows] for part in x.parts))
 
 
+LARGEST = torch.finfo(torch.float32).max  # bfloat16 rounds it to infinity
+
+
+@every_set
+@examples(40)
+@given(step=steps, dtype=dtypes, data=st.data())
+def test_rows_that_do_not_see_a_broken_one_have_the_same_bits(
+    isa: str, step: Step, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """Whatever number of its key or value is not finite; in any chain, tree and window."""
+    ops, d, rows = with_cache_of(isa, "none", dtype, data.draw(st.integers(1, 3))), step.d, len(step.q)
+    sound = torch.randn(rows, (step.share + 2) * step.kv_heads * d)
+    hit = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=3, unique=True))
+    bad = data.draw(st.sampled_from([torch.nan, torch.inf, -torch.inf, LARGEST, -LARGEST]))
+    qkv = sound.clone()
+    for row in hit:
+        qkv[row, data.draw(st.integers(step.share * step.kv_heads * d, qkv.shape[1] - 1))] = bad
+    turn = Rotation(step.positions(), torch.ones(400, d), torch.zeros(400, d))
+
+    def run(x: Tensor) -> tuple[Any, Tensor, list[int]]:
+        cache, plan = held(ops, step.kv(dtype)), ops.plan(step.layout, step.block_size)
+        q = ops.rotate(returned(ops, x), None, turn, cache, plan)
+        return ops.attention(q, cache, plan, d**-0.5, step.window), read(ops, cache), ops.broken_rows(plan)
+
+    found, cache, broken = run(qkv)
+    if dtype == torch.float32 and abs(bad) == LARGEST:
+        assert broken == []
+        return
+    assert broken == sorted(hit)
+    assert cache.isfinite().all()
+    slots = [step.slots(s)[step.cached[s] + r] for s in range(len(step.lengths)) for r in range(step.lengths[s])]
+    seen = [step.seen(s, r) for s in range(len(step.lengths)) for r in range(step.lengths[s])]
+    unseeing = [row for row in range(rows) if not {slots[other] for other in hit} & set(seen[row])]
+    assert same(_rows(found, unseeing), run(sound)[0], unseeing)
+
+
 @every_set
 @every_format
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_sequence_that_breaks_breaks_alone(isa: str, weights: str, bad: float) -> None:
-    """Token 7 embeds as what is not finite. Rows of its sequence before it are of earlier steps."""
+    """Token 7 embeds as what is not finite. Rows of its sequence after it read zeros in place of its KV."""
     model = tiny(make(isa, weights), "gemma3", {7: bad}, **MODELS["gemma3"])
     paged, clean = PagedDecoder(model, 3, 64), PagedDecoder(model, 3, 64)
     for decoder in (paged, clean):
         decoder.step(Feed(0, [1, 2, 3]), Feed(1, [4, 5]), Feed(2, [9] * 20))
-    left, broken, right = paged.step(Feed(0, [6, 8]), Feed(1, [7, 8, 9]), Feed(2, [10] * 5))
-    assert not broken.isfinite().any()
-    wanted = clean.step(Feed(0, [6, 8]), Feed(1, [8, 8, 9]), Feed(2, [10] * 5))
+    left, broken, right = paged.step(Feed(0, [6, 8]), Feed(1, [6, 7, 9]), Feed(2, [10] * 5))
+    assert not broken[1].isfinite().any()
+    assert all(layer.isfinite().all() for layer in paged.kv)
+    wanted = clean.step(Feed(0, [6, 8]), Feed(1, [6, 8, 9]), Feed(2, [10] * 5))
     assert torch.equal(left, wanted[0])
+    assert torch.equal(broken[0], wanted[1][0])
     assert torch.equal(right, wanted[2])
     assert wanted[1].isfinite().all()
     assert torch.equal(paged.step(Feed(2, [11]), Feed(1, [5]))[0], clean.step(Feed(2, [11]))[0])

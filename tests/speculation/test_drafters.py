@@ -84,6 +84,7 @@ def begun(drafters: Drafters, *names: str | None) -> list[Sequence]:
     for seq in seqs:
         drafters.require(seq.drafter)
         drafters.begin(seq)
+    drafters.propose(seqs, [0] * len(seqs))  # as in a step with their prompts
     return seqs
 
 

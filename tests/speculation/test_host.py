@@ -320,10 +320,28 @@ def test_failures_outside_a_proposal_are_counted(verb: str, make_host: Callable[
     host = make_host(Scripted(**{verb: _raise(ValueError("boom"))}))
     seq = make_seq()
     host.begin(seq)
+    host.propose([seq], [0])
     host.commit([seq], [Verdict([1], [])], None)
     host.end(seq)
     assert host.dropped == {"exception": 1}
     assert host.active
+
+
+def test_a_sequence_begins_with_its_first_step(make_host: Callable[..., DraftHost]) -> None:
+    """One that waits costs a drafter nothing, and one that ends while it waits is never spoken of."""
+    drafter = Scripted()
+    host = make_host(drafter)
+    seqs = [make_seq() for _ in range(3)]
+    for seq in seqs:
+        host.begin(seq)
+    assert drafter.heard == []
+    host.end(seqs[0])
+    host.propose([seqs[1]], [0])
+    assert drafter.heard == [("begin", seqs[1])], "a prompt is computed, and nothing can be drafted yet"
+    host.propose([seqs[1]], [0])
+    host.end(seqs[2])
+    host.end(seqs[1])
+    assert drafter.heard == [("begin", seqs[1]), ("end", seqs[1])]
 
 
 def test_a_drafter_of_ours_is_called_directly_and_may_still_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,8 +419,8 @@ def test_an_answer_that_cannot_be_computed_on(case: Any, broken_token: int) -> N
 
 
 def test_a_draft_that_cannot_be_computed(case: Any, letters: dict[str, Any], broken_token: int) -> None:
-    """E47-not-leading: the row of a guess that is refused is NaN. The request may fail of it, since its attention reads
-    the guess beside its own tokens; it is never wrong, and what comes after it is whole."""
+    """E47-not-leading: the row of a guess is NaN, which the rows beside it do not notice: what is said is what is said
+    without the guess."""
     asked = {"max_tokens": 60, "ignore_eos": True, **letters}
     plain = case.chat("Hello there", **asked).json
     text = plain["choices"][0]["message"]["content"]
@@ -429,12 +429,8 @@ def test_a_draft_that_cannot_be_computed(case: Any, letters: dict[str, Any], bro
     for at in (0, 1, 5, 12):
         guess = text[:at] + broken + text[at:]
         got = case.chat("Hello there", **asked, prediction={"type": "content", "content": guess})
-        if got.status == 200:
-            assert got.json["choices"] == plain["choices"]
-            refused += got.json["usage"]["completion_tokens_details"]["rejected_prediction_tokens"]
-        else:
-            assert (got.status, got.error["code"]) == (500, "completion_failed")
-            assert "NaN" in got.error["message"]
-            refused += 1
+        assert got.status == 200, got.body
+        assert got.json["choices"] == plain["choices"]
+        refused += got.json["usage"]["completion_tokens_details"]["rejected_prediction_tokens"]
         assert case.chat("Hello there", **asked).json["choices"] == plain["choices"]
     assert refused > 0

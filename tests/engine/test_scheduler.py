@@ -1,0 +1,108 @@
+"""What a step costs while requests wait, counted and not timed."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+
+from specserve.cache import prefix
+from specserve.cache.cache import KVCache
+from specserve.cache.storage import KVStorage
+from specserve.engine.scheduler import Scheduler
+from specserve.types import SamplingParams, Sequence
+
+BLOCK = 16
+STEPS = 100
+
+
+def make_seq(name: int, tokens: list[int], parent: Sequence | None = None) -> Sequence:
+    return Sequence(
+        request_id=str(name), index=0, tokens=list(tokens), num_prompt=len(tokens), params=SamplingParams(),
+        seed=0, max_tokens=10**6, order=name, parent=parent,
+    )  # fmt: skip
+
+
+def make(num_blocks: int, budget: int = 512, max_num_seqs: int = 64) -> Scheduler:
+    cache = KVCache(KVStorage(1, 1 + num_blocks, BLOCK, 1, 2, torch.float32, "cpu"), prefix_caching=True)
+    return Scheduler(cache, max_num_seqs, budget, 10**6)
+
+
+def step(scheduler: Scheduler) -> None:
+    """Compute what was picked; who has reached its end says one more token."""
+    work = scheduler.pick(lambda seq: 0)
+    for seq, count in zip(work.seqs, work.counts, strict=True):
+        scheduler.cache.keep(seq, count)
+        if seq.cached == len(seq.tokens):
+            seq.tokens.append(7)
+
+
+def full(num_waiting: int) -> Scheduler:
+    """Two sequences run and decode, and for want of blocks none of the others can, whose prompts begin as one does."""
+    shared = [i % 251 for i in range(2048)]
+    scheduler = make(num_blocks=128 + 42)
+    scheduler.add(make_seq(0, [*shared, 1]))
+    scheduler.add(make_seq(1, [9] * 16 * 20))
+    for _ in range(6):
+        step(scheduler)
+    for i in range(num_waiting):
+        scheduler.add(make_seq(2 + i, [*shared, *[i % 200] * 500]))
+    return scheduler
+
+
+@pytest.mark.parametrize("num_waiting", [1, 512])
+def test_a_prompt_that_waits_is_looked_up_once(num_waiting: int) -> None:
+    """Over many steps in which another decodes and publishes blocks: its prompt is hashed once as far as it is found,
+    and who waits behind it costs nothing."""
+    scheduler = full(num_waiting)
+    cache = scheduler.cache
+    before = dataclasses.replace(cache.stats)
+    with (
+        mock.patch.object(prefix, "link", side_effect=prefix.link) as hashed,
+        mock.patch.object(cache, "match_prefix", side_effect=cache.match_prefix) as matched,
+        mock.patch.object(cache.pool, "find", side_effect=cache.pool.find) as found,
+    ):
+        for _ in range(STEPS):
+            step(scheduler)
+    cache.check_integrity(scheduler.running)
+    assert len(scheduler.waiting) == num_waiting, "or nothing waited"
+    own = 2 * (STEPS // BLOCK + 1)  # blocks that the running ones filled
+    assert hashed.call_count <= 129 + own
+    assert matched.call_count <= 12, "once, and when it may ask for fewer blocks"
+    assert found.call_count <= matched.call_count * 130 + STEPS + own + 1000
+    assert cache.stats == before, "nobody was admitted"
+
+
+def test_what_waits_starts_as_soon_as_it_can() -> None:
+    """When blocks come free, and when more of its prefix is found."""
+    scheduler = full(1)
+    step(scheduler)
+    (late,) = scheduler.waiting
+    other = scheduler.running[1]
+    scheduler.remove(other)
+    step(scheduler)
+    assert scheduler.running[1:] == [late]
+    assert scheduler.cache.stats.num_prefix_hit_tokens == 2048
+    assert late.stats.num_prefix_cached_tokens == 2048
+
+    prompt = [i % 251 for i in range(640)]
+    scheduler = make(num_blocks=50, budget=160)
+    scheduler.add(make_seq(0, [*prompt, 1]))
+    scheduler.add(make_seq(1, [*prompt, 2]))
+    for _ in range(6):
+        step(scheduler)
+    assert not scheduler.waiting, "its prefix was published block by block while it waited"
+    assert scheduler.cache.stats.num_prefix_hit_tokens >= 480
+
+
+def test_a_look_up_counts_once_for_each_admission() -> None:
+    scheduler = full(1)
+    for _ in range(STEPS):
+        step(scheduler)
+    scheduler.remove(scheduler.running[1])
+    step(scheduler)
+    stats = scheduler.cache.stats
+    assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (3, 2049 + 320 + 2548)
+    assert stats.num_prefix_hit_tokens == 2048
