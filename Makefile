@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
 SANITIZE := build/sanitize
 
-.PHONY: help env demo serve test check lint types format pytest sanitize contract wheel clean
+.PHONY: help env demo serve test check lint types format pytest sanitize contract wheel bare clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -49,7 +49,7 @@ demo: $(STAMP) ## Fetch the default model, measure n-gram speculation on a few p
 serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI's API; SERVE_FLAGS="--port 9000" and so on.
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
-test: check pytest sanitize ## Everything CI runs: lint, types and all tests, those of the real model too.
+test: check pytest sanitize bare ## Everything CI runs: lint, types and all tests, those of the real model too.
 
 check: lint types ## What needs no tests to run: lint and types.
 
@@ -110,6 +110,17 @@ wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of it
 	@test $$SPECSERVE_REQUIRE_NATIVE = 0 || (cd build/wheel && venv/bin/python -c \
 	  "from specserve.kernels import _native; print('native kernels', _native.__file__)")
 	@mv build/wheel/*.whl dist/
+
+# The environment is made anew when the requirements may have changed; the wheel is installed each time, and then whatever
+# it requires that is not there.
+BARE := build/bare
+bare: wheel ## Use the wheel as a newcomer without extras: in an environment of its own, from another folder.
+	@echo "== the wheel in a bare environment (about a minute when it is made)"
+	@$(BIN)/specserve pull $(MODEL)
+	@test $(BARE)/.made -nt pyproject.toml || { rm -rf $(BARE) && $(PYTHON) -m venv $(BARE)/venv && touch $(BARE)/.made; }
+	@wheel=$$(ls -t dist/*.whl | head -1) && pip="$(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install" && \
+	  $$pip --force-reinstall --no-deps $$wheel && $$pip $$wheel
+	@$(BARE)/venv/bin/python -P tests/bare/run.py --model $(MODEL)
 
 clean: ## Remove what was built and cached here; the environment and the models stay.
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ from rich.table import Table
 
 import specserve.kernels
 from specserve.cache.sizing import GIB, free_memory
+from specserve.constraint.compiler import backends, missing_package
 from specserve.engine import build
 from specserve.errors import SpecserveError
 from specserve.models import catalog
@@ -59,6 +60,7 @@ def examine(model: str, root: Path = Path("/")) -> list[Section]:
         Section("Memory", [("free for an engine", f"{free_memory(device) / GIB:.1f} GiB on {device}")]),
         Section("Kernels", _kernels(device)),
         Section("Drafters", [("found", ", ".join(available()) or "none")]),
+        Section("Structured output", _grammars()),
         Section("Models", _models(model)),
     ]
 
@@ -132,6 +134,15 @@ def _kernels(device: torch.device) -> list[tuple[str, str]]:
             f"{ops.name}, {weights}: what an engine on {device} takes; kernels/ holds {backends}",
         ),
         ("dtype", f"{dtype}: {device} {native}"),
+    ]
+
+
+def _grammars() -> list[tuple[str, str]]:
+    missing = {name: missing_package(name) for name in backends()}
+    lacking = [f"{name} (package {package})" for name, package in missing.items() if package is not None]
+    return [
+        ("backends", ", ".join(name for name, package in missing.items() if package is None) or "none"),
+        ("not installed", ", ".join(lacking) or "none"),
     ]
 
 
