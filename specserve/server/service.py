@@ -298,5 +298,6 @@ def _event(name: str, said: Said) -> Event:
         finish_reason=said.finish_reason,
         stop_reason=said.stop_reason,
         error=said.error,
+        error_code=said.error_code,
         stats=said.stats,
     )

@@ -138,7 +138,10 @@ class _Streaming:
 
     async def _follow(self) -> None:
         async for said in self._answers:
-            events = [event for prompt, chunk in said for event in self._stream.push(chunk, prompt)]
+            events: list[str] = []
+            for prompt, chunk in said:
+                if not self._stream.failed:  # nothing follows an error, though several may end in one step
+                    events += self._stream.push(chunk, prompt)
             if self._stream.finished and not self._stream.failed:
                 events += self._stream.end(time.perf_counter())
             await self._send(events)
