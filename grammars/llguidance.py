@@ -33,6 +33,7 @@ from specserve.grammars._llguidance_words import (
 )
 from specserve.grammars._onward import Onward
 from specserve.schema.document import reachable
+from specserve.schema.formats import without_annotations
 from specserve.schema.rewrite import is_endless, rewritten
 from specserve.structured import Structured
 from specserve.types import Ids
@@ -85,6 +86,7 @@ class LlguidanceBackend:
 
     def _of_schema(self, schema: Any) -> tuple[LlguidanceGrammar, str]:
         """And what it is made of. What is refused as it is may be enforced in other words."""
+        schema = without_annotations(schema)
         try:
             if is_endless(schema):
                 raise RefusedError("$ref: a value asks for itself inside itself, without end.")

@@ -24,6 +24,7 @@ from specserve.grammars._lean import xgrammar_module
 from specserve.grammars._pattern import exact
 from specserve.grammars._structural import Inside, structural_tag
 from specserve.schema.document import check_depth, check_shape, walk
+from specserve.schema.formats import without_annotations
 from specserve.structured import Structured
 from specserve.types import Ids
 
@@ -274,6 +275,7 @@ def _checked_schema(schema: Any) -> str:
     check_depth(schema)
     for each in walk(schema):
         check_shape(each)
+    schema = without_annotations(schema)
     check(schema, _SUBSET)
     text = json.dumps(schema)
     if len(text) > _MOST_CHARACTERS:

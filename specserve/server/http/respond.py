@@ -24,6 +24,7 @@ PING_S = 10.0  # of silence, after which a stream gets a comment so that nobody 
 
 _log = logging.getLogger(__name__)
 
+IGNORED = web.RequestKey("ignored", list[str])  # names in the request that mean nothing here
 OUTPUTS = web.RequestKey("outputs", Sequence[RequestOutput])  # for the log, of requests that reached the engine
 CHUNKED = web.RequestKey("chunked", bool)  # a head was made, and not sent, that has what follows come in chunks
 TENANT = web.RequestKey("tenant", bytes)  # digest of the request's API key, where there are keys
@@ -45,6 +46,8 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
     the error is its last event."""
     server = context(request)
     asks = [await server.service.prepare(ask, request.get(TENANT, b"")) for ask in call.asks]
+    if names := await server.service.ignored(asks):
+        ignore(request, names)
     with server.service.start(asks, call.name) as answers, _deadline(answers, server.options.queue_timeout_s):
         request[OUTPUTS] = answers.outputs
         if call.stream:
@@ -52,6 +55,11 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
         async with asyncio.timeout(server.options.request_timeout_s or None):
             outputs = await answers.whole()
         return json_response(call.body(outputs, time.perf_counter()))
+
+
+def ignore(request: web.Request, names: Sequence[str]) -> None:
+    """Have the answer's headers tell of names in the request that mean nothing here, beside those told of before."""
+    request[IGNORED] = [*request.get(IGNORED, []), *names]
 
 
 def told(error: Exception) -> WireError:
