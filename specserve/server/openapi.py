@@ -36,8 +36,8 @@ _ERRORS = {
 _RETRIED_LATER = (429, 503)
 _RETRY_AFTER = {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}}
 _IGNORED = {
-    "description": "Names of fields that were ignored, and format.NAME for each format in a schema that JSON Schema does "
-    "not define, with commas between.",
+    "description": "Fields that were ignored, and format.NAME for each format that JSON Schema does not define, with "
+    "commas between.",
     "schema": {"type": "string"},
 }
 _KEYS = {
