@@ -27,7 +27,7 @@ HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpui
 OF_THE_CPU := tests/kernels tests/models/test_architectures.py tests/models/test_packed.py tests/models/test_real_logits.py \
   tests/engine tests/sampling tests/test_llm.py tests/test_structured.py
 
-.PHONY: help env demo serve test check lint types format pytest pytest-avx2 sanitize contract wheel clean
+.PHONY: help env demo serve test check lint types format pytest pytest-avx2 sanitize contract wheel bare clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -54,7 +54,7 @@ demo: $(STAMP) ## Fetch the default model, measure n-gram speculation on a few p
 serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI's API; SERVE_FLAGS="--port 9000" and so on.
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
-test: check pytest pytest-avx2 sanitize ## Everything CI runs: lint, types and all tests, those of the real model too.
+test: check pytest pytest-avx2 sanitize bare ## Everything CI runs: lint, types and all tests, those of the real model too.
 
 check: lint types ## What needs no tests to run: lint and types.
 
@@ -124,6 +124,17 @@ wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of it
 	@test $$SPECSERVE_REQUIRE_NATIVE = 0 || (cd build/wheel && venv/bin/python -c \
 	  "from specserve.kernels import _native; print('native kernels', _native.__file__)")
 	@mv build/wheel/*.whl dist/
+
+# The environment is made anew when the requirements may have changed; the wheel is installed each time, and then whatever
+# it requires that is not there.
+BARE := build/bare
+bare: wheel ## Use the wheel as a newcomer without extras: in an environment of its own, from another folder.
+	@echo "== the wheel in a bare environment (about a minute when it is made)"
+	@$(BIN)/specserve pull $(MODEL)
+	@test $(BARE)/.made -nt pyproject.toml || { rm -rf $(BARE) && $(PYTHON) -m venv $(BARE)/venv && touch $(BARE)/.made; }
+	@wheel=$$(ls -t dist/*.whl | head -1) && pip="$(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install" && \
+	  $$pip --force-reinstall --no-deps $$wheel && $$pip $$wheel
+	@$(BARE)/venv/bin/python -P tests/bare/run.py --model $(MODEL)
 
 clean: ## Remove what was built and cached here; the environment and the models stay.
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

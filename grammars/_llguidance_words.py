@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from specserve.constraint.base import RefusedError
 from specserve.grammars._ascii import in_ascii
 from specserve.grammars._gbnf import START, parse
+from specserve.grammars._llguidance_controls import exact_sets, spells_controls
 from specserve.grammars._longest import lark
 from specserve.schema.bounds import check_bounds
 from specserve.schema.document import Document, check_depth, check_shape, is_number, reachable, walk
@@ -34,6 +35,7 @@ _OPTIONS: Any = {
     "json_allowed_escapes": 'nrbtf\\"',
     "json_allow_general_unicode_escapes": False,
 }
+_WITH_LONG_ESCAPES: Any = {**_OPTIONS, "json_allowed_escapes": 'nrbtf\\"u'}  # of control characters alone
 _MOST_RULES = 1000  # of a Lark grammar: a chain of 5,000 rules overflows the stack, and the process dies
 _MOST_MULTIPLE = 1000  # of multipleOf: its automaton has so many states, and takes seconds
 _MOST_PROPERTIES = 1800  # of one object: each takes four items of a row
@@ -67,8 +69,10 @@ def schema_grammar(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise RefusedError("a JSON Schema is an object, true or false.")
     _check_schema(schema)
+    options = _WITH_LONG_ESCAPES if spells_controls(schema) else _OPTIONS
+    told = exact_sets(exact(schema))
     try:
-        return LLMatcher.grammar_from_json_schema(exact(schema), overrides=_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(told, overrides=options)
     except ValueError as error:
         raise RefusedError("a number in the schema is beyond what JSON readers take.") from error
 
@@ -132,8 +136,6 @@ def _check_schema(root: dict[str, Any]) -> None:
             raise RefusedError(f"enum: more than {_MOST_STRUCTURES} objects and arrays are not taken.")
         if is_number(least := schema.get("minProperties")) and least > len(_listed(schema.get("required"))) + 1:
             raise RefusedError(MANY_UNNAMED)
-        if schema.get("format") == "unknown":
-            raise RefusedError("Unknown format: unknown.")  # a name it takes for any text
         check_bounds(schema, root)
     together = _Together(root)
     if any(together.num_optional(schema) > _MOST_OPTIONAL for schema in schemas):

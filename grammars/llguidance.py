@@ -33,6 +33,7 @@ from specserve.grammars._llguidance_words import (
 )
 from specserve.grammars._onward import Onward
 from specserve.schema.document import reachable
+from specserve.schema.formats import without_annotations
 from specserve.schema.rewrite import is_endless, rewritten
 from specserve.structured import Structured
 from specserve.types import Ids
@@ -85,6 +86,7 @@ class LlguidanceBackend:
 
     def _of_schema(self, schema: Any) -> tuple[LlguidanceGrammar, str]:
         """And what it is made of. What is refused as it is may be enforced in other words."""
+        schema = without_annotations(schema)
         try:
             if is_endless(schema):
                 raise RefusedError("$ref: a value asks for itself inside itself, without end.")
@@ -150,14 +152,14 @@ class LlguidanceBackend:
             for _ in range(2):
                 grammar.start().fill(row)
         except ValueError as error:
-            raise RefusedError(f"nothing can begin to fit this: {error}") from error
+            raise RefusedError(f"nothing can begin to fit this: {_said(error)}") from error
         if not row.any():
             raise RefusedError("nothing fits this.")
         for seed in range(num_walks):
             try:
                 self._walk(grammar.start(), row, Random(seed) if seed else None)
             except ValueError as error:
-                raise RefusedError(f"behind its first tokens an answer could not go on: {error}") from error
+                raise RefusedError(f"behind its first tokens an answer could not go on: {_said(error)}") from error
             if not row.any():
                 raise RefusedError("it allows tokens behind which nothing fits.")
 
@@ -307,9 +309,10 @@ class LlguidanceState:
         return forced
 
     def _check(self, matcher: LLMatcher) -> None:
+        """Raise RefusedError where a grammar comes to the limits, ValueError where the library has failed."""
         if matcher.is_error():
             self._failed()
-            raise ValueError(_reason(matcher))
+            raise (ValueError if "panic" in matcher.get_error() else RefusedError)(_reason(matcher))
 
 
 class _Tokens(TokenizerWrapper):
@@ -328,6 +331,10 @@ class _Tokens(TokenizerWrapper):
         """Asked with the same few texts, names of keys and what stands between them, in most masks and drafts."""
         text = text if isinstance(text, str) else text.decode()
         return self._encode_short(text) if len(text) <= _SHORT else self._encode(text)
+
+
+def _said(error: ValueError) -> str:
+    return error.reason if isinstance(error, RefusedError) else str(error)
 
 
 def _reason(matcher: LLMatcher) -> str:

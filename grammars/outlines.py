@@ -20,6 +20,8 @@ import outlines_core
 from specserve.constraint.automaton import ENDED, START, Automaton, TokenTree, Transitions, check_size
 from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.grammars._ascii import in_ascii
+from specserve.schema.document import check_depth
+from specserve.schema.formats import without_annotations
 from specserve.structured import Structured
 
 _END = 0  # the byte after a text
@@ -92,7 +94,9 @@ def _pattern(asked: Structured) -> str:
     if asked.kind == "choice":
         return "|".join(_literal(option) for option in json.loads(asked.text))
     assert asked.kind == "json_schema", "kinds has no others"
-    return _of_schema(json.loads(asked.text), "the schema")
+    schema = json.loads(asked.text)
+    check_depth(schema)
+    return _of_schema(without_annotations(schema), "the schema")
 
 
 def _unanchored(pattern: str) -> str:

@@ -24,9 +24,11 @@ from specserve.grammars._lean import xgrammar_module
 from specserve.grammars._pattern import exact
 from specserve.grammars._structural import Inside, structural_tag
 from specserve.schema.document import check_depth, check_shape, walk
+from specserve.schema.formats import without_annotations
 from specserve.structured import Structured
 from specserve.types import Ids
 
+_xgrammar: Any = xgrammar_module()  # where it is not installed this file cannot be imported either
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _FORMATS = {"duration", "ipv6", "uri", "uri-template", "uuid"}
 _MOST_OPTIONS = 1000
@@ -70,21 +72,20 @@ _SUBSET = Subset(
 
 
 class XgrammarBackend:
-    """Constraints for one vocabulary. Raises ModuleNotFoundError where xgrammar is not installed."""
+    """Constraints for one vocabulary."""
 
     kinds = frozenset({"json_schema", "regex", "choice", "ebnf", "lark", "structural_tag"})
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._xgrammar: Any = xgrammar_module()
         self._words = _Words(vocabulary)
-        information = self._xgrammar.TokenizerInfo(
+        information = _xgrammar.TokenizerInfo(
             self._words.spellings,
-            self._xgrammar.VocabType.RAW,
+            _xgrammar.VocabType.RAW,
             vocab_size=vocabulary.size,
             stop_token_ids=list(vocabulary.eos_ids),
         )
         # Its own cache is off: what is compiled is kept once, by who asks for it.
-        self._compiler = self._xgrammar.GrammarCompiler(information, max_threads=4, cache_enabled=False)
+        self._compiler = _xgrammar.GrammarCompiler(information, max_threads=4, cache_enabled=False)
 
     def compile(self, asked: Structured) -> XgrammarGrammar:
         named: set[int] = set()
@@ -94,7 +95,7 @@ class XgrammarBackend:
             if isinstance(error, RefusedError):
                 raise
             raise RefusedError(_reason(error)) from error
-        matcher = partial(self._xgrammar.GrammarMatcher, compiled)
+        matcher = partial(_xgrammar.GrammarMatcher, compiled)
         grammar = XgrammarGrammar(matcher, compiled.memory_size_bytes, self._words, named)
         row = np.zeros(self._words.vocabulary.num_words, np.int32)
         grammar.start().fill(row)
@@ -122,7 +123,7 @@ class XgrammarBackend:
         return self._compiler.compile_structural_tag(tag)
 
     def _schema_grammar(self, schema: Any) -> str:
-        made = self._xgrammar.Grammar.from_json_schema(_checked_schema(schema), any_whitespace=False, strict_mode=False)
+        made = _xgrammar.Grammar.from_json_schema(_checked_schema(schema), any_whitespace=False, strict_mode=False)
         return str(made)
 
 
@@ -274,6 +275,7 @@ def _checked_schema(schema: Any) -> str:
     check_depth(schema)
     for each in walk(schema):
         check_shape(each)
+    schema = without_annotations(schema)
     check(schema, _SUBSET)
     text = json.dumps(schema)
     if len(text) > _MOST_CHARACTERS:

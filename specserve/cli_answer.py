@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specserve.errors import EngineError
+from specserve.errors import EngineError, NoTokenLeftError
 from specserve.types import SequenceStats
 
 if TYPE_CHECKING:
-    from specserve.llm import Chunk
+    from specserve.llm import Chunk, CompletionOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Answer:
 
 
 def write(chunks: Iterable[Chunk]) -> Answer:
-    """Write a stream's text to standard output as it comes. Raises EngineError if it ends in an error of its own."""
+    """Write a stream's text to standard output as it comes. Raises as `check` for an error of its own."""
     texts: list[str] = []
     num_tokens = 0
     stats: SequenceStats | None = None
@@ -45,14 +45,15 @@ def write(chunks: Iterable[Chunk]) -> Answer:
         print(chunk.text, end="", flush=True)
         texts.append(chunk.text)
         num_tokens += len(chunk.token_ids)
-        check(chunk.finish_reason, chunk.error)
+        check(chunk)
         stats = chunk.stats or stats
     print()
     assert stats is not None, "the last chunk of a stream has its stats"
     return Answer("".join(texts), num_tokens, stats)
 
 
-def check(finish_reason: str | None, error: str | None) -> None:
-    """Raise EngineError for a completion that failed alone, whose siblings may be well."""
-    if finish_reason == "error":
-        raise EngineError(error or "The request failed in the engine, which gave no reason.")
+def check(said: Chunk | CompletionOutput) -> None:
+    """Raise NoTokenLeftError or EngineError for a completion that failed alone, whose siblings may be well."""
+    if said.finish_reason == "error":
+        kind = NoTokenLeftError if said.error_code == NoTokenLeftError.code else EngineError
+        raise kind(said.error or "The request failed in the engine, which gave no reason.")

@@ -70,7 +70,11 @@ class ServerOptions:
 class LoadOptions:
     rate: Annotated[
         tuple[float, ...],
-        _listed(LOAD, "Requests per second, whatever becomes of those before; several as 1,2,4, in turn.", _rates),
+        _listed(
+            LOAD,
+            "Requests per second, whatever becomes of those before; inf: all at once. Several: 1,2,inf.",
+            _rates,
+        ),
     ] = ()
     arrival: Annotated[
         Literal["poisson", "constant"], Parameter(group=LOAD, help="How requests of a rate follow each other.")

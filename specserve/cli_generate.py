@@ -123,7 +123,7 @@ def _batch(llm: LLM, asked: list[Any], params: SamplingParams, json_lines: bool)
     for output in outputs:
         completion = output.outputs[0]
         if not json_lines:
-            check(completion.finish_reason, completion.error)
+            check(completion)
         print(json.dumps(_record(output)) if json_lines else completion.text)
     return [Answer(o.outputs[0].text, len(o.outputs[0].token_ids), o.outputs[0].stats) for o in outputs]
 
@@ -136,5 +136,6 @@ def _record(output: RequestOutput) -> dict[str, Any]:
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "error": completion.error,
+        "error_code": completion.error_code,
         "stats": asdict(completion.stats),
     }

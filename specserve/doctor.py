@@ -18,6 +18,7 @@ from rich.table import Table
 
 import specserve.kernels
 from specserve.cache.sizing import GIB, free_memory
+from specserve.constraint.compiler import backends, missing_package
 from specserve.engine import build
 from specserve.errors import SpecserveError
 from specserve.machine.cores import usable_cores
@@ -62,6 +63,7 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Secti
         Section("Memory", [("free for an engine", f"{free_memory(device) / GIB:.1f} GiB on {device}")]),
         Section("Kernels", _kernels(device, isa)),
         Section("Drafters", [("found", ", ".join(available()) or "none")]),
+        Section("Structured output", _grammars()),
         Section("Models", _models(model)),
     ]
 
@@ -135,6 +137,15 @@ def _kernels(device: torch.device, isa: str) -> list[tuple[str, str]]:
         ),
         ("instruction set", f"{ops.instruction_set or 'no choice'} (--isa or {VARIABLE} changes it)"),
         ("dtype", f"{dtype}: {device} {native}"),
+    ]
+
+
+def _grammars() -> list[tuple[str, str]]:
+    missing = {name: missing_package(name) for name in backends()}
+    lacking = [f"{name} (package {package})" for name, package in missing.items() if package is not None]
+    return [
+        ("backends", ", ".join(name for name, package in missing.items() if package is None) or "none"),
+        ("not installed", ", ".join(lacking) or "none"),
     ]
 
 

@@ -2,7 +2,8 @@
 
 SpecserveError
 ├── InputError (ValueError)    one request is wrong: names the parameter, what is allowed and what to do
-│   └── PromptTooLongError     the prompt does not fit the context or the KV cache; carries both numbers
+│   ├── PromptTooLongError     the prompt does not fit the context or the KV cache; carries both numbers
+│   └── NoTokenLeftError       what the request asks for together forbids every token
 ├── ConfigError (ValueError)   an option of the engine, the command line or the TOML file is wrong
 ├── ModelError                 weights, tokenizer or architecture cannot be used; says which file and why
 ├── CapacityError              memory does not suffice; says what was needed, what was there, what fits
@@ -17,10 +18,12 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
+# Why a completion ended that did not end well: the request left no token that may come, or all else.
+FailureCode: TypeAlias = Literal["no_token_left", "completion_failed"]
 _MAX_SHOWN = 500  # characters of an answer that is no error object
 
 
@@ -29,7 +32,10 @@ class SpecserveError(Exception):
 
 
 class InputError(SpecserveError, ValueError):
-    """A request is wrong. `param` is the request field at fault, or None."""
+    """A request is wrong. `param` is the request field at fault, or None; `code` a short name of what is wrong with it,
+    where programs may want to know."""
+
+    code: str | None = None
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -38,6 +44,8 @@ class InputError(SpecserveError, ValueError):
 
 class PromptTooLongError(InputError):
     """The prompt has `num_tokens`, or more where they were not counted to the end, and at most `limit` fit."""
+
+    code = "context_length_exceeded"
 
     def __init__(self, num_tokens: int, limit: int, reason: str, counted: bool = True) -> None:
         has = num_tokens if counted else f"at least {num_tokens}"
@@ -48,6 +56,12 @@ class PromptTooLongError(InputError):
         )
         self.num_tokens = num_tokens
         self.limit = limit
+
+
+class NoTokenLeftError(InputError):
+    """The grammar, allowed_token_ids, bad_words and min_tokens of a request together forbid every token."""
+
+    code: FailureCode = "no_token_left"
 
 
 class ConfigError(SpecserveError, ValueError):

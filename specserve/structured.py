@@ -117,6 +117,7 @@ class RefusedError(InputError):
 
     def __init__(self, message: str) -> None:
         super().__init__(f"structured: {message}", "structured")
+        self.reason = message
 
 
 def _as_json(value: Any) -> str:

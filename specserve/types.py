@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.errors import InputError, strict_fields
+from specserve.errors import FailureCode, InputError, strict_fields
 from specserve.structured import Structured
 
 if TYPE_CHECKING:
@@ -306,6 +306,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A sequence cannot go on, and `message` says why; the engine ends it with finish_reason "error"."""
+
+    message: str
+    code: FailureCode = "completion_failed"
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """What one step did for one sequence: new output tokens, and how it ended if it did. Later steps do not change an
     event, except for `stats`, which are the sequence's own and final with the last event."""
@@ -317,7 +325,8 @@ class Event:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # on the first event that has tokens
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None  # with finish_reason "error"
+    error: str | None = None  # with finish_reason "error"; so is the next
+    error_code: FailureCode | None = None
     stats: SequenceStats | None = None
 
 
@@ -334,6 +343,8 @@ class GrammarState(Protocol):
     the state's own, rows[i + 1] what may follow node i, nothing where that may not stand, is not in the vocabulary or
     is one of `ends`. The state is then where it was. A backend without a call of its own for it takes
     constraint.walk.fill_draft.
+
+    What it raises is the engine's fault, but for a RefusedError: then the constraint goes beyond the backend's limits.
     """
 
     def fill(self, row: Ids) -> None: ...
@@ -347,7 +358,7 @@ class GrammarState(Protocol):
 class GuardedState(GrammarState, Protocol):
     """A state that raises nothing: `fault` says why nothing may come any more."""
 
-    fault: str | None
+    fault: Failure | None
 
 
 class Drafter(Protocol):

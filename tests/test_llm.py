@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specserve import LLM, AsyncLLM, SamplingParams
-from specserve.errors import ConfigError, EngineError, InputError
+from specserve.errors import ConfigError, EngineError, InputError, NoTokenLeftError
+from specserve.structured import Structured
 from specserve.testing import write_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -248,6 +250,25 @@ def test_n_completions_and_logprobs(llm: LLM) -> None:
         assert all(len(entry.top) == 2 for entry in output.logprobs)
     assert result.prompt_logprobs is not None
     assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+
+
+def test_what_leaves_no_token_is_refused_at_once_or_ends_alone(llm: LLM) -> None:
+    """[5] is "&". What nothing can begin is refused before anything runs; what comes to a dead end later says so, and
+    the prompts beside it are answered."""
+    with pytest.raises(NoTokenLeftError, match="No token may come at position") as refused:
+        llm.generate("x", SamplingParams(allowed_token_ids=[5, 5], bad_words=["&"]))
+    assert (refused.value.param, refused.value.code) == ("allowed_token_ids", "no_token_left")
+    with pytest.raises(NoTokenLeftError):
+        llm.generate("x", SamplingParams(bad_words=["a"], structured=Structured.regex("a|ab"), n=2))
+    late = SamplingParams(allowed_token_ids=[5], bad_words=["&&"], n=2, logprobs=1, max_tokens=4)
+    stuck, fine = llm.generate(["x", "x"], [late, replace(late, bad_words=())])
+    for completion in stuck.outputs:
+        assert (completion.text, completion.finish_reason, completion.error_code) == ("&", "error", "no_token_left")
+        assert "bad_words" in str(completion.error)
+        assert len(completion.logprobs or ()) == 1
+    assert [(each.text, each.error, each.error_code) for each in fine.outputs] == [("&&&&", None, None)] * 2
+    *_, last = llm.stream("x", replace(late, n=1))
+    assert (last.finish_reason, last.error_code) == ("error", "no_token_left")
 
 
 def test_bad_words_never_appear(llm: LLM) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
 from specserve.structured import RefusedError as RefusedError, Structured
-from specserve.types import GrammarState, Ids
+from specserve.types import Failure, GrammarState, Ids
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Guarded:
     come any more, from the first exception on; an empty row then stands for every row."""
 
     def __init__(self, state: GrammarState) -> None:
-        self.fault: str | None = None
+        self.fault: Failure | None = None
         self._state = state
         self._forced: list[int] | None = None  # until it moves
 
@@ -104,7 +104,10 @@ class Guarded:
             return otherwise
         try:
             return function(*args, **kwargs)
+        except RefusedError as error:
+            self.fault = Failure(f"The grammar cannot go on here: {error.reason}", "no_token_left")
+            return otherwise
         except Exception as error:
             _log.warning("A grammar failed; its request ends.", exc_info=error)
-            self.fault = f"The grammar failed: {type(error).__name__}: {error}"
+            self.fault = Failure(f"The grammar failed: {type(error).__name__}: {error}")
             return otherwise

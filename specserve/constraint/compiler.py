@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import ModuleType
 
 import specserve.grammars
 from specserve.constraint.base import Backend, Grammar, RefusedError, Vocabulary
@@ -22,6 +23,7 @@ from specserve.structured import Structured
 
 AUTO = "auto"
 _ORDER = ("llguidance", "xgrammar")  # auto asks those that take the kind, until one can enforce it
+_OURS = __name__.partition(".")[0]
 _log = logging.getLogger(__name__)
 
 _REFUSAL_BYTES = 1024
@@ -37,9 +39,32 @@ def backends() -> list[str]:
 
 
 def check_backend(name: str) -> None:
-    """Raise ConfigError for a name that is neither a backend nor "auto"."""
-    if name != AUTO and name not in backends():
+    """Raise ConfigError for a name that is neither a backend nor "auto", and for a backend whose package is missing."""
+    if name == AUTO:
+        return
+    if name not in backends():
         raise ConfigError("--grammar-backend: " + unknown("backend", name, [AUTO, *backends()]))
+    if (package := missing_package(name)) is not None:
+        raise ConfigError(
+            f"--grammar-backend {name} needs the package {package}, which is not installed: pip install "
+            f"'specserve[{name}]', or --grammar-backend {AUTO}, which takes those that are."
+        )
+
+
+def missing_package(name: str) -> str | None:
+    """The package that a backend needs and that is not installed; None where all are. The only place that asks: a
+    backend imports what it needs when it is imported itself, so that there is one answer for all processes."""
+    try:
+        _module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == _OURS:
+            raise  # a mistake of ours is no missing package
+        return error.name
+    return None
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{specserve.grammars.__name__}.{name}")
 
 
 @dataclass(slots=True)
@@ -136,6 +161,8 @@ class Compiler:
             except _UNFORESEEN as error:
                 _log.warning("The grammar backend %s failed on a constraint, which is refused.", name, exc_info=error)
                 refusals[name] = f"this {asked.kind} is not understood ({type(error).__name__})."
+        if not any(self._backends.values()):
+            raise RefusedError(f"none of the grammar backends {', '.join(self._names)} is installed here.")
         raise RefusedError(_together(refusals) or f"{asked.kind} is not supported by {' or '.join(self._names)}.")
 
     def _backend(self, name: str) -> Backend | None:
@@ -147,14 +174,9 @@ class Compiler:
         return self._backends[name]
 
     def _made(self, name: str) -> Backend | None:
-        try:
-            module = importlib.import_module(f"{specserve.grammars.__name__}.{name}")
-        except ModuleNotFoundError as error:
-            if len(self._names) > 1:
-                return None
-            raise ConfigError(
-                f"Grammar backend {name!r} needs the package {error.name!r}, which is missing."
-            ) from error
+        if missing_package(name) is not None:
+            return None
+        module = _module(name)
         (found,) = [
             value
             for key, value in vars(module).items()

@@ -19,7 +19,7 @@ from torch import Tensor
 from specserve.constraint.walk import visit
 from specserve.runtime.batch import Rows
 from specserve.sampling.filters import changes_logits
-from specserve.types import Draft, GuardedState, Ids, Sequence
+from specserve.types import Draft, Failure, GuardedState, Ids, Sequence
 
 
 def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
@@ -100,7 +100,7 @@ def _fill_rest(
     state.rollback(at)
 
 
-def advance(seq: Sequence, tokens: list[int]) -> str | None:
+def advance(seq: Sequence, tokens: list[int]) -> Failure | None:
     """Move a sequence's grammar over tokens that were emitted. Returns why it cannot go on, None if it can: sampled
     under its mask every token fits, so only a fault of the grammar stops it."""
     assert seq.grammar is not None, "free sequences have no grammar to advance"
@@ -108,7 +108,8 @@ def advance(seq: Sequence, tokens: list[int]) -> str | None:
         if token in seq.stop_ids and seq.finished:
             break
         if not seq.grammar.advance(token):
-            return seq.grammar.fault or f"The grammar does not know the token {token} that it had allowed."
+            unknown = f"The grammar does not know the token {token} that it had allowed."
+            return seq.grammar.fault or Failure(unknown)
     return seq.grammar.fault
 
 

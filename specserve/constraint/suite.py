@@ -137,10 +137,13 @@ def _arranged(value: Any, order: dict[str, int]) -> Any:
 
 
 def _spellings(value: Any) -> Iterator[str]:
-    """Texts of one value: its keys in other orders, and whole numbers without a fraction."""
+    """Texts of one value: its keys in other orders, whole numbers without a fraction, and characters as they are or
+    escaped."""
     seen: dict[str, None] = {}
     for variant in itertools.islice(_variants(value), _MOST_SPELLINGS):
-        seen[json.dumps(variant, ensure_ascii=False)] = None
+        for in_ascii in (False, True):
+            text = json.dumps(variant, ensure_ascii=in_ascii)
+            seen[text] = seen[text.replace("\x7f", r"\u007f")] = None
     return iter(seen)
 
 

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from specserve.constraint.base import RefusedError
+from specserve.schema.formats import annotated_formats
+from specserve.structured import Structured
 
 _MOST_TAGS = 500  # in all; OpenAI takes 128 tools
 _MOST_FORMATS = 1024  # in all
@@ -214,6 +216,19 @@ def parse(text: str) -> Format:
         raise RefusedError(f"structural tag: this is no JSON: {error}.") from error
     _check_size(found)
     return found
+
+
+def ignored_formats(asked: Structured) -> list[str]:
+    """The formats in a constraint's schemas, one or those inside a tag, that JSON Schema does not define."""
+    if asked.kind == "json_schema":
+        return annotated_formats(json.loads(asked.text))
+    if asked.kind != "structural_tag":
+        return []
+    try:
+        schemas = [each.json_schema for _, each in _walk(parse(asked.text)) if isinstance(each, JsonSchema)]
+    except RefusedError:  # by a backend that reads tags in its own way it may be taken
+        return []
+    return [name for schema in schemas for name in annotated_formats(schema)]
 
 
 def _content(schema: Any) -> dict[str, Any]:

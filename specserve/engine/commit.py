@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from specserve.types import Draft, Event, Sequence, Verdict
+from specserve.types import Draft, Event, Failure, Sequence, Verdict
 
 
 def extend(seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
@@ -67,7 +67,7 @@ def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
             stats.accepted_by_position[i] += i < accepted
 
 
-def event(seq: Sequence, tokens: list[int], error: str | None = None) -> Event:
+def event(seq: Sequence, tokens: list[int], failure: Failure | None = None) -> Event:
     """What this step said of a sequence, as a snapshot."""
     first = seq.num_output == len(tokens)
     wants = seq.params
@@ -79,6 +79,7 @@ def event(seq: Sequence, tokens: list[int], error: str | None = None) -> Event:
         prompt_logprobs=list(seq.prompt_logprobs) if first and wants.prompt_logprobs is not None else None,
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
-        error=error,
+        error=None if failure is None else failure.message,
+        error_code=None if failure is None else failure.code,
         stats=seq.stats,
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from specserve.cache.cache import KVCache
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.constraint import masks
+from specserve.engine.beginning import check_beginning
 from specserve.engine.commit import event, extend
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
@@ -18,10 +19,9 @@ from specserve.errors import ConfigError, InputError
 from specserve.runtime.batch import Batch, Rows, Work, pack
 from specserve.runtime.runner import Output, Runner
 from specserve.sampling.sampler import Sampler
-from specserve.sampling.verify import Failure
 from specserve.speculation.base import NONE, DraftHost
 from specserve.speculation.drafters import Drafters
-from specserve.types import Draft, Event, Ids, Sequence, Verdict
+from specserve.types import Draft, Event, Failure, Ids, Sequence, Verdict
 
 _BROKEN_KV = (
     "The model's keys or values of token {} are NaN or infinite: the model or its precision cannot handle this input. "
@@ -67,6 +67,7 @@ class Engine:
         if request.id in self.requests:
             raise InputError(f"Request id {request.id!r} is in use; every running request needs its own.", "request_id")
         group = sequences(request, self.limits)
+        check_beginning(group[0], self.limits.vocab_size)
         self.drafters.require(group[0].drafter)
         self.requests[request.id] = list(group)
         for seq in group:
@@ -168,7 +169,7 @@ class Engine:
             if result is None:
                 self.cache.keep(seq, count)
             elif isinstance(result, Failure):
-                events.append(_failed(seq, [], result.message))
+                events.append(_failed(seq, [], result))
             else:
                 self.cache.keep(seq, count, result.path, result.tokens)
                 tokens = extend(seq, drafts[seq], result)
@@ -177,7 +178,7 @@ class Engine:
                 verdicts[seq] = result
         return events, verdicts
 
-    def _advance(self, seq: Sequence, tokens: list[int]) -> str | None:
+    def _advance(self, seq: Sequence, tokens: list[int]) -> Failure | None:
         """Why a sequence's grammar cannot follow it, None where it can or there is none."""
         if seq.grammar is None:
             return None
@@ -252,8 +253,8 @@ def _num_masked(rows: Rows) -> int:
     return sum(len(draft) + 1 for seq, draft in zip(rows.seqs, rows.drafts, strict=True) if seq.grammar is not None)
 
 
-def _failed(seq: Sequence, tokens: list[int], message: str) -> Event:
+def _failed(seq: Sequence, tokens: list[int], failure: Failure) -> Event:
     """Its last event. A grammar that failed knows better why nothing may come."""
     seq.finish_reason = "error"
     fault = None if seq.grammar is None else seq.grammar.fault
-    return event(seq, tokens, error=fault or message)
+    return event(seq, tokens, fault or failure)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specserve.engine.detokenizer import Detokenizer
+from specserve.errors import FailureCode
 from specserve.models.tokenizer import Tokenizer
 from specserve.types import Event, FinishReason, SamplingParams, SequenceStats, TokenLogprobs
 
@@ -22,7 +23,8 @@ class Chunk:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None  # with finish_reason "error"
+    error: str | None = None  # with finish_reason "error"; so is the next
+    error_code: FailureCode | None = None
     stats: SequenceStats | None = None
 
 
@@ -36,7 +38,8 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None  # with finish_reason "error"
+    error: str | None = None  # with finish_reason "error"; so is the next
+    error_code: FailureCode | None = None
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @property
@@ -110,7 +113,8 @@ class Collector:
         elif reason is not None:
             visible += text.finish()
         stats = event.stats if reason else None
-        return Chunk(event.request_id, event.index, visible, tokens, logprobs, reason, stop, event.error, stats)
+        failure = event.error, event.error_code
+        return Chunk(event.request_id, event.index, visible, tokens, logprobs, reason, stop, *failure, stats)
 
     def _shown(self, event: Event) -> list[int]:
         """The ids that become text: a token that ended the completion is an id and no text, as in vLLM."""
@@ -124,6 +128,6 @@ def _append(completion: CompletionOutput, chunk: Chunk) -> None:
     if chunk.logprobs is not None:
         completion.logprobs = (completion.logprobs or []) + chunk.logprobs
     completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
-    completion.error = chunk.error
+    completion.error, completion.error_code = chunk.error, chunk.error_code
     if chunk.stats is not None:
         completion.stats = chunk.stats

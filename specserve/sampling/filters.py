@@ -50,6 +50,13 @@ def process(logits: Tensor, rows: Rows, masks: Tensor | None) -> Tensor:
     return scores
 
 
+def leaves_none(seq: Sequence, mask: Tensor | None, vocab_size: int) -> bool:
+    """Whether what a sequence asks for forbids every token that could come next. mask int32 [1, words] or None: its
+    grammar's bits."""
+    nothing = torch.zeros(1, vocab_size)
+    return not bool(process(nothing, Rows([seq], [Draft.empty()], [0]), mask).isfinite().any())
+
+
 def is_processed(rows: Rows, masks: Tensor | None) -> bool:
     """Whether any row may come out of `process` as another."""
     return masks is not None or any(changes_logits(seq) for seq in rows.seqs)

@@ -22,17 +22,18 @@ from specserve.sampling import verify
 from specserve.sampling.filters import is_processed, laws, normalise, process, row_depths, shape
 from specserve.sampling.logprobs import token_logprobs
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys, unit
-from specserve.sampling.verify import Failure
-from specserve.types import Draft, Ids, SamplingParams, Sequence, TokenLogprobs, Verdict
+from specserve.types import Draft, Failure, Ids, SamplingParams, Sequence, TokenLogprobs, Verdict
 
 _CACHED_ELEMENTS = 2**16
 _BROKEN, _EMPTY = 1, 2  # why a row is bad; 0 is a good one
-_MESSAGES = {
-    _BROKEN: "The model's logits for token {} are NaN or infinite: the model or its precision cannot handle this "
-    "input. Try another dtype.",
-    _EMPTY: "No token may come at position {}: the grammar, allowed_token_ids, bad_words, min_tokens and logit_bias "
-    "together forbid every one. Loosen one of them.",
-}
+NO_TOKEN = (
+    "No token may come at position {}: the grammar, allowed_token_ids, bad_words and min_tokens together forbid every "
+    "one. Loosen one of them."
+)
+_NOT_FINITE = (
+    "The model's logits for token {} are NaN or infinite: the model or its precision cannot handle this input. Try "
+    "another dtype."
+)
 
 
 class Native(Protocol):
@@ -249,11 +250,17 @@ class Sampler:
         for seq, draft, start, path in zip(rows.seqs, rows.drafts, rows.starts, paths, strict=True):
             faults = said.faults[start : start + len(draft) + 1]
             if faults[0]:
-                found.append(Failure(_MESSAGES[faults[0]].format(len(seq.tokens))))
+                found.append(_failure(faults[0], len(seq.tokens)))
                 continue
             extra = said.tokens[start + verify.last_row(path)]
             found.append(Verdict(*verify.conclude(draft, path, [fault > 0 for fault in faults], extra)))
         return _with_logprobs(logits, rows, found)
+
+
+def _failure(fault: int, position: int) -> Failure:
+    if fault == _EMPTY:
+        return Failure(NO_TOKEN.format(position), "no_token_left")
+    return Failure(_NOT_FINITE.format(position))
 
 
 def _best_within(logits: Tensor, mask: Ids) -> int:
@@ -269,7 +276,7 @@ def _faults(raw: Tensor, scores: Tensor, best: Tensor) -> Tensor:
     """Why each row is bad, int64 [rows]. NaN wins every maximum, so the maxima tell; NaN < inf is false."""
     top = scores.gather(1, best[:, None]).squeeze(1)
     peak = top if scores is raw else raw.amax(-1)  # processing may hide a NaN
-    broken = ~((peak < torch.inf) & (top < torch.inf))
+    broken = ~(peak.isfinite() & (top < torch.inf))
     return torch.where(broken, _BROKEN, torch.where(top == -torch.inf, _EMPTY, 0))
 
 

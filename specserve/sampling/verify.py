@@ -28,13 +28,6 @@ from specserve.types import Draft
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """This sequence cannot go on, and `message` says why; the engine ends it with finish_reason "error"."""
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class Round:
     """Nodes that are tried at the same time: one depth, one place among their siblings, all one-hot or all dense."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -26,6 +27,7 @@ _MOST_PERMUTATIONS = 400
 # llguidance takes an excluded whole bound for included where the other bound is less than 1 away, so the numbers that
 # are nearer to it than this are left out instead.
 _STEP = 1e-6
+_LONG = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _LONGEST_EXCLUDED = 1000  # characters of texts that a text must not be
 
 Write = Callable[[Terms], Any]
@@ -148,6 +150,8 @@ def all_but(texts: list[str]) -> str:
     """A regular expression of every text but these."""
     if sum(map(len, texts)) > _LONGEST_EXCLUDED:
         raise RefusedError(f"texts of more than {_LONGEST_EXCLUDED} characters are not enforced under not.")
+    if any(_LONG.search(text) for text in texts):
+        raise RefusedError("a text with a control character that JSON writes as \\u00XX is not enforced under not.")
     return f"^{_all_but(sorted(set(texts)))}$"
 
 

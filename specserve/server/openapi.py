@@ -35,7 +35,11 @@ _ERRORS = {
 }
 _RETRIED_LATER = (429, 503)
 _RETRY_AFTER = {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}}
-_IGNORED = {"description": "Names of fields that were ignored, with commas between.", "schema": {"type": "string"}}
+_IGNORED = {
+    "description": "Fields that were ignored, and format.NAME for each format that JSON Schema does not define, with "
+    "commas between.",
+    "schema": {"type": "string"},
+}
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specserve.constraint.base import RefusedError as StructureRefusedError
+from specserve.constraint.tags import ignored_formats
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.errors import InputError, PromptTooLongError
 from specserve.models.tokenizer import Tokenizer
@@ -30,6 +32,7 @@ from specserve.types import Event, SamplingParams
 T = TypeVar("T")
 _INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
 _LONG_CHARACTERS = 2**20  # text that takes seconds; hardly a prompt, but /tokenize counts what is none yet
+_FORMAT = re.compile(r'"format"\s*:\s*"')  # of a schema; a tag's own is an object
 _WORDS = {State.LOADING: "is loading", State.RESTARTING: "has failed and is being started again"}
 
 
@@ -222,6 +225,15 @@ class Service:
         except StructureRefusedError as error:
             raise InputError(f"{source}{str(error).removeprefix('structured')}", source) from error
 
+    async def ignored(self, asks: Sequence[Ask]) -> list[str]:
+        """What of the constraints of prepared requests says nothing of the answer, by name: formats that JSON Schema
+        does not define."""
+        found: list[str] = []
+        for asked in dict.fromkeys(ask.params.structured for ask in asks):
+            if asked is not None and _FORMAT.search(asked.text):
+                found += await self.run(len(asked.text), ignored_formats, asked)
+        return [f"format.{name}" for name in dict.fromkeys(found)]
+
     def start(self, asks: Sequence[Ask], name: str) -> Answers:
         """Ask the engine what was prepared; `name` is the answer's. Raises WireError while there is none, and
         PromptTooLongError; then nothing was asked."""
@@ -301,5 +313,6 @@ def _event(name: str, said: Said) -> Event:
         finish_reason=said.finish_reason,
         stop_reason=said.stop_reason,
         error=said.error,
+        error_code=said.error_code,
         stats=said.stats,
     )

@@ -252,13 +252,23 @@ def test_all_requests_of_a_burst_are_sent_at_once(points: Points) -> None:
     assert max(record.lag for record in point.records) == close(0)
 
 
+@pytest.mark.parametrize("arrival", ["poisson", "constant"])
+def test_at_an_infinite_rate_all_are_sent_at_once(points: Points, arrival: str) -> None:
+    server = Server(lambda number: Script([(5.0, chunk("a", "stop"))]))
+    (point,) = points(server, plan(OpenLoop(math.inf, arrival), num=40))
+    assert server.most == 40
+    assert {record.due for record in point.records} == {point.records[0].due}
+    assert summary(point, Goodput({}))["load"] == {"name": "inf/s", "kind": "open", "rate": "inf", "arrival": arrival}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         lambda: OpenLoop(0.0),
         lambda: OpenLoop(-1.0),
-        lambda: OpenLoop(math.inf),
+        lambda: OpenLoop(-math.inf),
         lambda: OpenLoop(math.nan),
+        lambda: plan(OpenLoop(math.inf), num=None, duration=5.0),  # it would never end
         lambda: ClosedLoop(0),
         lambda: Extent(),
         lambda: Target(url="localhost:8000"),
@@ -738,6 +748,7 @@ def test_options_come_from_a_table_of_the_file(command: Command, quick: Server) 
         (["--rate", "1", "--concurrency", "1"], "Give one of them"),
         (["--rate", "x"], "write them as"),
         (["--rate", "0"], "above 0"),
+        (["--rate", "1,inf", "--duration", "5"], "--num-requests"),
         (["--concurrency", "1.5"], "whole number"),
         (["--concurrency", "0"], "at least 1"),
         (["--num-requests", "0"], ">= 1"),
@@ -781,7 +792,21 @@ def test_a_plot_needs_matplotlib_before_anything_is_sent(
     assert quick.keys == []
 
 
-@pytest.mark.parametrize("rates", ["300", "300,600"])
+def test_an_infinite_rate_is_no_number_in_json(command: Command, quick: Server) -> None:
+    flags = ("--url", quick.url, "--rate", "200,inf", "--num-requests", "5", "--json", "out.json")
+    status, out, err = command(*flags)
+    assert status == 0, err
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads(Path("out.json").read_text(), parse_constant=refuse)
+    assert [load["load"]["rate"] for load in found["loads"]] == [200.0, "inf"]
+    assert [load["completed"] for load in found["loads"]] == [5, 5]
+    assert "inf/s" in out
+
+
+@pytest.mark.parametrize("rates", ["300", "300,600", "inf", "300,inf"])
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_plots_are_drawn(command: Command, quick: Server, rates: str, suffix: str) -> None:
     pytest.importorskip("matplotlib", reason="Plots are an extra.")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from specserve.constraint import compiler as module
 from specserve.constraint.base import Grammar, RefusedError, Vocabulary
-from specserve.constraint.compiler import Compiler, backends
+from specserve.constraint.compiler import Compiler, backends, check_backend, missing_package
 from specserve.errors import ConfigError
 from specserve.structured import Structured
 from specserve.testing import LanguageGrammar
+
+WORDS = Vocabulary([b"", b"a", b"b"], (0,), 3, lambda text: [" ab".index(letter) for letter in text])
 
 
 class Made(LanguageGrammar):
@@ -145,15 +150,67 @@ def test_when_all_refuse_each_is_heard_shortly_the_first_at_the_front(picky: Com
     assert "begin with c" not in str(said.value)
 
 
-def test_one_that_is_asked_for_by_name_and_is_missing_says_which_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError("No module", name="llguidance")
+NEEDED = {"llguidance": "llguidance", "xgrammar": "xgrammar", "outlines": "outlines_core"}  # by backend
 
-    monkeypatch.setattr(module.importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match="'xgrammar' needs the package 'llguidance'"):
-        Compiler(lambda: Vocabulary([], (0,), 1, lambda text: []), "xgrammar").compile(Structured.regex("a"))
-    with pytest.raises(RefusedError, match="regex is not supported by llguidance or xgrammar"):
-        compiler().compile(Structured.regex("a"))
+
+@pytest.fixture
+def uninstall(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes packages as if they were not installed."""
+
+    def hide(*packages: str) -> None:
+        for name in [name for name in sys.modules if name.startswith("specserve.grammars.")]:
+            monkeypatch.delitem(sys.modules, name)
+        for package in packages:
+            monkeypatch.setitem(sys.modules, package, None)  # what is None there cannot be imported
+
+    return hide
+
+
+@pytest.mark.parametrize("backend", NEEDED)
+def test_one_that_is_asked_for_by_name_and_is_missing_is_refused_at_once(
+    backend: str, uninstall: Callable[..., None]
+) -> None:
+    uninstall(NEEDED[backend])
+    assert missing_package(backend) == NEEDED[backend]
+    command = f"needs the package {NEEDED[backend]}, .* pip install 'specserve\\[{backend}\\]'"
+    for ask in (lambda: check_backend(backend), lambda: Compiler(lambda: WORDS, backend)):
+        with pytest.raises(ConfigError, match=command):
+            ask()
+
+
+@pytest.mark.parametrize("missing", ["llguidance", "xgrammar"])
+def test_auto_does_without_one_that_is_missing(missing: str, uninstall: Callable[..., None]) -> None:
+    for package in {"llguidance", "xgrammar"} - {missing}:
+        pytest.importorskip(package)
+    uninstall(missing)
+    made = Compiler(lambda: WORDS)
+    made.prepare()
+    row = np.zeros(1, np.int32)
+    made.compile(Structured.regex("ab?")).start().fill(row)
+    assert row.tolist() == [0b010]
+
+
+def test_without_any_the_refusal_says_so(uninstall: Callable[..., None]) -> None:
+    uninstall("llguidance", "xgrammar")
+    with pytest.raises(RefusedError, match="none of the grammar backends llguidance, xgrammar is installed"):
+        Compiler(lambda: WORDS).compile(Structured.regex("a"))
+
+
+def test_a_module_of_our_own_that_is_missing_is_no_missing_package(uninstall: Callable[..., None]) -> None:
+    uninstall("specserve.grammars._lean")
+    with pytest.raises(ModuleNotFoundError, match=r"specserve\.grammars\._lean"):
+        missing_package("xgrammar")
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_a_backend_that_can_be_imported_can_be_made(backend: str) -> None:
+    """What it needs is asked for when it is imported, and not later: so nobody who has asked is surprised."""
+    if missing_package(backend) is not None:
+        pytest.skip(f"{missing_package(backend)} is not installed.")
+    loaded = set(sys.modules)
+    Compiler(lambda: WORDS, backend).prepare()
+    ours = set(sys.stdlib_module_names) | {"specserve", "numpy", "torch"}
+    assert {name.partition(".")[0] for name in set(sys.modules) - loaded} <= ours
 
 
 def test_parts_of_backends_are_no_backends() -> None:

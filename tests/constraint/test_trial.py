@@ -52,6 +52,24 @@ def test_what_is_accepted_and_what_is_refused(trial: Trial) -> None:
     assert trial.run(Structured.regex("a+"), ["aaa"]) == Outcome([True])
 
 
+@pytest.mark.parametrize("missing", ["llguidance", "xgrammar", "outlines_core"])
+def test_a_worker_does_without_a_package_that_is_missing(
+    missing: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an installation without extras. Python imports `sitecustomize` when it starts."""
+    for package in {"llguidance", "xgrammar"} - {missing}:
+        pytest.importorskip(package)
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{missing!r}] = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    trial = Trial(tiny, 293, limit_s=30.0)
+    try:
+        assert trial.run(Structured.regex("a+"), ["aa", "ab"]) == Outcome([True, False])
+        asked = Structured.json({"type": "object", "additionalProperties": False})
+        assert trial.run(asked, ["{}", "[]"]) == Outcome([True, False])
+    finally:
+        trial.close()
+
+
 def waits(trial: Trial) -> int:
     """How often its worker has given up its core by itself."""
     status = Path(f"/proc/{trial.process_id}/status").read_text()

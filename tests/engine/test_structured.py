@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 from scipy.stats import chisquare
 
 from specserve.config import EngineConfig
-from specserve.constraint.base import Grammar, Guarded
+from specserve.constraint.base import Grammar, Guarded, RefusedError
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
+from specserve.errors import NoTokenLeftError
 from specserve.speculation.base import DraftHost, create
 from specserve.structured import Structured
 from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
-from specserve.types import SamplingParams
+from specserve.types import Event, SamplingParams
 
 Outputs = dict[str, list[int]]
 
@@ -226,6 +228,7 @@ def test_a_grammar_that_fails_ends_its_own_request_and_says_why(built: Built, al
     failing = Request(id="bad", prompt_ids=prompt(1), params=params(0, Structured.choice(["x"])), grammar=grammar)
     outputs: Outputs = {}
     errors: dict[str, str] = {}
+    codes: set[str | None] = set()
     for request in [*requests(built), failing]:
         built.engine.add(request)
     while built.engine.has_work:
@@ -233,8 +236,10 @@ def test_a_grammar_that_fails_ends_its_own_request_and_says_why(built: Built, al
             outputs.setdefault(event.request_id, []).extend(event.tokens)
             if event.error is not None:
                 errors[event.request_id] = event.error
+                codes.add(event.error_code)
     assert list(errors) == ["bad"]
     assert "a planted fault" in errors["bad"]
+    assert codes == {"completion_failed"}, "that is no fault of the request"
     assert {name: tokens for name, tokens in outputs.items() if name != "bad"} == {
         f"r{i}": alone[f"r{i}"] for i in range(8)
     }
@@ -247,10 +252,41 @@ def test_where_nothing_may_come_the_request_ends_with_an_error(built: Built) -> 
     request = Request(
         id="x", prompt_ids=prompt(1), params=asked, grammar=built.compiler.compile(ASKED[2]), bad_ids=every
     )
-    built.engine.add(request)
-    events = [event for _ in range(2) for event in built.engine.step()]
-    assert [event.finish_reason for event in events] == ["error"]
-    assert "grammar" in str(events[0].error)
+    with pytest.raises(NoTokenLeftError, match=r"the grammar, .* forbid every one"):
+        built.engine.add(request)
+    assert not built.engine.requests, "nothing of it remains"
+    ended = replace(request, bad_ids=(), params=replace(asked, min_tokens=16, bad_words=()))
+    built.engine.add(ended)
+    events: list[Event] = []
+    while built.engine.has_work:
+        events += built.engine.step()
+    assert (events[-1].finish_reason, events[-1].error_code) == ("error", "no_token_left")
+    assert "grammar" in str(events[-1].error)
+
+
+def test_a_grammar_that_comes_to_its_limits_is_the_requests_fault(built: Built) -> None:
+    class Limited(LanguageGrammar):
+        def start(self) -> Any:
+            state = super().start()
+            fill, num_filled = state.fill, iter(range(100))
+
+            def limited(row: Any) -> None:
+                if next(num_filled) > 1:
+                    raise RefusedError("it has too many states.")
+                fill(row)
+
+            state.fill = limited  # type: ignore[method-assign]
+            return state
+
+    asked = SamplingParams(temperature=0.0, structured=ASKED[2], num_speculative_tokens=0)
+    built.engine.add(
+        Request(id="x", prompt_ids=prompt(1), params=asked, grammar=Limited([[9, 8, 7, 6, 5]]), drafter="none")
+    )
+    events: list[Event] = []
+    while built.engine.has_work:
+        events += built.engine.step()
+    assert events[-1].error == "The grammar cannot go on here: it has too many states."
+    assert events[-1].error_code == "no_token_left"
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])

@@ -206,7 +206,7 @@ def test_a_lexer_that_is_full_fails_nobody_who_comes_later(
             for _ in range(60):
                 state.advance(int(noise.choice(letters)))
                 allowed(state, words)
-        except ValueError as error:
+        except RefusedError as error:  # the request's own fault, not that of the engine
             num_failed += "too many states" in str(error)
     assert num_failed > 1
 
@@ -221,7 +221,6 @@ def test_a_lexer_that_is_full_fails_nobody_who_comes_later(
         Structured.json({"not": {"pattern": "a"}}),
         Structured.json({"type": "array", "uniqueItems": True}),
         Structured.json({"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
-        Structured.json({"format": "unknown"}),
         Structured.json({"type": "strin"}),
         Structured("json_schema", '{"const": "\\ud800"}'),
         Structured("json_schema", "[" * 100_000),

@@ -16,8 +16,7 @@ from specserve.runtime.batch import Rows
 from specserve.sampling.filters import normalise, process, shape
 from specserve.sampling.noise import Purpose, draw, hash_tokens, row_keys
 from specserve.sampling.sampler import Sampler
-from specserve.sampling.verify import Failure
-from specserve.types import Draft, Sequence, TokenLogprobs, Verdict
+from specserve.types import Draft, Failure, Sequence, TokenLogprobs, Verdict
 
 VOCAB = 61
 MODES = ("coupled", "rejection", "block")
@@ -200,7 +199,8 @@ def test_a_bad_row_fails_its_own_sequence(mode: str, value: float, sequence: Mak
         after = judge(broken, rows, masks)
         failed = after.pop(victim)
         assert isinstance(failed, Failure), MIX[victim]
-        assert ("position 5" if value == -math.inf else "dtype") in failed.message
+        assert "dtype" in failed.message
+        assert failed.code == "completion_failed", "the model is at fault, not the request"
         assert after == before[:victim] + before[victim + 1 :]
 
 

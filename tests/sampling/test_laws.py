@@ -22,8 +22,7 @@ from specserve.runtime.batch import Rows
 from specserve.sampling import filters, noise, sampler as sampler_file, verify
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys
 from specserve.sampling.sampler import Sampler
-from specserve.sampling.verify import Failure
-from specserve.types import Draft, Ids, Sequence
+from specserve.types import Draft, Failure, Ids, Sequence
 
 VOCAB, LENGTH = 4, 3  # texts of LENGTH tokens are compared
 CONTEXT = [1, 2, 0, 2]  # two of prompt, two of output

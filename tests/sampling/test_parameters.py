@@ -16,8 +16,7 @@ from specserve.runtime.batch import Rows
 from specserve.sampling import filters
 from specserve.sampling.filters import normalise, process, row_depths, row_total, shape
 from specserve.sampling.sampler import Sampler
-from specserve.sampling.verify import Failure
-from specserve.types import Draft, SamplingParams, Sequence, Verdict
+from specserve.types import Draft, Failure, SamplingParams, Sequence, Verdict
 
 VOCAB = 12
 Oracle = Callable[..., np.ndarray | None]

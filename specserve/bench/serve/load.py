@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -46,18 +47,20 @@ class Load(Protocol):
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
     """`rate` requests per second on average, sent when they are due, whatever became of those before: users do not wait
-    for each other. `arrival` is one of ARRIVALS."""
+    for each other. `arrival` is one of ARRIVALS. With an infinite rate all are sent at once, so their number must be
+    known."""
 
     rate: float
     arrival: str = "poisson"
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate < float("inf"):
-            raise ConfigError(f"rate is {self.rate}; it must be a number of requests per second above 0.")
+        if not self.rate > 0:
+            raise ConfigError(f"rate is {self.rate}; it must be a number of requests per second above 0, or inf.")
         assert self.arrival in ARRIVALS
 
     def describe(self) -> dict[str, Any]:
-        return {"name": f"{self.rate:g}/s", "kind": "open", "rate": self.rate, "arrival": self.arrival}
+        rate = "inf" if math.isinf(self.rate) else self.rate  # JSON has no such number
+        return {"name": f"{self.rate:g}/s", "kind": "open", "rate": rate, "arrival": self.arrival}
 
     def times(self, seed: int) -> Iterator[float]:
         """Seconds from the beginning to each request, without end. With the same seed, other rates have the same
@@ -68,6 +71,7 @@ class OpenLoop:
         return accumulate(chance.expovariate(1.0) / self.rate for _ in count())
 
     async def run(self, send: Send[T], extent: Extent, seed: int) -> list[T]:
+        assert extent.num_requests is not None or not math.isinf(self.rate), "a plan has an end"
         loop = asyncio.get_running_loop()
         begin = loop.time()
         times = takewhile(extent.within, islice(self.times(seed), extent.num_requests))

@@ -42,6 +42,8 @@ def plot(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> None:
 def _curves(axes: Sequence[Axes], points: Sequence[Mapping[str, Any]]) -> None:
     loads = [point["load"] for point in points]
     x = [load.get("rate", load.get("concurrency")) for load in loads]
+    if "inf" in x:  # which has no place on a scale, so each load has a name there
+        x = [str(value) if isinstance(value, str) else f"{value:g}" for value in x]
     for axis, (key, name) in zip(axes, list(_LATENCIES.items())[:2], strict=False):
         for percentile in ("p50", "p99"):
             axis.plot(x, [_value(point[key], percentile) for point in points], marker="o", label=percentile)

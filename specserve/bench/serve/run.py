@@ -4,6 +4,7 @@ knows no figures."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from specserve.bench.prompts import Prompt
-from specserve.bench.serve.load import ClosedLoop, Extent, Load
+from specserve.bench.serve.load import ClosedLoop, Extent, Load, OpenLoop
 from specserve.bench.serve.measure import Record, measure
 from specserve.errors import ConfigError, ServerError
 
@@ -97,6 +98,11 @@ class Plan:
     extent: Extent
     asks: Asks
     warmup: int = 0
+
+    def __post_init__(self) -> None:
+        for load in self.loads:
+            if isinstance(load, OpenLoop) and math.isinf(load.rate) and self.extent.num_requests is None:
+                raise ConfigError("rate is inf, which sends all requests at once: say how many with --num-requests.")
 
 
 async def run(

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from specserve.errors import FailureCode
 from specserve.types import FinishReason, SamplingParams, SequenceStats, TokenLogprobs
 
-CONTEXT_LENGTH = "context_length_exceeded"  # codes of Refused
-QUEUE_TIMEOUT = "queue_timeout"
+QUEUE_TIMEOUT = "queue_timeout"  # a code of Refused; the others are InputError's
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
@@ -73,6 +73,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_code: FailureCode | None = None
     stats: SequenceStats | None = None
 
 

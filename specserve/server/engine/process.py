@@ -23,12 +23,11 @@ from specserve.engine.build import Built, build
 from specserve.engine.counters import Counters
 from specserve.engine.engine import MOST_FORCED, Engine
 from specserve.engine.request import Request
-from specserve.errors import CapacityError, ConfigError, InputError, ModelError, PromptTooLongError, SpecserveError
+from specserve.errors import CapacityError, ConfigError, InputError, ModelError, SpecserveError
 from specserve.lifeline import end_with
 from specserve.pulse import Pulse
 from specserve.server.engine.compiling import Compiling
 from specserve.server.engine.messages import (
-    CONTEXT_LENGTH,
     QUEUE_TIMEOUT,
     Abort,
     Command,
@@ -193,8 +192,7 @@ class EngineProcess:
             self._refuse(request, error)
 
     def _refuse(self, request: Request, error: InputError) -> None:
-        code = CONTEXT_LENGTH if isinstance(error, PromptTooLongError) else None
-        self._wire.send(Refused(int(request.id), str(error), error.param, code))
+        self._wire.send(Refused(int(request.id), str(error), error.param, error.code))
 
     def _abort(self, name: str, index: int | None) -> None:
         """One that waits for its grammar has said nothing, so nobody waits to hear that it ended."""
@@ -246,6 +244,7 @@ def _said(event: Event) -> Said:
         finish_reason=event.finish_reason,
         stop_reason=event.stop_reason,
         error=event.error,
+        error_code=event.error_code,
         stats=event.stats if event.finish_reason else None,
     )
 

@@ -16,16 +16,14 @@ from aiohttp import web
 from specserve.errors import InputError, PromptTooLongError
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context
-from specserve.server.http.respond import Call, respond
+from specserve.server.http.respond import Call, ignore, respond
 from specserve.server.service import Ask
 from specserve.server.tool_use import ToolUse, told
-from specserve.server.wire.fields import Limits, header_names
+from specserve.server.wire.fields import Limits
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
 from specserve.server.wire.responses import chat_body, completion_body
 from specserve.server.wire.sampling_fields import SamplingFields
 from specserve.server.wire.stream import ChatStream, CompletionStream
-
-IGNORED = web.RequestKey("ignored", str)  # a header's value: names in the request that mean nothing here
 
 _AS_SENT: Mapping[str, str] = MappingProxyType({})
 _read_chat = functools.partial(read, ChatCompletionRequest)
@@ -77,7 +75,7 @@ def accept(request: web.Request, asked: SamplingFields) -> None:
     server.check_model(asked.model)
     limits: Limits = server.limits
     if names := asked.ignored(limits):
-        request[IGNORED] = header_names(names)
+        ignore(request, names)
 
 
 def response_id(prefix: str, asked: SamplingFields) -> str:

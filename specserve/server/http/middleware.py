@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from specserve.server.http.completions import IGNORED
 from specserve.server.http.context import context
-from specserve.server.http.respond import CHUNKED, OUTPUTS, TENANT, json_response, told
+from specserve.server.http.respond import CHUNKED, IGNORED, OUTPUTS, TENANT, json_response, told
 from specserve.server.logs import log_request, request_id
 from specserve.server.wire.anthropic import anthropic_error
 from specserve.server.wire.errors import (
@@ -25,6 +24,7 @@ from specserve.server.wire.errors import (
     route_not_found,
     unauthorized,
 )
+from specserve.server.wire.fields import header_names
 from specserve.version import __version__
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -178,7 +178,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = response.headers["Request-Id"] = request[REQUEST_ID]  # OpenAI's, Anthropic's
     if request.get(IGNORED):
-        response.headers["X-Specserve-Ignored"] = request[IGNORED]
+        response.headers["X-Specserve-Ignored"] = header_names(request.get(IGNORED, []))
     origin = request.headers.get("Origin")
     if origin is not None and _is_allowed(request, context(request).options.cors_origin):
         response.headers["Access-Control-Allow-Origin"] = origin

@@ -25,6 +25,7 @@ PING_S = 10.0  # of silence, after which a stream gets a comment so that nobody 
 
 _log = logging.getLogger(__name__)
 
+IGNORED = web.RequestKey("ignored", list[str])  # names in the request that mean nothing here
 OUTPUTS = web.RequestKey("outputs", Sequence[RequestOutput])  # for the log, of requests that reached the engine
 CHUNKED = web.RequestKey("chunked", bool)  # a head was made, and not sent, that has what follows come in chunks
 TENANT = web.RequestKey("tenant", bytes)  # digest of the request's API key, where there are keys
@@ -48,6 +49,8 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
     last_start, end = _deadline(request, options.queue_timeout_s), _deadline(request, options.request_timeout_s)
     async with asyncio.timeout_at(end):
         asks = await _prepared(request, call.asks, last_start)
+        if names := await server.service.ignored(asks):
+            ignore(request, names)
     with server.service.start(asks, call.name) as answers, _expiring(answers, last_start):
         request[OUTPUTS] = answers.outputs
         if call.stream:
@@ -55,6 +58,11 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
         async with asyncio.timeout_at(end):
             outputs = await answers.whole()
         return json_response(call.body(outputs, time.perf_counter()))
+
+
+def ignore(request: web.Request, names: Sequence[str]) -> None:
+    """Have the answer's headers tell of names in the request that mean nothing here, beside those told of before."""
+    request[IGNORED] = [*request.get(IGNORED, []), *names]
 
 
 def told(error: Exception) -> WireError:
@@ -158,7 +166,10 @@ class _Streaming:
 
     async def _follow(self) -> None:
         async for said in self._answers:
-            events = [event for prompt, chunk in said for event in self._stream.push(chunk, prompt)]
+            events: list[str] = []
+            for prompt, chunk in said:
+                if not self._stream.failed:  # nothing follows an error, though several may end in one step
+                    events += self._stream.push(chunk, prompt)
             if self._stream.finished and not self._stream.failed:
                 events += self._stream.end(time.perf_counter())
             await self._send(events)

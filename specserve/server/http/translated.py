@@ -9,12 +9,11 @@ import secrets
 from aiohttp import web
 
 from specserve.server.http.bodies import parsed
-from specserve.server.http.completions import IGNORED, chat_ask, conversation_of, tool_use
+from specserve.server.http.completions import chat_ask, conversation_of, tool_use
 from specserve.server.http.context import context
-from specserve.server.http.respond import Call, json_response, respond
+from specserve.server.http.respond import Call, ignore, json_response, respond
 from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest
 from specserve.server.wire.anthropic_stream import MessageStream, count_tokens_body, message_body
-from specserve.server.wire.fields import header_names
 from specserve.server.wire.openai_responses import ResponsesRequest
 from specserve.server.wire.openai_responses_stream import ResponseStream, response_body
 from specserve.server.wire.requests import ChatCompletionRequest
@@ -82,5 +81,5 @@ def _accepted(request: web.Request, asked: TranslatedRequest) -> ChatCompletionR
     server.check_model(asked.model)
     limits = server.limits
     if names := asked.ignored(limits):
-        request[IGNORED] = header_names(names)
+        ignore(request, names)
     return asked.as_chat(limits)

@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specserve.errors import CapacityError, EngineError, InputError, PromptTooLongError, SpecserveError, unknown
+from specserve.errors import CapacityError, EngineError, FailureCode, InputError, SpecserveError, unknown
 from specserve.server.wire.bodies import ErrorBody, ErrorType
 from specserve.server.wire.fields import well_formed
 from specserve.server.wire.sentences import as_input_error
 
 INTERNAL_ERROR = "internal_error"  # the code of what nobody foresaw
-COMPLETION_FAILED = "completion_failed"  # that of a completion that would fail again in the same way
+COMPLETION_FAILED: FailureCode = "completion_failed"  # that of a completion that would fail again in the same way
 
 _RETRIED = (408, 409, 429)  # what client SDKs send again, besides every status from 500 on
 _RETRY_SECONDS = 1.0
@@ -71,11 +71,7 @@ def wire_error(error: BaseException) -> WireError:
 
 
 def _bad_request(error: Any) -> WireError:
-    return WireError(400, "invalid_request_error", str(error), param=error.param)
-
-
-def _too_long(error: Any) -> WireError:
-    return WireError(400, "invalid_request_error", str(error), param=error.param, code="context_length_exceeded")
+    return WireError(400, "invalid_request_error", str(error), param=error.param, code=error.code)
 
 
 def _invalid_fields(error: Any) -> WireError:
@@ -96,7 +92,6 @@ def _timed_out(error: Any) -> WireError:
 
 # The more special first.
 _TOLD: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (
-    (PromptTooLongError, _too_long),
     (InputError, _bad_request),
     (ValidationError, _invalid_fields),
     (EngineError, _engine_failed),

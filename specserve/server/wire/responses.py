@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.errors import NoTokenLeftError
 from specserve.server.wire.answer import AnswerParser, CallItem, PlainText, TextItem, items_of, parts_of
 from specserve.server.wire.bodies import (
     ChatChoice,
@@ -187,6 +188,8 @@ def raise_failure(completions: Sequence[CompletionOutput | Chunk]) -> None:
     for completion in completions:
         if completion.finish_reason == "error":
             message = completion.error or "The completion failed; the server's log says why."
+            if completion.error_code == NoTokenLeftError.code:
+                raise WireError(400, "invalid_request_error", message, code=completion.error_code)
             raise WireError(500, "server_error", message, code=COMPLETION_FAILED)
         if completion.finish_reason == "abort":
             raise unavailable("The server dropped this request before its end. Send it again.", code="aborted")

@@ -200,22 +200,56 @@ def test_words_that_take_long_to_tokenize(case: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "param"),
     [
-        pytest.param({"allowed_token_ids": [5], "bad_words": ["&"]}, id="B20-allowed-and-bad"),
-        pytest.param({"allowed_token_ids": [289], "min_tokens": 3, "ignore_eos": False}, id="B20-end-alone-too-early"),
+        pytest.param({"allowed_token_ids": [5], "bad_words": ["&"]}, "allowed_token_ids", id="B20-allowed-and-bad"),
+        pytest.param(
+            {"allowed_token_ids": [289], "min_tokens": 3, "ignore_eos": False},
+            "allowed_token_ids",
+            id="B20-end-alone-too-early",
+        ),
+        pytest.param(
+            {"allowed_token_ids": [5], "guided_regex": "[a-z]+", "ignore_eos": False},
+            "allowed_token_ids",
+            id="B20-allowed-and-grammar",
+        ),
+        pytest.param({"bad_words": ["a"], "guided_regex": "a+", "ignore_eos": False}, "bad_words", id="B20-bad"),
     ],
 )
-def test_nothing_may_come(case: Any, fields: dict[str, Any]) -> None:
-    """The request ends with an error that says so, whole or in mid-stream; the streams beside it see nothing."""
-    asked = {**TEXT, **fields, "prompt": "the cat"}
-    reply = case.complete(**asked)
-    assert (reply.status, reply.error["code"]) == (500, "completion_failed")
-    assert reply.headers["x-should-retry"] == "false", "it would end in the same way"
-    assert "No token may come" in reply.error["message"]
-    events = case.complete(**asked, stream=True).events
-    assert [list(event) for event in events] == [["error"]]
-    assert events[0] == reply.json
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_may_come_first(case: Any, fields: dict[str, Any], param: str, stream: bool) -> None:
+    """That is known before anything runs, so a stream does not begin either."""
+    for ask in (case.complete, case.chat):
+        reply = ask(**{**TEXT, **fields, "stream": stream})
+        assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+        assert (reply.error["code"], reply.error["param"]) == ("no_token_left", param)
+        assert reply.headers["x-should-retry"] == "false", "it would be refused again"
+        assert "No token may come" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"allowed_token_ids": [5], "bad_words": ["&&"]}, id="B20-bad-pair"),
+        pytest.param({"guided_regex": "a", "min_tokens": 5, "ignore_eos": False}, id="B20-text-ends-too-early"),
+        pytest.param({"allowed_token_ids": [5], "bad_words": ["&&"], "n": 3}, id="B20-several"),
+        pytest.param({"allowed_token_ids": [5], "bad_words": ["&&"], "logprobs": 1}, id="B20-scored"),
+    ],
+)
+def test_nothing_may_come_after_a_while(case: Any, fields: dict[str, Any]) -> None:
+    """The request is at fault, whole or in mid-stream, where what was right has been said; the streams beside it see
+    nothing."""
+    asked = {**TEXT, **fields}
+    for ask in (case.complete, case.chat):
+        own = {**asked, **({"logprobs": True} if ask == case.chat and "logprobs" in asked else {})}
+        reply = ask(**own)
+        assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+        assert (reply.error["code"], reply.error["param"]) == ("no_token_left", None)
+        assert reply.headers["x-should-retry"] == "false"
+        *events, last = ask(**own, stream=True).events
+        said = [token for event in events for choice in event["choices"] for token in choice.get("token_ids", [])]
+        assert set(said) <= {5, 64}
+        assert last == reply.json
 
 
 def test_everything_is_unlikely(case: Any, vocabulary: int, broken_token: int) -> None:

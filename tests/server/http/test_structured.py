@@ -113,6 +113,80 @@ def test_what_cannot_be_enforced_is_refused_by_its_field(server: Any) -> None:
     assert reply.error["message"].startswith("text.format: ")
 
 
+NOTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "where": {"enum": ["/a"], "format": "path"},
+        "what": {"type": "string", "format": "topic", "maxLength": 4},
+        "day": {"type": "string", "format": "date"},
+    },
+    "required": ["where", "what", "day"],
+    "additionalProperties": False,
+}
+_NOTES = ("format.path", "format.topic")
+
+
+def is_noted(text: str) -> bool:
+    return jsonschema_rs.is_valid(NOTED, json.loads(text), validate_formats=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_formats_that_the_standard_does_not_know_are_annotations(roomy: Any, stream: bool) -> None:
+    """Taken, and named in a header; those that it knows are enforced beside them."""
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": NOTED}}
+    reply = roomy.post("/v1/chat/completions", {**CHAT, "response_format": schema, "sparkle": 1, "stream": stream})
+    assert reply.status == 200
+    assert reply.headers["x-specserve-ignored"].split(",") == ["sparkle", *_NOTES]
+    if not stream:
+        assert is_noted(reply.json["choices"][0]["message"]["content"])
+    reply = roomy.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 99, "guided_json": NOTED})
+    assert reply.headers["x-specserve-ignored"].split(",") == [*_NOTES]
+    assert [is_noted(choice["text"]) for choice in reply.json["choices"]] == [True, True]
+    known = {**NOTED, "properties": {"day": NOTED["properties"]["day"]}, "required": ["day"]}
+    reply = roomy.post("/v1/completions", {"prompt": "a", "max_tokens": 99, "guided_json": known})
+    assert "x-specserve-ignored" not in reply.headers
+
+
+def test_formats_are_told_of_by_all_apis_and_of_tools(roomy: Any) -> None:
+    tool = {"name": "feed", "input_schema": NOTED}
+    said = {"messages": USER, "max_tokens": 160, "temperature": 0}
+    flat = {"type": "json_schema", "name": "a", "schema": NOTED}
+    function = {"type": "function", "name": "feed", "parameters": NOTED}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/messages", {**said, "output_config": {"format": {"type": "json_schema", "schema": NOTED}}}),
+        ("/v1/messages", {**said, "tools": [tool], "tool_choice": {"type": "any"}}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 160, "text": {"format": flat}}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 160, "tools": [function], "tool_choice": "required"}),
+        (
+            "/v1/chat/completions",
+            {
+                **said,
+                "tools": [{"type": "function", "function": {"name": "feed", "parameters": NOTED}}],
+                "tool_choice": "required",
+            },
+        ),
+    ]
+    for path, body in asked:
+        reply = roomy.post(path, body)
+        assert reply.status == 200, reply.body
+        assert reply.headers["x-specserve-ignored"].split(",") == [*_NOTES], path
+
+
+def test_what_a_client_calls_a_format_cannot_spoil_a_header(roomy: Any) -> None:
+    for names, begin in (
+        (["a\r\nX-Evil: 1", "é" * 2000], "format.a??X-Evil??1,format.??"),
+        ([f"{i:03}" for i in range(500)], "format.000,format.001,"),
+    ):
+        schema = {"anyOf": [{"type": "null", "format": name} for name in names]}
+        reply = roomy.post("/v1/completions", {"prompt": "a", "guided_json": schema})
+        assert reply.status == 200
+        told = reply.headers["x-specserve-ignored"]
+        assert told.startswith(begin)
+        assert told.endswith("...")
+        assert len(told) < 1100
+        assert "X-Evil" not in reply.headers
+
+
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 

@@ -460,6 +460,27 @@ def test_a_completion_that_failed_fails_the_response() -> None:
     assert stream.failed
 
 
+def test_a_completion_that_left_no_token_is_the_clients_fault() -> None:
+    last = {"finish_reason": "error", "error": "Nothing may come.", "error_code": "no_token_left"}
+    failed = output(**last)
+    for make in (
+        lambda: message_body(reply(), failed, NOW),
+        lambda: response_body(reply(), request(), failed, NOW),
+    ):
+        with pytest.raises(WireError) as caught:
+            make()
+        assert (caught.value.status, caught.value.code) == (400, "no_token_left")
+    (event,) = bodies(MessageStream(reply(), output()).push(chunk("", **last)))
+    assert event["error"] == {"type": "invalid_request_error", "message": "Nothing may come."}
+    *_, told = bodies(ResponseStream(reply(), request(), output()).push(chunk("", **last)))
+    assert told["response"]["error"] == {
+        "code": "invalid_prompt",  # of OpenAI's codes the one that fits
+        "message": "Nothing may come.",
+        "type": "invalid_request_error",
+        "param": None,
+    }
+
+
 # --- both -------------------------------------------------------------------------------------------------------------
 
 

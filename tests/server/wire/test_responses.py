@@ -227,6 +227,7 @@ def test_two_tokens_of_the_same_bytes_keep_the_likelier() -> None:
     ("completion", "status", "code"),
     [
         (ended(finish_reason="error", error="The logits were not finite."), 500, "completion_failed"),
+        (ended(finish_reason="error", error="Nothing.", error_code="no_token_left"), 400, "no_token_left"),
         (ended(finish_reason="abort"), 503, "aborted"),
     ],
 )

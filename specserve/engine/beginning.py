@@ -1,0 +1,33 @@
+"""Refuses requests that could not say their first token. Knows the law that tokens are sampled by."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from specserve.errors import NoTokenLeftError
+from specserve.sampling.filters import leaves_none
+from specserve.sampling.sampler import NO_TOKEN
+from specserve.types import Ids, Sequence
+
+
+def check_beginning(seq: Sequence, vocab_size: int) -> None:
+    """Raise NoTokenLeftError for a sequence whose grammar, allowed_token_ids, bad_words and min_tokens forbid every
+    token. Grammars alone were tried when they were compiled; one that fails here ends its request when it runs."""
+    params = seq.params
+    fields = {"allowed_token_ids": params.allowed_token_ids, "bad_words": seq.bad_ids, "min_tokens": params.min_tokens}
+    restricting = [name for name, value in fields.items() if value]
+    if not restricting:
+        return
+    if seq.grammar is None:
+        num_open = vocab_size if params.allowed_token_ids is None else len(set(params.allowed_token_ids))
+        if num_open > len(seq.bad_ids) + len(seq.stop_ids):  # more than can be forbidden
+            return
+    mask: Ids | None = None
+    if seq.grammar is not None:
+        mask = np.empty((1, -(-vocab_size // 32)), np.int32)
+        seq.grammar.fill(mask[0])
+        if seq.grammar.fault is not None:
+            return
+    if leaves_none(seq, None if mask is None else torch.from_numpy(mask), vocab_size):
+        raise NoTokenLeftError(NO_TOKEN.format(len(seq.tokens)), restricting[0])
