@@ -17,6 +17,7 @@ from specserve.config import EngineConfig
 from specserve.constraint.base import Grammar, Guarded
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
+from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftHost, create
 from specserve.structured import Structured
 from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
@@ -243,9 +244,9 @@ def test_a_grammar_that_fails_ends_its_own_request_and_says_why(built: Built, al
 
 def test_where_nothing_may_come_the_request_ends_with_an_error(built: Built) -> None:
     asked = SamplingParams(temperature=0.0, structured=ASKED[2], bad_words=["x"])
-    every = tuple((token,) for token in range(293))
+    every = of_ids([(token,) for token in range(293)])
     request = Request(
-        id="x", prompt_ids=prompt(1), params=asked, grammar=built.compiler.compile(ASKED[2]), bad_ids=every
+        id="x", prompt_ids=prompt(1), params=asked, grammar=built.compiler.compile(ASKED[2]), bad_words=every
     )
     built.engine.add(request)
     events = [event for _ in range(2) for event in built.engine.step()]
