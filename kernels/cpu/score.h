@@ -57,23 +57,6 @@ inline int64_t total_of(const float* x, int n, float peak, double unit) {
   return int64_t(sum - uint64_t(n) * uint64_t(bits_of(kRounder)));
 }
 
-inline float peak_of(const float* x, int n) {
-  F lanes = set(-INFINITY);
-  bool has_nan = false;
-  const int whole = n / kLanes * kLanes;
-  for (int i = 0; i < whole; i += kLanes) {
-    const F some = load(x + i);
-    has_nan |= any_nan(some, some);
-    lanes = max(some, lanes);
-  }
-  float peak = hmax(lanes);
-  for (int i = whole; i < n; ++i) {
-    has_nan |= std::isnan(x[i]);
-    peak = std::max(peak, x[i]);
-  }
-  return has_nan ? NAN : peak;
-}
-
 inline int num_above(const float* x, int n, float floor) {
   int count = 0;
   for (int i = 0; i < n; ++i) count += x[i] > floor;
