@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import layout_of, places
-from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, Tape
+from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, RowScores, Tape
 from specserve.ops.isa import choose_isa
 from specserve.pulse import Pulse
 from specserve.types import Ids
@@ -259,21 +260,16 @@ class Kernels:
     def draw(
         self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor, masks: Ids | None
     ) -> Tensor:
-        is_packed = keys.is_contiguous() and hashed.is_contiguous() and (masks is None or masks.flags.c_contiguous)
-        assert is_packed and scores.dtype == torch.float32 and scores.stride(1) == 1
-        out = torch.empty(len(rows), dtype=torch.int64)
-        arrays = [np.ascontiguousarray(x) for x in (rows, laws.temperature, laws.min_p, laws.top_p, laws.top_k)]
-        at, temperature, min_p, top_p, top_k = (array.ctypes.data for array in arrays)
-        self._drawer.run(
-            scores.data_ptr(), scores.stride(0), scores.shape[1], len(rows), at, temperature, min_p, top_p, top_k,
-            keys.data_ptr(), hashed.data_ptr(), 0 if masks is None else masks.ctypes.data, out.data_ptr(),
-        )  # fmt: skip
-        return out
+        drawn: Tensor = _sampling.draw(self._drawer, scores, rows, laws, keys, hashed, masks)
+        return drawn
 
     def best_within(self, scores: Tensor, row: int, masks: Ids) -> int:
-        assert masks.flags.c_contiguous and scores.dtype == torch.float32 and scores.stride(1) == 1
-        at = scores.data_ptr() + 4 * row * scores.stride(0), scores.shape[1], masks.ctypes.data + row * masks.strides[0]
-        return self._drawer.best_within(*at)
+        best: int = _sampling.best_within(self._drawer, scores, row, masks)
+        return best
+
+    def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
+        scores: RowScores = _sampling.score(self._drawer, logits, rows, tokens, k)
+        return scores
 
     def rotate(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _native.Plan | None

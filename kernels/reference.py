@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from specserve.ops import AttentionRows, HeadNorms, Laws, Recording, Rotation, Tape
+from specserve.ops import AttentionRows, HeadNorms, Laws, Recording, Rotation, RowScores, Tape
 from specserve.ops.isa import choose_isa
 from specserve.pulse import Pulse
 from specserve.types import Ids
@@ -201,6 +201,9 @@ class Kernels:
 
     def best_within(self, scores: Tensor, row: int, masks: Ids) -> int:
         raise NotImplementedError("the sampler looks with numpy; see can_draw")
+
+    def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
+        raise NotImplementedError("the sampler scores with torch; see can_draw")
 
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
         for kv in kvs:

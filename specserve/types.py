@@ -86,14 +86,21 @@ class SamplingParams:
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise InputError for a token id outside 0..vocab_size-1 (the width of the LM head)."""
-        groups = {"logit_bias": tuple(self.logit_bias or ()), "stop_token_ids": tuple(self.stop_token_ids)}
-        groups["allowed_token_ids"] = tuple(self.allowed_token_ids or ())
-        for name, ids in groups.items():
-            for token in ids:
-                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                    raise InputError(
-                        f"{name} holds {token!r}; token ids are whole numbers from 0 to {vocab_size - 1}.", name
-                    )
+        given = {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}
+        for name, ids in (given | {"allowed_token_ids": self.allowed_token_ids}).items():
+            if wrong := wrong_ids(tuple(ids or ()), vocab_size):
+                raise InputError(
+                    f"{name} holds {wrong[0]!r}; token ids are whole numbers from 0 to {vocab_size - 1}.", name
+                )
+
+
+def wrong_ids(ids: Many[Any], vocab_size: int) -> list[Any]:
+    """Those that are not ids of tokens. That there are none, as nearly always, is found without a loop in Python."""
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab_size)):
+        return []
+    return [
+        token for token in ids if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size
+    ]
 
 
 _INF = float("inf")
@@ -143,6 +150,17 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Words as token ids, none of which may be completed; see sampling.bad_words. Before its last token a word has a
+    stem. Among stems that begin alike a shorter one is the more common: what it forbids, no longer one repeats."""
+
+    always: list[int]  # tokens that are words by themselves, ascending
+    stems: list[bytes]  # int32 ids, the last one first; sorted, no two alike, none empty
+    lasts: list[list[int]]  # [stems] tokens that may not follow it, ascending
+    above: list[int]  # [stems] which other stem it begins with, the longest of them; -1: none
 
 
 @dataclass(slots=True)
@@ -205,7 +223,7 @@ class Sequence:
     seed: int  # uint64; resolved, already different for each of the n completions
     max_tokens: int  # resolved: params.max_tokens or what the context leaves
     eos_ids: frozenset[int] = frozenset()  # the model's own end tokens, empty with ignore_eos
-    bad_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    bad_words: BadWords | None = None  # params.bad_words as token ids
     priority: int = 0  # lower runs first; the scheduler bounds by how much
     order: int = 0  # arrival counter, set by the engine
     salt: bytes = b""  # prefix-cache salt: sequences with different salts share nothing
@@ -217,20 +235,20 @@ class Sequence:
     furthest: int = 0  # the highest `cached` it has had, set by the engine
     digests: list[bytes] = field(default_factory=list)  # of its leading blocks, as far as the cache needed them
     grammar: GuardedState | None = None
+    edits: object = None  # set by sampling: what its parameters come to, in part shared with `parent`
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per output token, if asked for
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # one per prompt token, first None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it; None for eos
     stats: SequenceStats = field(default_factory=SequenceStats)
+    stop_ids: frozenset[int] = field(init=False)  # every id that ends it: eos_ids and params.stop_token_ids
+
+    def __post_init__(self) -> None:
+        self.stop_ids = self.parent.stop_ids if self.parent else self.eos_ids.union(self.params.stop_token_ids)
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Every id that ends this sequence: eos (unless ignored) and params.stop_token_ids."""
-        return self.eos_ids | frozenset(self.params.stop_token_ids)
 
     @property
     def finished(self) -> bool:

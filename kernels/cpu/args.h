@@ -156,6 +156,21 @@ struct DrawArgs {
   int64_t* out;
 };
 
+// Entry i is about scores[rows[i]]: what sampling/logprobs.py needs of it to say how likely tokens[i] and the k best are.
+struct ScoreArgs {
+  const float* scores;
+  int64_t stride;
+  int vocab;
+  const int64_t *rows, *tokens;
+  int k;              // at most vocab
+  double unit;        // what 1 is as an integer in `total`: a power of two, at most 2^50
+  float* peak;        // [n], the highest score; NaN where the row holds one
+  int64_t* total;     // [n], the sum of e^(score - peak), each rounded to an integer; only where the peak is finite
+  int64_t* ranks;     // [n], 1 and how many scores are higher than the token's
+  int64_t* best;      // [n, k], best first, of equals the lower token
+  float* logits;      // [n, 1 + k], the token's own score and those of the best
+};
+
 // A thread's own, [padded(vocab)] each.
 struct DrawScratch {
   float *weights, *candidates, *scores;
@@ -178,6 +193,7 @@ struct Kernels {
   void (*softcap)(float* x, int width, float cap, int begin, int end);
   void (*draw)(const DrawArgs&, int begin, int end, const DrawScratch&);
   int (*best_within)(const float* scores, int vocab, const int32_t* mask);
+  void (*score)(const ScoreArgs&, int begin, int end);
   void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);
 };
 

@@ -7,9 +7,10 @@
 #include "linear.h"
 #include "rotate.h"
 #include "rowwise.h"
+#include "score.h"
 
 namespace specserve {
 const Kernels kAvx512 = {"avx512",      avx512::linear,  avx512::gated,    avx512::embed,   avx512::norm, avx512::collect, avx512::rotate,
                     avx512::attention, avx512::activate, avx512::softcap, avx512::draw, avx512::best_within,
-                    avx512::argmax};
+                    avx512::score,    avx512::argmax};
 }

@@ -7,9 +7,10 @@
 #include "linear.h"
 #include "rotate.h"
 #include "rowwise.h"
+#include "score.h"
 
 namespace specserve {
 const Kernels kPortable = {"portable",      portable::linear,  portable::gated,    portable::embed,   portable::norm, portable::collect, portable::rotate,
                     portable::attention, portable::activate, portable::softcap, portable::draw, portable::best_within,
-                    portable::argmax};
+                    portable::score,    portable::argmax};
 }

@@ -61,7 +61,7 @@ Activation activation(int kind, int width, Address data, Address scales, Address
   return {Kind(kind), int(padded(width)), at<void>(data), at<float>(scales), at<int32_t>(sums)};
 }
 
-// Draws rows with a team, in memory that it keeps: so much of it costs more to ask for than a draw takes.
+// Draws and scores rows with a team, in memory that it keeps: so much of it costs more to ask for than a draw takes.
 class Drawer {
  public:
   Drawer(std::shared_ptr<Team> team, const Kernels& kernels) : team_(std::move(team)), kernels_(kernels) {}
@@ -77,17 +77,28 @@ class Drawer {
       return DrawScratch{own, own + size, own + 2 * size, tokens_.data() + size * thread};
     };
     if (count == 1) return kernels_.draw(args, 0, 1, scratch(0));  // waking the others takes as long
-    std::atomic<int> next{0};
-    team_->run({[&](int thread) {
-      for (int row; (row = next.fetch_add(1)) < count;) kernels_.draw(args, row, row + 1, scratch(thread));
-    }});
+    each(count, [&](int row, int thread) { kernels_.draw(args, row, row + 1, scratch(thread)); });
   }
 
   int best_within(const float* scores, int vocab, const int32_t* mask) const {
     return kernels_.best_within(scores, vocab, mask);
   }
 
+  void score(const ScoreArgs& args, int count) {
+    if (count == 1) return kernels_.score(args, 0, 1);
+    each(count, [&](int row, int) { kernels_.score(args, row, row + 1); });
+  }
+
  private:
+  // use(row, thread) for every row, by whichever thread is free.
+  template <class Use>
+  void each(int count, Use use) {
+    std::atomic<int> next{0};
+    team_->run({[&](int thread) {
+      for (int row; (row = next.fetch_add(1)) < count;) use(row, thread);
+    }});
+  }
+
   std::shared_ptr<Team> team_;
   const Kernels& kernels_;
   std::vector<float> floats_;
@@ -217,6 +228,15 @@ NB_MODULE(_native, m) {
           nb::call_guard<nb::gil_scoped_release>())
       .def("best_within", [](const Drawer& drawer, Address scores, int vocab, Address mask) {
         return drawer.best_within(at<float>(scores), vocab, at<int32_t>(mask));
-      });
+      })
+      .def(
+          "score",
+          [](Drawer& drawer, Address scores, int64_t stride, int vocab, int count, Address rows, Address tokens, int k,
+             double unit, Address peak, Address total, Address ranks, Address best, Address logits) {
+            drawer.score({at<float>(scores), stride, vocab, at<int64_t>(rows), at<int64_t>(tokens), k, unit,
+                          at<float>(peak), at<int64_t>(total), at<int64_t>(ranks), at<int64_t>(best), at<float>(logits)},
+                         count);
+          },
+          nb::call_guard<nb::gil_scoped_release>());
   bind_program(m);
 }

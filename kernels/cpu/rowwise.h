@@ -154,24 +154,30 @@ inline int first_equal(const float* x, float value) {
   return i;
 }
 
+// The highest of n numbers, NaN if any is not a number.
+inline float peak_of(const float* x, int n) {
+  F lanes = set(-INFINITY);
+  bool has_nan = false;
+  const int whole = n / kLanes * kLanes;
+  for (int i = 0; i < whole; i += kLanes) {
+    const F some = load(x + i);
+    has_nan |= any_nan(some, some);
+    lanes = max(lanes, some);
+  }
+  float peak = hmax(lanes);
+  for (int i = whole; i < n; ++i) {
+    has_nan |= std::isnan(x[i]);
+    peak = std::max(peak, x[i]);
+  }
+  return has_nan ? NAN : peak;
+}
+
 // The lowest index of the highest of n numbers of each row, -1 if that is infinite or any is not a number.
 inline void argmax(const float* x, int width, int n, int64_t* best, int begin, int end) {
-  const int whole = n / kLanes * kLanes;
   for (int row = begin; row < end; ++row) {
     const float* at = x + int64_t(row) * width;
-    F peak = set(-INFINITY);
-    bool is_broken = false;
-    for (int i = 0; i < whole; i += kLanes) {
-      const F lanes = load(at + i);
-      is_broken |= any_nan(lanes, lanes);
-      peak = max(peak, lanes);
-    }
-    float top = hmax(peak);
-    for (int i = whole; i < n; ++i) {
-      is_broken |= std::isnan(at[i]);
-      top = std::max(top, at[i]);
-    }
-    best[row] = is_broken || std::isinf(top) ? -1 : first_equal(at, top);
+    const float peak = peak_of(at, n);
+    best[row] = std::isfinite(peak) ? first_equal(at, peak) : -1;
   }
 }
 

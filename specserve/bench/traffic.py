@@ -178,7 +178,7 @@ class WatchedRunner(Runner):
 
     def __init__(self, model: Any, ops: WatchedOps, plain: Runner, max_rows: int) -> None:
         watched: Any = ops
-        super().__init__(model, watched, plain.storage, max_rows)
+        super().__init__(model, watched, plain.storage, max_rows, plain.max_logit_rows)
         self.watched = ops
         self._batch: Batch | None = None
 

@@ -1,4 +1,4 @@
-"""How many KV blocks fit: measures free memory, decides, and says why. Allocates nothing."""
+"""How many KV blocks and logits of a step fit: measures free memory, decides, and says why. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from specserve.errors import CapacityError
 from specserve.machine.cgroups import groups
 
 GIB = 2**30
+LOGITS_BYTES = 2**27  # of one step: 682 rows of a vocabulary of 49k, 220 of one of 152k
 MAX_SHARE = 0.4  # of free memory, when nobody said how much: weights' pages, activations and the system need the rest
 
 
@@ -68,6 +69,18 @@ def _remedy(num_blocks: int, needed_bytes: int, block_size: int, free_bytes: int
     enough = math.ceil(needed_bytes / GIB * 1000) / 1000
     larger = f"set kv_cache_gib to at least {enough:.3f}" if enough * GIB <= free_bytes else "free some memory"
     return f"{shorter}; or {larger}."
+
+
+def logit_rows(vocab_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """For how many rows a step may have logits: as many as fit 128 MiB, but at least one for each sequence and one of a
+    draft for each, and no more than a step has rows."""
+    return min(max_num_batched_tokens, max(2 * max_num_seqs, LOGITS_BYTES // (4 * vocab_size)))
+
+
+def step_bytes(max_rows: int, width: int, max_logit_rows: int, vocab_size: int) -> int:
+    """What a step works on, weights and KV apart: `width` numbers for every row, logits, and a copy of these that the
+    requests' parameters have edited; all float32."""
+    return 4 * (max_rows * width + 2 * max_logit_rows * vocab_size)
 
 
 def free_memory(device: torch.device | str, root: Path = Path("/")) -> int:

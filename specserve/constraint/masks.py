@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specserve.constraint.walk import visit
 from specserve.runtime.batch import Rows
-from specserve.sampling.filters import changes_logits
+from specserve.sampling.edits import changes_logits
 from specserve.types import Draft, Failure, GuardedState, Ids, Sequence
 
 

@@ -15,13 +15,15 @@ def check_beginning(seq: Sequence, vocab_size: int) -> None:
     """Raise NoTokenLeftError for a sequence whose grammar, allowed_token_ids, bad_words and min_tokens forbid every
     token. Grammars alone were tried when they were compiled; one that fails here ends its request when it runs."""
     params = seq.params
-    fields = {"allowed_token_ids": params.allowed_token_ids, "bad_words": seq.bad_ids, "min_tokens": params.min_tokens}
+    words = seq.bad_words
+    fields = {"allowed_token_ids": params.allowed_token_ids, "bad_words": words, "min_tokens": params.min_tokens}
     restricting = [name for name, value in fields.items() if value]
     if not restricting:
         return
     if seq.grammar is None:
         num_open = vocab_size if params.allowed_token_ids is None else len(set(params.allowed_token_ids))
-        if num_open > len(seq.bad_ids) + len(seq.stop_ids):  # more than can be forbidden
+        num_bad = 0 if words is None else len(words.always) + sum(map(len, words.lasts))
+        if num_open > num_bad + len(seq.stop_ids):  # more than can be forbidden
             return
     mask: Ids | None = None
     if seq.grammar is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specserve.cache.cache import KVCache
-from specserve.cache.sizing import free_memory, plan_blocks
+from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, step_bytes
 from specserve.cache.storage import KVStorage
 from specserve.config import EngineConfig
 from specserve.constraint.compiler import Compiler, check_backend
@@ -60,7 +60,9 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     per_block = KVStorage.bytes_per_block(
         spec.num_layers, config.block_size, spec.num_kv_heads, spec.head_dim, ops.dtype
     )
-    free = max(0, free_memory(ops.device) - model.num_mapped_bytes)  # mapped weights pass for free memory
+    num_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, config.max_num_batched_tokens)
+    taken = step_bytes(config.max_num_batched_tokens, spec.step_width, num_logit_rows, spec.vocab_size)
+    free = max(0, free_memory(ops.device) - taken - model.num_mapped_bytes)  # mapped weights pass for free memory
     num_blocks, chosen = plan_blocks(
         free, per_block, config.block_size, spec.max_len, config.max_num_seqs, config.kv_cache_gib
     )
@@ -76,13 +78,14 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     )
     cache = KVCache(storage, config.prefix_caching)
     engine = Engine(
-        Runner(model, ops, storage, config.max_num_batched_tokens),
+        Runner(model, ops, storage, config.max_num_batched_tokens, num_logit_rows),
         cache,
         Scheduler(
             cache,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             spec.max_len,
+            num_logit_rows,
             None if config.max_step_ms is None else config.max_step_ms / 1000,
         ),
         Sampler(spec.vocab_size, config.verification, ops.device, ops if ops.can_draw else None),

@@ -32,7 +32,7 @@ def _stop(seq: Sequence, token: int) -> None:
     if seq.num_output >= seq.params.min_tokens:
         if token in seq.eos_ids:
             seq.finish_reason = "stop"
-        elif token in seq.params.stop_token_ids:
+        elif token in seq.stop_ids:
             seq.finish_reason, seq.stop_reason = "stop", token
     if not seq.finished and seq.num_output >= seq.max_tokens:
         seq.finish_reason = "length"

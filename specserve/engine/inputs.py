@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence as Many
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 from specserve.constraint.compiler import Compiler
@@ -13,6 +14,7 @@ from specserve.engine.outputs import CompletionOutput, RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import InputError
 from specserve.models.tokenizer import Tokenizer
+from specserve.sampling import bad_words
 from specserve.types import SamplingParams
 
 # Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
@@ -71,22 +73,18 @@ class Requests:
     def _make(
         self, text: str | None, ids: list[int], params: SamplingParams, wishes: Wishes
     ) -> tuple[Request, RequestOutput]:
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
         request = Request(
             id=f"request-{next(self._ids)}",
             prompt_ids=ids,
             params=params,
-            bad_ids=self._bad_ids(params),
+            bad_words=bad_words.of_texts(params.bad_words, encode),
             priority=wishes.priority,
             drafter=wishes.drafter,
             prediction=wishes.prediction,
         )
         completions = [CompletionOutput(index) for index in range(params.n)]
         return request, RequestOutput(request.id, text, ids, completions)
-
-    def _bad_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word as it is written at the start of a text and after a space, as vLLM does."""
-        forms = (form for word in params.bad_words for form in (word.lstrip(), " " + word.lstrip()))
-        return tuple(tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms)
 
 
 def _unwrap(prompt: Mapping[str, Any]) -> str | list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specserve.constraint.base import Grammar, Guarded
 from specserve.errors import InputError, PromptTooLongError
-from specserve.types import SamplingParams, Sequence, SequenceStats
+from specserve.types import BadWords, SamplingParams, Sequence, SequenceStats, wrong_ids
 
 PREDICTION = "prediction"  # the drafter of a request that has a prediction and names none
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the completions of one seed over the 64-bit range
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt as ids with its parameters; `bad_ids` are params.bad_words as token ids. `priority`: lower is first,
+    """One prompt as ids with its parameters; `bad_words` are those of params as token ids. `priority`: lower is first,
     within bounds; see the scheduler.
     `salt` separates prefix caches. `drafter` is the name of its drafter, "none" for plain decoding; None leaves it to
     the engine. `prediction` is what the answer will mostly be, as ids: without a `drafter` the request drafts from it;
@@ -36,7 +36,7 @@ class Request:
     id: str
     prompt_ids: list[int]
     params: SamplingParams
-    bad_ids: tuple[tuple[int, ...], ...] = ()
+    bad_words: BadWords | None = None
     priority: int = 0
     salt: bytes = b""
     drafter: str | None = None
@@ -54,6 +54,7 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
     seed = secrets.randbits(64) if params.seed is None else params.seed
     prediction = tuple(request.prediction)
     drafter = PREDICTION if request.drafter is None and prediction else request.drafter
+    others = params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
     first: Sequence | None = None
     group: list[Sequence] = []
     for index in range(params.n):
@@ -62,11 +63,11 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
             index=index,
             tokens=list(request.prompt_ids),
             num_prompt=len(request.prompt_ids),
-            params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
+            params=params if index == 0 else others,
             seed=(seed + index * _GOLDEN) % 2**64,
             max_tokens=space if params.max_tokens is None else min(params.max_tokens, space),
             eos_ids=frozenset() if params.ignore_eos else limits.eos_ids,
-            bad_ids=request.bad_ids,
+            bad_words=request.bad_words,
             priority=request.priority,
             salt=request.salt,
             drafter=drafter,
@@ -113,8 +114,7 @@ def _check_prediction(ids: Many[int], limits: Limits) -> None:
 
 
 def _check_ids(name: str, ids: Many[int], limits: Limits) -> None:
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < limits.vocab_size:
-            raise InputError(
-                f"The {name} holds token id {token!r}; ids are whole numbers from 0 to {limits.vocab_size - 1}.", name
-            )
+    if wrong := wrong_ids(ids, limits.vocab_size):
+        raise InputError(
+            f"The {name} holds token id {wrong[0]!r}; ids are whole numbers from 0 to {limits.vocab_size - 1}.", name
+        )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from specserve.cache.cache import KVCache
-from specserve.runtime.batch import Work
+from specserve.runtime.batch import Work, most_tokens, num_shared_rows
 from specserve.speculation.cost import StepCost
 from specserve.types import Sequence
 
@@ -38,6 +38,9 @@ class Scheduler:
     Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them takes `max_step_s`
     seconds, or without a number 2.5 times what it takes without them, and 0.25 s where nobody decodes. The first one of
     a step has at least 16 tokens whatever they take.
+
+    A step has logits for at most `max_logit_rows` rows, if that is not max_num_batched_tokens at least 2 max_num_seqs.
+    Each sequence has one row of its own; drafts, and prompts whose log-probabilities are asked for, share the others.
     """
 
     def __init__(
@@ -46,9 +49,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_logit_rows: int,
         max_step_s: float | None = None,
     ) -> None:
         self.cache = cache
+        # Where every row may have logits, the budget of tokens is limit enough.
+        self._num_shared_rows = max_logit_rows - (max_num_seqs if max_logit_rows < max_num_batched_tokens else 0)
         self.cost = StepCost()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -75,7 +81,7 @@ class Scheduler:
     def pick(self, draft_limit: Callable[[Sequence], int]) -> Work:
         """The next step's work, with KV slots reserved for every token and draft in it. `draft_limit` says how many
         tokens a sequence's draft may have at most; the request may have asked for fewer."""
-        plan = _Plan(self.max_num_batched_tokens)
+        plan = _Plan(self.max_num_batched_tokens, self._num_shared_rows)
         self._decode(plan)
         plan.seconds = self._seconds_for_chunks(len(plan.counts))
         self._drafts(plan, draft_limit)
@@ -92,11 +98,10 @@ class Scheduler:
     def _drafts(self, plan: _Plan, draft_limit: Callable[[Sequence], int]) -> None:
         """Drafts take only free blocks: nobody is preempted for a guess."""
         for seq in list(plan.counts):
-            draft = min(self._useful_draft(seq, draft_limit(seq)), plan.left)
+            draft = min(self._useful_draft(seq, draft_limit(seq)), plan.left, plan.logit_rows)
             while draft > 0 and not self.cache.reserve(seq, 1 + draft):
                 draft //= 2
-            plan.budgets[seq] = draft
-            plan.left -= draft
+            plan.draft(seq, draft)
 
     def _useful_draft(self, seq: Sequence, limit: int) -> int:
         """A step emits one token more than the draft, and none past max_tokens or the context."""
@@ -119,7 +124,7 @@ class Scheduler:
 
     def _chunk(self, plan: _Plan, seq: Sequence) -> int:
         """How many of its tokens that have no KV yet are computed in this step; takes their time from the plan."""
-        wanted = min(len(seq.tokens) - seq.cached, plan.left)
+        wanted = min(len(seq.tokens) - seq.cached, plan.left, most_tokens(seq, plan.logit_rows))
         least = min(wanted, _LEAST_CHUNK)
         count = min(wanted, self.cost.chunk(plan.seconds, seq.cached))
         if count < least:
@@ -228,10 +233,12 @@ class _Refusal(NamedTuple):
 
 
 class _Plan:
-    """A step under construction: who takes how many tokens of the budget."""
+    """A step under construction: who takes how many tokens of the budget, and how many of the rows with logits that are
+    nobody's own."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, logit_rows: int) -> None:
         self.left = budget
+        self.logit_rows = logit_rows
         self.seconds = 0.0  # for chunks of prompts
         self.has_chunks = False
         self.counts: dict[Sequence, int] = {}
@@ -240,9 +247,15 @@ class _Plan:
     def take(self, seq: Sequence, count: int) -> None:
         self.counts[seq] = count
         self.left -= count
+        self.logit_rows -= num_shared_rows(seq, count)
+
+    def draft(self, seq: Sequence, count: int) -> None:
+        self.budgets[seq] = count
+        self.left -= count
+        self.logit_rows -= count
 
     def drop(self, seq: Sequence) -> None:
-        """A preempted sequence gives back what it had taken."""
+        """A preempted sequence gives back what it had taken; its logits, which are few, go unused."""
         self.left += self.counts.pop(seq, 0) + self.budgets.pop(seq, 0)
 
     def work(self, running: list[Sequence]) -> Work:

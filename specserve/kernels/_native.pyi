@@ -39,6 +39,22 @@ class Drawer:
         out: int,
     ) -> None: ...
     def best_within(self, scores: int, vocab: int, mask: int) -> int: ...
+    def score(
+        self,
+        scores: int,
+        stride: int,
+        vocab: int,
+        count: int,
+        rows: int,
+        tokens: int,
+        k: int,
+        unit: float,
+        peak: int,
+        total: int,
+        ranks: int,
+        best: int,
+        logits: int,
+    ) -> None: ...
 
 def read_bandwidth(team: Team, memory: int, bytes: int, passes: int) -> float: ...
 

@@ -83,6 +83,13 @@ class DecoderSpec:
             )
         assert len(self.ropes) == len(self.windows) == self.num_layers
 
+    @property
+    def step_width(self) -> int:
+        """Numbers that ops hold at most for each row of a step, but for its logits: what goes into a layer, what its
+        products come to, and the residual."""
+        heads = self.num_heads * self.head_dim
+        return 5 * self.hidden_size + 4 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.intermediate_size
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the model needs, by its name in a Hugging Face Llama checkpoint, and its shape."""
         table = (self.vocab_size, self.hidden_size)

@@ -45,6 +45,23 @@ class Laws:
     top_k: NDArray[np.int64]  # 0: all tokens
 
 
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """What the log-probabilities of n rows follow from: arrays on the host. A row whose peak is not finite has nothing
+    else."""
+
+    peaks: NDArray[np.float32]  # [n] the highest logit; NaN where the row holds one
+    totals: NDArray[np.int64]  # [n] the sum of e^(logit - peak), each rounded to a multiple of 2^-fraction_bits
+    ranks: NDArray[np.int64]  # [n] 1 and how many logits are above that of the row's token
+    best: NDArray[np.int64]  # [n, k] the k best, best first, of equals the lower id
+    logits: NDArray[np.float32]  # [n, 1 + k] of the row's token, then of the best
+
+
+def fraction_bits(vocab_size: int) -> int:
+    """How fine RowScores.totals are: so that neither a sum of integers overflows nor one of them a float64."""
+    return min(50, 62 - vocab_size.bit_length())
+
+
 class Recording(Protocol):
     """Ops that were recorded once, to be run on what their tensors hold now."""
 
@@ -164,6 +181,11 @@ class Ops(Protocol):
         """The lowest of the best token ids of one row of scores float32 [rows, vocab], none of them NaN, among those
         whose bit is set in masks int32 [rows, ceil(vocab / 32)]; -1 where the best of them is not finite, or there is
         none. Only if can_draw."""
+
+    def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
+        """How likely tokens int64 [n] are, each under one of `rows` int64 [n] of logits float32 [all rows, vocab], and
+        the k best, k at most vocab: what sampling.logprobs defines, bit for bit. One caller at a time. Only if
+        can_draw."""
 
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
         """Let slots `targets` of every kv [2, slots, kv_heads, d] hold what `sources` hold, int64 [n] each, no target

@@ -118,6 +118,20 @@ def _unscored(seq: Sequence, count: int) -> range:
     return range(first, min(seq.cached + count + 1, seq.num_prompt))
 
 
+def num_shared_rows(seq: Sequence, count: int) -> int:
+    """How many rows of a chunk have logits, but for one, which every sequence has to itself: at its end the row that is
+    judged, before it the first that is scored."""
+    return max(0, len(_unscored(seq, count)) - (seq.cached + count < len(seq.tokens)))
+
+
+def most_tokens(seq: Sequence, shared_rows: int) -> int:
+    """How long a chunk with no more than so many shared rows may be: at least one token, or any number where nothing is
+    scored."""
+    first = max(seq.cached + 1, len(seq.prompt_logprobs))
+    scores = seq.params.prompt_logprobs is not None and first < seq.num_prompt
+    return shared_rows + first - seq.cached if scores else len(seq.tokens)
+
+
 def _parents(count: int, draft: Draft) -> Ids | None:
     """Each row's parent row within the sequence, own tokens first; None for a chain."""
     if draft.is_chain:

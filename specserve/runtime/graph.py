@@ -56,15 +56,16 @@ class EagerStep:
 
 
 class RecordedStep:
-    """Replays the model's ops on static tensors of `max_rows` rows, on a CPU. What it returns is valid until the next
-    step."""
+    """Replays the model's ops on static tensors of `max_rows` rows, `max_logit_rows` with logits, on a CPU. What it
+    returns is valid until the next step."""
 
-    def __init__(self, model: Model, ops: Ops, kv: list[Tensor], max_rows: int) -> None:
-        self._inputs = np.zeros((3, max_rows), np.int64)  # ids, positions, rows
+    def __init__(self, model: Model, ops: Ops, kv: list[Tensor], max_rows: int, max_logit_rows: int) -> None:
+        self._inputs = np.zeros((2, max_rows), np.int64)  # ids, positions
+        self._logit_rows = np.zeros(max_logit_rows, np.int64)
         self._points_into = model, kv  # and nothing else keeps the weights
         with ops.recording() as self._recording:
-            ids, positions, rows = torch.from_numpy(self._inputs)
-            self._outputs = model.forward(ids, positions, rows, kv, None)
+            ids, positions = torch.from_numpy(self._inputs)
+            self._outputs = model.forward(ids, positions, torch.from_numpy(self._logit_rows), kv, None)
         self._views: dict[int, Outputs] = {}  # of the outputs' first rows: slicing takes time
         self._num_collected = 0
 
@@ -73,7 +74,7 @@ class RecordedStep:
         rows, collected = batch.num_rows, len(batch.logit_rows)
         self._inputs[0, :rows] = batch.token_ids
         self._inputs[1, :rows] = batch.positions
-        self._inputs[2, :collected] = batch.logit_rows
+        self._logit_rows[:collected] = batch.logit_rows
         self._recording.start(rows, collected, plan)
         self._num_collected = collected
 

@@ -26,16 +26,20 @@ class Output:
 
 
 class Runner:
-    """The target model with the cache it writes to. No step has more than `max_rows` rows."""
+    """The target model with the cache it writes to. No step has more than `max_rows` rows, or logits for more than
+    `max_logit_rows` of them."""
 
-    def __init__(self, model: Model, ops: Ops, storage: KVStorage, max_rows: int) -> None:
+    def __init__(self, model: Model, ops: Ops, storage: KVStorage, max_rows: int, max_logit_rows: int) -> None:
         self.model = model
         self.ops = ops
         self.storage = storage
+        self.max_logit_rows = max_logit_rows
         self._plan: Any = None  # of the newest step
         self._logit_rows = np.zeros(0, np.int64)
         self._step: Step = (
-            RecordedStep(model, ops, storage.layers, max_rows) if ops.can_record else EagerStep(model, storage.layers)
+            RecordedStep(model, ops, storage.layers, max_rows, max_logit_rows)
+            if ops.can_record
+            else EagerStep(model, storage.layers)
         )
 
     def start(self, batch: Batch) -> None:

@@ -2,8 +2,7 @@
 stand or fall, or engines.
 
 The order, for every row: repetition, presence and frequency penalties; logit_bias; allowed_token_ids; bad_words;
-min_tokens; the grammar's bits; temperature; min-p, top-k, top-p (vLLM's order). A row after a draft token counts the
-draft tokens on its path as output.
+min_tokens (all these: see `edits`); the grammar's bits; temperature; min-p, top-k, top-p (vLLM's order).
 
 No row may change by one bit with what else is in the batch. Hence no float is ever summed here: sums are of fixed-point
 integers, which have no order, and everything else is elementwise or a maximum. A feature that no sequence of the batch
@@ -13,19 +12,16 @@ uses costs nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence as Many
+from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.ops import Laws
 from specserve.runtime.batch import Rows
+from specserve.sampling.edits import changes_logits, edit
 from specserve.types import Draft, SamplingParams, Sequence
-
-Entry = tuple[Sequence, Draft, int]  # a sequence, its draft, its first row
-Int64s = NDArray[np.int64]
 
 _TINIEST_TEMPERATURE = 1e-300  # 0 / denormal is NaN where denormals are flushed to zero
 _FIRST_NUCLEUS = 512  # top-p looks at this many best tokens before it sorts them all
@@ -36,16 +32,10 @@ def process(logits: Tensor, rows: Rows, masks: Tensor | None) -> Tensor:
     of a row set where token t may come. The result is `logits` itself if there is nothing to do."""
     if not is_processed(rows, masks):
         return logits
-    entries = list(zip(rows.seqs, rows.drafts, rows.starts, strict=True))
-    penalised = [e for e in entries if _has_penalty(e[0].params)]
-    biased = [e for e in entries if e[0].params.logit_bias]
-    limited = [e for e in entries if e[0].params.allowed_token_ids is not None]
-    forbidden = [pair for e in entries for pair in _forbidden(*e)]
     scores = logits.clone()
-    _penalise(scores, penalised)
-    _add_bias(scores, biased)
-    _keep_allowed(scores, limited)
-    _forbid(scores, forbidden)
+    for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
+        if changes_logits(seq):
+            edit(scores[start : start + len(draft) + 1], seq, draft)
     _apply_masks(scores, masks)
     return scores
 
@@ -54,128 +44,14 @@ def leaves_none(seq: Sequence, mask: Tensor | None, vocab_size: int) -> bool:
     """Whether what a sequence asks for forbids every token that could come next. mask int32 [1, words] or None: its
     grammar's bits."""
     nothing = torch.zeros(1, vocab_size)
-    return not bool(process(nothing, Rows([seq], [Draft.empty()], [0]), mask).isfinite().any())
+    scores = process(nothing, Rows([seq], [Draft.empty()], [0]), mask)
+    seq.edits = None  # they were made for this device
+    return not bool(scores.isfinite().any())
 
 
 def is_processed(rows: Rows, masks: Tensor | None) -> bool:
     """Whether any row may come out of `process` as another."""
     return masks is not None or any(changes_logits(seq) for seq in rows.seqs)
-
-
-def changes_logits(seq: Sequence) -> bool:
-    """Whether anything but a grammar does."""
-    params = seq.params
-    return bool(
-        _has_penalty(params)
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or seq.bad_ids
-        or params.min_tokens > seq.num_output
-    )
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-def _penalise(scores: Tensor, entries: list[Entry]) -> None:
-    """Repetition divides what is above zero and multiplies what is not; frequency subtracts per occurrence, presence
-    once. Repetition looks at prompt and output, the others at the output alone."""
-    if not entries:
-        return
-    counted = [_occurrences(*entry) for entry in entries]
-    at = torch.from_numpy(np.concatenate([where for where, _ in counted], axis=1)).to(scores.device)
-    counts = torch.from_numpy(np.concatenate([count for _, count in counted])).to(scores.device)
-    lengths = [len(count) for _, count in counted]
-    repetition, frequency, presence = _spread([_penalties(seq.params) for seq, _, _ in entries], lengths, scores)
-    value = scores[at[0], at[1]]
-    value = torch.where(value > 0, value / repetition, value * repetition)
-    value = value - frequency * counts
-    scores[at[0], at[1]] = value - presence * (counts > 0)
-
-
-def _penalties(params: SamplingParams) -> tuple[float, float, float]:
-    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-
-
-def _spread(values: list[tuple[float, float, float]], lengths: list[int], like: Tensor) -> tuple[Tensor, ...]:
-    """One float32 column per field, value i repeated lengths[i] times."""
-    columns = np.repeat(np.asarray(values, np.float32), lengths, axis=0).T
-    return torch.from_numpy(np.ascontiguousarray(columns)).to(like.device).unbind(0)
-
-
-def _occurrences(seq: Sequence, draft: Draft, start: int) -> tuple[Int64s, Int64s]:
-    """Where a sequence's rows have a token seen before, as (row, token) [2, n], and how often each is in the output."""
-    prompt, output = seq.tokens[: seq.num_prompt], seq.tokens[seq.num_prompt :]
-    ids, inverse = np.unique(np.asarray([*output, *draft.tokens.tolist(), *prompt], np.int64), return_inverse=True)
-    columns = inverse[len(output) :]  # of draft tokens, then of the prompt's
-    counts = np.zeros((len(draft) + 1, len(ids)), np.int64)
-    counts[0] = np.bincount(inverse[: len(output)], minlength=len(ids))
-    for node, parent in enumerate(draft.parents.tolist()):
-        counts[node + 1] = counts[parent + 1]
-        counts[node + 1, columns[node]] += 1
-    seen = counts > 0
-    seen[:, columns[len(draft) :]] = True
-    rows, found = seen.nonzero()
-    return np.stack([start + rows, ids[found]]), counts[rows, found]
-
-
-def _add_bias(scores: Tensor, entries: list[Entry]) -> None:
-    if not entries:
-        return
-    triples = [
-        (start + row, token, bias)
-        for seq, draft, start in entries
-        for row in range(len(draft) + 1)
-        for token, bias in (seq.params.logit_bias or {}).items()
-    ]
-    rows, tokens, biases = zip(*triples, strict=True)
-    at = torch.tensor([rows, tokens], device=scores.device)
-    scores[at[0], at[1]] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
-
-
-def _keep_allowed(scores: Tensor, entries: list[Entry]) -> None:
-    for seq, draft, start in entries:
-        ids = torch.tensor(list(seq.params.allowed_token_ids or ()), device=scores.device)
-        own = scores[start : start + len(draft) + 1]
-        kept = own[:, ids]
-        own.fill_(-torch.inf)
-        own[:, ids] = kept
-
-
-def _forbidden(seq: Sequence, draft: Draft, start: int) -> Iterable[tuple[int, int]]:
-    """(row, token) of what bad_words and min_tokens rule out."""
-    if seq.bad_ids:
-        yield from _bad_endings(seq, draft, start)
-    missing = seq.params.min_tokens - seq.num_output
-    if missing > 0:
-        for row, depth in enumerate(row_depths(draft)):
-            if depth < missing:
-                yield from ((start + row, token) for token in sorted(seq.stop_ids))
-
-
-def _bad_endings(seq: Sequence, draft: Draft, start: int) -> Iterable[tuple[int, int]]:
-    """A bad word's last token may not follow the others; prompt, output and path are one text."""
-    longest = max(len(word) for word in seq.bad_ids) - 1
-    tails = [tuple(seq.tokens[-longest:]) if longest else ()]  # per row, what came before it
-    for node, parent in enumerate(draft.parents.tolist()):
-        tail = (*tails[parent + 1], int(draft.tokens[node]))
-        tails.append(tail[-longest:] if longest else ())
-    for row, tail in enumerate(tails):
-        for *before, last in seq.bad_ids:
-            if not before or tail[-len(before) :] == tuple(before):
-                yield start + row, last
-
-
-def row_depths(draft: Draft) -> list[int]:
-    """How many draft tokens come before what each row judges: 0 at the root."""
-    return [0, *(draft.depths + 1).tolist()]
-
-
-def _forbid(scores: Tensor, pairs: list[tuple[int, int]]) -> None:
-    if pairs:
-        at = torch.tensor(pairs, device=scores.device)
-        scores[at[:, 0], at[:, 1]] = -torch.inf
 
 
 def _apply_masks(scores: Tensor, masks: Tensor | None) -> None:

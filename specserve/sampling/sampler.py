@@ -3,7 +3,6 @@ Knows nothing of models, caches, scheduling or where drafts come from."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from specserve.errors import ConfigError, unknown
 from specserve.ops import Laws
 from specserve.runtime.batch import Rows
 from specserve.sampling import verify
-from specserve.sampling.filters import is_processed, laws, normalise, process, row_depths, shape
-from specserve.sampling.logprobs import token_logprobs
+from specserve.sampling.edits import row_depths
+from specserve.sampling.filters import is_processed, laws, normalise, process, shape
+from specserve.sampling.logprobs import Native as NativeScores, token_logprobs
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys, unit
 from specserve.types import Draft, Failure, Ids, SamplingParams, Sequence, TokenLogprobs, Verdict
 
@@ -36,7 +36,7 @@ _NOT_FINITE = (
 )
 
 
-class Native(Protocol):
+class Native(NativeScores, Protocol):
     """What of ops a sampler can use."""
 
     def draw(
@@ -106,15 +106,9 @@ class Sampler:
         return self._verdicts(logits, rows, said, paths)
 
     def score(self, logits: Tensor, tokens: list[int], k: int) -> list[TokenLogprobs]:
-        """How likely the model found tokens[i] under logits[i] [rows, vocab_size], with the k best: for prompts. A row
-        that is not finite says nothing: its token is impossible, the last in rank, and there are no best."""
-        raw = logits[: len(tokens)].float()
-        broken = ~raw.amax(-1).isfinite()
-        known = token_logprobs(raw.masked_fill(broken[:, None], 0.0), tokens, k)
-        return [
-            TokenLogprobs(entry.token, -math.inf, self.vocab_size, {}) if is_broken else entry
-            for entry, is_broken in zip(known, broken.tolist(), strict=True)
-        ]
+        """How likely the model found tokens[i] under logits[i] [rows, vocab_size], with the k best: for prompts. See
+        token_logprobs."""
+        return token_logprobs(logits, range(len(tokens)), tokens, [k] * len(tokens), self._native)
 
     def _tries(self, seq: Sequence, draft: Draft) -> bool:
         """Whether the draft is tried node by node, rather than compared with samples of the target."""
@@ -254,7 +248,24 @@ class Sampler:
                 continue
             extra = said.tokens[start + verify.last_row(path)]
             found.append(Verdict(*verify.conclude(draft, path, [fault > 0 for fault in faults], extra)))
-        return _with_logprobs(logits, rows, found)
+        return self._with_logprobs(logits, rows, found)
+
+    def _with_logprobs(self, logits: Tensor, rows: Rows, found: list[Verdict | Failure]) -> list[Verdict | Failure]:
+        """Add what the model itself thought of each emitted token, read from the row that judged it."""
+        asking = [
+            (i, v, k)
+            for i, v in enumerate(found)
+            if isinstance(v, Verdict) and (k := rows.seqs[i].params.logprobs) is not None
+        ]
+        if not asking:
+            return found
+        at = [rows.starts[i] + row for i, verdict, _ in asking for row in (0, *(node + 1 for node in verdict.path))]
+        tokens = [token for _, verdict, _ in asking for token in verdict.tokens]
+        ks = [k for _, verdict, k in asking for _ in verdict.tokens]
+        entries = iter(token_logprobs(logits, at, tokens, ks, self._native))
+        for i, verdict, _ in asking:
+            found[i] = Verdict(verdict.tokens, verdict.path, [next(entries) for _ in verdict.tokens])
+        return found
 
 
 def _failure(fault: int, position: int) -> Failure:
@@ -303,25 +314,3 @@ def _sample_keys(rows: Rows, which: list[int]) -> Tensor:
 def _packed_starts(drafts: Many[Draft]) -> list[int]:
     """The first row of each draft where these drafts alone are packed."""
     return [0, *np.cumsum([len(draft) + 1 for draft in drafts])[:-1].tolist()]
-
-
-def _with_logprobs(logits: Tensor, rows: Rows, found: list[Verdict | Failure]) -> list[Verdict | Failure]:
-    """Add what the model itself thought of each emitted token, read from the row that judged it."""
-    asking = [
-        (i, v) for i, v in enumerate(found) if isinstance(v, Verdict) and rows.seqs[i].params.logprobs is not None
-    ]
-    if not asking:
-        return found
-    at = [rows.starts[i] + row for i, verdict in asking for row in (0, *(node + 1 for node in verdict.path))]
-    tokens = [token for _, verdict in asking for token in verdict.tokens]
-    widest = max(rows.seqs[i].params.logprobs or 0 for i, _ in asking)
-    entries = iter(token_logprobs(logits[at].float(), tokens, widest))
-    for i, verdict in asking:
-        k = rows.seqs[i].params.logprobs or 0
-        own = [_narrow(next(entries), k) for _ in verdict.tokens]
-        found[i] = Verdict(verdict.tokens, verdict.path, own)
-    return found
-
-
-def _narrow(entry: TokenLogprobs, k: int) -> TokenLogprobs:
-    return TokenLogprobs(entry.token, entry.logprob, entry.rank, dict(list(entry.top.items())[:k]))

@@ -17,6 +17,7 @@ from specserve.engine.outputs import Chunk, Collector, CompletionOutput, Request
 from specserve.errors import InputError, PromptTooLongError
 from specserve.models.tokenizer import Tokenizer
 from specserve.models.tools import CallFormat
+from specserve.sampling import bad_words
 from specserve.server.engine.client import EngineClient, RefusedError, Subscription
 from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Said, Submit
 from specserve.server.engine.supervisor import State, Supervisor
@@ -27,7 +28,7 @@ from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.errors import WireError, unavailable
 from specserve.server.wire.tool_calls import keeping_delimiters
 from specserve.structured import Structured
-from specserve.types import Event, SamplingParams
+from specserve.types import BadWords, Event, SamplingParams
 
 T = TypeVar("T")
 _INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
@@ -47,7 +48,7 @@ class Ask:
     salt: bytes = b""
     drafter: str | None = None
     prediction: Sequence[int] = ()
-    bad_ids: Sequence[Sequence[int]] = ()  # params.bad_words as ids; see Service.prepare
+    bad_words: BadWords | None = None  # params.bad_words as ids; see Service.prepare
     source: str = "structured"  # the request's field that params.structured comes from
     is_slow: bool = False  # whether params.structured takes long to compile; see Service.prepare
 
@@ -216,8 +217,9 @@ class Service:
         asked = ask.params.structured
         is_slow = asked is not None and await self._try(asked, ask.source, tenant or client)
         size = sum(map(len, ask.params.bad_words))
-        bad_ids = await self.run(size, self._bad_ids, ask.params) if size else ()
-        return replace(ask, bad_ids=bad_ids, salt=tenant + ask.salt, is_slow=is_slow)
+        encode = functools.partial(self.tokenizer.encode, add_special_tokens=False)
+        words = await self.run(size, bad_words.of_texts, ask.params.bad_words, encode)
+        return replace(ask, bad_words=words, salt=tenant + ask.salt, is_slow=is_slow)
 
     async def _try(self, asked: Structured, source: str, client: bytes) -> bool:
         try:
@@ -246,12 +248,12 @@ class Service:
         return Answers([self._submit(ask, name, news) for ask in asks], news)
 
     def _submit(self, ask: Ask, name: str, news: asyncio.Event) -> _Answer:
-        assert bool(ask.bad_ids) == bool(ask.params.bad_words), "prepare makes ids of bad words"
+        assert (ask.bad_words is None) == (not ask.params.bad_words), "prepare makes ids of bad words"
         submit = Submit(
             id=0,
             prompt_ids=ask.prompt_ids,
             params=ask.params,
-            bad_ids=list(map(list, ask.bad_ids)),
+            bad_words=ask.bad_words,
             priority=ask.priority,
             salt=ask.salt,
             drafter=ask.drafter,
@@ -283,10 +285,6 @@ class Service:
         if fewest >= limit:
             reason = f"the context is {limit} tokens, and no token stands for more than {longest} characters"
             raise PromptTooLongError(fewest, limit - 1, reason, counted=False)
-
-    def _bad_ids(self, params: SamplingParams) -> list[list[int]]:
-        forms = (form for word in params.bad_words for form in (word.lstrip(), " " + word.lstrip()))
-        return [self.tokenizer.encode(form, add_special_tokens=False) for form in forms]
 
 
 def num_characters(value: Any, enough: int) -> int:

@@ -16,6 +16,7 @@ from specserve.engine.build import build
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, PromptTooLongError
+from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftHost, create
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
 from specserve.types import Draft, Event, SamplingParams, Sequence, Verdict
@@ -95,9 +96,9 @@ PARAMS = [
 
 
 def requests(count: int) -> list[Request]:
-    bad = ((40, 41),)
+    bad = of_ids([(40, 41)])
     return [
-        Request(id=f"r{i}", prompt_ids=prompt(i), params=PARAMS[i % len(PARAMS)], bad_ids=bad if i % 6 == 5 else ())
+        Request(id=f"r{i}", prompt_ids=prompt(i), params=PARAMS[i % len(PARAMS)], bad_words=bad if i % 6 == 5 else None)
         for i in range(count)
     ]
 

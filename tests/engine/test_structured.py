@@ -19,6 +19,7 @@ from specserve.constraint.base import Grammar, Guarded, RefusedError
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
 from specserve.errors import NoTokenLeftError
+from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftHost, create
 from specserve.structured import Structured
 from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
@@ -248,14 +249,14 @@ def test_a_grammar_that_fails_ends_its_own_request_and_says_why(built: Built, al
 
 def test_where_nothing_may_come_the_request_ends_with_an_error(built: Built) -> None:
     asked = SamplingParams(temperature=0.0, structured=ASKED[2], bad_words=["x"])
-    every = tuple((token,) for token in range(293))
+    every = of_ids([(token,) for token in range(293)])
     request = Request(
-        id="x", prompt_ids=prompt(1), params=asked, grammar=built.compiler.compile(ASKED[2]), bad_ids=every
+        id="x", prompt_ids=prompt(1), params=asked, grammar=built.compiler.compile(ASKED[2]), bad_words=every
     )
     with pytest.raises(NoTokenLeftError, match=r"the grammar, .* forbid every one"):
         built.engine.add(request)
     assert not built.engine.requests, "nothing of it remains"
-    ended = replace(request, bad_ids=(), params=replace(asked, min_tokens=16, bad_words=()))
+    ended = replace(request, bad_words=None, params=replace(asked, min_tokens=16, bad_words=()))
     built.engine.add(ended)
     events: list[Event] = []
     while built.engine.has_work:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from specserve.sampling.bad_words import of_ids
 from specserve.types import SamplingParams, Sequence
 
 
@@ -25,10 +26,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class Worded(Sequence):
+    """A sequence that knows its bad words as the oracle reads them."""
+
+    bad_ids: tuple[tuple[int, ...], ...]
+
+
 def _sequence(tokens: list[int], num_prompt: int = 1, seed: int = 0, **options: Any) -> Sequence:
-    own = {name: options.pop(name) for name in ("eos_ids", "bad_ids") if name in options}
-    params = SamplingParams(max_tokens=None, **options)
-    return Sequence("r", 0, list(tokens), num_prompt, params, seed=seed, max_tokens=99, **own)
+    eos_ids, bad_ids = options.pop("eos_ids", frozenset()), options.pop("bad_ids", ())
+    params, words = SamplingParams(max_tokens=None, **options), of_ids(bad_ids) if bad_ids else None
+    own = {"eos_ids": eos_ids, "bad_words": words}
+    seq = Worded("r", 0, list(tokens), num_prompt, params, seed=seed, max_tokens=99, **own)
+    seq.bad_ids = bad_ids
+    return seq
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +47,7 @@ def sequence() -> Callable[..., Sequence]:
     return _sequence
 
 
-def _edited_logits(logits: list[float], seq: Sequence, path: list[int], allowed: list[bool] | None) -> list[float]:
+def _edited_logits(logits: list[float], seq: Worded, path: list[int], allowed: list[bool] | None) -> list[float]:
     """Everything before temperature, for one row, one token at a time, in Python's float64."""
     params, text = seq.params, [*seq.tokens, *path]
     output = text[seq.num_prompt :]
@@ -75,7 +85,7 @@ def _nucleus_floor(law: list[float], top_p: float) -> float:
     return 0.0
 
 
-def _law(logits: list[float], seq: Sequence, path: list[int], allowed: list[bool] | None = None) -> np.ndarray | None:
+def _law(logits: list[float], seq: Worded, path: list[int], allowed: list[bool] | None = None) -> np.ndarray | None:
     """The law of one row, float64 [vocab]; greedy puts all on the first of the best. None: no token is possible."""
     params, scores = seq.params, _edited_logits(logits, seq, path, allowed)
     best = max(scores)

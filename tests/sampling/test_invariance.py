@@ -66,6 +66,9 @@ MIX: list[dict[str, Any]] = [
     {"temperature": 9.0, "top_p": 0.999},
     {"top_p": 0.3, "repetition_penalty": 0.8, "logit_bias": {1: 2.0}, "bad_ids": ((2,),), "logprobs": 1},
     {"temperature": 3.0, "top_k": 40},
+    {"bad_ids": tuple((*path, end) for path in ((), (8,), (5, 8), (8, 5), (5, 8, 5), (7, 9)) for end in (1, 4, 30))},
+    {"temperature": 0.0, "logit_bias": {i: i / 9 - 3 for i in range(50)}, "bad_ids": ((5, 3), (3, 5), (5, 8, 5, 3))},
+    {"allowed_token_ids": [*range(3, 40)], "stop_token_ids": [*range(20)], "min_tokens": 9, "frequency_penalty": 0.9},
 ]
 
 
@@ -143,7 +146,7 @@ def _batch(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("vocab", [VOCAB, 1003, 5000])
-def test_a_sequence_is_judged_alike_alone_and_among_seventeen(mode: str, vocab: int, sequence: Make) -> None:
+def test_a_sequence_is_judged_alike_alone_and_among_others(mode: str, vocab: int, sequence: Make) -> None:
     """Verdicts and log-probabilities are equal in every bit, in another order too."""
     seqs, drafts, logits, rows, masks = _batch(sequence, mode, vocab)
     judge = Sampler(vocab, mode, "cpu")

@@ -19,7 +19,7 @@ import torch
 from scipy import stats
 
 from specserve.runtime.batch import Rows
-from specserve.sampling import filters, noise, sampler as sampler_file, verify
+from specserve.sampling import edits, filters, noise, sampler as sampler_file, verify
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys
 from specserve.sampling.sampler import Sampler
 from specserve.types import Draft, Failure, Ids, Sequence
@@ -220,7 +220,8 @@ def _home(name: str) -> tuple[ModuleType, str]:
     """Where a function is looked up by its callers: the sampler has its own name for some of the filters."""
     if name in vars(Sampler):
         return sampler_file, f"Sampler.{name}"
-    return next(module for module in (sampler_file, filters, verify, noise) if name in vars(module)), name
+    first = name.partition(".")[0]
+    return next(module for module in (sampler_file, edits, filters, verify, noise) if first in vars(module)), name
 
 
 PENALISED, TOP_P = PENALTIES["penalised"], FILTERS["top-p"]
@@ -294,17 +295,17 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     ("residual of another law", "_subtract", "trial.q).clamp_(min=0.0)", "trial.q * 0)", at("rejection", "dense")),
     ("mask at the root alone", "_apply_masks", "bits == 0", "bits[:1].expand_as(bits) == 0", ENVELOPE),
     ("mask of another bit order", "_bits", 'bitorder="little"', 'bitorder="big"', ENVELOPE),
-    ("drafts not penalised", "_occurrences", "counts[node + 1, columns[node]] += 1", "pass", REPEATING),
+    ("drafts not penalised", "_Occurrences.drafted", "added[node + 1, columns[node]] += 1", "pass", REPEATING),
     (
         "siblings penalised",
-        "_occurrences",
-        "counts[node + 1] = counts[parent + 1]",
-        "counts[node + 1] = counts[node]",
+        "_Occurrences.drafted",
+        "added[node + 1] = added[parent + 1]",
+        "added[node + 1] = added[node]",
         Cell("coupled", "tree", False, PENALISED),
     ),
-    ("prompt not repeated", "_occurrences", "seen[:, columns[len(draft) :]] = True", "pass", ENVELOPE),
-    ("repetition always divides", "_penalise", "value * repetition", "value / repetition", ENVELOPE),
-    ("presence once per occurrence", "_penalise", "(counts > 0)", "counts", REPEATING),
+    ("prompt not repeated", "_Occurrences.__init__", "shared.prompt_ids", "shared.prompt_ids[:0]", ENVELOPE),
+    ("repetition always divides", "_Shared.penalised", "logits * repetition", "logits / repetition", ENVELOPE),
+    ("presence once per occurrence", "_Shared.penalised", "(counts > 0)", "counts", REPEATING),
     ("no temperature", "shape", ".div_(temperature)", "", ENVELOPE),
     (
         "top-p one token short",

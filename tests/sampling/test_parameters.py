@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 
 from specserve.errors import ConfigError
 from specserve.runtime.batch import Rows
-from specserve.sampling import filters
-from specserve.sampling.filters import normalise, process, row_depths, row_total, shape
+from specserve.sampling import bad_words, edits, filters
+from specserve.sampling.edits import row_depths
+from specserve.sampling.filters import normalise, process, row_total, shape
 from specserve.sampling.sampler import Sampler
 from specserve.types import Draft, Failure, SamplingParams, Sequence, Verdict
 
@@ -304,22 +306,44 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 FAULTS = [
-    ("_forbidden", "if depth < missing", "if missing", "min_tokens ignores the draft"),
-    ("_bad_endings", "tails[parent + 1]", "tails[0]", "bad words ignore the path"),
-    ("_bad_endings", "tail[-len(before) :] == tuple(before)", "True", "bad words forbid their last token anywhere"),
-    ("_add_bias", "+=", "=", "bias replaces the logit"),
-    ("_keep_allowed", "own.fill_(-torch.inf)", "pass", "allowed tokens not enforced"),
-    ("_penalise", "value > 0", "value < 0", "repetition rewards"),
-    ("_apply_masks", "bits == 0", "bits == 1", "mask inverted"),
-    ("_apply_top_k", "best.gather(1, widths[:, None] - 1)", "best[:, -1:]", "another row's top-k"),
+    (edits, "_Edits.apply", "if depth < missing", "if missing", "min_tokens ignores the draft"),
+    (bad_words, "_backwards", "texts[parent + 1]", "texts[0]", "bad words ignore the path"),
+    (
+        bad_words,
+        "forbidden",
+        "_completing(words, text)",
+        "words.lasts[0]",
+        "bad words forbid their last token anywhere",
+    ),
+    (
+        bad_words,
+        "_completing",
+        "bisect_right(words.stems, text) - 1",
+        "len(words.stems) - 1",
+        "another stem is looked at",
+    ),
+    (edits, "_Edits.apply", ".add_(biases)", ".copy_(biases)", "bias replaces the logit"),
+    (
+        edits,
+        "_Edits.apply",
+        "scores.masked_fill_(shared.not_allowed, -torch.inf)",
+        "pass",
+        "allowed tokens not enforced",
+    ),
+    (edits, "_Shared.penalised", "logits > 0", "logits < 0", "repetition rewards"),
+    (edits, "_Occurrences.drafted", "added[parent + 1]", "added[0]", "penalties forget a part of the path"),
+    (filters, "_apply_masks", "bits == 0", "bits == 1", "mask inverted"),
+    (filters, "_apply_top_k", "best.gather(1, widths[:, None] - 1)", "best[:, -1:]", "another row's top-k"),
 ]
 
 
-@pytest.mark.parametrize(("name", "old", "new"), [fault[:3] for fault in FAULTS], ids=[fault[3] for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("module", "name", "old", "new"), [fault[:4] for fault in FAULTS], ids=[fault[4] for fault in FAULTS]
+)
 def test_every_planted_fault_is_caught(
-    name: str, old: str, new: str, planted: Callable[..., Any], sequence: Make, oracle: Oracle
+    module: ModuleType, name: str, old: str, new: str, planted: Callable[..., Any], sequence: Make, oracle: Oracle
 ) -> None:
-    with planted(filters, name, old, new), pytest.raises(AssertionError):
+    with planted(module, name, old, new), pytest.raises(AssertionError):
         check_rows(sequence, oracle)
 
 
@@ -334,7 +358,7 @@ def check_rows(sequence: Make, oracle: Oracle) -> None:
     seqs = [sequence([7, 3, 7, 0, 3], 2, 0, **EVERYTHING, allowed_token_ids=[*range(k)]) for k in (12, 10)]
     seqs.append(sequence([7, 3, 7, 0, 3], 2, 0, **EVERYTHING | {"top_k": 2}))
     logits = random.normal(0, 2, (18, VOCAB)).astype(np.float32)
-    logits[:, :2] += 3  # a stop token and the end of a bad word, both wanted
+    logits[:, [0, 1, 5]] += 3  # a stop token and the ends of bad words, all wanted
     allowed = random.random((18, VOCAB)) < 0.8
     scores = process(torch.from_numpy(logits), Rows(seqs, [draft] * 3, [0, 6, 12]), _words(allowed.tolist()))
     laws = normalise(shape(scores, [seqs[row // 6].params for row in range(18)])).numpy()

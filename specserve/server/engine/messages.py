@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from specserve.errors import FailureCode
-from specserve.types import FinishReason, SamplingParams, SequenceStats, TokenLogprobs
+from specserve.types import BadWords, FinishReason, SamplingParams, SequenceStats, TokenLogprobs
 
 QUEUE_TIMEOUT = "queue_timeout"  # a code of Refused; the others are InputError's
 
@@ -28,7 +28,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    bad_ids: list[list[int]] = []
+    bad_words: BadWords | None = None
     priority: int = 0
     salt: bytes = b""
     drafter: str | None = None  # None: the engine's own choice

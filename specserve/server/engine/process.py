@@ -173,7 +173,7 @@ class EngineProcess:
             id=str(asked.id),
             prompt_ids=asked.prompt_ids,
             params=asked.params,
-            bad_ids=tuple(map(tuple, asked.bad_ids)),
+            bad_words=asked.bad_words,
             priority=asked.priority,
             salt=asked.salt,
             drafter=asked.drafter,
