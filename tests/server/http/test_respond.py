@@ -63,11 +63,14 @@ def application(num_chunks: int, error: Exception) -> web.Application:
     def start(asks: Any, name: str) -> Any:
         yield answers
 
+    async def ignored(asks: Any) -> list[str]:
+        return []
+
     async def handler(request: web.Request) -> web.StreamResponse:
         return await respond(request, Call(name="x", asks=[], stream=True, body=dict, events=lambda _: Events()))  # type: ignore[arg-type, return-value]
 
     app = web.Application(middlewares=[tell])
-    service = SimpleNamespace(start=start, metrics=SimpleNamespace(refused=lambda status: None))
+    service = SimpleNamespace(start=start, ignored=ignored, metrics=SimpleNamespace(refused=lambda status: None))
     app[CONTEXT] = SimpleNamespace(options=ServeOptions(), service=service)  # type: ignore[misc]
     app.add_routes([web.get("/", handler)])
     return app
