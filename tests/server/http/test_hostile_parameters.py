@@ -199,6 +199,11 @@ def test_words_that_take_long_to_tokenize(case: Any) -> None:
     assert case.complete(**TEXT, bad_words=words).json["choices"][0]["token_ids"] == plain
 
 
+def test_a_blank_bad_word(case: Any) -> None:
+    """B19-bad-blank: without its space it comes to no tokens at all."""
+    case.complete(**TEXT, bad_words=[" ", "the"]).json["choices"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
