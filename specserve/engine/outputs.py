@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specserve.engine.detokenizer import Detokenizer
+from specserve.engine.stops import StopString
 from specserve.models.tokenizer import Tokenizer
 from specserve.types import Event, FinishReason, SamplingParams, SequenceStats, TokenLogprobs
 
@@ -80,7 +81,8 @@ class Collector:
         self.chunks: deque[Chunk] = deque()  # not taken yet
         self._abort = abort
         self._shows_stop = params.include_stop_str_in_output
-        self._texts = [Detokenizer(tokenizer, params, output.prompt_token_ids) for _ in output.outputs]
+        stops = [StopString(stop) for stop in params.stop]
+        self._texts = [Detokenizer(tokenizer, params, output.prompt_token_ids, stops) for _ in output.outputs]
 
     @property
     def finished(self) -> bool:
