@@ -121,10 +121,14 @@ class Collector:
 
 
 def _append(completion: CompletionOutput, chunk: Chunk) -> None:
-    completion.text += chunk.text
+    text, completion.text = completion.text, ""  # Python lets a text grow in place that has one name, a local one
+    text += chunk.text
+    completion.text = text
     completion.token_ids += chunk.token_ids
-    if chunk.logprobs is not None:
-        completion.logprobs = (completion.logprobs or []) + chunk.logprobs
+    if chunk.logprobs is not None and completion.logprobs is not None:
+        completion.logprobs += chunk.logprobs
+    elif chunk.logprobs is not None:
+        completion.logprobs = chunk.logprobs[:]
     completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
     completion.error = chunk.error
     if chunk.stats is not None:

@@ -82,8 +82,12 @@ class TextItem:
     """Text that stands together; `index` counts the items before it."""
 
     index: int
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)  # joined once: to put each behind the text copies that every time
     scores: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(slots=True)
@@ -93,7 +97,11 @@ class CallItem:
     index: int
     id: str
     name: str
-    arguments: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
 
 Item: TypeAlias = TextItem | CallItem
@@ -115,11 +123,11 @@ def add(item: Item, part: Part) -> None:
     """Let the item grow by this part."""
     if isinstance(part, Text):
         assert isinstance(item, TextItem)
-        item.text += part.text
+        item.pieces.append(part.text)
         item.scores += part.scores
     elif isinstance(part, Arguments):
         assert isinstance(item, CallItem)
-        item.arguments += part.text
+        item.pieces.append(part.text)
 
 
 def items_of(parts: Iterable[Part]) -> list[Item]:
