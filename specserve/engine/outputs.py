@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from specserve.engine.detokenizer import Detokenizer
 from specserve.engine.stops import StopString
@@ -120,15 +121,21 @@ class Collector:
         return event.tokens[:-1] if hides_end else event.tokens
 
 
+def extended(scores: Any, more: Any) -> Any:
+    """Log-probabilities and those after them, as one list that is the caller's own; it grows in place."""
+    if scores is None:
+        return more[:]
+    scores += more
+    return scores
+
+
 def _append(completion: CompletionOutput, chunk: Chunk) -> None:
     text, completion.text = completion.text, ""  # Python lets a text grow in place that has one name, a local one
     text += chunk.text
     completion.text = text
     completion.token_ids += chunk.token_ids
-    if chunk.logprobs is not None and completion.logprobs is not None:
-        completion.logprobs += chunk.logprobs
-    elif chunk.logprobs is not None:
-        completion.logprobs = chunk.logprobs[:]
+    if chunk.logprobs is not None:
+        completion.logprobs = extended(completion.logprobs, chunk.logprobs)
     completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
     completion.error = chunk.error
     if chunk.stats is not None:

@@ -1,7 +1,7 @@
 """Finds stop strings in text that grows. Knows characters; knows nothing of tokens.
 
-Knuth, Morris and Pratt, "Fast pattern matching in strings" (SIAM J. Comput. 6, 1977): how much of a stop string the text
-ends with is carried along, so every character is looked at once for each stop string, however long those are.
+Knuth, Morris and Pratt, "Fast pattern matching in strings" (SIAM J. Comput. 6, 1977): how much of a stop string the
+text ends with is carried along, so every character is looked at once for each of them, however long they are.
 """
 
 from __future__ import annotations

@@ -13,12 +13,15 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from specserve.engine.outputs import RequestOutput
+from specserve.engine.outputs import Chunk, RequestOutput
 from specserve.server.http.context import context
 from specserve.server.service import Answers, Ask
 from specserve.server.wire.errors import INTERNAL_ERROR, WireError, wire_error
-from specserve.server.wire.stream import Stream, event_text
+from specserve.server.wire.json_pieces import json_pieces, json_text
+from specserve.server.wire.stream import Stream
 
+_SMALL = 4096  # characters of an answer that is written sooner than a thread would begin to
+_SCORE_CHARACTERS = 512  # that take as long as the log-probabilities of a token
 _AT_ONCE = 2**15  # bytes; asyncio lets twice as many wait before a writer has to
 PING_S = 10.0  # of silence, after which a stream gets a comment so that nobody between takes it for dead
 
@@ -51,7 +54,30 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
             return await _Streaming(request, call, answers).run()
         async with asyncio.timeout(server.options.request_timeout_s or None):
             outputs = await answers.whole()
-        return json_response(call.body(outputs, time.perf_counter()))
+        now = time.perf_counter()
+        size = sum(map(_size, outputs))
+        if size <= _SMALL:
+            return json_response(call.body(outputs, now))
+        return await _sent(request, await server.service.on_thread(lambda: list(json_pieces(call.body(outputs, now)))))
+
+
+def _size(output: RequestOutput) -> int:
+    """What the work on a body grows with: characters, and log-probabilities for as many as theirs."""
+    scores = sum(len(completion.logprobs or ()) for completion in output.outputs) + len(output.prompt_logprobs or ())
+    return sum(len(completion.text) for completion in output.outputs) + _SCORE_CHARACTERS * scores
+
+
+async def _sent(request: web.Request, pieces: list[bytes]) -> web.StreamResponse:
+    """A response whose body is too long to be sent at once. Whoever does not read it is left by Watch."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    response.content_length = sum(map(len, pieces))
+    await response.prepare(request)
+    pieces.reverse()
+    while pieces:
+        await response.write(pieces.pop())
+        await asyncio.sleep(0)
+    await response.write_eof()
+    return response
 
 
 def told(error: Exception) -> WireError:
@@ -63,7 +89,7 @@ def told(error: Exception) -> WireError:
 
 
 def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(text=event_text(dict(body)), status=status, headers=headers, content_type="application/json")
+    return web.Response(text=json_text(dict(body)), status=status, headers=headers, content_type="application/json")
 
 
 @contextmanager
@@ -128,7 +154,7 @@ class _Streaming:
             if not self._has_sent:
                 raise
             self._response.force_close()
-            await self._send(self._stream.fail(told(error)))
+            await self._send([b"".join(self._stream.frames(event)) for event in self._stream.fail(told(error))])
         await self._response.write_eof()
         return self._response
 
@@ -138,19 +164,34 @@ class _Streaming:
 
     async def _follow(self) -> None:
         async for said in self._answers:
-            events = [event for prompt, chunk in said for event in self._stream.push(chunk, prompt)]
-            if self._stream.finished and not self._stream.failed:
-                events += self._stream.end(time.perf_counter())
-            await self._send(events)
+            frames, size, is_silent = [], 0, True
+            for frame in self._frames(said):
+                frames.append(frame)
+                size += len(frame)
+                if size >= _AT_ONCE:
+                    await self._send(frames)
+                    await asyncio.sleep(0)
+                    frames, size, is_silent = [], 0, False
+            if frames or is_silent:
+                await self._send(frames)
             if self._stream.failed:
                 self._response.force_close()
                 return
 
-    async def _send(self, events: Sequence[str]) -> None:
+    def _frames(self, said: Sequence[tuple[int, Chunk]]) -> Iterator[bytes]:
+        """What these chunks put on the wire, made when it is wanted."""
+        for prompt, chunk in said:
+            for event in self._stream.events(chunk, prompt):
+                yield from self._stream.frames(event)
+        if self._stream.finished and not self._stream.failed:
+            for event in self._stream.end(time.perf_counter()):
+                yield from self._stream.frames(event)
+
+    async def _send(self, pieces: Sequence[bytes]) -> None:
         """One write for all of them; a ping if there are none. A client that does not read is left; one that has read
         everything so far takes a little more at once, so nothing is waited for."""
         self._has_sent = True
-        frames = b"".join(map(self._stream.frame, events)) or self._stream.ping()
+        frames = b"".join(pieces) or self._stream.ping()
         transport = self._request.transport
         if len(frames) < _AT_ONCE and transport is not None and not transport.get_write_buffer_size():
             await self._response.write(frames)

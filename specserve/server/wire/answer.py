@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from specserve.engine.outputs import Chunk, CompletionOutput
+from specserve.engine.outputs import Chunk, CompletionOutput, extended
 from specserve.types import TokenLogprobs
 
 
@@ -83,7 +83,7 @@ class TextItem:
 
     index: int
     pieces: list[str] = field(default_factory=list)  # joined once: to put each behind the text copies that every time
-    scores: list[TokenLogprobs] = field(default_factory=list)
+    scores: Sequence[TokenLogprobs] | None = None  # of its tokens, if they were asked for
 
     @property
     def text(self) -> str:
@@ -124,7 +124,8 @@ def add(item: Item, part: Part) -> None:
     if isinstance(part, Text):
         assert isinstance(item, TextItem)
         item.pieces.append(part.text)
-        item.scores += part.scores
+        if part.scores:
+            item.scores = extended(item.scores, part.scores)
     elif isinstance(part, Arguments):
         assert isinstance(item, CallItem)
         item.pieces.append(part.text)

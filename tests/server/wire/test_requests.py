@@ -14,10 +14,10 @@ from hypothesis import given, strategies as st
 from specserve.errors import InputError
 from specserve.server.wire.errors import wire_error
 from specserve.server.wire.fields import MAX_HEADER, Limits, header_names
+from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.json_text import json_object
 from specserve.server.wire.messages import MAX_MESSAGES
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, checked, read
-from specserve.server.wire.stream import event_text
 from specserve.server.wire.tokenization import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -603,7 +603,7 @@ def test_junk_is_taken_or_refused_and_nothing_else(junk: dict[str, Any], is_chat
     except InputError as error:
         told = wire_error(error)
         assert told.status == 400
-        event_text(told.body).encode()
+        json_text(told.body).encode()
     else:
         assert request.sampling_params.check_ids(LIMITS.vocab_size) is None
         assert 1 <= request.num_choices <= LIMITS.max_completions
