@@ -167,17 +167,23 @@ class Service:
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """A conversation through the chat template, as text and ids, of any length; see Tokenizer.chat_ids."""
-        return await self._chat_ids(num_characters([messages, template], _LONG_CHARACTERS), messages, template)
+        size = await self._num_characters([messages, template], _LONG_CHARACTERS)
+        return await self._chat_ids(size, messages, template)
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """As `chat_ids`, of a conversation that is to be answered. Raises PromptTooLongError as `check_length` does; a
         template may leave some of the conversation out."""
         limit = self.ready.max_model_len
-        size = num_characters([messages, template], max(limit, _LONG_CHARACTERS))
+        size = await self._num_characters([messages, template], max(limit, _LONG_CHARACTERS))
         if size > limit:
             text = await self.on_thread(functools.partial(self.tokenizer.render_chat, messages, **template))
             await self.check_length(text)
         return await self._chat_ids(size, messages, template)
+
+    async def _num_characters(self, value: Any, enough: int) -> int:
+        """num_characters; to count many takes as long as to work on them."""
+        size = num_characters(value, _INLINE_CHARACTERS)
+        return size if size <= _INLINE_CHARACTERS else await self.on_thread(num_characters, value, enough)
 
     async def _chat_ids(
         self, size: int, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]

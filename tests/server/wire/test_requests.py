@@ -625,3 +625,23 @@ def test_the_rows_are_not_refused_for_another_reason() -> None:
     assert json_object(b"{}") == {}
     assert chat().conversation() == [USER]
     assert completion().prompt == ("Hi",)
+
+
+# --- what is held as long as the answer takes -------------------------------------------------------------------------
+
+
+def test_nothing_is_held_that_nobody_reads() -> None:
+    """Of an unknown name its value, of thousands all but as many as the answer's header could tell; of a message, whose
+    template may read them, all."""
+    heavy = [{}] * 1000
+    asked = chat(
+        user=heavy, metadata={"a": heavy}, store=heavy, junk=heavy, messages=[{**USER, "name": "x", "own": heavy}]
+    )
+    assert (asked.user, asked.metadata, asked.store, asked.model_extra) == (None, None, None, {"junk": True})
+    assert asked.conversation()[0]["own"] == heavy
+    assert asked.ignored(LIMITS) == ["junk"]
+    many = chat(**{f"unknown_{i}": 1 for i in range(100_000)})
+    assert set((many.model_extra or {}).values()) == {True}
+    assert len(many.ignored(LIMITS)) == 1024
+    with pytest.raises(InputError, match="prompt does not belong here"):
+        chat(**{f"unknown_{i}": 1 for i in range(5000)}, prompt="a")
