@@ -25,8 +25,9 @@ from specserve.client import transport
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import ConfigError, InputError, ServerError
 from specserve.server.wire.errors import WireError, overloaded, unauthorized, unavailable
+from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.responses import Reply, chat_body, completion_body, model_list
-from specserve.server.wire.stream import ChatStream, CompletionStream, Stream, event_text
+from specserve.server.wire.stream import ChatStream, CompletionStream, Stream
 from specserve.server.wire.tokenization import detokenize_body, tokenize_body
 from specserve.types import SequenceStats
 
@@ -79,11 +80,11 @@ class Answer:
 
     @classmethod
     def json(cls, body: Any, status: int = 200, **headers: str) -> Answer:
-        return cls(event_text(body).encode(), status, headers)
+        return cls(json_text(body).encode(), status, headers)
 
     @classmethod
     def error(cls, error: WireError) -> Answer:
-        return cls(event_text(error.body).encode(), error.status, error.headers)
+        return cls(json_text(error.body).encode(), error.status, error.headers)
 
 
 @dataclass
@@ -219,7 +220,7 @@ CALLS: list[tuple[str, Callable[[Any], Any], Any, tuple[str, str, Any]]] = [
 @pytest.mark.parametrize(("call", "body", "expected"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS])
 def test_each_call_sends_its_fields_and_gives_the_body(ask: Ask, call: Any, body: Any, expected: Any) -> None:
     found, server = ask(call, Answer.json(body))
-    assert found == json.loads(event_text(body))
+    assert found == json.loads(json_text(body))
     assert server.asked == [expected]
     assert server.headers[0].get("Content-Type") == ("application/json" if expected[0] == "POST" else None)
     assert "Authorization" not in server.headers[0]
@@ -492,7 +493,7 @@ def test_a_stream_that_fails_or_does_not_end_is_an_error(ask: Ask) -> None:
         async for chunk in client.stream("a"):
             seen.append(chunk)  # noqa: PERF401 - what came before an error counts
 
-    failed = [COMPLETION_EVENTS[0], event_text(WireError(500, "server_error", "NaN", code="completion_failed").body)]
+    failed = [COMPLETION_EVENTS[0], json_text(WireError(500, "server_error", "NaN", code="completion_failed").body)]
     error, _ = ask(read, Answer(streamed(failed)))
     assert (error.status, error.code, error.message, len(seen)) == (200, "completion_failed", "NaN", 1)
     error, _ = ask(read, Answer(streamed(COMPLETION_EVENTS[:-1])))
@@ -660,7 +661,7 @@ def test_the_blocking_client_makes_every_call(serving: Serving) -> None:
     server = serving(*(Answer.json(body) for _, _, body, _ in CALLS))
     with Client(server.url) as client:
         for _, call, body, _ in CALLS:
-            assert call(client) == json.loads(event_text(body))
+            assert call(client) == json.loads(json_text(body))
         assert client_threads() == 1
     assert server.asked == [expected for *_, expected in CALLS]
     assert client_threads() == 0

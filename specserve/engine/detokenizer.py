@@ -1,5 +1,5 @@
-"""Turns one completion's tokens into text as they come, and finds stop strings in it. Knows bytes and characters;
-knows nothing of batches, requests or models.
+"""Turns one completion's tokens into text as they come, and ends it at a stop string. Knows bytes and characters; knows
+nothing of batches, requests or models.
 
 A token is a piece of a byte string, so text is that string read as UTF-8 while it grows: a character appears with its
 last byte, bytes that can never become one appear as U+FFFD. Decoding again from a little before (what tokenizers'
@@ -12,6 +12,7 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specserve.engine.stops import StopSearch, StopString
 from specserve.models.tokenizer import Tokenizer
 from specserve.types import SamplingParams
 
@@ -36,11 +37,19 @@ class Detokenizer:
     How tokens are split among calls of `push` never changes the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        stops: Sequence[StopString] | None = None,
+    ) -> None:
+        """`stops` are those of `params`, where completions share them."""
         self._tokenizer = tokenizer
         self._params = params
         self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = StopSearch([StopString(stop) for stop in params.stop] if stops is None else stops)
         self._held = ""
         self._num_tokens = 0
         self._ended = False
@@ -53,8 +62,7 @@ class Detokenizer:
         visible: list[str] = []
         for i, token in enumerate(token_ids):
             self._num_tokens += 1
-            self._held += self._utf8.decode(self._bytes(token))
-            stop = self._release(visible)
+            stop = self._release(self._utf8.decode(self._bytes(token)), visible)
             if stop is not None:
                 self._ended = True
                 return Step("".join(visible), i + 1, stop)
@@ -69,32 +77,20 @@ class Detokenizer:
     def _bytes(self, token: int) -> bytes:
         return b"" if token in self._skipped else self._tokenizer.token_bytes(token)
 
-    def _release(self, visible: list[str]) -> str | None:
-        """Move what is certain from the held text to `visible`; the stop string that ended it, if one did."""
-        while found := self._first_stop():
-            start, stop = found
-            end = start + len(stop)
-            if self._num_tokens >= self._params.min_tokens:
-                visible.append(self._held[: end if self._params.include_stop_str_in_output else start])
+    def _release(self, text: str, visible: list[str]) -> str | None:
+        """Move what is certain with this new text to `visible`; the stop string that ended it, if one did."""
+        begin = 0
+        while found := self._stops.push(text, begin):
+            end, stop = found
+            is_end = self._num_tokens >= self._params.min_tokens
+            hidden = len(stop) if is_end and not self._params.include_stop_str_in_output else 0
+            shown = self._held + text[begin:end]
+            visible.append(shown[: len(shown) - hidden])
+            if is_end:
                 return stop
-            visible.append(self._held[:end])
-            self._held = self._held[end:]
-        certain = len(self._held) - self._num_uncertain()
+            self._held, begin = "", end
+        self._held += text[begin:]
+        certain = len(self._held) - self._stops.num_uncertain
         visible.append(self._held[:certain])
         self._held = self._held[certain:]
         return None
-
-    def _first_stop(self) -> tuple[int, str] | None:
-        """Where the stop string that is complete first begins, and which; of two that end together, the longer."""
-        found = [(start, stop) for stop in self._params.stop if (start := self._held.find(stop)) >= 0]
-        return min(found, key=lambda place: (place[0] + len(place[1]), place[0]), default=None)
-
-    def _num_uncertain(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = 0
-        for stop in self._params.stop:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest

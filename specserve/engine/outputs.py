@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from specserve.engine.detokenizer import Detokenizer
+from specserve.engine.stops import StopString
 from specserve.errors import FailureCode
 from specserve.models.tokenizer import Tokenizer
 from specserve.types import Event, FinishReason, SamplingParams, SequenceStats, TokenLogprobs
@@ -83,7 +85,8 @@ class Collector:
         self.chunks: deque[Chunk] = deque()  # not taken yet
         self._abort = abort
         self._shows_stop = params.include_stop_str_in_output
-        self._texts = [Detokenizer(tokenizer, params, output.prompt_token_ids) for _ in output.outputs]
+        stops = [StopString(stop) for stop in params.stop]
+        self._texts = [Detokenizer(tokenizer, params, output.prompt_token_ids, stops) for _ in output.outputs]
 
     @property
     def finished(self) -> bool:
@@ -122,11 +125,21 @@ class Collector:
         return event.tokens[:-1] if hides_end else event.tokens
 
 
+def extended(scores: Any, more: Any) -> Any:
+    """Log-probabilities and those after them, as one list that is the caller's own; it grows in place."""
+    if scores is None:
+        return more[:]
+    scores += more
+    return scores
+
+
 def _append(completion: CompletionOutput, chunk: Chunk) -> None:
-    completion.text += chunk.text
+    text, completion.text = completion.text, ""  # Python lets a text grow in place that has one name, a local one
+    text += chunk.text
+    completion.text = text
     completion.token_ids += chunk.token_ids
     if chunk.logprobs is not None:
-        completion.logprobs = (completion.logprobs or []) + chunk.logprobs
+        completion.logprobs = extended(completion.logprobs, chunk.logprobs)
     completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
     completion.error, completion.error_code = chunk.error, chunk.error_code
     if chunk.stats is not None:

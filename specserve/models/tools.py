@@ -55,6 +55,10 @@ def _of_family(source: str) -> tuple[Mapping[str, Any], CallStyle] | None:
     return next(((read, style) for signs, read, style in _FAMILIES if all(sign in source for sign in signs)), None)
 
 
+# Patterns are bounded: what may still become a delimiter is looked at again with every token, and what a client makes a
+# model write is as long as it likes.
+_S = r"\s{0,100}"
+_NAME = 128  # characters; those of TOOL_NAME in the server's messages.py
 _ANSWER = {"content": "text"}
 _THOUGHT = {"open": "<think>", "close": "</think>", "content": "text"}
 _CHATML = r"<\|[a-z_]+\|>assistant(?:<\|[a-z_]+\|>)?\n+"  # ChatML's header, Llama's, and their kin's
@@ -83,11 +87,15 @@ _QWEN_TAGS = {
     "fields": {
         "reasoning_content": _THOUGHT,
         "tool_calls": {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
+            "open_pattern": rf"<tool_call>{_S}<function=(?P<name>[^>\n]{{1,{_NAME}}})>",
+            "close_pattern": rf"</function>{_S}</tool_call>",
             "repeats": True,
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            # A tag that nothing closes is none, nor is any behind it: where the text ends the search does, too.
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]{1,256})>\n?(?P<value>.*?)"
+                r"(?:\n?</parameter>|\Z(*SKIP)(*FAIL))"
+            },
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
         "content": _ANSWER,
@@ -99,7 +107,7 @@ _LLAMA = {
     "start_anchor_pattern": _CHATML,
     "fields": {
         "tool_calls": {
-            "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name"\s*:)',
+            "open_pattern": rf'\A{_S}(?:<\|python_tag\|>{_S})?(?=\{{{_S}"name"{_S}:)',
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
         },
@@ -113,7 +121,8 @@ _MISTRAL_NAMED = {
     "fields": {
         "reasoning_content": _MISTRAL_THOUGHT,
         "tool_calls": {
-            "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[^\[\]{}\s]+)\s*(?:\[CALL_ID\][^\[\]{}]*)?\[ARGS\]",
+            "open_pattern": rf"\[TOOL_CALLS\]{_S}(?P<name>[^\[\]{{}}\s]{{1,{_NAME}}}){_S}"
+            rf"(?:\[CALL_ID\][^\[\]{{}}]{{0,{_NAME}}})?\[ARGS\]",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
             "repeats": True,
             "content": "json",

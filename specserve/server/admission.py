@@ -44,8 +44,8 @@ class Admission:
 
 
 class Bodies:
-    """Counts the bytes of all bodies that were read and not yet parsed. Large ones share `capacity`; small ones always
-    find room."""
+    """Counts the bytes of all bodies that were read and not yet checked, and of what they are parsed to. Large ones
+    share `capacity`; small ones always find room."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

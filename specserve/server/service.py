@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from specserve.models.tools import CallFormat
 from specserve.sampling import bad_words
 from specserve.server.engine.client import EngineClient, RefusedError, Subscription
 from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Said, Submit
+from specserve.server.engine.packed import Block, Packed
 from specserve.server.engine.supervisor import State, Supervisor
 from specserve.server.metrics import Metrics
 from specserve.server.tool_use import ToolUse, constraint, format_for, reader
@@ -31,6 +33,7 @@ from specserve.structured import Structured
 from specserve.types import BadWords, Event, SamplingParams
 
 T = TypeVar("T")
+_AT_ONCE = 128  # of the engine's messages on one call: of a step there are no more, of a backlog
 _INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
 _LONG_CHARACTERS = 2**20  # text that takes seconds; hardly a prompt, but /tokenize counts what is none yet
 _FORMAT = re.compile(r'"format"\s*:\s*"')  # of a schema; a tag's own is an object
@@ -62,11 +65,15 @@ class _Answer:
         self.subscription = subscription
         self.client = client
         self._metrics = service.metrics
+        self._said: deque[Said] = deque()  # taken from the subscription and not yet told
         self._collector = Collector(self.output, ask.params, service.tokenizer, self._stop)
 
-    def take(self) -> list[Chunk]:
-        for said in self.subscription.take():
-            self._collector.push(_event(self.output.request_id, said))
+    def take(self, most: int) -> list[Chunk]:
+        """What has come since the last time, in so many messages of the engine."""
+        if not self._said:
+            self._said = deque(self.subscription.take())
+        for _ in range(min(len(self._said), most)):
+            self._collector.push(_event(self.output.request_id, self._said.popleft()))
         chunks = list(self._collector.chunks)
         self._collector.chunks.clear()
         return chunks
@@ -92,7 +99,13 @@ class Answers:
         while not all(output.finished for output in self.outputs):
             await self._news.wait()
             self._news.clear()
-            yield [(prompt, chunk) for prompt, answer in enumerate(self._answers) for chunk in _taken(answer)]
+            said: list[tuple[int, Chunk]] = []
+            for prompt, answer in enumerate(self._answers):
+                said += [(prompt, chunk) for chunk in _taken(answer, _AT_ONCE - len(said))]
+            yield said
+            if len(said) >= _AT_ONCE:  # there may be more, and others wait too
+                self._news.set()
+                await asyncio.sleep(0)
 
     async def whole(self) -> list[RequestOutput]:
         """The outputs when all completions have ended."""
@@ -117,9 +130,9 @@ class Answers:
             answer.client.abort(answer.subscription)
 
 
-def _taken(answer: _Answer) -> list[Chunk]:
+def _taken(answer: _Answer, most: int) -> list[Chunk]:
     try:
-        return answer.take()
+        return answer.take(most) if most > 0 else []
     except RefusedError as error:
         if error.code == QUEUE_TIMEOUT:
             raise unavailable(f"{error} Send it again.", code=QUEUE_TIMEOUT) from error
@@ -159,17 +172,23 @@ class Service:
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """A conversation through the chat template, as text and ids, of any length; see Tokenizer.chat_ids."""
-        return await self._chat_ids(num_characters([messages, template], _LONG_CHARACTERS), messages, template)
+        size = await self._num_characters([messages, template], _LONG_CHARACTERS)
+        return await self._chat_ids(size, messages, template)
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """As `chat_ids`, of a conversation that is to be answered. Raises PromptTooLongError as `check_length` does; a
         template may leave some of the conversation out."""
         limit = self.ready.max_model_len
-        size = num_characters([messages, template], max(limit, _LONG_CHARACTERS))
+        size = await self._num_characters([messages, template], max(limit, _LONG_CHARACTERS))
         if size > limit:
             text = await self.on_thread(functools.partial(self.tokenizer.render_chat, messages, **template))
             await self.check_length(text)
         return await self._chat_ids(size, messages, template)
+
+    async def _num_characters(self, value: Any, enough: int) -> int:
+        """num_characters; to count many takes as long as to work on them."""
+        size = num_characters(value, _INLINE_CHARACTERS)
+        return size if size <= _INLINE_CHARACTERS else await self.on_thread(num_characters, value, enough)
 
     async def _chat_ids(
         self, size: int, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
@@ -301,13 +320,18 @@ def num_characters(value: Any, enough: int) -> int:
     return total
 
 
+def _unpacked(blocks: list[Block] | None) -> Any:
+    """As a list whose entries are unpacked when they are looked at."""
+    return None if blocks is None else Packed(blocks)
+
+
 def _event(name: str, said: Said) -> Event:
     return Event(
         request_id=name,
         index=said.index,
         tokens=said.tokens,
-        logprobs=said.logprobs,
-        prompt_logprobs=said.prompt_logprobs,
+        logprobs=_unpacked(said.logprobs),
+        prompt_logprobs=_unpacked(said.prompt_logprobs),
         finish_reason=said.finish_reason,
         stop_reason=said.stop_reason,
         error=said.error,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from specserve.engine.detokenizer import Detokenizer, Step
+from specserve.engine.stops import StopString
 from specserve.models.tokenizer import Tokenizer
+from specserve.server.wire.fields import MAX_STOP_CHARACTERS, MAX_STOPS
 from specserve.types import SamplingParams
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -145,6 +149,62 @@ def test_only_what_may_begin_a_stop_string_is_held_back(
         held = text[len(shown) :]
         assert text.startswith(shown)
         assert not held or any(stop.startswith(held) for stop in stops)
+
+
+@settings(max_examples=400)
+@given(
+    data=st.data(),
+    ids=st.lists(st.sampled_from([*ids_of("ab"), 256, 258]), max_size=40),
+    stops=st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=4),
+    least=st.integers(0, 16),
+)
+def test_stops_that_begin_inside_themselves_are_found_where_a_plain_search_finds_them(
+    byte_level: Tokenizer, data: Any, ids: list[int], stops: list[str], least: int
+) -> None:
+    """Text of two letters, whose ends begin stop strings all the time. One that does not count yet is passed over."""
+    ended: tuple[str, int, str | None] = (byte_level.decode(ids), len(ids), None)
+    after = 0  # where the text begins that is searched
+    for count in range(1, len(ids) + 1):
+        text = byte_level.decode(ids[:count])
+        while found := [(text.index(s, after) + len(s), text.index(s, after), s) for s in stops if s in text[after:]]:
+            end, start, stop = min(found)
+            if count >= least:
+                ended = (text[:start], count, stop)
+                break
+            after = end
+        if found:
+            break
+    params = SamplingParams(stop=stops, min_tokens=least)
+    assert run(Detokenizer(byte_level, params, []), partitions(data, ids)) == ended
+
+
+def test_the_longest_stop_strings_cost_no_more_than_a_look_at_each_character(byte_level: Tokenizer) -> None:
+    """Fifteen that never begin and one that is held back all the time; and sixteen that fail together at their ends."""
+    never = ["b" * (MAX_STOP_CHARACTERS - 1) + chr(ord("c") + i) for i in range(MAX_STOPS - 1)]
+    late = ["a" * (MAX_STOP_CHARACTERS - 1) + chr(ord("c") + i) for i in range(MAX_STOPS)]
+    for stops in ([*never, "a" * MAX_STOP_CHARACTERS], late):
+        begun = time.thread_time()
+        detokenizer = Detokenizer(byte_level, SamplingParams(stop=stops), [])
+        built = time.thread_time() - begun
+        shown = [detokenizer.push(ids_of("a")).text for _ in range(2000)]
+        assert (set(shown), detokenizer.push(ids_of("b")).text) == ({""}, "a" * 2000 + "b"[: stops is late])
+        assert built < 0.01
+        assert time.thread_time() - begun < 0.5, "the time that quadratic work takes ten times"
+
+
+def test_completions_of_a_request_share_what_is_known_of_its_stop_strings(byte_level: Tokenizer) -> None:
+    """128 of them with tables of their own would hold 64 MB."""
+    params = SamplingParams(stop=["a" * MAX_STOP_CHARACTERS] * MAX_STOPS)
+    stops = [StopString(stop) for stop in params.stop]
+    ids = ids_of("a" * (MAX_STOP_CHARACTERS - 1))
+    Detokenizer(byte_level, params, [], stops).push(ids)
+    tracemalloc.start()
+    try:
+        for _ in range(4):
+            Detokenizer(byte_level, params, [], stops).push(ids)
+        assert tracemalloc.get_traced_memory()[1] < 300_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_character_appears_with_its_last_byte(byte_level: Tokenizer) -> None:

@@ -19,9 +19,10 @@ from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.pages import page
 from specserve.server.wire.errors import overloaded, timed_out, unauthorized
 from specserve.server.wire.fields import Limits
+from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.requests import ChatCompletionRequest, read
 from specserve.server.wire.responses import Reply, model_list
-from specserve.server.wire.stream import ChatStream, event_text
+from specserve.server.wire.stream import ChatStream
 from specserve.types import SequenceStats
 
 Json = dict[str, Any]
@@ -373,7 +374,7 @@ def is_right(script: str) -> bool:
 def test_an_error_in_the_stream_is_shown_behind_what_came() -> None:
     """What failed is no part of the conversation, and can be sent again."""
     begun = WHOLE[: WHOLE.index(b"data:", WHOLE.index(b"llo <b>"))]
-    failed = reply(begun, b"data: " + event_text(timed_out(504, "It took too long.").body).encode() + b"\n\n")
+    failed = reply(begun, b"data: " + json_text(timed_out(504, "It took too long.").body).encode() + b"\n\n")
     played = play([*SEND, ["shoot"], ["submit", "compose"]], server(failed, reply(WHOLE)))
     assert played.answer(0)["text"] == "Héllo <b>"
     ((said, kind),) = played.said(0)

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from specserve.errors import FailureCode
-from specserve.types import BadWords, FinishReason, SamplingParams, SequenceStats, TokenLogprobs
+from specserve.server.engine.packed import Block
+from specserve.types import BadWords, FinishReason, SamplingParams, SequenceStats
 
 QUEUE_TIMEOUT = "queue_timeout"  # a code of Refused; the others are InputError's
 
@@ -68,8 +69,8 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     id: int
     index: int
     tokens: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    logprobs: list[Block] | None = None  # packed, as those of a whole prompt come in one message
+    prompt_logprobs: list[Block] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -45,6 +45,7 @@ from specserve.server.engine.messages import (
     Stop,
     Submit,
 )  # fmt: skip
+from specserve.server.engine.packed import packed
 from specserve.server.engine.pipe import Pipe
 from specserve.speculation.base import NONE, files
 from specserve.types import Event, SamplingParams
@@ -239,8 +240,8 @@ def _said(event: Event) -> Said:
         id=int(event.request_id),
         index=event.index,
         tokens=event.tokens,
-        logprobs=event.logprobs,
-        prompt_logprobs=event.prompt_logprobs,
+        logprobs=packed(event.logprobs),
+        prompt_logprobs=packed(event.prompt_logprobs),
         finish_reason=event.finish_reason,
         stop_reason=event.stop_reason,
         error=event.error,

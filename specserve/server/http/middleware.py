@@ -24,7 +24,6 @@ from specserve.server.wire.errors import (
     route_not_found,
     unauthorized,
 )
-from specserve.server.wire.fields import header_names
 from specserve.version import __version__
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -178,7 +177,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = response.headers["Request-Id"] = request[REQUEST_ID]  # OpenAI's, Anthropic's
     if request.get(IGNORED):
-        response.headers["X-Specserve-Ignored"] = header_names(request.get(IGNORED, []))
+        response.headers["X-Specserve-Ignored"] = request[IGNORED]
     origin = request.headers.get("Origin")
     if origin is not None and _is_allowed(request, context(request).options.cors_origin):
         response.headers["Access-Control-Allow-Origin"] = origin

@@ -13,19 +13,23 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from specserve.engine.outputs import RequestOutput
+from specserve.engine.outputs import Chunk, RequestOutput
 from specserve.server.engine.messages import QUEUE_TIMEOUT
 from specserve.server.http.context import ARRIVED, context
 from specserve.server.service import Answers, Ask
 from specserve.server.wire.errors import INTERNAL_ERROR, WireError, unavailable, wire_error
-from specserve.server.wire.stream import Stream, event_text
+from specserve.server.wire.fields import header_names
+from specserve.server.wire.json_pieces import json_pieces, json_text
+from specserve.server.wire.stream import Stream
 
+_SMALL = 4096  # characters of an answer that is written sooner than a thread would begin to
+_SCORE_CHARACTERS = 512  # that take as long as the log-probabilities of a token
 _AT_ONCE = 2**15  # bytes; asyncio lets twice as many wait before a writer has to
 PING_S = 10.0  # of silence, after which a stream gets a comment so that nobody between takes it for dead
 
 _log = logging.getLogger(__name__)
 
-IGNORED = web.RequestKey("ignored", list[str])  # names in the request that mean nothing here
+IGNORED = web.RequestKey("ignored", str)  # a header's value: names in the request that mean nothing here
 OUTPUTS = web.RequestKey("outputs", Sequence[RequestOutput])  # for the log, of requests that reached the engine
 CHUNKED = web.RequestKey("chunked", bool)  # a head was made, and not sent, that has what follows come in chunks
 TENANT = web.RequestKey("tenant", bytes)  # digest of the request's API key, where there are keys
@@ -57,12 +61,35 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
             return await _Streaming(request, call, answers, end).run()
         async with asyncio.timeout_at(end):
             outputs = await answers.whole()
-        return json_response(call.body(outputs, time.perf_counter()))
+        now = time.perf_counter()
+        size = sum(map(_size, outputs))
+        if size <= _SMALL:
+            return json_response(call.body(outputs, now))
+        return await _sent(request, await server.service.on_thread(lambda: list(json_pieces(call.body(outputs, now)))))
+
+
+def _size(output: RequestOutput) -> int:
+    """What the work on a body grows with: characters, and log-probabilities for as many as theirs."""
+    scores = sum(len(completion.logprobs or ()) for completion in output.outputs) + len(output.prompt_logprobs or ())
+    return sum(len(completion.text) for completion in output.outputs) + _SCORE_CHARACTERS * scores
+
+
+async def _sent(request: web.Request, pieces: list[bytes]) -> web.StreamResponse:
+    """A response whose body is too long to be sent at once. Whoever does not read it is left by Watch."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    response.content_length = sum(map(len, pieces))
+    await response.prepare(request)
+    pieces.reverse()
+    while pieces:
+        await response.write(pieces.pop())
+        await asyncio.sleep(0)
+    await response.write_eof()
+    return response
 
 
 def ignore(request: web.Request, names: Sequence[str]) -> None:
     """Have the answer's headers tell of names in the request that mean nothing here, beside those told of before."""
-    request[IGNORED] = [*request.get(IGNORED, []), *names]
+    request[IGNORED] = ",".join([*([request[IGNORED]] if IGNORED in request else []), header_names(names)])
 
 
 def told(error: Exception) -> WireError:
@@ -74,7 +101,7 @@ def told(error: Exception) -> WireError:
 
 
 def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(text=event_text(dict(body)), status=status, headers=headers, content_type="application/json")
+    return web.Response(text=json_text(dict(body)), status=status, headers=headers, content_type="application/json")
 
 
 def _deadline(request: web.Request, seconds: float) -> float | None:
@@ -156,7 +183,7 @@ class _Streaming:
             if not self._has_sent:
                 raise
             self._response.force_close()
-            await self._send(self._stream.fail(told(error)))
+            await self._send([b"".join(self._stream.frames(event)) for event in self._stream.fail(told(error))])
         await self._response.write_eof()
         return self._response
 
@@ -166,22 +193,36 @@ class _Streaming:
 
     async def _follow(self) -> None:
         async for said in self._answers:
-            events: list[str] = []
-            for prompt, chunk in said:
-                if not self._stream.failed:  # nothing follows an error, though several may end in one step
-                    events += self._stream.push(chunk, prompt)
-            if self._stream.finished and not self._stream.failed:
-                events += self._stream.end(time.perf_counter())
-            await self._send(events)
+            frames, size, is_silent = [], 0, True
+            for frame in self._frames(said):
+                frames.append(frame)
+                size += len(frame)
+                if size >= _AT_ONCE:
+                    await self._send(frames)
+                    await asyncio.sleep(0)
+                    frames, size, is_silent = [], 0, False
+            if frames or is_silent:
+                await self._send(frames)
             if self._stream.failed:
                 self._response.force_close()
                 return
 
-    async def _send(self, events: Sequence[str]) -> None:
+    def _frames(self, said: Sequence[tuple[int, Chunk]]) -> Iterator[bytes]:
+        """What these chunks put on the wire, made when it is wanted."""
+        for prompt, chunk in said:
+            if self._stream.failed:  # nothing follows an error, though several may end in one step
+                return
+            for event in self._stream.events(chunk, prompt):
+                yield from self._stream.frames(event)
+        if self._stream.finished and not self._stream.failed:
+            for event in self._stream.end(time.perf_counter()):
+                yield from self._stream.frames(event)
+
+    async def _send(self, pieces: Sequence[bytes]) -> None:
         """One write for all of them; a ping if there are none. A client that does not read is left; one that has read
         everything so far takes a little more at once, so nothing is waited for."""
         self._has_sent = True
-        frames = b"".join(map(self._stream.frame, events)) or self._stream.ping()
+        frames = b"".join(pieces) or self._stream.ping()
         transport = self._request.transport
         if len(frames) < _AT_ONCE and transport is not None and not transport.get_write_buffer_size():
             await self._response.write(frames)

@@ -14,6 +14,7 @@ from specserve.server.http.context import context
 from specserve.server.http.respond import Call, ignore, json_response, respond
 from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest
 from specserve.server.wire.anthropic_stream import MessageStream, count_tokens_body, message_body
+from specserve.server.wire.json_text import LONG
 from specserve.server.wire.openai_responses import ResponsesRequest
 from specserve.server.wire.openai_responses_stream import ResponseStream, response_body
 from specserve.server.wire.requests import ChatCompletionRequest
@@ -29,7 +30,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     server = context(request)
     server.admission.check()
     asked: MessagesRequest = await parsed(request, _read_messages)
-    chat = _accepted(request, asked)
+    chat = await _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
         ask = await chat_ask(server, chat, asked.own_names)
         ask, parser = await server.service.with_tools(ask, tool_use(chat))
@@ -49,7 +50,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     server = context(request)
     server.admission.check()
     asked: CountTokensRequest = await parsed(request, _read_count)
-    chat = _accepted(request, asked)
+    chat = await _accepted(request, asked)
     conversation, template = conversation_of(server, chat)
     _, ids = await server.service.chat_ids(conversation, **template)
     return json_response(count_tokens_body(len(ids)))
@@ -60,7 +61,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     server = context(request)
     server.admission.check()
     asked: ResponsesRequest = await parsed(request, _read_responses)
-    chat = _accepted(request, asked)
+    chat = await _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
         ask = await chat_ask(server, chat, asked.own_names)
         ask, parser = await server.service.with_tools(ask, tool_use(chat))
@@ -75,11 +76,12 @@ async def responses(request: web.Request) -> web.StreamResponse:
         return await respond(request, call)
 
 
-def _accepted(request: web.Request, asked: TranslatedRequest) -> ChatCompletionRequest:
+async def _accepted(request: web.Request, asked: TranslatedRequest) -> ChatCompletionRequest:
     """The same request as chat's, checked; what of it is ignored is kept for the answer's headers."""
     server = context(request)
     server.check_model(asked.model)
     limits = server.limits
     if names := asked.ignored(limits):
         ignore(request, names)
-    return asked.as_chat(limits)
+    size = request.content_length or LONG  # unknown where it came in chunks
+    return await server.service.run(size, asked.as_chat, limits)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from specserve.engine.outputs import Chunk, CompletionOutput
+from specserve.engine.outputs import Chunk, CompletionOutput, extended
 from specserve.types import TokenLogprobs
 
 
@@ -82,8 +82,12 @@ class TextItem:
     """Text that stands together; `index` counts the items before it."""
 
     index: int
-    text: str = ""
-    scores: list[TokenLogprobs] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)  # joined once: to put each behind the text copies that every time
+    scores: Sequence[TokenLogprobs] | None = None  # of its tokens, if they were asked for
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(slots=True)
@@ -93,7 +97,11 @@ class CallItem:
     index: int
     id: str
     name: str
-    arguments: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
 
 Item: TypeAlias = TextItem | CallItem
@@ -115,11 +123,12 @@ def add(item: Item, part: Part) -> None:
     """Let the item grow by this part."""
     if isinstance(part, Text):
         assert isinstance(item, TextItem)
-        item.text += part.text
-        item.scores += part.scores
+        item.pieces.append(part.text)
+        if part.scores:
+            item.scores = extended(item.scores, part.scores)
     elif isinstance(part, Arguments):
         assert isinstance(item, CallItem)
-        item.arguments += part.text
+        item.pieces.append(part.text)
 
 
 def items_of(parts: Iterable[Part]) -> list[Item]:

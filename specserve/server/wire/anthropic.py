@@ -269,6 +269,8 @@ _PLAIN = {"type": "text"}
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages. `metadata` is accepted and not used."""
 
+    unused = frozenset({"metadata"})
+
     max_tokens: Count
     """The longest answer, in tokens."""
     stop_sequences: Stops = ()

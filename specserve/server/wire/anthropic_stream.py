@@ -28,8 +28,8 @@ from specserve.server.wire.answer import (
 from specserve.server.wire.anthropic import anthropic_error
 from specserve.server.wire.errors import WireError
 from specserve.server.wire.item_stream import ItemStream
+from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.responses import Reply, raise_failure
-from specserve.server.wire.stream import event_text
 from specserve.server.wire.usage import metrics, usage
 
 
@@ -63,22 +63,22 @@ class MessageStream(ItemStream):
             "usage": _usage(self._output),
             "metrics": metrics([self._output], self._reply.num_spec_tokens, now),
         }
-        return [event_text(delta), event_text({"type": "message_stop"})]
+        return [json_text(delta), json_text({"type": "message_stop"})]
 
     def fail(self, error: WireError) -> list[str]:
         self.failed = True
-        return [event_text(anthropic_error(error, self._reply.id))]
+        return [json_text(anthropic_error(error, self._reply.id))]
 
     def ping(self) -> bytes:
-        return self.frame(event_text({"type": "ping"}))
+        return self.frame(json_text({"type": "ping"}))
 
     def _begin(self, index: int, output: RequestOutput) -> list[str]:
         unknown = {"stop_reason": None, "stop_sequence": None}
         message = {**_message(self._reply, []), **unknown, "usage": _counts(len(output.prompt_token_ids), 0, 0)}
-        return [event_text({"type": "message_start", "message": message})]
+        return [json_text({"type": "message_start", "message": message})]
 
     def _open(self, item: Item) -> list[str]:
-        return [event_text({"type": "content_block_start", "index": item.index, "content_block": _block(item)})]
+        return [json_text({"type": "content_block_start", "index": item.index, "content_block": _block(item)})]
 
     def _grow(self, item: Item, part: Text | Arguments) -> str:
         delta = (
@@ -86,10 +86,10 @@ class MessageStream(ItemStream):
             if isinstance(part, Text)
             else {"type": "input_json_delta", "partial_json": part.text}
         )
-        return event_text({"type": "content_block_delta", "index": item.index, "delta": delta})
+        return json_text({"type": "content_block_delta", "index": item.index, "delta": delta})
 
     def _close(self, item: Item, cut: bool) -> list[str]:
-        return [event_text({"type": "content_block_stop", "index": item.index})]
+        return [json_text({"type": "content_block_stop", "index": item.index})]
 
 
 def _message(reply: Reply, content: list[dict[str, Any]]) -> dict[str, Any]:

@@ -26,19 +26,20 @@ class EnforcedCalls:
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
-        self._rest += text
-        while self._rest:
+        text, at = self._rest + text, 0
+        while at < len(text):
             if self._scan is None:
-                head = self._head.search(self._rest)
+                head = self._head.search(text, at)
                 if head is None:
                     break
                 parts.append(Call(self._new_id(), head["name"]))
-                self._rest, self._scan = self._rest[head.end() :], _Scan()
+                at, self._scan = head.end(), _Scan()
                 continue
-            end = self._scan.length(self._rest)
-            parts.append(Arguments(self._rest[:end]))
-            self._rest = self._rest[end:]
+            end = self._scan.end(text, at)
+            parts.append(Arguments(text[at:end]))
+            at = end
             self._scan = None if self._scan.is_whole else self._scan
+        self._rest = text[at:]
         return parts
 
     def finish(self) -> list[Part]:
@@ -54,14 +55,14 @@ class _Scan:
         self._depth = 0
         self._in_string = self._is_escaped = False
 
-    def length(self, piece: str) -> int:
-        """How much of the next piece belongs to the object."""
-        for at, character in enumerate(piece):
-            self._take(character)
+    def end(self, text: str, begin: int) -> int:
+        """Where in text[begin:], which comes next, the object ends; the text's end if it goes on."""
+        for at in range(begin, len(text)):
+            self._take(text[at])
             if self._depth == 0:
                 self.is_whole = True
                 return at + 1
-        return len(piece)
+        return len(text)
 
     def _take(self, character: str) -> None:
         if self._in_string:

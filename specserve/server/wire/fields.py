@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -32,6 +33,7 @@ MAX_COUNT = 2**31 - 1
 MAX_HEADER = 1024  # characters
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
+_AT_ONCE = 2**18  # characters that are looked at before another thread may run
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each
 
@@ -62,7 +64,12 @@ def limits_of(info: ValidationInfo) -> Limits:
 
 class Wire(BaseModel):
     """An object of a request. A boolean is no number, text is no number, NaN is none either; null is the default.
-    Unknown names are kept apart, in `model_extra`."""
+    Unknown names, MAX_LISTED at most, are kept apart in `model_extra`, without what they stand for, and `unused` ones
+    are dropped: nothing that nobody reads is held as long as an answer takes."""
+
+    keeps_unknown: ClassVar[bool] = False  # for a template
+    unused: ClassVar[frozenset[str]] = frozenset()
+    misplaced: ClassVar[dict[str, str]] = {}  # fields of another endpoint: {name: what to do}
 
     model_config = ConfigDict(
         strict=True,
@@ -73,10 +80,24 @@ class Wire(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @classmethod
+    @cache
+    def _names(cls) -> frozenset[str]:
+        fields = cls.__pydantic_fields__.items()
+        return frozenset(field.alias or name for name, field in fields) - cls.unused | cls.misplaced.keys()
+
     @model_validator(mode="before")
     @classmethod
     def _null_is_the_default(cls, value: Any) -> Any:
-        return {name: v for name, v in value.items() if v is not None} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        names = cls._names()
+        known = {name: v for name, v in value.items() if v is not None and name in names}
+        if len(known) == len(value):
+            return known
+        passed = names | cls.unused
+        others = ((name, v) for name, v in value.items() if v is not None and name not in passed)
+        return {**known, **{name: v if cls.keeps_unknown else True for name, v in islice(others, MAX_LISTED)}}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -121,7 +142,9 @@ def header_names(names: Iterable[str]) -> str:
 
 def well_formed(text: str) -> str:
     """`text` with U+FFFD for lone surrogates, which JSON can spell and UTF-8 cannot."""
-    return _SURROGATE.sub("\ufffd", text)
+    if text.isascii():
+        return text
+    return "".join(_SURROGATE.sub("\ufffd", text[at : at + _AT_ONCE]) for at in range(0, len(text), _AT_ONCE))
 
 
 def _encodable(text: str) -> str:

@@ -4,6 +4,7 @@ knows no API's shapes."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 from specserve.engine.outputs import Chunk, RequestOutput
 from specserve.server.wire.answer import (
@@ -19,8 +20,9 @@ from specserve.server.wire.answer import (
     begun,
     parts_of,
 )
+from specserve.server.wire.json_pieces import LongText
 from specserve.server.wire.responses import Reply
-from specserve.server.wire.stream import Stream
+from specserve.server.wire.stream import Event, Stream
 
 _NAME_FIRST = '{"type":"'
 
@@ -42,16 +44,20 @@ class ItemStream(Stream):
         name = event[len(_NAME_FIRST) : event.index('"', len(_NAME_FIRST))]
         return f"event: {name}\ndata: {event}\n\n".encode()
 
-    def _news(self, index: int, chunk: Chunk) -> list[str]:
-        events: list[str] = []
+    def long_frame(self, event: LongText) -> Iterator[bytes]:
+        yield f"event: {event.body['type']}\n".encode()
+        yield from super().long_frame(event)
+
+    def _news(self, index: int, chunk: Chunk) -> list[Event]:
+        events: list[Event] = []
         for part in parts_of(self._parser, chunk):
             events += self._part(part)
         if chunk.finish_reason is not None and self._items:
             events += self._close(self._items[-1], chunk.finish_reason == "length")
         return events
 
-    def _part(self, part: Part) -> list[str]:
-        events: list[str] = []
+    def _part(self, part: Part) -> list[Event]:
+        events: list[Event] = []
         last = self._items[-1] if self._items else None
         if begins(part, last):
             events += [] if last is None else self._close(last, cut=False)
@@ -61,13 +67,13 @@ class ItemStream(Stream):
         return events if isinstance(part, Call) else [*events, self._grow(self._items[-1], part)]
 
     @abstractmethod
-    def _open(self, item: Item) -> list[str]:
+    def _open(self, item: Item) -> list[Event]:
         """The events an item begins with, still empty."""
 
     @abstractmethod
-    def _grow(self, item: Item, part: Text | Arguments) -> str:
+    def _grow(self, item: Item, part: Text | Arguments) -> Event:
         """The event that tells of new text or arguments, which the item has already."""
 
     @abstractmethod
-    def _close(self, item: Item, cut: bool) -> list[str]:
+    def _close(self, item: Item, cut: bool) -> list[Event]:
         """The events an item ends with; `cut`: the limit of tokens has ended it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.errors import InputError
+from specserve.server.wire.json_reader import MOST_IDS, MOST_VALUES, Reader, TooDeepError, TooManyError
 
 MAX_DEPTH = 64  # of lists and objects inside each other
+LONG = 2**16  # bytes; json.loads reads as many in two milliseconds
 MAX_DIGITS = 20  # of an integer; 2^64 has 20
 
 # A string, closed or not, or a bracket. Possessive, so that hostile text is read once and never again.
@@ -25,15 +28,17 @@ def json_object(text: bytes, what: str = "The body") -> dict[str, Any]:
     Raises InputError when it is no valid UTF-8, no JSON or no object, is nested deeper than MAX_DEPTH, or has a number
     that is too long or not finite; `param` is then the field that has it.
     """
-    decoded = _decoded(text, what)
-    _check_depth(decoded, what)
+    if not text.strip():
+        raise InputError(f"{what} is empty. Send a JSON object.")
+    if text.startswith(codecs.BOM_UTF8):
+        raise InputError(f"{what} begins with a byte order mark. JSON is sent without one.")
     numbers = _Numbers()
     try:
-        value = json.loads(
-            decoded, parse_int=numbers.integer, parse_float=numbers.float, parse_constant=numbers.constant
-        )
+        value = (_loaded if len(text) <= LONG else _read)(text, what, numbers)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} is not valid UTF-8: {error.reason}.") from error
     except json.JSONDecodeError as error:
-        raise InputError(f"{what} is not valid JSON: {error.msg} at character {error.pos}.") from error
+        raise InputError(f"{what} is not valid JSON: {error.msg} at {_unit(text)} {error.pos}.") from error
     if not isinstance(value, dict):
         raise InputError(f'{what} must be a JSON object, such as {{"name": "value"}}.')
     if numbers.refused_any:
@@ -41,16 +46,34 @@ def json_object(text: bytes, what: str = "The body") -> dict[str, Any]:
     return value
 
 
-def _decoded(text: bytes, what: str) -> str:
-    if not text.strip():
-        raise InputError(f"{what} is empty. Send a JSON object.")
+def _loaded(text: bytes, what: str, numbers: _Numbers) -> Any:
+    decoded = text.decode("utf-8")
+    _check_depth(decoded, what)
+    return json.loads(decoded, parse_int=numbers.integer, parse_float=numbers.float, parse_constant=numbers.constant)
+
+
+def _read(text: bytes, what: str, numbers: _Numbers) -> Any:
+    """On a thread, beside others."""
     try:
-        decoded = text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{what} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
-    if decoded.startswith("\ufeff"):
-        raise InputError(f"{what} begins with a byte order mark. JSON is sent without one.")
-    return decoded
+        return Reader(text, numbers, MAX_DEPTH).read()
+    except TooDeepError:
+        raise _too_deep(what) from None
+    except TooManyError as error:
+        field = (error.field or "")[:_MAX_PATH]
+        raise InputError(
+            f"{field or what} is too much: a body has at most {MOST_VALUES} names and values, besides token ids, of "
+            f"which a list has at most {MOST_IDS}. Send several requests.",
+            field or None,
+        ) from None
+
+
+def _unit(text: bytes) -> str:
+    """What the position of an error counts."""
+    return "character" if len(text) <= LONG else "byte"
+
+
+def _too_deep(what: str) -> InputError:
+    return InputError(f"{what} is nested more than {MAX_DEPTH} levels deep. Send a flatter object.")
 
 
 def _check_depth(text: str, what: str) -> None:
@@ -62,7 +85,7 @@ def _check_depth(text: str, what: str) -> None:
         first = text[match.start()]
         depth += (first in "[{") - (first in "]}")
         if depth > MAX_DEPTH:
-            raise InputError(f"{what} is nested more than {MAX_DEPTH} levels deep. Send a flatter object.")
+            raise _too_deep(what)
 
 
 @dataclass(frozen=True, slots=True)

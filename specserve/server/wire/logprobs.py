@@ -4,10 +4,12 @@ bytes a token stands for; knows no responses."""
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
 
 from specserve.server.wire.bodies import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TokenLogprob
+from specserve.server.wire.json_pieces import AT_ONCE, Members
 from specserve.types import TokenLogprobs
 
 LEAST = -9999.0  # for what cannot be: JSON has no -inf, and OpenAI sends this
@@ -21,12 +23,14 @@ class Vocabulary(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-def chat_logprobs(entries: Iterable[TokenLogprobs], vocabulary: Vocabulary) -> ChatLogprobs:
-    """`logprobs` of a chat choice, whole or streamed."""
-    content: list[ChatTokenLogprob] = [
-        {**_spelled(e.token, e.logprob, vocabulary), "top_logprobs": [_spelled(*t, vocabulary) for t in e.top.items()]}
-        for e in entries
-    ]
+def chat_logprobs(entries: Sequence[TokenLogprobs], vocabulary: Vocabulary) -> ChatLogprobs:
+    """`logprobs` of a chat choice, whole or streamed; `content` is made when it is looked at."""
+
+    def entry(of: TokenLogprobs) -> ChatTokenLogprob:
+        top = [_spelled(*each, vocabulary) for each in of.top.items()]
+        return {**_spelled(of.token, of.logprob, vocabulary), "top_logprobs": top}
+
+    content: Any = Members(entries, entry)
     return {"content": content, "refusal": None}
 
 
@@ -61,14 +65,24 @@ class CompletionLogprobs:
         part["text_offset"] = [min(offset, len(text)) for offset in part["text_offset"]]
         return part
 
+    def prompt_parts(
+        self, ids: Sequence[int], entries: Iterable[TokenLogprobs | None], text: str
+    ) -> Iterator[TextLogprobs]:
+        """As `prompt`, for AT_ONCE tokens each."""
+        left = iter(entries)
+        for at in range(0, len(ids), AT_ONCE):
+            part = self.part(ids[at : at + AT_ONCE], list(islice(left, AT_ONCE)))
+            part["text_offset"] = [min(offset, len(text)) for offset in part["text_offset"]]
+            yield part
+        self._offset = len(text)
+
     def part(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> TextLogprobs:
-        """Of the next tokens."""
-        return {
-            "tokens": [self._name(token) for token in ids],
-            "token_logprobs": [None if e is None else max(e.logprob, LEAST) for e in entries],
-            "top_logprobs": [None if e is None else self._top(e) for e in entries],
-            "text_offset": [self._advance(token) for token in ids],
-        }
+        """Of the next tokens; all but the offsets is made when it is looked at."""
+        tokens: Any = Members(ids, self._name)
+        scores: Any = Members(entries, lambda e: None if e is None else max(e.logprob, LEAST))
+        top: Any = Members(entries, lambda e: None if e is None else self._top(e))
+        offsets = [self._advance(token) for token in ids]
+        return {"tokens": tokens, "token_logprobs": scores, "top_logprobs": top, "text_offset": offsets}
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The k best and the token itself, best first; of two tokens with the same bytes the likelier."""

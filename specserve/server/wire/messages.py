@@ -130,6 +130,7 @@ class Message(Wire):
     """One message. Fields with other names, such as reasoning_content or name, are kept for the template."""
 
     model_config = ConfigDict(json_schema_extra=_SAYS_OR_CALLS)
+    keeps_unknown = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tool_calls), _CALLS] = ()

@@ -112,6 +112,7 @@ class ResponsesRequest(TranslatedRequest):
     """POST /v1/responses. Nothing is kept: `store` is accepted and the response says false. `user` is accepted and not
     used; `metadata` comes back in the response."""
 
+    unused = frozenset({"user", "store"})
     own_names: ClassVar[Mapping[str, str]] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",

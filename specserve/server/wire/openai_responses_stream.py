@@ -23,10 +23,11 @@ from specserve.server.wire.answer import (
 )
 from specserve.server.wire.errors import WireError
 from specserve.server.wire.item_stream import ItemStream
+from specserve.server.wire.json_pieces import AT_ONCE, LongText, json_text
 from specserve.server.wire.logprobs import chat_logprobs
 from specserve.server.wire.openai_responses import ResponsesRequest
 from specserve.server.wire.responses import Reply, raise_failure
-from specserve.server.wire.stream import event_text
+from specserve.server.wire.stream import Event
 from specserve.server.wire.usage import metrics, usage
 from specserve.types import TokenLogprobs
 
@@ -54,13 +55,14 @@ class ResponseStream(ItemStream):
         self._request = request
         self._told: list[dict[str, Any]] = []  # items that have ended
         self._num_events = 0
+        self._num_scores = 0  # log-probabilities so far: events that have all of them are long
 
-    def end(self, now: float) -> list[str]:
+    def end(self, now: float) -> list[Event]:
         assert self.finished and not self.failed, "end before the end"
         response = _ended(self._reply, self._request, self._output, self._told, now)
         return [self._event(f"response.{response['status']}", response=response)]
 
-    def fail(self, error: WireError) -> list[str]:
+    def fail(self, error: WireError) -> list[Event]:
         """response.failed, with the items that have ended; response.created before it if nothing was told yet, as
         OpenAI's clients want that first."""
         self.failed = True
@@ -68,11 +70,11 @@ class ResponseStream(ItemStream):
         failed = {"status": "failed", "error": _error(error), "output": self._told}
         return [*events, self._event("response.failed", response=_response(self._reply, self._request, **failed))]
 
-    def _begin(self, index: int, output: RequestOutput) -> list[str]:
+    def _begin(self, index: int, output: RequestOutput) -> list[Event]:
         response = _response(self._reply, self._request, status="in_progress")
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
-    def _open(self, item: Item) -> list[str]:
+    def _open(self, item: Item) -> list[Event]:
         empty = {"status": "in_progress", "content": []} if isinstance(item, TextItem) else {"status": "in_progress"}
         added = {**_item(self._reply, item, cut=False), **empty}
         events = [self._event("response.output_item.added", output_index=item.index, item=added)]
@@ -80,13 +82,14 @@ class ResponseStream(ItemStream):
             events.append(self._event("response.content_part.added", **self._at(item), part=_part(self._reply, item)))
         return events
 
-    def _grow(self, item: Item, part: Text | Arguments) -> str:
+    def _grow(self, item: Item, part: Text | Arguments) -> Event:
         if isinstance(part, Text):
+            self._num_scores += len(part.scores)
             scores = _scores(self._reply, part.scores)
             return self._event("response.output_text.delta", **self._at(item), delta=part.text, logprobs=scores)
         return self._event("response.function_call_arguments.delta", **self._at(item), delta=part.text)
 
-    def _close(self, item: Item, cut: bool) -> list[str]:
+    def _close(self, item: Item, cut: bool) -> list[Event]:
         whole = _item(self._reply, item, cut)
         self._told.append(whole)
         at = self._at(item)
@@ -107,10 +110,12 @@ class ResponseStream(ItemStream):
         content = {"content_index": 0} if isinstance(item, TextItem) else {}
         return {"item_id": _item_id(self._reply, item), "output_index": item.index, **content}
 
-    def _event(self, kind: str, /, **said: Any) -> str:
+    def _event(self, kind: str, /, **said: Any) -> Event:
         number = self._num_events
         self._num_events += 1
-        return event_text({"type": kind, "sequence_number": number, **said})
+        body = {"type": kind, "sequence_number": number, **said}
+        is_long = self._num_scores > AT_ONCE and not kind.endswith(".delta")
+        return LongText(body) if is_long else json_text(body)
 
 
 # --- the response object ----------------------------------------------------------------------------------------------
@@ -166,10 +171,9 @@ def _part(reply: Reply, item: TextItem) -> dict[str, Any]:
     return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": scores}
 
 
-def _scores(reply: Reply, entries: Sequence[TokenLogprobs]) -> list[Any]:
+def _scores(reply: Reply, entries: Sequence[TokenLogprobs] | None) -> list[Any]:
     """As chat has them."""
-    content: list[Any] = chat_logprobs(entries, reply.vocabulary)["content"]
-    return content
+    return [] if entries is None else chat_logprobs(entries, reply.vocabulary)["content"]
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:

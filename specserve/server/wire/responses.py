@@ -7,7 +7,7 @@ that looks at `choices` alone shall not take it for an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,18 +154,32 @@ class Beginning:
     def __init__(self, reply: Reply, output: RequestOutput) -> None:
         self.text = prompt_text(reply, output) if reply.echo else ""
         self.scores = CompletionLogprobs(reply.vocabulary, reply.hidden)
-        self.logprobs: TextLogprobs | None = None  # the prompt's
-        if reply.echo and output.prompt_logprobs is not None:
-            self.logprobs = self.scores.prompt(output.prompt_token_ids, output.prompt_logprobs, self.text)
-        else:
-            self.scores.skip(len(self.text))
+        self._ids = output.prompt_token_ids
+        self._entries = output.prompt_logprobs if reply.echo else None
 
     def logprobs_with(self, completion: CompletionOutput) -> TextLogprobs | None:
         """`logprobs` of the prompt and the completion after it; None if none were asked for."""
+        prompt: TextLogprobs | None = None
+        if self._entries is None:
+            self.scores.skip(len(self.text))
+        else:
+            prompt = self.scores.prompt(self._ids, self._entries, self.text)
         if completion.logprobs is None:
-            return self.logprobs
+            return prompt
         part = self.scores.part(completion.token_ids, completion.logprobs)
-        return part if self.logprobs is None else joined(self.logprobs, part)
+        return part if prompt is None else joined(prompt, part)
+
+    def pieces(self) -> Iterator[tuple[str, TextLogprobs | None]]:
+        """The prompt's text and its `logprobs`, in pieces that are made when they are wanted: the text with the first,
+        and tokens with each."""
+        if self._entries is None:
+            self.scores.skip(len(self.text))
+            yield self.text, None
+            return
+        text = self.text
+        for part in self.scores.prompt_parts(self._ids, self._entries, text):
+            yield text, part
+            text = ""
 
 
 def prompt_text(reply: Reply, output: RequestOutput) -> str:

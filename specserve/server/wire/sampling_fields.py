@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -101,7 +101,7 @@ class SamplingFields(StructuredFields):
     """The fields that chat completions and completions share. One that was validated is right: its SamplingParams can
     be made and fit the limits it was validated with. `user`, `metadata` and `store` are accepted and not used."""
 
-    misplaced: ClassVar[dict[str, str]] = {}  # fields of another endpoint: {name: what to do}
+    unused = frozenset({"user", "metadata", "store"})
 
     model: Name | None = None
     """The model's name in /v1/models; null is the one served."""

@@ -8,25 +8,20 @@ an error event nothing comes, not even [DONE].
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 from specserve.engine.outputs import Chunk, RequestOutput
 from specserve.server.wire.answer import Arguments, Part, Text
 from specserve.server.wire.errors import WireError
+from specserve.server.wire.json_pieces import LongText, json_text
 from specserve.server.wire.logprobs import CompletionLogprobs, chat_logprobs
 from specserve.server.wire.responses import Beginning, Reply, finish_reason, raise_failure
 
 DONE = "[DONE]"
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
-
-def event_text(body: Mapping[str, object]) -> str:
-    """One line of JSON. Raises ValueError for a number that is not finite."""
-    return _encode(body)
+Event: TypeAlias = Any  # the JSON of one event: text, or a LongText
 
 
 class Stream(ABC):
@@ -43,6 +38,19 @@ class Stream(ABC):
         """What goes on the wire for one event."""
         return f"data: {event}\n\n".encode()
 
+    def frames(self, event: Event) -> Iterator[bytes]:
+        """As `frame`, in pieces where the event is long."""
+        if isinstance(event, LongText):
+            yield from self.long_frame(event)
+        else:
+            yield self.frame(event)
+
+    def long_frame(self, event: LongText) -> Iterator[bytes]:
+        """What goes on the wire for an event that is long."""
+        yield b"data: "
+        yield from event.pieces()
+        yield b"\n\n"
+
     def ping(self) -> bytes:
         """What goes on the wire while there is nothing to say: a comment."""
         return b": ping\n\n"
@@ -52,37 +60,42 @@ class Stream(ABC):
         """Whether every choice has had its last chunk: time for `end`."""
         return len(self._ended) == sum(len(output.outputs) for output in self._outputs)
 
-    def push(self, chunk: Chunk, prompt: int = 0) -> list[str]:
+    def push(self, chunk: Chunk, prompt: int = 0) -> list[Event]:
         """The events of one chunk of a completion of the prompt with this index. One that did not end well is an error
         event and the end of the stream."""
+        return list(self.events(chunk, prompt))
+
+    def events(self, chunk: Chunk, prompt: int = 0) -> Iterator[Event]:
+        """As `push`, each event made when it is wanted; all of them must be before the next chunk."""
         assert not self.failed, "push after an error event"
         index = sum(len(output.outputs) for output in self._outputs[:prompt]) + chunk.index
         assert index not in self._ended, "push after a choice's last chunk"
         try:
             raise_failure([chunk])
         except WireError as error:
-            return self.fail(error)
-        events = [] if index in self._begun else self._begin(index, self._outputs[prompt])
-        self._begun.add(index)
-        events += self._news(index, chunk)
+            yield from self.fail(error)
+            return
+        if index not in self._begun:
+            yield from self._begin(index, self._outputs[prompt])
+            self._begun.add(index)
+        yield from self._news(index, chunk)
         if chunk.finish_reason is not None:
             self._ended.add(index)
-        return events
 
     @abstractmethod
-    def end(self, now: float) -> list[str]:
+    def end(self, now: float) -> list[Event]:
         """The events after the last chunk; `now` is time.perf_counter()."""
 
     @abstractmethod
-    def fail(self, error: WireError) -> list[str]:
+    def fail(self, error: WireError) -> list[Event]:
         """The events that tell of an error, and nothing after them."""
 
     @abstractmethod
-    def _begin(self, index: int, output: RequestOutput) -> list[str]:
+    def _begin(self, index: int, output: RequestOutput) -> Iterable[Event]:
         """The events a choice begins with."""
 
     @abstractmethod
-    def _news(self, index: int, chunk: Chunk) -> list[str]:
+    def _news(self, index: int, chunk: Chunk) -> list[Event]:
         """The events of one chunk of a choice that has begun."""
 
 
@@ -101,7 +114,7 @@ class ChoiceStream(Stream):
     def fail(self, error: WireError) -> list[str]:
         """The error event, and nothing after it."""
         self.failed = True
-        return [event_text(error.body)]
+        return [json_text(error.body)]
 
     def _news(self, index: int, chunk: Chunk) -> list[str]:
         events = [self._event([choice]) for choice in self._told(index, chunk)]
@@ -111,7 +124,7 @@ class ChoiceStream(Stream):
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         unknown = {"usage": None} if self._reply.include_usage else {}  # OpenAI: null until the last chunk
-        return event_text({**self._reply.head(self.kind), "choices": choices, **unknown, **more})
+        return json_text({**self._reply.head(self.kind), "choices": choices, **unknown, **more})
 
     def _choice(self, index: int, said: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, **said, "logprobs": None, "finish_reason": None}
@@ -203,7 +216,8 @@ class ChatStream(ChoiceStream):
 
 
 class CompletionStream(ChoiceStream):
-    """`text_completion`, streamed. An echoed prompt is an event of its own before the completion's text."""
+    """`text_completion`, streamed. An echoed prompt is an event of its own before the completion's text; one with
+    log-probabilities is several, the first of which has all of its text."""
 
     kind = "text_completion"
 
@@ -215,13 +229,14 @@ class CompletionStream(ChoiceStream):
     def _nothing(self) -> dict[str, Any]:
         return {"text": ""}
 
-    def _begin(self, index: int, output: RequestOutput) -> list[str]:
+    def _begin(self, index: int, output: RequestOutput) -> Iterator[str]:
         beginning = Beginning(self._reply, output)
         self._scores[index] = beginning.scores
         ids = {"prompt_token_ids": output.prompt_token_ids} if self._reply.return_token_ids else {}
-        if not ids and not self._reply.echo:
-            return []
-        return [self._event([{**self._choice(index, {"text": beginning.text}), "logprobs": beginning.logprobs, **ids}])]
+        for text, logprobs in beginning.pieces():
+            if ids or self._reply.echo:
+                yield self._event([{**self._choice(index, {"text": text}), "logprobs": logprobs, **ids}])
+            ids = {}
 
     def _tokens(self, index: int, chunk: Chunk) -> dict[str, Any]:
         choice = {**self._choice(index, {"text": chunk.text}), **self._ids(chunk.token_ids)}

@@ -15,6 +15,7 @@ What delimits a call, and what is inside, is read by transformers' own parser.
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from specserve.server.wire.fields import well_formed
 from specserve.types import SamplingParams
 
 _CALLS = "tool_calls"  # the field of a response_template
+_LONG_DELIMITER = 1024  # characters; what may be a longer one is looked at again when half as much has come again
 
 
 class ToolCalling:
@@ -57,11 +59,11 @@ class ToolCalling:
         self._names = {tool["function"]["name"] for tool in tools}
         self.parallel = parallel
         self.new_id = new_id or ids_of_calls(call_format)
-        self._begun = self._answer_begun_in(prompt)
+        self._begun = ToolCallParser(self, self._answer_begun_in(prompt))
 
     def parser(self) -> ToolCallParser:
         """For one completion."""
-        return ToolCallParser(self, self._begun)
+        return copy.copy(self._begun)
 
     def read(self, text: str) -> list[tuple[str, str]]:
         """Names and arguments, as JSON text, of the calls that `text` is; empty if it is none."""
@@ -92,13 +94,17 @@ class ToolCalling:
 
 
 class ToolCallParser:
-    """Follows one answer, which goes on from `begun`; see the module."""
+    """Follows one answer, which goes on from `begun`; see the module. However the answer is cut into pieces, and
+    whatever it holds, each of its characters is looked at a few times."""
 
     def __init__(self, calling: ToolCalling, begun: str = "") -> None:
         self._calling = calling
         self._text = begun  # all of it
         self._said = 0  # what is before was told, or is left out
+        self._blank = 0  # what is from there to here is blank
         self._at = 0  # where to look on
+        self._enough = 0  # characters that there must be for another look to be worth it
+        self._matches: dict[Any, Any] = {}  # by pattern, the first one at or behind `_at` when it was searched
         self._open: Any = None  # the field that has begun
         self._start = 0  # where it began
         self._called = False
@@ -107,8 +113,10 @@ class ToolCallParser:
 
     def push(self, text: str) -> list[Part]:
         """What is certain now."""
-        self._text += text
-        return self._advance(final=False)
+        whole, self._text = self._text, ""  # Python lets a text grow in place that has one name, a local one
+        whole += text
+        self._text = whole
+        return self._advance(final=False) if len(whole) >= self._enough else []
 
     def finish(self) -> list[Part]:
         """What was held back, once no more text will come."""
@@ -124,11 +132,14 @@ class ToolCallParser:
         return self._open is not None and self._open.name == _CALLS
 
     def _advance(self, final: bool) -> list[Part]:
+        self._matches = {}
         parts: list[Part] = []
         while True:
             found, certain = self._scan(final)
             if found is None:
                 self._at = certain
+                pending = len(self._text) - certain
+                self._enough = len(self._text) + (pending // 2 if pending > _LONG_DELIMITER else 0)
                 return parts + self._visible(self._start if self._in_call else certain)
             field, match = found
             self._at = match.end()
@@ -141,9 +152,14 @@ class ToolCallParser:
 
     def _visible(self, end: int) -> list[Part]:
         """The text before `end`, but for blanks: a call may come after them."""
-        text = self._text[self._said : end].rstrip()
+        begin = max(self._said, self._blank)
+        self._blank = max(begin, end)
+        new = self._text[begin:end].rstrip()
+        if not new:
+            return []
+        text = self._text[self._said : begin + len(new)]
         self._said += len(text)
-        return [Text(text)] if text else []
+        return [Text(text)]
 
     def _calls(self, end: int) -> list[Part]:
         """What lies from the open field's beginning to `end`; if it is no call it stays to be told as text."""
@@ -163,7 +179,7 @@ class ToolCallParser:
         best: tuple[Any, Any] | None = None
         certain = len(self._text)
         for field, pattern, grows in self._watched():
-            match = pattern.search(self._text, self._at, partial=not final)
+            match = self._search(pattern, final)
             if match is None or (self._open is not None and match.end() == self._start):
                 continue  # a close that is nothing, where the field began
             at_end = match.end() == len(self._text)
@@ -172,6 +188,13 @@ class ToolCallParser:
             elif best is None or _place(match) < _place(best[1]):
                 best = field, match
         return (best, certain) if best is None or best[1].start() < certain else (None, certain)
+
+    def _search(self, pattern: Any, final: bool) -> Any:
+        """The first match from `_at` on. One that lies further on is not searched for again from each place before."""
+        match = self._matches.get(pattern)
+        if pattern not in self._matches or (match is not None and match.start() < self._at):
+            match = self._matches[pattern] = pattern.search(self._text, self._at, partial=not final)
+        return match
 
     def _watched(self) -> Iterator[tuple[Any, Any, bool]]:
         """Fields, what may open or close them now, and whether more text could make that longer."""

@@ -45,14 +45,14 @@ class Events:
 
     finished = failed = False
 
-    def push(self, chunk: int, prompt: int) -> list[str]:
+    def events(self, chunk: int, prompt: int) -> list[str]:
         return [json.dumps(chunk)]
 
     def fail(self, error: Any) -> list[str]:
         return [json.dumps(error.body)]
 
-    def frame(self, event: str) -> bytes:
-        return f"data: {event}\n\n".encode()
+    def frames(self, event: str) -> list[bytes]:
+        return [f"data: {event}\n\n".encode()]
 
 
 def application(num_chunks: int, error: Exception) -> web.Application:

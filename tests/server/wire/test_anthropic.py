@@ -23,8 +23,8 @@ from specserve.server.wire.errors import (
     wire_error,
 )
 from specserve.server.wire.fields import Limits
+from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.requests import ChatCompletionRequest
-from specserve.server.wire.stream import event_text
 from specserve.server.wire.structured import as_chat_format
 from specserve.server.wire.translated import read_translated
 from specserve.types import SamplingParams
@@ -337,7 +337,7 @@ def test_junk_is_taken_or_refused_and_nothing_else(junk: dict[str, Any]) -> None
     except InputError as error:
         told = wire_error(error)
         assert told.status == 400
-        event_text(anthropic_error(told, "r")).encode()
+        json_text(anthropic_error(told, "r")).encode()
     else:
         json.dumps(made.conversation(), ensure_ascii=False).encode()
 

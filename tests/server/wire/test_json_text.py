@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import tracemalloc
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from specserve.errors import InputError
-from specserve.server.wire.json_text import _BRACKET, MAX_DEPTH, json_object
+from specserve.server.wire import json_reader
+from specserve.server.wire.json_text import _BRACKET, LONG, MAX_DEPTH, json_object
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(1 - 10**20, 10**20 - 1) | st.floats(-1e300, 1e300) | st.text(max_size=5)
@@ -98,3 +102,122 @@ def test_hostile_quotes_are_read_once(tail: str) -> None:
     assert [match.span() for match in _BRACKET.finditer(text)] == [(0, len(text))]
     with pytest.raises(InputError, match="not valid JSON"):
         json_object(b'{"a": ' + text.encode())
+
+
+# --- long texts -------------------------------------------------------------------------------------------------------
+
+FILLER = " " * LONG  # whatever it stands in is read by the other reader
+
+
+def both(body: str | bytes) -> list[Any]:
+    """What the two readers make of a text: a value, or the beginning of an error."""
+    text = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
+    found: list[Any] = []
+    for padded in (text, text + FILLER.encode()):
+        try:
+            found.append(json_object(padded))
+        except InputError as error:
+            said = str(error).split(" at ")[0]
+            found.append(
+                (re.sub(r" (name|starting|escape.*|control.*|end.*)$", "", said.replace("\\", "")), error.param)
+            )
+    return found
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), st.booleans(), st.sampled_from([None, 1]))
+def test_long_texts_are_read_as_short_ones(fields: dict[str, Any], escaped: bool, indent: int | None) -> None:
+    short, long = both(json.dumps(fields, ensure_ascii=escaped, indent=indent))
+    assert short == long == fields
+
+
+@given(
+    st.binary(max_size=40) | st.text('{}[]",:\\0123456789eE+-.naNIfityud8c ', max_size=40).map(lambda t: f'{{"a":{t}}}')
+)
+def test_long_texts_are_refused_as_short_ones(body: Any) -> None:
+    short, long = both(body)
+    assert isinstance(short, dict) == isinstance(long, dict)
+    assert not isinstance(short, dict) or short == long
+
+
+SPELLINGS = [
+    *["1" * 21, "1e999", "NaN", "-Infinity", "[1, [1e999]]", '{"b": NaN}', "-0", "-", "01", "1.", "1e", "[1,]", "[,1]"],
+    *["[1 2]", '{"a" 1}', '{"a":1,}', "{1: 2}", "tru", "[1, 2,3 , 4]", "[1, 02, 3]", "[1, 2.5, 3e2, -4]", '"\\x"'],
+    *[
+        '"\\ud83d\\ude00"',
+        '"\\ud83d"',
+        '"\\ude00\\ud83d"',
+        '"\\u12"',
+        '"a\nb"',
+        '"abc',
+        '"abc\\',
+        '"\u00e9\\n\U0001f600"',
+    ],
+    *["[" * 64, "[" * 63 + "]" * 63, "[" * 64 + "]" * 64, '{"b": 1, "b": 2}', "1 2", "", '"\\\\ud83d\\ude00"'],
+    *["1" * 5000, "-" + "1" * 5000, "1." + "1" * 300, "[12345678901234567890, 1]", "[123456789012345678901, 1]"],
+]
+
+
+@pytest.mark.parametrize("value", SPELLINGS)
+def test_long_texts_say_of_a_value_what_short_ones_say(value: str) -> None:
+    short, long = both(f'{{"a": {value}}}')
+    assert short == long
+
+
+@given(st.text(st.sampled_from('a\u00e9\U0001f600\\"\n\ud83d'), max_size=12), st.booleans(), st.integers(0, 3))
+def test_texts_of_any_length_are_whole(unit: str, escaped: bool, before: int) -> None:
+    """However escapes, pairs of surrogates and bytes of characters fall on the ends of what is read at once."""
+    text = "x" * before + unit * 7000
+    body = json.dumps({"a": text}, ensure_ascii=escaped).encode("utf-8", "surrogatepass") + FILLER.encode()
+    if not escaped and "\ud83d" in text:
+        with pytest.raises(InputError, match="UTF-8"):
+            json_object(body)
+        return
+    assert json_object(body) == json.loads(json.dumps({"a": text}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[" + "{}," * 1_500_000 + "{}]",
+        "[" + '"",' * 1_500_000 + '""]',
+        "{" + '"a":0,' * 300_000 + '"a":0}',
+        "[" + "0.5," * 300_000 + "1]",
+        "[" + "1," * 2_200_000 + "1]",
+    ],
+    ids=["objects", "texts", "names", "numbers", "ids"],
+)
+def test_what_would_fill_the_memory_is_refused_before_it_does(value: str) -> None:
+    body = b'{"user": %b}' % value.encode()
+    with pytest.raises(InputError, match="user is too much") as caught:
+        json_object(body)
+    assert caught.value.param == "user"
+
+
+def test_the_memory_is_not_filled_before() -> None:
+    """Fifteen megabytes of objects took 385."""
+    body = b'{"user": [' + b"{}," * 1_500_000 + b"{}]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError):
+            json_object(body)
+        assert tracemalloc.get_traced_memory()[1] < 60_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_no_step_of_a_long_text_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one of them runs no other thread does: what each is given counts."""
+    given_to: list[int] = []
+
+    def measured(text: str, begin: int) -> tuple[str, int]:
+        given_to.append(len(text))
+        return scanstring(text, begin)  # type: ignore[no-any-return]
+
+    def never(*arguments: Any, **more: Any) -> Any:
+        raise AssertionError("json.loads reads all in one step")
+
+    monkeypatch.setattr(json_reader, "scanstring", measured)
+    monkeypatch.setattr(json, "loads", never)
+    text = "ab\n" * 2_000_000
+    assert json_object(('{"a": "' + "ab\\n" * 2_000_000 + '"}').encode()) == {"a": text}
+    assert max(given_to) < 2**19

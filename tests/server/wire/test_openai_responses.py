@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 from specserve.errors import InputError
 from specserve.server.wire.errors import wire_error
 from specserve.server.wire.fields import Limits
+from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.openai_responses import LOGPROBS, ResponsesRequest, TextConfig
 from specserve.server.wire.requests import ChatCompletionRequest
-from specserve.server.wire.stream import event_text
 from specserve.server.wire.translated import read_translated
 from specserve.types import SamplingParams
 
@@ -208,7 +208,7 @@ def test_what_comes_back_can_always_be_sent() -> None:
     half = "\ud800"
     tool = {**TOOL, "description": half, "parameters": {half: [half]}}
     request = sent(instructions=half, metadata={half: half}, tools=[tool], text={"format": {half: half}})
-    assert event_text(request.echo()).encode().count("\ufffd".encode()) == 8
+    assert json_text(request.echo()).encode().count("\ufffd".encode()) == 8
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -350,6 +350,6 @@ def test_junk_is_taken_or_refused_and_nothing_else(junk: dict[str, Any]) -> None
     except InputError as error:
         told = wire_error(error)
         assert told.status == 400
-        event_text(told.body).encode()
+        json_text(told.body).encode()
     else:
         json.dumps([made.conversation(), request.echo()], ensure_ascii=False).encode()

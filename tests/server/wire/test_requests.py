@@ -15,10 +15,10 @@ from hypothesis import given, strategies as st
 from specserve.errors import InputError
 from specserve.server.wire.errors import wire_error
 from specserve.server.wire.fields import MAX_HEADER, Limits, header_names
+from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.json_text import json_object
 from specserve.server.wire.messages import MAX_MESSAGES
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, checked, read
-from specserve.server.wire.stream import event_text
 from specserve.server.wire.tokenization import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -618,7 +618,7 @@ def test_junk_is_taken_or_refused_and_nothing_else(junk: dict[str, Any], is_chat
     except InputError as error:
         told = wire_error(error)
         assert told.status == 400
-        event_text(told.body).encode()
+        json_text(told.body).encode()
     else:
         assert request.sampling_params.check_ids(LIMITS.vocab_size) is None
         assert 1 <= request.num_choices <= LIMITS.max_completions
@@ -640,3 +640,23 @@ def test_the_rows_are_not_refused_for_another_reason() -> None:
     assert json_object(b"{}") == {}
     assert chat().conversation() == [USER]
     assert completion().prompt == ("Hi",)
+
+
+# --- what is held as long as the answer takes -------------------------------------------------------------------------
+
+
+def test_nothing_is_held_that_nobody_reads() -> None:
+    """Of an unknown name its value, of thousands all but as many as the answer's header could tell; of a message, whose
+    template may read them, all."""
+    heavy = [{}] * 1000
+    asked = chat(
+        user=heavy, metadata={"a": heavy}, store=heavy, junk=heavy, messages=[{**USER, "name": "x", "own": heavy}]
+    )
+    assert (asked.user, asked.metadata, asked.store, asked.model_extra) == (None, None, None, {"junk": True})
+    assert asked.conversation()[0]["own"] == heavy
+    assert asked.ignored(LIMITS) == ["junk"]
+    many = chat(**{f"unknown_{i}": 1 for i in range(100_000)})
+    assert set((many.model_extra or {}).values()) == {True}
+    assert len(many.ignored(LIMITS)) == 1024
+    with pytest.raises(InputError, match="prompt does not belong here"):
+        chat(**{f"unknown_{i}": 1 for i in range(5000)}, prompt="a")

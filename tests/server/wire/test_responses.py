@@ -13,9 +13,10 @@ from hypothesis import given, strategies as st
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.errors import WireError, unavailable
+from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.logprobs import LEAST, CompletionLogprobs, chat_logprobs
 from specserve.server.wire.responses import Reply, chat_body, completion_body, model_card, model_list
-from specserve.server.wire.stream import DONE, ChatStream, CompletionStream, Stream, event_text
+from specserve.server.wire.stream import DONE, ChatStream, CompletionStream, Stream
 from specserve.server.wire.usage import metrics, speculative_decoding, usage
 from specserve.types import SequenceStats, TokenLogprobs
 
@@ -411,12 +412,12 @@ def test_events_go_over_the_wire_without_names() -> None:
 
 
 def test_an_event_is_one_line_of_utf8() -> None:
-    text = event_text({"a": "é\u2028\r\n😀"})
+    text = json_text({"a": "é\u2028\r\n😀"})
     assert "\n" not in text
     assert "\r" not in text
     assert json.loads(text.encode()) == {"a": "é\u2028\r\n😀"}
     with pytest.raises(ValueError, match="JSON"):
-        event_text({"a": float("nan")})
+        json_text({"a": float("nan")})
 
 
 TOKENS = st.lists(st.integers(0, 8), min_size=1, max_size=12)
@@ -525,7 +526,7 @@ def strictly() -> Any:
             "text_completion": openai.types.Completion,
             "model": openai.types.Model,
         }
-    return lambda body: types[body["object"]].model_validate(body)
+    return lambda body: types[body["object"]].model_validate_json(json_text(body))
 
 
 def test_openai_takes_whole_bodies(strictly: Any) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,11 @@ from hypothesis import given, settings, strategies as st
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import ModelError
-from specserve.models.tool_tags import style_of
+from specserve.models.tool_tags import LLAMA as LLAMA_STYLE, style_of
 from specserve.models.tools import CallFormat, call_format
 from specserve.server.wire.answer import Arguments, Call, Part, Text
 from specserve.server.wire.anthropic_stream import MessageStream, message_body
+from specserve.server.wire.enforced_calls import EnforcedCalls
 from specserve.server.wire.responses import Reply, chat_body
 from specserve.server.wire.stream import ChatStream
 from specserve.server.wire.tool_calls import ToolCalling, keeping_delimiters
@@ -472,3 +474,66 @@ def test_transformers_is_loaded_with_the_first_tools_and_torch_never() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False"]
+
+
+# --- answers that a client has steered --------------------------------------------------------------------------------
+
+_MANY = 60_000  # characters
+HOSTILE = {
+    "blanks": " " * _MANY,
+    "opened again and again": "<tool_call>" * (_MANY // 11),
+    "opened and empty": "<tool_call></tool_call>" * (_MANY // 23),
+    "opened and blank": "<tool_call>" + " " * _MANY,
+    "a name without an end": "<tool_call><function=" + "a" * _MANY,
+    "closed and blank": "<tool_call><function=x></function>" + " " * _MANY,
+    "parameters without ends": "<tool_call><function=x>" + "<parameter=a>" * (_MANY // 13) + "</function></tool_call>",
+    "keys without ends": "<tool_call><function=x>" + "<parameter=" * (_MANY // 11) + "</function></tool_call>",
+    "Mistral's name without an end": "[TOOL_CALLS]" + "a" * _MANY,
+    "Mistral's id without an end": "[TOOL_CALLS]a[CALL_ID]" + "a" * _MANY,
+    "Mistral's many calls": "[TOOL_CALLS]a[ARGS]" * (_MANY // 19),
+    "Llama's blanks": "<|python_tag|>" + " " * _MANY,
+    "Llama's key": '{"name"' + " " * _MANY,
+    "thoughts": "<think></think>" * (_MANY // 15),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [4, _MANY * 2], ids=["in pieces", "whole"])
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
+def test_no_answer_takes_more_than_linear_time(answer: str, step: int) -> None:
+    """Where time was quadratic the worst of these took a minute."""
+    for family in FAMILIES:
+        parser = calling(family).parser()
+        pieces = [answer[at : at + step] for at in range(0, len(answer), step)]
+        begun = time.thread_time()
+        parts = [*itertools.chain.from_iterable(map(parser.push, pieces)), *parser.finish()]
+        assert time.thread_time() - begun < 2.5
+        assert "".join(part.text for part in parts if isinstance(part, Text)) == answer
+
+
+def test_what_a_models_own_delimiter_may_become_is_not_looked_at_with_every_token() -> None:
+    field = {"open_pattern": r"CALL\s*\((?=\s*\{)", "close": ")", "content": "json"}
+    own = {"start_anchor": "<a>", "fields": {"tool_calls": field, "content": {"content": "text"}}}
+    found = CallFormat(own)
+    assert told(parts_of(calling(found), *f"a CALL{' ' * 3000}({WEATHER}) b")) == ["a", BOTH[0], " b"]
+    parser = calling(found).parser()
+    begun = time.thread_time()
+    parts = [part for piece in ["CALL", *[" "] * 30_000] for part in parser.push(piece)]
+    assert (parts, time.thread_time() - begun < 1) == ([], True)
+
+
+@pytest.mark.parametrize("made", [1, 50_000])
+def test_a_whole_answer_of_enforced_calls_is_read_once(made: int) -> None:
+    parser = EnforcedCalls(LLAMA_STYLE, lambda: "id")
+    begun = time.thread_time()
+    parts = parser.push('{"name": "now", "parameters": {}}' * made)
+    assert (len(parts), time.thread_time() - begun < 5) == (2 * made, True)
+
+
+def test_the_answers_of_a_request_go_on_from_a_beginning_that_is_read_once() -> None:
+    """A client can have an answer go on from a long message of its own."""
+    made = calling(prompt=f"{CHATML}{'<tool_call>no</tool_call>' * 4000}")
+    begun = time.thread_time()
+    parsers = [made.parser() for _ in range(128)]
+    assert time.thread_time() - begun < 0.05
+    for parser in parsers[:2]:
+        assert told([*parser.push(f"<tool_call>{WEATHER}</tool_call>"), *parser.finish()]) == [BOTH[0]]

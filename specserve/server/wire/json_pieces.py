@@ -1,0 +1,95 @@
+"""JSON as the server writes it: small values at once, and long lists piece by piece, so that no answer holds up others
+while it is written, nor is ever in memory as objects. Knows no fields."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import msgspec
+
+AT_ONCE = 64  # members that are made and written at once; with 20 log-probabilities each they take 2 ms
+
+
+class Entries(Sized, Iterable[Any], Protocol):
+    """What members are made of."""
+
+
+class Members:
+    """A list in a body whose members are made when they are looked at: `make` of each of the entries."""
+
+    def __init__(self, entries: Entries, make: Callable[[Any], Any]) -> None:
+        self._parts = [(entries, make)]
+
+    def __len__(self) -> int:
+        return sum(len(entries) for entries, _ in self._parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(map(make, entries) for entries, make in self._parts)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
+
+    def __add__(self, other: Members) -> Members:
+        """Both lists as one."""
+        joined = Members((), list)
+        joined._parts = self._parts + other._parts
+        return joined
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Members | list) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, Members):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+_SMALL: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+_encode = json.JSONEncoder(**_SMALL, default=_as_list).encode
+
+
+def json_text(body: Mapping[str, object]) -> str:
+    """One line of JSON. Raises ValueError for a number that is not finite."""
+    return _encode(body)
+
+
+def json_pieces(body: Mapping[str, object]) -> Iterator[bytes]:
+    """As `json_text`, in pieces: each list of Members is written AT_ONCE of them at a time."""
+    mark = secrets.token_hex(16)  # stands where members do; nobody can have put it into a text
+    found: list[Members] = []
+
+    def stand_in(value: Any) -> str:
+        assert isinstance(value, Members), f"{type(value).__name__} is no JSON"
+        found.append(value)
+        return mark
+
+    text = json.JSONEncoder(**_SMALL, default=stand_in).encode(body)
+    for members, around in zip([None, *found], text.split(f'"{mark}"'), strict=True):
+        if members is not None:
+            yield from _list(members)
+        yield around.encode()
+
+
+class LongText:
+    """The JSON of a body that is long, made when it is sent."""
+
+    def __init__(self, body: Mapping[str, object]) -> None:
+        self.body = body
+
+    def pieces(self) -> Iterator[bytes]:
+        return json_pieces(self.body)
+
+
+def _list(members: Members) -> Iterator[bytes]:
+    left, before = iter(members), b"["
+    while batch := list(islice(left, AT_ONCE)):
+        yield before + msgspec.json.encode(batch)[1:-1]
+        before = b","
+    yield b"[]" if before == b"[" else b"]"
