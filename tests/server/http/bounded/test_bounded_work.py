@@ -80,8 +80,8 @@ STEP_FACTOR = 2  # of what a step takes without the parameter
 
 @pytest.mark.parametrize("name", COSTLY)
 def test_parameters_of_every_step(large: Any, bounded: Any, name: str) -> None:
-    """Completions with as much of one parameter as a request may hold: a step takes the engine about as long as without.
-    Both are measured, so that it does not matter how fast the machine is."""
+    """Completions with as much of one parameter as a request may hold: a step takes the engine about as long as one
+    without. Both are measured, so that it does not matter how fast the machine is."""
     asked = {"prompt": "the cat sat", "n": 14, "max_tokens": 50}
     with bounded(large) as case:
         plain_s = case.step_s(**asked)
@@ -90,6 +90,14 @@ def test_parameters_of_every_step(large: Any, bounded: Any, name: str) -> None:
         f"A step with {name} took {1e3 * costly_s:.1f} ms of processor time and one without {1e3 * plain_s:.1f}; "
         f"allowed are {STEP_FACTOR} times as much."
     )
+
+
+def test_bad_words_that_are_no_tokens(large: Any, bounded: Any) -> None:
+    """A space before nothing is a word without tokens, which forbids nothing."""
+    with bounded(large) as case:
+        plain = case.complete().json["choices"]
+        assert case.complete(bad_words=[" ", "\n", "  "]).json["choices"][0]["finish_reason"] == "length"
+        assert case.complete(bad_words=["never written"]).json["choices"] == plain
 
 
 # --- who waits --------------------------------------------------------------------------------------------------------
