@@ -65,6 +65,7 @@ class Run:
         self.num_left = 0
         self.num_wrong = 0
         self.statuses: Counter[str] = Counter()
+        self.broken: list[dict[str, Any]] = []  # the whole requests whose answers kept no promise
         self.kept: list[tuple[dict[str, Any], str, Any]] = []  # fields, path and choices of what is to be compared
         self.findings, self._session, self._canary, self._compared = findings, session, canary, compared
 
@@ -95,6 +96,8 @@ class Run:
             return
         self.statuses[str(answer.status)] += 1
         for trouble in troubles(request, answer):
+            sent = {"path": request.path, "headers": request.headers, "body": request.body.decode("latin-1")}
+            self.broken.append({**sent, "trouble": trouble, "answer": answer.body[-SHOWN:].decode("latin-1")})
             self.findings.breaks(f"{trouble}: {shown(request)} was answered {answer.status} {answer.body[:SHOWN]!r}")
         if request.fields is not None and is_compared(request.path, answer) and len(self.kept) < self._compared:
             self.kept.append((request.fields, request.path, choices_of(answer)))
@@ -234,7 +237,7 @@ async def run(options: argparse.Namespace, findings: Findings) -> None:
         try:
             await fuzz(served, Run(session, canary, findings, options.compared), prompts, options)
         finally:
-            findings.require(served.engine_pid == engine, f"The engine was started again.\n{log_of(served)}")
+            findings.require(served.engine_pid == engine, "The engine was started again.")
         await canary.check(client)
         findings.figure("canaries right", canary.num_right, places=0)
 
@@ -255,6 +258,9 @@ async def fuzz(served: Served, run: Run, prompts: Prompts, options: argparse.Nam
         await run.compare()
     finally:
         tell(run, run.findings, time.perf_counter() - begun)
+        run.findings.keep("requests that broke a promise", run.broken)
+        if run.findings.broken:
+            note(log_of(served))
     await look_for_leaks(served, before, run.findings)
 
 
