@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "server"
-PROGRAMS = ("aborts", "kill", "saturated", "streams", "overload", "overhead", "startup")
-SHARED = ("client", "findings", "prompts", "served", "sdk_turn")
+PROGRAMS = ("aborts", "kill", "saturated", "streams", "overload", "overhead", "startup", "fuzz_server")
+SHARED = ("client", "findings", "prompts", "served", "sdk_turn", "fuzz_requests")
 TINY = ("--threads=1", "--max-num-seqs=4", "--kv-cache-gib=0.01", "--max-model-len=256")
 
 
@@ -69,6 +69,15 @@ def test_aborts(tiny: Path, tmp_path: Path) -> None:
 def test_kill(tiny: Path, tmp_path: Path) -> None:
     figures = run("kill", tiny, tmp_path, "--rounds=1", "--streams=6")
     assert (figures["rounds"], figures["clients told"], figures["processes left behind"]) == (1, 6, 0)
+
+
+def test_fuzz_server(tiny: Path, tmp_path: Path) -> None:
+    figures = run("fuzz_server", tiny, tmp_path, "--requests=200", "--canary-every=50", "--seed=1")
+    assert (figures["requests"], figures["canaries right"]) == (200, 6)
+    assert figures["compared with themselves alone"] > 10
+    assert figures["of them wrong in some way"] > 50
+    assert figures["  answered 200"] > 50
+    assert figures["  answered 400"] > 20
 
 
 # --- what makes a program fail ----------------------------------------------------------------------------------------
@@ -230,6 +239,48 @@ def test_plans_of_a_seed_are_the_same_and_of_all_kinds(programs: SimpleNamespace
     assert {each.moment for each in first} == {*programs.aborts.MOMENTS, programs.aborts.KEPT}
     assert all((each.seconds is None) == (each.moment in ("stream", "last token", "kept")) for each in first)
     assert all(1 <= each.num_events <= each.max_tokens for each in first if each.num_events is not None)
+
+
+def test_random_requests_of_a_seed_are_the_same(programs: SimpleNamespace) -> None:
+    def made(seed: int) -> list[Any]:
+        requests = programs.fuzz_requests.Requests(random.Random(seed), vocab_size=290, most=255)
+        return [requests.next() for _ in range(300)]
+
+    first = made(3)
+    assert first == made(3)
+    assert first != made(4)
+    assert 0.3 < sum(request.is_wrong for request in first) / len(first) < 0.7
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"} <= {r.path for r in first}
+
+
+EVENT = b'data: {"choices":[]}\n\n'
+FAULT = b'data: {"error":{"message":"Gone.","type":"server_error"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "trouble"),
+    [
+        (200, "application/json", b'{"choices":[]}', None),
+        (400, "application/json", b'{"error":{"message":"No."}}', None),
+        (503, "application/json", b'{"error":{"message":"Later."}}', None),
+        (500, "application/json", b'{"error":{"message":"Gone."}}', "fault of the server"),
+        (200, "application/json", b'{"choices":[', "no JSON"),
+        (400, "application/json", b"{}", "says nothing"),
+        (404, "text/plain", b"404: Not Found", "as text/plain"),
+        (200, "text/event-stream", EVENT + b"data: [DONE]\n\n", None),
+        (200, "text/event-stream", b'event: message_stop\ndata: {"type":"message_stop"}\n\n', None),
+        (200, "text/event-stream", EVENT, "without its end"),
+        (200, "text/event-stream", EVENT + b"data: [DO", "middle of an event"),
+        (200, "text/event-stream", EVENT + b"data: {\n\ndata: [DONE]\n\n", "no JSON"),
+        (200, "text/event-stream", EVENT + FAULT, "fault of the server"),
+    ],
+)
+def test_responses_that_keep_no_promise_are_told(
+    programs: SimpleNamespace, status: int, kind: str, body: bytes, trouble: str | None
+) -> None:
+    request = programs.fuzz_requests.Request("POST", "/v1/completions")
+    told = list(programs.fuzz_server.troubles(request, programs.fuzz_server.Answer(status, kind, body)))
+    assert told == [] if trouble is None else any(trouble in each for each in told), told
 
 
 def test_options_of_the_command_line_go_before_those_of_a_program(programs: SimpleNamespace) -> None:

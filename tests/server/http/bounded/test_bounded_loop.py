@@ -1,0 +1,89 @@
+"""Work that one request may ask of the API process, at default time-outs: /health is answered beside it, and memory is
+in proportion to what was sent. The oracle is conftest's; what is asked of the engine is in test_bounded_work.py."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MIB = 2**20
+FIRST_PIECE = 293  # the ids of conftest's PIECES: behind those of the small tokenizer
+
+
+# --- texts that end an answer -----------------------------------------------------------------------------------------
+
+
+def test_long_stop_strings(large: Any, bounded: Any) -> None:
+    """16 of them, of 4,096 characters. The answers begin the last one, so that all of them is held back, and never the
+    others, however much of what is held is tried."""
+    stops = [f"{letter}{'a' * 4095}" for letter in "bcdefghijklmnop"] + ["a" * 4095 + "b"]
+    asked = {"n": 12, "max_tokens": 80, "stop": stops, "allowed_token_ids": [FIRST_PIECE + 1]}
+    with bounded(large, loop_s=0.1, api_s=8) as case:
+        reply = case.complete(**asked, timeout=20)
+    assert [choice["text"] for choice in reply.json["choices"]] == ["a" * 64 * 80] * 12
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+OBJECTS = b"[" + b",".join([b"{}"] * (5 * MIB)) + b"]"  # 15 MB, and 350 of Python
+UNUSED = {
+    "user": b'{"prompt":"x","max_tokens":1,"user":%s}' % OBJECTS,
+    "unknown": b'{"prompt":"x","max_tokens":1,"nobody_knows_it":%s}' % OBJECTS,
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_large_bodies(large: Any, bounded: Any, name: str) -> None:
+    """Three at once, whose answers take a while. They are answered or refused; what nobody needs is
+    held by nobody, and nobody waits while they are parsed."""
+    body = UNUSED[name].replace(b'"max_tokens":1,', b'"max_tokens":100,"ignore_eos":true,')
+    with bounded(large, api_mib=8 * 3 * len(body) / MIB) as case:
+        replies = case.at_once([body] * 3)
+    assert {reply.status for reply in replies} <= {200, 400, 413, 429, 503}
+    for reply in replies:
+        assert reply.status == 200 or reply.error["message"]
+
+
+# --- constraints ------------------------------------------------------------------------------------------------------
+
+
+def dear(i: int) -> dict[str, Any]:
+    """5 KB that nobody compiles within the time for it: texts that hold all of many words, in any order."""
+    patterns = [{"type": "string", "pattern": f".*{i} word number {j} of this text.*"} for j in range(80)]
+    return {"prompt": "x", "max_tokens": 4, "guided_json": {"allOf": patterns}}
+
+
+def test_constraints_that_nobody_waits_for(large: Any, bounded: Any) -> None:
+    """Ten dear ones whose clients have left, and one that costs nothing: it is answered in its turn, which is now."""
+    with bounded(large, num_pipes=8) as case:
+        for i in range(10):
+            case.drop(dear(i), seconds=0.1)
+        begun = time.monotonic()
+        reply = case.complete(guided_choice=["yes", "no"], ignore_eos=False, timeout=30)
+        waited_s = time.monotonic() - begun
+    assert reply.json["choices"][0]["text"] in ("yes", "no")
+    assert waited_s < 10, f"It waited {waited_s:.1f} s for constraints of clients that had left; 10 may be."
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_long_answers_with_logprobs(servers: Any, narrow: Path, bounded: Any) -> None:
+    """16,000 tokens in one answer, with 20 alternatives each. What it costs does not depend on the vocabulary."""
+    with bounded(servers.get(model=narrow), api_mib=384) as case:
+        reply = case.complete(n=16, max_tokens=1000, logprobs=20, timeout=60)
+    choices = reply.json["choices"]
+    assert [len(choice["logprobs"]["top_logprobs"]) for choice in choices] == [1000] * 16
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_answer_that_begins_calls_without_end(large: Any, bounded: Any, stream: bool) -> None:
+    """The text opens a call of a tool again and again and closes none."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    asked = {"tools": [tool], "max_tokens": 600, "ignore_eos": True, "allowed_token_ids": [FIRST_PIECE]}
+    with bounded(large) as case:
+        reply = case.chat(**asked, stream=stream, timeout=60)
+    assert reply.status == 200, reply.body[:300]
