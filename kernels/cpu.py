@@ -99,10 +99,9 @@ class Kernels:
     device = torch.device("cpu")
 
     def __init__(self, dtype: torch.dtype, quantization: str, threads: int, isa: str = "auto") -> None:
-        self.dtype = dtype
+        self.dtype = self.weight_dtype = dtype
         self.quantization = quantization
         self.instruction_set = choose_isa(isa, instruction_sets(), self.name)
-        self.weight_dtype = dtype
         unquantised = "bfloat16" if dtype == torch.bfloat16 else "float32"
         self._format = _FORMATS[unquantised if quantization == "none" else quantization]
         self._kind = min(self._format, _INT8)
@@ -121,8 +120,8 @@ class Kernels:
             self._recording = None
 
     def watch(self, pulse: Pulse) -> None:
-        self._team.set_pulse(pulse.address)
         self._pulse = pulse  # keeps the memory
+        self._team.set_pulse(pulse.address)
 
     # Weights
 
