@@ -53,7 +53,7 @@ CONTRACTS = (
     "speculation.ngrams",
     "constraint",
 )
-CORE = ("types", "engine", "cache", "runtime", "sampling", "speculation", "constraint", "drafters")
+CORE = ("types", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
 CORE_LIMIT = 4_500
 CONFIG_FIELDS_LIMIT = 20
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}
