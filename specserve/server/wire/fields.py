@@ -142,9 +142,10 @@ def header_names(names: Iterable[str]) -> str:
 
 def well_formed(text: str) -> str:
     """`text` with U+FFFD for lone surrogates, which JSON can spell and UTF-8 cannot."""
-    if text.isascii():
+    places = range(0, len(text), _AT_ONCE)
+    if text.isascii() or not any(_SURROGATE.search(text, at, at + _AT_ONCE) for at in places):
         return text
-    return "".join(_SURROGATE.sub("\ufffd", text[at : at + _AT_ONCE]) for at in range(0, len(text), _AT_ONCE))
+    return "".join(_SURROGATE.sub("\ufffd", text[at : at + _AT_ONCE]) for at in places)
 
 
 def _encodable(text: str) -> str:

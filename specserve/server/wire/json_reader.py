@@ -16,7 +16,7 @@ MOST_VALUES = 2**18  # names too; of numbers, those that are no ids
 # All of these are bounded, so that no match takes more than a few milliseconds. The text is bytes read as Latin-1.
 _BLANKS = re.compile(r"[ \t\n\r]{0,65536}+")
 _UNIT = r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})'
-_SLICE = re.compile(rf'(?:[^"\\\x00-\x1f]{{1,1024}}+|{_UNIT}){{0,256}}+')
+_SLICE = re.compile(rf'(?:[^"\\\x00-\x1f]{{1,64}}+|{_UNIT}){{0,32768}}+')
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _LONG_NUMBER = re.compile(r"-?[0-9][-+.eE0-9]{1000,}+")
