@@ -14,6 +14,7 @@ from typing import Any
 
 from specserve.constraint.compiler import AUTO
 from specserve.errors import EngineError
+from specserve.machine.memory import return_large_blocks
 from specserve.models import catalog
 from specserve.models.tokenizer import Tokenizer
 from specserve.server.admission import Admission
@@ -38,6 +39,7 @@ def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, nest: 
     cannot start or cannot be kept running, and what is wrong with model and options before anything listens."""
     imported = time.perf_counter()
     sys.setswitchinterval(_SWITCH_S)
+    return_large_blocks()
     options.keys()
     folder = catalog.resolve(engine["model"], progress=sys.stderr.isatty())
     timeline = {"process and imports": imported - begun, "model folder": time.perf_counter() - imported}
