@@ -58,6 +58,9 @@ _LONGEST_REWORDED = 2**16  # characters of a schema: longer ones are compiled as
 _LARGE = 64  # schemas in a schema whose tokens are tried: so many choices may be too many at once, late too
 _LONG = 2**14  # characters of one, for the same reason
 _NUM_TRIED, _NUM_WALKS = 24, 4
+# What a grammar takes, measured over ten kinds of constraints of 15 to 6,000 characters with a vocabulary of 49k: when
+# it is compiled, and by how much its lexer grows with each of the first masks, at most; after these it hardly does.
+_COMPILED_BYTES, _BYTES_PER_CHARACTER, _BYTES_PER_MASK, _GROWING_MASKS = 350_000, 64, 10_000, 120
 _MOST_SHOWN = 300  # characters of a reason: some repeat the whole grammar
 _REMEMBERED, _SHORT = 4096, 128  # splits of forced texts, and their characters at most: about 4 MB
 
@@ -190,21 +193,31 @@ class LlguidanceGrammar:
         self._vocabulary = vocabulary
         self._executor = executor
         self._failed = False
-        # About 0.1 MiB each, measured over 200 tools; what it grows to while masks are made is bounded by the limits.
-        self.num_bytes = 100_000 + 64 * num_characters
+        self._num_characters = num_characters
+        self._num_masks = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Grows with use, as what all states share does."""
+        growth = _BYTES_PER_MASK * min(self._num_masks, _GROWING_MASKS)
+        return _COMPILED_BYTES + _BYTES_PER_CHARACTER * self._num_characters + growth
 
     def start(self) -> LlguidanceState:
         if self._failed:
             self._matcher, self._failed = self._again(), False
-        return LlguidanceState(self._matcher.deep_copy(), self._vocabulary, self._executor, self._fail)
+        return LlguidanceState(self._matcher.deep_copy(), self._vocabulary, self._executor, self)
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
+        """What the states share is full."""
         self._failed = True
+
+    def count_masks(self, count: int) -> None:
+        self._num_masks += count
 
 
 class LlguidanceState:
-    """A matcher of its own, which never hears of the end: it takes no end token where nothing else may come. `failed`
-    is called when it fails.
+    """A matcher of its own, which never hears of the end: it takes no end token where nothing else may come. Its
+    grammar hears of every mask, and when it fails.
 
     Where text is forced its mask has the one token that the tokenizer would take; `advance` takes any spelling.
 
@@ -214,13 +227,13 @@ class LlguidanceState:
     """
 
     def __init__(
-        self, matcher: LLMatcher, vocabulary: Vocabulary, executor: LLExecutor, failed: Callable[[], None]
+        self, matcher: LLMatcher, vocabulary: Vocabulary, executor: LLExecutor, grammar: LlguidanceGrammar
     ) -> None:
         self._matcher = matcher
         self._eos_ids = vocabulary.eos_ids
         self._size = vocabulary.size
         self._executor = executor
-        self._failed = failed
+        self._grammar = grammar
         self._ended = False
         self._num_taken = self._masked_at = 0  # tokens; those that there were when the last mask was made
         self._forced: list[int] | None = None  # until it moves
@@ -231,6 +244,7 @@ class LlguidanceState:
             return
         self._matcher.unsafe_compute_mask_ptr(row.__array_interface__["data"][0], row.nbytes)
         self._masked_at = self._num_taken
+        self._grammar.count_masks(1)
         self._check(self._matcher)
 
     def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
@@ -248,6 +262,7 @@ class LlguidanceState:
         assert len(rows) > len(chain), "it writes behind the end of too few rows"
         ahead = self._matcher.deep_copy()
         fill_chain(self._executor, [(ahead, 0, chain)], rows)
+        self._grammar.count_masks(len(chain) + 1)
         self._check(ahead)
 
     def _until_end(self, chain: list[int], ends: frozenset[int]) -> list[int]:
@@ -292,6 +307,7 @@ class LlguidanceState:
         if self._masked_at > self._num_taken:
             self._matcher.compute_bitmask()
             self._masked_at = self._num_taken
+        self._grammar.count_masks(1)
         self._check(self._matcher)
 
     def forced(self) -> list[int]:
@@ -311,7 +327,7 @@ class LlguidanceState:
     def _check(self, matcher: LLMatcher) -> None:
         """Raise RefusedError where a grammar comes to the limits, ValueError where the library has failed."""
         if matcher.is_error():
-            self._failed()
+            self._grammar.fail()
             raise (ValueError if "panic" in matcher.get_error() else RefusedError)(_reason(matcher))
 
 

@@ -44,7 +44,7 @@ class Grammar(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes."""
+        """About how much memory it takes; may grow with use."""
 
     def start(self) -> GrammarState: ...
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from types import ModuleType
 
 import specserve.grammars
@@ -27,6 +28,7 @@ _OURS = __name__.partition(".")[0]
 _log = logging.getLogger(__name__)
 
 _REFUSAL_BYTES = 1024
+_NUM_RECOUNTED = 64  # of what is kept, whenever something new comes
 # What a backend raises for input that nobody thought of; it costs its author the request and nobody anything.
 _UNFORESEEN = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _REASON_CHARACTERS = 300  # of each backend's, where several refuse
@@ -93,7 +95,7 @@ class Compiler:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is kept."""
+        """Of all that is kept, when the newest came."""
         return self._num_bytes
 
     def prepare(self, first_only: bool = False) -> None:
@@ -136,8 +138,18 @@ class Compiler:
         with self._lock:
             entry.num_bytes = size + len(asked.text)
             self._num_bytes += entry.num_bytes
+            entry.made.set_result(found)
+            self._recount()
             self._shrink()
-        entry.made.set_result(found)
+
+    def _recount(self) -> None:
+        """Grammars grow while they are used: look at those that were asked for last."""
+        for asked in islice(reversed(self._entries), _NUM_RECOUNTED):
+            entry = self._entries[asked]
+            if entry.num_bytes and not isinstance(found := entry.made.result(), str):
+                grown = found.num_bytes + len(asked.text)
+                self._num_bytes += grown - entry.num_bytes
+                entry.num_bytes = grown
 
     def _shrink(self) -> None:
         """Forget what was not used for longest; what is being made stays."""

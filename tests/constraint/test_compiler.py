@@ -102,6 +102,17 @@ def test_what_is_kept_is_bounded_and_what_was_used_last_stays(fake: FakeBackend)
     assert not made.known(Structured.regex("9000"))
 
 
+def test_what_grows_with_use_is_counted_when_something_new_comes(fake: FakeBackend) -> None:
+    made = compiler(max_bytes=5050)
+    grown = made.compile(Structured.regex("grown"))
+    for name in ("a", "b"):
+        made.compile(Structured.regex(name))
+    grown.num_bytes += 3000
+    made.compile(Structured.regex("c"))
+    assert made.num_bytes <= 5050
+    assert [made.known(Structured.regex(name)) for name in ("grown", "a", "b", "c")] == [False, True, True, True]
+
+
 def test_a_kind_that_no_backend_takes_is_refused(fake: FakeBackend) -> None:
     with pytest.raises(RefusedError, match="lark is not supported"):
         compiler().compile(Structured.grammar("start: X"))
