@@ -98,12 +98,15 @@ def application(output: RequestOutput, stream: bool, make: Callable[[Reply], dic
     async def on_thread(function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, function)
 
+    async def ignored(asks: Any) -> list[str]:
+        return []
+
     async def handler(request: web.Request) -> web.StreamResponse:
         reply = Reply(id="x", created=1, model="tiny", vocabulary=Words(), echo=bool(output.prompt_token_ids))
         return await respond(request, Call(name="x", asks=[], stream=stream, **make(reply)))
 
     app = web.Application()
-    service = SimpleNamespace(start=start, on_thread=on_thread)
+    service = SimpleNamespace(start=start, on_thread=on_thread, ignored=ignored)
     app[CONTEXT] = SimpleNamespace(options=ServeOptions(queue_timeout_s=0), service=service)  # type: ignore[misc]
     app.add_routes([web.get("/", handler)])
     return app
