@@ -75,7 +75,9 @@ class FakeLLM:
         stats.drafted_by_position = [steps] * 3 if accepted else []
         stats.accepted_by_position = [steps] * accepted
         self._count(steps)
-        completion = CompletionOutput(0, "text", tokens, None, "error" if self.fail else "length", None, "bad", stats=stats)
+        completion = CompletionOutput(
+            0, "text", tokens, None, "error" if self.fail else "length", None, "bad", stats=stats
+        )
         if params.logprobs:
             completion.logprobs = [TokenLogprobs(tokens[0], -0.5, 1, {tokens[0]: -0.5, 9: -0.75})]
         return RequestOutput("id", None, ids, [completion])
