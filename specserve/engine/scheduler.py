@@ -15,7 +15,7 @@ from specserve.types import Sequence
 
 _SLOWDOWN = 2.5  # of a step by the prompts in it, while others decode: their gaps shall grow by less than three times
 _ALONE_S = 0.25  # of a step in which nobody decodes; after it others may begin, or leave
-_LEAST_CHUNK = 16  # tokens: fewer would read the weights, and the context, too often
+_LEAST_CHUNK = 8  # tokens: fewer would read the weights, and the context, too often
 _ARRIVALS = 16  # sequences that may come later and still run before one, for each step between their priorities
 _MOST_STEPS = 64  # from 0; priorities beyond rank as if they ended there
 
@@ -37,7 +37,7 @@ class Scheduler:
 
     Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them takes `max_step_s`
     seconds, or without a number 2.5 times what it takes without them, and 0.25 s where nobody decodes. The first one of
-    a step has at least 16 tokens whatever they take.
+    a step has at least 8 tokens whatever they take.
 
     A step has logits for at most `max_logit_rows` rows, if that is not max_num_batched_tokens at least 2 max_num_seqs.
     Each sequence has one row of its own; drafts, and prompts whose log-probabilities are asked for, share the others.
