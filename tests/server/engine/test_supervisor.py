@@ -173,7 +173,7 @@ def test_a_lost_engine_is_told_and_replaced(
 def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with room for prompts that take seconds."""
     folder = tmp_path_factory.mktemp("long")
-    return write_tiny_model(folder, "llama", max_position_embeddings=16384, num_hidden_layers=6)
+    return write_tiny_model(folder, "llama", max_position_embeddings=16384, num_hidden_layers=8)
 
 
 @asynccontextmanager
@@ -227,7 +227,7 @@ def test_a_prompt_of_many_silent_steps_is_no_livelock(long_folder: Path) -> None
 
 def test_a_long_step_is_no_hang(long_folder: Path) -> None:
     """All but the first tokens of a prompt in one step, which takes longer than an engine may stand still."""
-    patience = Patience(stall_s=1.5)
+    patience = Patience(stall_s=1.2)
 
     async def play() -> None:
         options = {"max_num_batched_tokens": 16384, "max_step_ms": 1e6}
@@ -238,7 +238,7 @@ def test_a_long_step_is_no_hang(long_folder: Path) -> None:
             gauges = service.supervisor.client.gauges
             assert gauges is not None
             assert gauges.num_steps <= 3
-            assert time.monotonic() - begun > 2 * patience.stall_s
+            assert time.monotonic() - begun > 1.5 * patience.stall_s, "or the step was not long"
             assert (service.supervisor.pid, service.supervisor.num_restarts) == (pid, 0)
 
     asyncio.run(play())
