@@ -65,7 +65,7 @@ USER = {"role": "user", "content": "Hi"}
 # that the document allows and the server refuses so)}
 CROSS_FIELD: dict[str, tuple[str, Json]] = {
     "above max_tokens": ("/v1/completions", {"prompt": "a", "min_tokens": 17}),
-    "max_completion_tokens is 5, and they mean the same": (
+    ", and they mean the same. Send one of them": (
         "/v1/chat/completions",
         {"messages": [USER], "max_tokens": 6, "max_completion_tokens": 5},
     ),
