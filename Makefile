@@ -25,7 +25,8 @@ SANITIZE := build/sanitize
 HIDE_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SPECSERVE_ISA=avx2
 HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpuinfo 2>/dev/null))
 OF_THE_CPU := tests/kernels tests/models/test_architectures.py tests/models/test_packed.py tests/models/test_real_logits.py \
-  tests/engine tests/sampling tests/test_llm.py tests/test_structured.py
+  tests/engine tests/sampling/test_invariance.py tests/sampling/test_native_draw.py tests/sampling/test_logprobs.py \
+  tests/test_llm.py tests/test_structured.py
 
 .PHONY: help env demo serve test check lint types format pytest pytest-avx2 sanitize contract wheel bare clean
 

@@ -31,7 +31,10 @@ ABSENT = ("xgrammar", "tvm_ffi", "matplotlib", "pytest", "scipy", "hypothesis", 
 LIMIT_S = 300.0  # for one use, on a slow and busy machine
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
