@@ -29,7 +29,7 @@ from fuzz_requests import CHAT, COMPLETIONS, Request, Requests, written
 from prompts import Canary, Prompts
 from served import Served, serving
 
-SERVE = {"kv-cache-gib": 0.25}
+SERVE = {"kv-cache-gib": 0.25, "max-model-len": 2048}  # a request without max_tokens ends within PATIENCE_S
 BY_DESIGN = (503, 504)
 PLAIN = (417,)  # what the HTTP library answers by itself, in words of its own
 PATIENCE_S = 120.0  # with a request whose client stays
