@@ -1,4 +1,4 @@
-"""Refuses requests that could not say their first token. Knows the law that tokens are sampled by."""
+"""Refuses requests that leave no first token to sample, before they are queued."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from specserve.runtime.batch import Work, most_tokens, num_shared_rows
 from specserve.speculation.cost import StepCost
 from specserve.types import Sequence
 
-_SLOWDOWN = 2.5  # of a step by the prompts in it, while others decode: their gaps shall grow by less than three times
+_SLOWDOWN = 2.5  # of a step by chunks of prompts, while others decode: what is aimed at
 _ALONE_S = 0.25  # of a step in which nobody decodes; after it others may begin, or leave
 _LEAST_CHUNK = 8  # tokens: fewer would read the weights, and the context, too often
 _ARRIVALS = 16  # sequences that may come later and still run before one, for each step between their priorities
@@ -35,8 +35,8 @@ class Scheduler:
     chunks, then new sequences. When blocks run out, the sequence that ranks last is preempted: its KV is dropped and
     computed again later. The one that ranks first therefore always progresses.
 
-    Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them takes `max_step_s`
-    seconds, or without a number 2.5 times what it takes without them, and 0.25 s where nobody decodes. The first one of
+    Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them aims at `max_step_s`
+    seconds, or without a number at 2.5 times what it takes without them, and at 0.25 s where nobody decodes. The first one of
     a step has at least 8 tokens whatever they take.
 
     A step has logits for at most `max_logit_rows` rows, if that is not max_num_batched_tokens at least 2 max_num_seqs.
