@@ -36,8 +36,8 @@ class Scheduler:
     computed again later. The one that ranks first therefore always progresses.
 
     Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them aims at `max_step_s`
-    seconds, or without a number at 2.5 times what it takes without them, and at 0.25 s where nobody decodes. The first one of
-    a step has at least 8 tokens whatever they take.
+    seconds, or without a number at 2.5 times what it takes without them, and at 0.25 s where nobody decodes. The first
+    one of a step has at least 8 tokens whatever they take.
 
     A step has logits for at most `max_logit_rows` rows, if that is not max_num_batched_tokens at least 2 max_num_seqs.
     Each sequence has one row of its own; drafts, and prompts whose log-probabilities are asked for, share the others.
