@@ -24,7 +24,7 @@ SANITIZE := build/sanitize
 # What passes for a CPU without AVX-512: torch's own code, oneDNN and our kernels, which choose the dtype with it.
 HIDE_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SPECSERVE_ISA=avx2
 HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpuinfo 2>/dev/null))
-OF_THE_CPU := tests/kernels tests/models/test_architectures.py tests/models/test_packed.py tests/models/test_real_logits.py \
+OF_THE_CPU := tests/kernels tests/models/test_architectures.py tests/checkpoint/test_packed.py tests/models/test_real_logits.py \
   tests/engine tests/sampling/test_invariance.py tests/sampling/test_native_draw.py tests/sampling/test_logprobs.py \
   tests/test_llm.py tests/test_structured.py
 
@@ -121,7 +121,7 @@ wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of it
 	@cd build/wheel && venv/bin/python -c \
 	  "import pkgutil, specserve.drafters as d; print('specserve', *d.__path__, *(m.name for m in pkgutil.iter_modules(d.__path__)))"
 	@cd build/wheel && venv/bin/python -c \
-	  "from specserve import library; print('grammars', *(library.find(name).name for name in library.names()))"
+	  "from specserve.structured import library; print('grammars', *(library.find(name).name for name in library.names()))"
 	@test $$SPECSERVE_REQUIRE_NATIVE = 0 || (cd build/wheel && venv/bin/python -c \
 	  "from specserve.kernels import _native; print('native kernels', _native.__file__)")
 	@mv build/wheel/*.whl dist/

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specserve.bench.prompts import load_prompts, spread
+from specserve.checkpoint import catalog
 from specserve.config import DEFAULT_MODEL
 from specserve.llm import LLM
-from specserve.models import catalog
 from specserve.types import SamplingParams
 
 Generate = Callable[[list[int]], list[int]]

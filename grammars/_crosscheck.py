@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specserve.constraint.base import RefusedError
+from specserve.structured.base import RefusedError
 
 # What the standard calls annotations or places for other schemas; none of them says what fits.
 _ANNOTATIONS = {

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from specserve.constraint.base import RefusedError
+from specserve.structured.base import RefusedError
 
 START = "root"
 _MOST_CHARACTERS = 100_000

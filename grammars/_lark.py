@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 
-from specserve.constraint.base import RefusedError
 from specserve.grammars._pattern import exact
+from specserve.structured.base import RefusedError
 
 _MOST_CHARACTERS = 100_000
 _MOST_RULES = 1000

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specserve.constraint.base import RefusedError, Vocabulary
-from specserve.constraint.tags import (
+from specserve.structured.base import RefusedError, Vocabulary
+from specserve.structured.tags import (
     AnyText,
     ConstString,
     EbnfGrammar,

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from specserve.constraint.base import RefusedError
-from specserve.schema.document import reachable
+from specserve.structured.base import RefusedError
+from specserve.structured.schema.document import reachable
 
 _LONG = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # those that JSON can only write as \u00XX
 _PIECE = re.compile(r"\\(?:[xuU]\{[0-9a-fA-F]+\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)|.", re.DOTALL)

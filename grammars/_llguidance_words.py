@@ -11,16 +11,16 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from specserve.constraint.base import RefusedError
 from specserve.grammars._ascii import in_ascii
 from specserve.grammars._gbnf import START, parse
 from specserve.grammars._llguidance_controls import exact_sets, spells_controls
 from specserve.grammars._longest import lark
-from specserve.schema.bounds import check_bounds
-from specserve.schema.document import Document, check_depth, check_shape, is_number, reachable, walk
-from specserve.schema.formats import exact
-from specserve.schema.objects import MANY_UNNAMED
-from specserve.structured import Structured
+from specserve.structured.base import RefusedError
+from specserve.structured.schema.bounds import check_bounds
+from specserve.structured.schema.document import Document, check_depth, check_shape, is_number, reachable, walk
+from specserve.structured.schema.formats import exact
+from specserve.structured.schema.objects import MANY_UNNAMED
+from specserve.structured.spec import Structured
 
 # Every option, so that no schema can set one by its key "x-guidance". The spelling is that of json.dumps and of most
 # training data: left to the model, no separator would be forced, and a model that is at a loss writes white space for

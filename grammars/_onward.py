@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 
-from specserve.constraint.base import Vocabulary
+from specserve.structured.base import Vocabulary
 from specserve.types import Ids
 
 _CLOSING, _STRUCTURE = frozenset(b"}]"), frozenset(b'",:[{')

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from specserve.constraint.base import RefusedError
+from specserve.structured.base import RefusedError
 
 _PIECE = re.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[^xu])"  # an escape

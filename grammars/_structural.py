@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from specserve.constraint.base import RefusedError
+from specserve.structured.base import RefusedError
 
 _MOST_FORMATS = 1000
 _MOST_NESTED = 20

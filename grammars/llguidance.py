@@ -19,9 +19,6 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens as fill_chain
 
-from specserve.constraint import walk
-from specserve.constraint.base import RefusedError, Vocabulary
-from specserve.constraint.tags import parse
 from specserve.grammars._lark_tags import Embedded, written
 from specserve.grammars._llguidance_words import (
     counting_patterns,
@@ -32,10 +29,13 @@ from specserve.grammars._llguidance_words import (
     schema_of,
 )
 from specserve.grammars._onward import Onward
-from specserve.schema.document import reachable
-from specserve.schema.formats import without_annotations
-from specserve.schema.rewrite import is_endless, rewritten
-from specserve.structured import Structured
+from specserve.structured import walk
+from specserve.structured.base import RefusedError, Vocabulary
+from specserve.structured.schema.document import reachable
+from specserve.structured.schema.formats import without_annotations
+from specserve.structured.schema.rewrite import is_endless, rewritten
+from specserve.structured.spec import Structured
+from specserve.structured.tags import parse
 from specserve.types import Ids
 
 # A fifth of its defaults, and counted, not timed: the first mask of ((a{100}){100}){100} took

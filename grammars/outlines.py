@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import outlines_core
 
-from specserve.constraint.automaton import ENDED, START, Automaton, TokenTree, Transitions, check_size
-from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.grammars._ascii import in_ascii
-from specserve.schema.document import check_depth
-from specserve.schema.formats import without_annotations
-from specserve.structured import Structured
+from specserve.structured.automaton import ENDED, START, Automaton, TokenTree, Transitions, check_size
+from specserve.structured.base import RefusedError, Vocabulary
+from specserve.structured.schema.document import check_depth
+from specserve.structured.schema.formats import without_annotations
+from specserve.structured.spec import Structured
 
 _END = 0  # the byte after a text
 _EOS = 256  # the index asks for one; it stands for nothing

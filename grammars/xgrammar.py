@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from specserve.constraint.base import RefusedError, Vocabulary
 from specserve.grammars._crosscheck import Subset, check
 from specserve.grammars._gbnf import parse
 from specserve.grammars._lark import lark
 from specserve.grammars._lean import xgrammar_module
 from specserve.grammars._pattern import exact
 from specserve.grammars._structural import Inside, structural_tag
-from specserve.schema.document import check_depth, check_shape, walk
-from specserve.schema.formats import without_annotations
-from specserve.structured import Structured
+from specserve.structured.base import RefusedError, Vocabulary
+from specserve.structured.schema.document import check_depth, check_shape, walk
+from specserve.structured.schema.formats import without_annotations
+from specserve.structured.spec import Structured
 from specserve.types import Ids
 
 _xgrammar: Any = xgrammar_module()  # where it is not installed this file cannot be imported either

@@ -20,9 +20,9 @@ from torch import Tensor
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import layout_of, places
+from specserve.machine.pulse import Pulse
 from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, RowScores, Tape
 from specserve.ops.isa import choose_isa
-from specserve.pulse import Pulse
 from specserve.types import Ids
 
 _TILE = 32  # outputs computed together; rows are padded to a multiple, weights too

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from specserve.machine.pulse import Pulse
 from specserve.ops import AttentionRows, HeadNorms, Laws, Recording, Rotation, RowScores, Tape
 from specserve.ops.isa import choose_isa
-from specserve.pulse import Pulse
 from specserve.types import Ids
 
 _CONTEXT_MULTIPLE = 512  # torch's own block of keys in flash attention on a CPU

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SpecserveError,
     )
     from specserve.llm import LLM, AsyncLLM
-    from specserve.structured import Structured
+    from specserve.structured.spec import Structured
     from specserve.types import SamplingParams
 
 
@@ -53,7 +53,7 @@ _HOMES = {
     "Client": "client",
     "AsyncClient": "client",
     "SamplingParams": "types",
-    "Structured": "structured",
+    "Structured": "structured.spec",
     "EngineConfig": "config",
 }
 

@@ -18,13 +18,13 @@ from rich.table import Table
 
 import specserve.kernels
 from specserve.cache.sizing import GIB, free_memory
-from specserve.constraint.compiler import backends, missing_package
+from specserve.checkpoint import catalog
 from specserve.engine import build
 from specserve.errors import SpecserveError
 from specserve.machine.cores import usable_cores
-from specserve.models import catalog
 from specserve.ops.isa import VARIABLE
 from specserve.speculation.base import available
+from specserve.structured.compiler import backends, missing_package
 from specserve.version import __version__
 
 # Instruction sets that decide which kernels are fast, by the names the Linux kernel gives them.

@@ -26,7 +26,7 @@ from specserve.engine.loop import EngineLoop
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
-from specserve.ownership import Ownership
+from specserve.machine.ownership import Ownership
 from specserve.speculation.base import DraftHost, create
 from specserve.types import Event, SamplingParams
 

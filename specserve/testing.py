@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from specserve.constraint import walk
 from specserve.errors import ConfigError, unknown
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
 from specserve.models.spec import DecoderSpec
+from specserve.structured import walk
 from specserve.types import Draft, Ids, Sequence, Verdict
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|pad|>")

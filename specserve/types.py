@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.errors import FailureCode, InputError, strict_fields
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
 
 if TYPE_CHECKING:
     import torch
@@ -360,7 +360,7 @@ class GrammarState(Protocol):
     `fill_draft` fills the rows of a whole draft, chain or tree, int32 [len(tokens) + 1, words], contiguous: rows[0] is
     the state's own, rows[i + 1] what may follow node i, nothing where that may not stand, is not in the vocabulary or
     is one of `ends`. The state is then where it was. A backend without a call of its own for it takes
-    constraint.walk.fill_draft.
+    structured.walk.fill_draft.
 
     What it raises is the engine's fault, but for a RefusedError: then the constraint goes beyond the backend's limits.
     """

@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the real default model. Skips when it was not pulled; with SPECSERVE_REQUIRE_MODEL=1 that fails."""
+    from specserve.checkpoint import catalog
     from specserve.errors import ModelError
-    from specserve.models import catalog
 
     try:
         return catalog.resolve("smollm2-135m", offline=True)

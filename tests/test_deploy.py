@@ -17,7 +17,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from specserve.cli import COMMANDS
+from specserve.cli.main import COMMANDS
 from specserve.server.engine.messages import Said
 from specserve.server.metrics import Metrics
 from specserve.types import SequenceStats

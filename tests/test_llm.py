@@ -13,7 +13,7 @@ import pytest
 
 from specserve import LLM, AsyncLLM, SamplingParams
 from specserve.errors import ConfigError, EngineError, InputError, NoTokenLeftError
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

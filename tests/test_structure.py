@@ -28,16 +28,18 @@ LAYERS = (
     ("server", "bench", "doctor"),
     ("llm", "testing"),  # testing: the public doubles, made of models and contracts
     ("engine",),
-    ("speculation", "constraint"),
+    ("speculation", "structured"),
     ("sampling",),
     ("runtime",),
-    ("models",),
+    ("models", "text"),
+    ("checkpoint",),
     ("cache", "ops"),
     ("types", "sse"),
-    ("schema",),
-    ("config", "structured", "ownership"),
-    ("library",),
-    ("errors", "version", "lifeline", "machine", "pulse"),
+    ("structured.schema",),
+    ("config", "structured.spec"),  # what a request asks for; the rest of structured/ enforces it
+    ("structured.library",),
+    ("machine",),
+    ("errors", "version"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.
 CONTRACTS = (
@@ -45,13 +47,11 @@ CONTRACTS = (
     "errors",
     "config",
     "structured",
-    "schema",
     "ops",
-    "pulse",
+    "machine.pulse",
     "sampling.noise",
     "speculation.base",
     "speculation.ngrams",
-    "constraint",
 )
 CORE = ("types", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
 CORE_LIMIT = 4_500
@@ -85,14 +85,20 @@ class Module:
 
     @property
     def part(self) -> str:
-        """Its place in LAYERS: `engine` for specserve.engine.loop; cli_*.py and __main__ are the cli's."""
-        if self.folder in PLUG_INS:
-            return self.folder
-        first = [*self.name.split("."), ""][1]
-        return "cli" if first in ("", "__main__") or first.startswith("cli_") else first
+        """Its place in LAYERS: `engine` for specserve.engine.loop; __main__ is the cli's."""
+        return self.folder if self.folder in PLUG_INS else part_of(self.name)
 
     def where(self, line: int) -> str:
         return f"{self.name}:{line}"
+
+
+def part_of(name: str) -> str:
+    """The longest name in LAYERS that a module of specserve begins with, else its first one below the package."""
+    parts = name.split(".")[1:]
+    known = {part for row in LAYERS for part in row}
+    if parts in ([], ["__main__"]):
+        return "cli"
+    return next((part for n in (2, 1) if (part := ".".join(parts[:n])) in known), parts[0])
 
 
 def modules(root: Path) -> list[Module]:
@@ -154,7 +160,7 @@ def _wrong(module: Module, target: str) -> str | None:
         return _wrong_in_plug_in(module.part, ".".join(parts[1:]))
     if parts[1] in PLUG_INS:
         return "plug-ins are found by name, never imported" if len(parts) > 2 else None
-    target_part = "cli" if parts[1].startswith("cli_") else parts[1]
+    target_part = part_of(target)
     ranks = {part: rank for rank, row in enumerate(LAYERS) for part in row}
     for part in (module.part, target_part):
         if part not in ranks:
@@ -340,7 +346,7 @@ def test_dependencies_are_declared() -> None:
 def test_cli_and_server_start_without_torch() -> None:
     runs_the_engine = ("specserve.__main__", "specserve.server.engine.process")
     light = [m.name for m in modules(ROOT) if m.part in ("cli", "client", "server") and m.name not in runs_the_engine]
-    assert "specserve.cli" in light
+    assert "specserve.cli.main" in light
     assert loaded_by(light, ["torch", "transformers"], ROOT) == []
 
 
@@ -379,12 +385,12 @@ def plant(tmp_path: Path) -> Plant:
         ("specserve/bench/run.py", "from specserve.server import app\n"),  # sideways
         ("specserve/cache/pool.py", "from specserve.ops import Ops\n"),  # sideways, one row
         ("specserve/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import specserve.llm\n"),
-        ("specserve/engine/step.py", "def f():\n    from specserve.cli import main\n"),  # in a function
+        ("specserve/engine/step.py", "def f():\n    from specserve.cli.main import main\n"),  # in a function
         ("specserve/engine/step.py", "import specserve.drafters.ngram\n"),  # a plug-in by name
         ("specserve/engine/step.py", "from specserve import LLM\n"),
         ("specserve/novelty.py", "import specserve.errors\n"),  # in no layer
         ("specserve/errors.py", "import specserve.config\n"),
-        ("specserve/models/llama.py", "import specserve.cli_options\n"),
+        ("specserve/models/llama.py", "import specserve.cli.options\n"),
         ("drafters/mine.py", "from specserve.engine import loop\n"),
         ("kernels/mine.py", "from specserve.runtime.runner import Runner\n"),
         ("grammars/mine.py", "from specserve.drafters import ngram\n"),
@@ -402,7 +408,7 @@ def test_layers_notices(plant: Plant, path: str, text: str) -> None:
             "import specserve.errors\nimport specserve.cache.pool\nimport specserve.engine.loop\n",
         ),
         ("specserve/speculation/base.py", "import specserve.drafters\n"),  # the folder, not a drafter
-        ("specserve/cli_options.py", "import specserve\nimport specserve.llm\nimport specserve.cli\n"),
+        ("specserve/cli/options.py", "import specserve\nimport specserve.llm\nimport specserve.cli.main\n"),
         ("drafters/mine.py", "from specserve.types import Draft\nfrom specserve.sampling.noise import uniform\n"),
         ("kernels/cuda/mine.py", "from specserve.kernels.reference import Kernels\nimport torch\n"),
     ],

@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from specserve.errors import InputError
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
+from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
 
 

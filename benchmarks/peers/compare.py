@@ -31,10 +31,10 @@ from weights import gguf
 from wire import Options, Setup
 
 from specserve.bench.prompts import load_prompts, spread
+from specserve.checkpoint import catalog
 from specserve.config import DEFAULT_MODEL
 from specserve.errors import SpecserveError
-from specserve.models import catalog
-from specserve.models.tokenizer import Tokenizer
+from specserve.text.tokenizer import Tokenizer
 
 WEIGHTS = {"specserve": "bf16", "transformers": "bf16", "llamacpp": "q8_0", "vllm": "bf16", "openvino": "q8_0"}
 READS_GGUF = ("llamacpp", "openvino")

@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from specserve.models.catalog import CATALOG, CatalogEntry
+from specserve.checkpoint.catalog import CATALOG, CatalogEntry
 
 TYPES = {name.lower(): name for name in ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16")} | {"f32": "F32"}
 

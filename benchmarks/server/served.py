@@ -26,7 +26,7 @@ _REST_SHARE = 0.03  # of a core: what looking after an idle engine takes
 LOG_TAIL = 30  # lines of the log that a failure is quoted with
 _LISTENING = re.compile(r"Listening on (http://\S+?);")
 _ENGINE = "specserve.server.engine.process"  # the module in the engine's command line
-_TRIES = "specserve.constraint.worker"
+_TRIES = "specserve.structured.worker"
 
 
 class ServerError(Exception):

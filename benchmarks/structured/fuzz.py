@@ -27,15 +27,15 @@ from typing import Any
 import jsonschema_rs
 import numpy as np
 
-from specserve.constraint.base import Grammar, RefusedError, Vocabulary
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.suite import _spellings as spellings
-from specserve.constraint.vocabulary import vocabulary
-from specserve.constraint.worker import accepts
-from specserve.models.tokenizer import Tokenizer
-from specserve.schema.document import walk
-from specserve.structured import Structured
+from specserve.structured.base import Grammar, RefusedError, Vocabulary
+from specserve.structured.compiler import Compiler
+from specserve.structured.schema.document import walk
+from specserve.structured.spec import Structured
+from specserve.structured.suite import _spellings as spellings
+from specserve.structured.vocabulary import vocabulary
+from specserve.structured.worker import accepts
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 
 WALKS, STEPS, INSTANCES = 4, 160, 6  # for each schema
 NAMES = ("a", "b", "kind", "id", "é", "x-1")

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.trial import Trial
-from specserve.constraint.vocabulary import vocabulary
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
+from specserve.structured.trial import Trial
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 
 SAMPLES = 20
 SETTLED = 0.2  # of the way: by then the caches are full and the allocator has its arenas

@@ -29,11 +29,11 @@ import jsonschema_rs
 from cases import Case, distinct, made_schemas, schema_cases, suite_schemas, tool_calls
 
 from specserve import LLM, SamplingParams
-from specserve.constraint.base import RefusedError
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.vocabulary import vocabulary
 from specserve.engine.outputs import CompletionOutput
-from specserve.structured import Structured
+from specserve.structured.base import RefusedError
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 
 Tokens = tuple[int, ...]
 

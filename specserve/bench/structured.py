@@ -14,7 +14,7 @@ from specserve.bench.compare import Run
 from specserve.bench.report import table_of
 from specserve.engine.counters import Times
 from specserve.errors import ConfigError
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
 
 Fits = Callable[[str], bool]
 

@@ -12,23 +12,23 @@ import torch
 from specserve.cache.cache import KVCache
 from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, step_bytes
 from specserve.cache.storage import KVStorage
+from specserve.checkpoint import catalog
 from specserve.config import EngineConfig
-from specserve.constraint.compiler import Compiler, check_backend
-from specserve.constraint.vocabulary import vocabulary
 from specserve.engine.engine import Engine
 from specserve.engine.request import Limits
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError
 from specserve.machine.cores import usable_cores
-from specserve.models import catalog
 from specserve.models.loader import load_model
-from specserve.models.tokenizer import Tokenizer
 from specserve.ops import Ops
 from specserve.ops.isa import choose_isa
 from specserve.runtime.runner import Runner
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.base import DraftHost, create
 from specserve.speculation.drafters import Drafters
+from specserve.structured.compiler import Compiler, check_backend
+from specserve.structured.vocabulary import vocabulary
+from specserve.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

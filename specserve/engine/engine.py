@@ -9,7 +9,6 @@ from torch import Tensor
 
 from specserve.cache.cache import KVCache
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
-from specserve.constraint import masks
 from specserve.engine.beginning import check_beginning
 from specserve.engine.commit import event, extend
 from specserve.engine.counters import Counters
@@ -21,6 +20,7 @@ from specserve.runtime.runner import Output, Runner
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.base import NONE, DraftHost
 from specserve.speculation.drafters import Drafters
+from specserve.structured import masks
 from specserve.types import Draft, Event, Failure, Ids, Sequence, Verdict
 
 _BROKEN_KV = (

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.reasoning import wrapped
 from specserve.engine.outputs import CompletionOutput, RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import InputError
-from specserve.models.tokenizer import Tokenizer
 from specserve.sampling import bad_words
+from specserve.structured.compiler import Compiler
+from specserve.structured.reasoning import wrapped
+from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
 
 # Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specserve.engine.detokenizer import Detokenizer
-from specserve.engine.stops import StopString
 from specserve.errors import FailureCode
-from specserve.models.tokenizer import Tokenizer
+from specserve.text.detokenizer import Detokenizer
+from specserve.text.stops import StopString
+from specserve.text.tokenizer import Tokenizer
 from specserve.types import Event, FinishReason, SamplingParams, SequenceStats, TokenLogprobs
 
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
-from specserve.constraint.base import Grammar, Guarded
 from specserve.errors import InputError, PromptTooLongError
+from specserve.structured.base import Grammar, Guarded
 from specserve.types import BadWords, SamplingParams, Sequence, SequenceStats, wrong_ids
 
 PREDICTION = "prediction"  # the drafter of a request that has a prediction and names none

@@ -20,11 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from torch import Tensor
 
 from specserve.cache.sizing import free_memory
+from specserve.checkpoint.packed import PackedFile, Progress, Scale, Shapes, packed_path
+from specserve.checkpoint.weights import Weights, read_config
 from specserve.errors import CapacityError, ModelError, unknown
 from specserve.models.decoder import Decoder
-from specserve.models.packed import PackedFile, Progress, Scale, Shapes, packed_path
 from specserve.models.spec import Config, DecoderSpec, shorten
-from specserve.models.weights import Weights, read_config
 from specserve.ops import Ops
 
 PACKING_VERSION = 1  # raise it when Decoder packs something else of the same tensors: earlier files are then not used

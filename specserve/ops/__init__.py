@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.pulse import Pulse
+from specserve.machine.pulse import Pulse
 from specserve.types import Ids
 
 

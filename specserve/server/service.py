@@ -12,12 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from specserve.constraint.base import RefusedError as StructureRefusedError
-from specserve.constraint.tags import ignored_formats
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.errors import InputError, PromptTooLongError
-from specserve.models.tokenizer import Tokenizer
-from specserve.models.tools import CallFormat
 from specserve.sampling import bad_words
 from specserve.server.engine.client import EngineClient, RefusedError, Subscription
 from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Said, Submit
@@ -29,7 +25,11 @@ from specserve.server.trials import Trials
 from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.errors import WireError, unavailable
 from specserve.server.wire.tool_calls import keeping_delimiters
-from specserve.structured import Structured
+from specserve.structured.base import RefusedError as StructureRefusedError
+from specserve.structured.spec import Structured
+from specserve.structured.tags import ignored_formats
+from specserve.text.tokenizer import Tokenizer
+from specserve.text.tools import CallFormat
 from specserve.types import BadWords, Event, SamplingParams
 
 T = TypeVar("T")

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.errors import InputError
-from specserve.models.tool_tags import HERMES, CallStyle, is_strict
-from specserve.models.tools import PLAIN, CallFormat
 from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.enforced_calls import EnforcedCalls
 from specserve.server.wire.tool_calls import ToolCalling, ids_of_calls
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
+from specserve.text.tool_tags import HERMES, CallStyle, is_strict
+from specserve.text.tools import PLAIN, CallFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from specserve.constraint.base import RefusedError
-from specserve.constraint.compiler import AUTO
-from specserve.constraint.trial import Outcome, Trial
 from specserve.server.trial_lines import Finding, Job, Lines
 from specserve.server.wire.errors import overloaded
-from specserve.structured import Structured
+from specserve.structured.base import RefusedError
+from specserve.structured.compiler import AUTO
+from specserve.structured.spec import Structured
+from specserve.structured.trial import Outcome, Trial
 
 _log = logging.getLogger(__name__)
 

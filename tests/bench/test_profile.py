@@ -18,7 +18,7 @@ from specserve.bench.profile import PLAN, profile
 from specserve.bench.text import load_text, prompt
 from specserve.bench.traffic import WatchedOps, watched
 from specserve.bench.verify_cost import VerifySteps
-from specserve.cli import run
+from specserve.cli.main import run
 from specserve.engine import build
 from specserve.engine.counters import PHASES
 from specserve.errors import ConfigError

@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from specserve.bench import quality as module
 from specserve.bench.quality import Scores, quality, quality_table
 from specserve.bench.text import load_text, prompt, windows
-from specserve.cli import run
+from specserve.cli.main import run
 from specserve.engine import build
 from specserve.errors import ConfigError, EngineError, InputError
 from specserve.llm import LLM

@@ -29,7 +29,7 @@ from specserve.bench.serve.load import ClosedLoop, Extent, Load, OpenLoop
 from specserve.bench.serve.measure import Record, measure
 from specserve.bench.serve.report import PERCENTILES, Goodput, details, distribution, overview, remarks, summary
 from specserve.bench.serve.run import Asks, Change, Plan, Point, Target, run
-from specserve.cli import run as cli
+from specserve.cli.main import run as cli
 from specserve.errors import ConfigError, ServerError
 
 InVirtualTime = Callable[[Awaitable[Any]], Any]
@@ -821,7 +821,7 @@ def test_the_command_loads_no_torch() -> None:
     import subprocess
 
     code = (
-        "import sys, specserve.cli_bench_serve, specserve.bench.serve.run, specserve.bench.serve.report;"
+        "import sys, specserve.cli.bench_serve, specserve.bench.serve.run, specserve.bench.serve.report;"
         "sys.exit(bool({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
     )
     folder = Path(__file__).resolve().parents[2]

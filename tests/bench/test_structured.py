@@ -11,7 +11,7 @@ from rich.console import Console
 from specserve.bench.compare import Reply, Run
 from specserve.bench.structured import checker, load_schema, structured_figures, structured_table
 from specserve.errors import ConfigError, InputError
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
 from specserve.types import SequenceStats
 
 SCHEMA = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}, "required": ["day"]}

@@ -18,7 +18,7 @@ from specserve.bench import traffic, verify_cost as module
 from specserve.bench.text import load_text, prompt
 from specserve.bench.traffic import Call, num_bytes, read_bandwidth, watched
 from specserve.bench.verify_cost import WARM_UP_ROUNDS, VerifySteps, verify_cost
-from specserve.cli import run
+from specserve.cli.main import run
 from specserve.engine import build
 from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM

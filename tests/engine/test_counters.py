@@ -10,7 +10,7 @@ from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.counters import Times
 from specserve.engine.request import Request
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
 

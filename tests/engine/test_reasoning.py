@@ -16,15 +16,15 @@ from scipy.stats import chisquare
 from tokenizers import AddedToken, Tokenizer as Backend
 
 from specserve.config import EngineConfig
-from specserve.constraint.base import Grammar
-from specserve.constraint.reasoning import ReasoningGrammar, ReasoningState, _Phase, _Place
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
 from specserve.llm import LLM
-from specserve.models.reasoning import Reasoning
 from specserve.speculation.base import DraftHost, create
-from specserve.structured import Structured
+from specserve.structured.base import Grammar
+from specserve.structured.reasoning import ReasoningGrammar, ReasoningState, _Phase, _Place
+from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
+from specserve.text.reasoning import Reasoning
 from specserve.types import SamplingParams
 
 Outputs = dict[str, list[int]]

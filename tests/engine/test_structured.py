@@ -15,13 +15,13 @@ import pytest
 from scipy.stats import chisquare
 
 from specserve.config import EngineConfig
-from specserve.constraint.base import Grammar, Guarded, RefusedError
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
 from specserve.errors import NoTokenLeftError
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftHost, create
-from specserve.structured import Structured
+from specserve.structured.base import Grammar, Guarded, RefusedError
+from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
 from specserve.types import Event, SamplingParams
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from specserve.config import EngineConfig
-from specserve.constraint.base import Grammar
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
 from specserve.speculation.base import DraftHost
-from specserve.structured import Structured
+from specserve.structured.base import Grammar
+from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar, LanguageState, ScriptedDrafter, write_tiny_model
 from specserve.types import Draft, Ids, SamplingParams, Sequence, Verdict
 

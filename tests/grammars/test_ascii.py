@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from specserve.constraint.base import Vocabulary
-from specserve.constraint.compiler import Compiler
 from specserve.grammars._ascii import in_ascii
-from specserve.structured import Structured
+from specserve.structured.base import Vocabulary
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
 
 # All bytes, so that every text is the tokens of its bytes.
 WORDS = Vocabulary([bytes([byte]) for byte in range(256)], (256,), 257, lambda text: list(text.encode()))

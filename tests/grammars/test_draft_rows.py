@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from specserve.constraint import walk
-from specserve.constraint.base import Grammar, Guarded, Vocabulary
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.vocabulary import vocabulary
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured import walk
+from specserve.structured.base import Grammar, Guarded, Vocabulary
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 from specserve.types import Draft, GrammarState, Ids
 
 NOTHING: frozenset[int] = frozenset()

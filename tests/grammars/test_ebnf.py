@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from specserve.constraint.base import RefusedError, Vocabulary
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.vocabulary import vocabulary
-from specserve.constraint.worker import accepts
 from specserve.grammars._gbnf import parse
 from specserve.grammars._longest import _are_apart, _recursive, lark
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured.base import RefusedError, Vocabulary
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
+from specserve.structured.worker import accepts
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 
 PACKAGES = {"llguidance": "llguidance", "xgrammar": "xgrammar"}
 SIGNS = {"*": (0, 9), "+": (1, 9), "?": (0, 1), "{2}": (2, 2), "{1,}": (1, 9), "{0,2}": (0, 2)}

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from specserve.constraint.base import Vocabulary
-from specserve.constraint.vocabulary import vocabulary
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured.base import Vocabulary
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "structured" / "fuzz.py"
 TOOL = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specserve.constraint.base import Guarded, RefusedError, Vocabulary
-from specserve.constraint.trial import Outcome, Trial
-from specserve.constraint.vocabulary import vocabulary
 from specserve.grammars import llguidance
 from specserve.grammars._llguidance_words import schema_grammar
 from specserve.grammars._onward import Onward
 from specserve.grammars.llguidance import LlguidanceBackend
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured.base import Guarded, RefusedError, Vocabulary
+from specserve.structured.spec import Structured
+from specserve.structured.trial import Outcome, Trial
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 
 LIMIT_S = 2.0
 STEPS, WALKS = 60, 3

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer as Backend
 
-from specserve.constraint.base import Grammar, RefusedError, Vocabulary
-from specserve.constraint.compiler import backends
-from specserve.constraint.vocabulary import vocabulary
 from specserve.grammars.llguidance import LlguidanceBackend
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured.base import Grammar, RefusedError, Vocabulary
+from specserve.structured.compiler import backends
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 
 CITY = {
     "type": "object",

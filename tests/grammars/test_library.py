@@ -27,13 +27,13 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from specserve import library
-from specserve.constraint.base import Backend, Grammar, Vocabulary
-from specserve.constraint.compiler import Compiler, backends
-from specserve.constraint.vocabulary import vocabulary
 from specserve.errors import InputError
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured import library
+from specserve.structured.base import Backend, Grammar, Vocabulary
+from specserve.structured.compiler import Compiler, backends
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
+from specserve.text.tokenizer import Tokenizer
 
 NAMES = library.names()
 LEAST = 8  # examples of either sort

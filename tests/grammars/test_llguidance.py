@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from pydantic import BaseModel, Field
 
-from specserve.constraint.base import RefusedError, Vocabulary
-from specserve.constraint.vocabulary import vocabulary
 from specserve.grammars import llguidance
 from specserve.grammars.llguidance import LlguidanceBackend, LlguidanceState
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured.base import RefusedError, Vocabulary
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 
 PERSON = {
     "type": "object",

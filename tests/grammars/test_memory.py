@@ -14,11 +14,11 @@ from types import ModuleType
 
 import pytest
 
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.vocabulary import vocabulary
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "structured" / "memory.py"
 MOST_KEPT = 5
@@ -74,9 +74,9 @@ def test_the_program_samples_both_processes(tiny: Path, program: ModuleType) -> 
 MEASURED = r"""
 import ctypes, gc, json, random, sys
 import numpy as np
-from specserve.constraint.base import Vocabulary
-from specserve.constraint.compiler import Compiler
-from specserve.structured import Structured
+from specserve.structured.base import Vocabulary
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
 
 noise = random.Random(1)
 letters = "etaoinshrdlucmfwygpbvkxqjz" * 3 + "ETAOINS 0123456789 .,-:@_/" + "äéжñ"

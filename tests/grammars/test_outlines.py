@@ -18,17 +18,17 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from specserve.config import EngineConfig
-from specserve.constraint import automaton
-from specserve.constraint.automaton import Automaton, AutomatonState
-from specserve.constraint.base import Grammar, RefusedError, Vocabulary
-from specserve.constraint.vocabulary import vocabulary
 from specserve.engine.build import build
 from specserve.engine.request import Request
 from specserve.grammars.llguidance import LlguidanceBackend
 from specserve.grammars.outlines import OutlinesBackend
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured import automaton
+from specserve.structured.automaton import Automaton, AutomatonState
+from specserve.structured.base import Grammar, RefusedError, Vocabulary
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 from specserve.types import GrammarState, SamplingParams
 
 EOS = (0, 2)

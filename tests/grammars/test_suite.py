@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from specserve.constraint.suite import check, entries_of, totals
-from specserve.constraint.trial import Trial
-from specserve.models.tokenizer import Tokenizer
+from specserve.structured.suite import check, entries_of, totals
+from specserve.structured.trial import Trial
+from specserve.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "json-schema-suite-dev.json"

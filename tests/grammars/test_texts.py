@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from specserve.constraint import suite
-from specserve.constraint.compiler import backends, missing_package
-from specserve.constraint.trial import Trial
-from specserve.structured import Structured
+from specserve.structured import suite
+from specserve.structured.compiler import backends, missing_package
+from specserve.structured.spec import Structured
+from specserve.structured.trial import Trial
 from specserve.testing import write_tiny_model
 
 TEXTS = [

@@ -9,14 +9,14 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from specserve.constraint.vocabulary import vocabulary
 from specserve.grammars.llguidance import LlguidanceBackend
-from specserve.models.tokenizer import Tokenizer
-from specserve.models.tools import call_format
 from specserve.server.tool_use import ToolUse, constraint, reader
 from specserve.server.wire.answer import CallItem, TextItem, items_of
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import tiny_tokenizer, write_tiny_model
+from specserve.text.tokenizer import Tokenizer
+from specserve.text.tools import call_format
 
 PET = {
     "type": "object",

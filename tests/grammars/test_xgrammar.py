@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from specserve.constraint.base import RefusedError, Vocabulary
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.vocabulary import vocabulary
-from specserve.models.tokenizer import Tokenizer
-from specserve.structured import Structured
+from specserve.structured.base import RefusedError, Vocabulary
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 
 pytest.importorskip("xgrammar")
 

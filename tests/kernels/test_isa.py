@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from specserve.cli import run
+from specserve.cli.main import run
 from specserve.config import EngineConfig
 from specserve.doctor import examine
 from specserve.engine import build

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specserve.cli_serve import SERVE_HELP
+from specserve.cli.serve import SERVE_HELP
 from specserve.errors import ConfigError
 from specserve.server.options import ServeOptions
 from specserve.server.routes import ROUTES

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from specserve.errors import InputError
-from specserve.models.tokenizer import Tokenizer
 from specserve.server.engine.supervisor import State
 from specserve.server.metrics import Metrics
 from specserve.server.service import Ask, Service
@@ -19,6 +18,7 @@ from specserve.server.tool_use import ToolUse
 from specserve.server.trials import Trials
 from specserve.server.wire.answer import Arguments, Call, Text
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from specserve.constraint.base import RefusedError
-from specserve.constraint.trial import Outcome
 from specserve.server import trials as module
 from specserve.server.trial_lines import Job
 from specserve.server.trials import Trials
 from specserve.server.wire.errors import WireError
-from specserve.structured import Structured
+from specserve.structured.base import RefusedError
+from specserve.structured.spec import Structured
+from specserve.structured.trial import Outcome
 from specserve.testing import tiny_tokenizer, write_tiny_model
 
 SIZE = tiny_tokenizer().get_vocab_size()

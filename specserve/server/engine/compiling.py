@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from specserve.constraint.base import Grammar
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.reasoning import wrapped
 from specserve.engine.request import Request
 from specserve.errors import InputError
-from specserve.models.reasoning import Reasoning
+from specserve.structured.base import Grammar
+from specserve.structured.compiler import Compiler
+from specserve.structured.reasoning import wrapped
+from specserve.text.reasoning import Reasoning
 
 _NICE = 15  # of the thread of slow ones, beside which the engine's threads get nearly all of the cores
 

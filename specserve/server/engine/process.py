@@ -24,8 +24,8 @@ from specserve.engine.counters import Counters
 from specserve.engine.engine import MOST_FORCED, Engine
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, SpecserveError
-from specserve.lifeline import end_with
-from specserve.pulse import Pulse
+from specserve.machine.lifeline import end_with
+from specserve.machine.pulse import Pulse
 from specserve.server.engine.compiling import Compiling
 from specserve.server.engine.messages import (
     QUEUE_TIMEOUT,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from specserve.pulse import Pulse, shared_memory
+from specserve.machine.pulse import Pulse, shared_memory
 
 
 @dataclass(frozen=True, slots=True)

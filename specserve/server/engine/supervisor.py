@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from specserve.errors import EngineError
-from specserve.pulse import Pulse
+from specserve.machine.pulse import Pulse
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.messages import Ready
 from specserve.server.engine.spawn import Nest

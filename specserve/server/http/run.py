@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specserve.constraint.compiler import AUTO
+from specserve.checkpoint import catalog
 from specserve.errors import EngineError
 from specserve.machine.memory import return_large_blocks
-from specserve.models import catalog
-from specserve.models.tokenizer import Tokenizer
 from specserve.server.admission import Admission
 from specserve.server.engine.spawn import Nest
 from specserve.server.engine.supervisor import Patience, State, Supervisor
@@ -27,6 +25,8 @@ from specserve.server.metrics import Metrics
 from specserve.server.options import ServeOptions
 from specserve.server.service import Service
 from specserve.server.trials import Trials
+from specserve.structured.compiler import AUTO
+from specserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("specserve")
 _SWITCH_S = 0.0005  # for Python's 0.005, so long would every stream wait each time that a thread reads a long prompt

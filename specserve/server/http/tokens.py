@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from specserve.models.tokenizer import Tokenizer
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import context
 from specserve.server.http.respond import json_response
@@ -22,6 +21,7 @@ from specserve.server.wire.tokenization import (
     read_tokenize,
     tokenize_body,
 )
+from specserve.text.tokenizer import Tokenizer
 
 _read_detokenize = functools.partial(read, DetokenizeRequest)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from specserve.models.tool_tags import CallStyle
 from specserve.server.wire.answer import Arguments, Call, Part
+from specserve.text.tool_tags import CallStyle
 
 
 class EnforcedCalls:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from specserve.errors import InputError
 from specserve.server.wire.fields import ClosedWire, Wire, well_formed
 from specserve.server.wire.sentences import shown
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
 
 Json: TypeAlias = dict[str, Any]
 

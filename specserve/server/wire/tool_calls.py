@@ -23,9 +23,9 @@ from dataclasses import replace
 from typing import Any
 
 from specserve.errors import InputError, ModelError
-from specserve.models.tools import CallFormat
 from specserve.server.wire.answer import Arguments, Call, Part, Text
 from specserve.server.wire.fields import well_formed
+from specserve.text.tools import CallFormat
 from specserve.types import SamplingParams
 
 _CALLS = "tool_calls"  # the field of a response_template

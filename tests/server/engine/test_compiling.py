@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from specserve.constraint.base import Grammar, RefusedError
-from specserve.constraint.compiler import Compiler
-from specserve.constraint.vocabulary import vocabulary
 from specserve.engine.request import Request
-from specserve.models.tokenizer import Tokenizer
 from specserve.server.engine.compiling import Compiling
-from specserve.structured import Structured
+from specserve.structured.base import Grammar, RefusedError
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
 
 

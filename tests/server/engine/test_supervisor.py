@@ -15,13 +15,13 @@ import pytest
 
 from specserve.errors import EngineError
 from specserve.llm import LLM
-from specserve.models.tokenizer import Tokenizer
 from specserve.server.engine.supervisor import Patience, State, Supervisor
 from specserve.server.metrics import Metrics
 from specserve.server.service import Ask, Service
 from specserve.server.trials import Trials
 from specserve.server.wire.errors import WireError
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
 
 OPTIONS: dict[str, Any] = {"threads": 1, "max_num_seqs": 4, "kv_cache_gib": 0.01, "max_model_len": 256}

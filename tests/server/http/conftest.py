@@ -265,7 +265,7 @@ def workers(api: int) -> list[int]:
     for folder in Path("/proc").iterdir():
         try:
             is_ours = f"PPid:\t{api}\n" in (folder / "status").read_text("utf-8")
-            is_worker = b"constraint.worker" in (folder / "cmdline").read_bytes()
+            is_worker = b"structured.worker" in (folder / "cmdline").read_bytes()
         except OSError:
             continue
         if is_ours and is_worker:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specserve import Client
-from specserve.cli import run
+from specserve.cli.main import run
 from specserve.errors import ServerError
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]

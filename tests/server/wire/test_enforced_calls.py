@@ -8,9 +8,9 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from specserve.models.tool_tags import HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_TAGS, CallStyle
 from specserve.server.wire.answer import Arguments, Call, Part
 from specserve.server.wire.enforced_calls import EnforcedCalls
+from specserve.text.tool_tags import HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_TAGS, CallStyle
 
 STYLES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL_NAMED, "mistral list": MISTRAL_LIST}
 JSON = st.recursive(

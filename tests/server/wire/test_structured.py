@@ -10,7 +10,7 @@ import pytest
 from specserve.errors import InputError
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, checked
-from specserve.structured import Structured
+from specserve.structured.spec import Structured
 
 LIMITS = Limits(vocab_size=1000, max_model_len=64)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

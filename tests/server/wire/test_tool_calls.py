@@ -17,14 +17,14 @@ from hypothesis import given, settings, strategies as st
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import ModelError
-from specserve.models.tool_tags import LLAMA as LLAMA_STYLE, style_of
-from specserve.models.tools import CallFormat, call_format
 from specserve.server.wire.answer import Arguments, Call, Part, Text
 from specserve.server.wire.anthropic_stream import MessageStream, message_body
 from specserve.server.wire.enforced_calls import EnforcedCalls
 from specserve.server.wire.responses import Reply, chat_body
 from specserve.server.wire.stream import ChatStream
 from specserve.server.wire.tool_calls import ToolCalling, keeping_delimiters
+from specserve.text.tool_tags import LLAMA as LLAMA_STYLE, style_of
+from specserve.text.tools import CallFormat, call_format
 from specserve.types import SamplingParams, SequenceStats, TokenLogprobs
 
 PARAMETERS = {
@@ -467,7 +467,7 @@ def test_openai_takes_calls() -> None:
 
 def test_transformers_is_loaded_with_the_first_tools_and_torch_never() -> None:
     code = (
-        "import sys, specserve.server.wire.tool_calls as t, specserve.models.tools as m\n"
+        "import sys, specserve.server.wire.tool_calls as t, specserve.text.tools as m\n"
         "print('transformers' in sys.modules)\n"
         "t.ToolCalling(m.call_format(None, '<tool_call>', ()), [{'function': {'name': 'f'}}])\n"
         "print('transformers' in sys.modules, 'torch' in sys.modules)"

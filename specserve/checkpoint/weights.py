@@ -1,0 +1,45 @@
+"""Tensors of a model folder by name, memory-mapped. Knows files and names; knows nothing of architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specserve.checkpoint.folder import TensorInfo, read_config, read_headers
+from specserve.errors import ModelError
+
+__all__ = ["Weights", "read_config"]
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """A read-only mapping from tensor name to torch.Tensor (CPU, the dtype of the file) over the safetensors files of
+    `folder`: its index, its only file, or all of them.
+
+    Headers and file sizes are checked at once; a tensor's bytes are read when it is used. `infos` has dtype, shape and
+    bytes of every tensor. Raises ModelError as `specserve.checkpoint.folder.read_headers` does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.infos: Mapping[str, TensorInfo] = read_headers(folder)
+        self._files = {path: _open(path) for path in dict.fromkeys(info.file for info in self.infos.values())}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[self.infos[name].file].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.infos)
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be opened: {error}.") from error

@@ -1,0 +1,397 @@
+"""`specserve bench` and its commands. Knows options, progress and where figures go; specserve.bench measures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Group, Parameter, Token, validators
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specserve.cli.options import (
+    ENGINE_HELP,
+    OUTPUT,
+    SPECULATION,
+    BenchEngineOptions,
+    Whole,
+    drafter_arguments,
+    engine_options,
+    options_type,
+)
+from specserve.config import EngineConfig
+from specserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specserve.bench.compare import Mismatch, Plan, Question, Run
+    from specserve.llm import LLM
+    from specserve.structured.spec import Structured
+
+    StepEngineOptions = EngineConfig
+    QualityEngineOptions = EngineConfig
+else:  # what has no part in a measurement is no option of it
+    _DRAFTING = [name for name, (group, _) in ENGINE_HELP.items() if group is SPECULATION]
+    StepEngineOptions = options_type(EngineConfig, "StepEngineOptions", ENGINE_HELP, hidden=_DRAFTING)
+    QualityEngineOptions = options_type(
+        EngineConfig,
+        "QualityEngineOptions",
+        ENGINE_HELP,
+        hidden=[*_DRAFTING, "quantization", "max_num_seqs", "prefix_caching"],
+    )
+
+MEASUREMENT = Group("Measurement", sort_key=0)
+_ENGINE = BenchEngineOptions()
+_STEP_ENGINE = StepEngineOptions()
+_QUALITY_ENGINE = QualityEngineOptions()
+_AT_LEAST_1 = validators.Number(gte=1)
+
+
+def names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+    """A cyclopts converter for lists: with commas, spaces or both."""
+    return tuple(part for token in tokens for part in token.value.replace(",", " ").split())
+
+
+def _numbers(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    numbers = names(kind, tokens)
+    if wrong := [number for number in numbers if not number.isdecimal()]:
+        raise ValueError(f'"{wrong[0]}" is not a whole number; write them as 1,2,4.')
+    return tuple(map(int, numbers))
+
+
+Context = Annotated[
+    Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Tokens in the KV cache before the step.")
+]
+Repeats = Annotated[
+    Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Steps of each kind; times are medians over them.")
+]
+Text = Annotated[
+    str, Parameter(group=MEASUREMENT, help='Text file to read; "python" is the language reference inside Python.')
+]
+JsonFile = Annotated[Path | None, Parameter(name="--json", group=OUTPUT, help="Write all figures to this file.")]
+
+Raw = Annotated[bool, Parameter(group=MEASUREMENT, negative=(), help="No chat template: continue the text.")]
+Schema = Annotated[
+    Path | None,
+    Parameter(group=MEASUREMENT, help="JSON Schema that all answers must fit: measures masks, counts misfits."),
+]
+
+bench = App(name="bench")
+bench.command(
+    "specserve.cli.bench_serve:serve",
+    name="serve",
+    help="Measure a running server over HTTP, ours or any other with OpenAI's API: latencies of streamed answers, "
+    "throughput and acceptance, at one load or several. Prompts that were asked before may come from its prefix cache.",
+)
+
+
+@bench.default
+def compare(
+    *,
+    drafter: Annotated[
+        tuple[str, ...],
+        Parameter(
+            group=MEASUREMENT, negative=(), consume_multiple=True, show_default=" ".join, help="Drafters to measure."
+        ),
+    ] = ("ngram",),
+    prompts: Annotated[
+        str,
+        Parameter(group=MEASUREMENT, help="JSON lines with prompt or turns (the first is asked), perhaps category."),
+    ] = "demo",
+    limit: Annotated[
+        Whole | None,
+        Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="That many prompts, from all categories alike."),
+    ] = None,
+    concurrency: Annotated[
+        Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Prompts that run at once.")
+    ] = 1,
+    repeats: Annotated[
+        Whole,
+        Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Runs of everything; rates are medians over them."),
+    ] = 1,
+    max_tokens: Annotated[Whole, Parameter(group=MEASUREMENT, help="Most output tokens of a prompt.")] = 128,
+    temperature: Annotated[float, Parameter(group=MEASUREMENT, help="0 is greedy.")] = 0.0,
+    seed: Annotated[Whole, Parameter(group=MEASUREMENT, help="Prompt i is sampled with seed + i.")] = 0,
+    raw: Raw = False,
+    schema: Schema = None,
+    json_file: JsonFile = None,
+    record: Annotated[
+        Path | None, Parameter(group=OUTPUT, help="Write plain decoding's answers to this file, for bench replay.")
+    ] = None,
+    show: Annotated[Whole, Parameter(group=OUTPUT, help="Print that many answers.")] = 0,
+    engine: Annotated[BenchEngineOptions, Parameter(name="*")] = _ENGINE,
+) -> None:
+    """Measure drafters against plain decoding on the same prompts. All take turns, group of prompts by group, after a
+    warm-up and with an empty prefix cache. Of a prompt with several turns the first is asked."""
+    from specserve.bench.compare import Plan
+    from specserve.bench.prompts import load_prompts, spread
+    from specserve.bench.structured import load_schema
+    from specserve.speculation.base import create
+
+    options = engine_options(engine)
+    structured = None if schema is None else load_schema(schema)
+    plan = Plan(
+        drafters=drafter,
+        params=SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, structured=structured),
+        num_speculative_tokens=engine.num_speculative_tokens,
+        drafter_options=options.pop("drafter_options"),
+        concurrency=concurrency,
+        repeats=repeats,
+    )
+    for name in plan.contenders[1:]:
+        create(name, plan.drafter_options)  # a wrong name or option must not cost a model load
+    chosen = spread(load_prompts(prompts), limit)
+    llm, questions = _load(options, [(prompt.text, prompt.category) for prompt in chosen], raw)
+    with llm:
+        _measure(llm, questions, plan, json_file, record, show)
+
+
+def _load(options: dict[str, Any], prompts: list[tuple[str, str]], raw: bool) -> tuple[LLM, list[Question]]:
+    """The engine, and the prompts as it reads them."""
+    from specserve.bench.compare import Question
+    from specserve.llm import LLM
+
+    llm = LLM(**options, progress=sys.stderr.isatty())
+    encode = (
+        llm.tokenizer.encode if raw else lambda text: llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+    )
+    return llm, [Question(encode(text), category) for text, category in prompts]
+
+
+def _measure(
+    llm: LLM, questions: list[Question], plan: Plan, json_file: Path | None, record: Path | None, show: int
+) -> None:
+    from specserve.bench.compare import explain
+    from specserve.bench.report import report
+
+    print(llm.summary, file=sys.stderr)
+    runs = _run(llm, questions, plan)
+    figures = report(llm, questions, plan.concurrency, runs)
+    if plan.params.structured is not None:
+        _add_structured(figures, runs, plan.params.structured)
+    write_json(json_file, figures)
+    if record is not None:
+        _record(record, questions, runs[0])
+    _print(figures, explain(llm, questions, runs))
+    if llm.config.verification != "coupled" and plan.params.temperature > 0:
+        print(f"With --verification {llm.config.verification} sampled texts may differ; their law is the same.")
+    _show(llm, questions, runs[-1], show)
+
+
+def _add_structured(figures: dict[str, Any], runs: Sequence[Run], asked: Structured) -> None:
+    from specserve.bench.structured import checker, structured_figures
+
+    fits = checker(asked)
+    for each, run in zip(figures["runs"], runs, strict=True):
+        each["structured"] = structured_figures(run, fits)
+
+
+def _run(llm: LLM, questions: list[Question], plan: Plan) -> list[Run]:
+    """The comparison, with a progress bar on standard error while it runs."""
+    from specserve.bench.compare import compare as run_all, turns
+
+    total = sum(1 for _ in turns(plan, len(questions)))
+    with progress_bar() as bar:
+        task = bar.add_task("warm-up", total=total, completed=-1)
+        return run_all(llm, questions, plan, lambda turn: bar.update(task, advance=1, description=turn.drafter))
+
+
+def progress_bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def _print(figures: dict[str, Any], different: list[Mismatch]) -> None:
+    from specserve.bench.report import by_category, by_phase, describe, overview
+    from specserve.bench.structured import structured_table
+
+    console = Console()
+    tables = [overview(figures), *([by_category(figures)] if len(figures["runs"]) > 1 else []), by_phase(figures)]
+    if "structured" in figures["runs"][0]:
+        tables.append(structured_table(figures["runs"]))
+    for table in tables:
+        console.print(table, "")
+    for mismatch in different:
+        console.print(describe(mismatch), style="yellow", highlight=False)
+
+
+def _show(llm: LLM, questions: list[Question], run: Run, count: int) -> None:
+    """Sample answers of one run, with what was asked."""
+    for reply in [reply for reply in run.replies if reply.repeat == 0][:count]:
+        asked = llm.tokenizer.decode(questions[reply.question].ids)
+        print(f"\n--- prompt {reply.question + 1} ---\n{asked.strip()}\n--- answer ({run.drafter}) ---\n{reply.text}")
+
+
+def _record(path: Path, questions: list[Question], plain: Run) -> None:
+    lines = [
+        {"prompt_ids": q.ids, "output_ids": reply.token_ids, "category": q.category}
+        for reply in plain.replies
+        if reply.repeat == 0 and (q := questions[reply.question])
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+@bench.command
+def replay(
+    recording: Annotated[Path, Parameter(group=MEASUREMENT, help="JSON lines with prompt_ids, output_ids, category.")],
+    *,
+    drafter: Annotated[str, Parameter(group=SPECULATION, help="The drafter to replay.")] = "ngram",
+    num_speculative_tokens: Annotated[Whole, Parameter(group=SPECULATION, help="Most draft tokens a step.")] = 5,
+    drafter_options: Annotated[
+        dict[str, str] | None, Parameter(group=SPECULATION, help="As --drafter-options.NAME VALUE.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure a drafter's acceptance on recorded answers (bench --record writes them), without a model."""
+    from specserve.bench.replay import replay_file
+    from specserve.bench.report import table_of
+
+    summary = replay_file(
+        recording, drafter, num_speculative_tokens, drafter_arguments(drafter_options or {})
+    ).summary()
+    write_json(json_file, summary)
+    title = f"{drafter}, at most {num_speculative_tokens} draft tokens a step, replayed from {recording.name}"
+    table = table_of(title, "category", "steps", "tok/step", "accepted", "by position", "us/step")
+    for name, part in {**summary["categories"], "all": summary}.items():
+        table.add_row(name, *_replay_cells(part))
+    Console().print(table)
+
+
+def _replay_cells(part: dict[str, Any]) -> list[str]:
+    accepted = part["accepted_tokens"] / part["draft_tokens"] if part["draft_tokens"] else 0.0
+    return [
+        str(part["steps"]),
+        f"{part['tokens_per_step']:.2f}",
+        f"{accepted:.0%}",
+        " ".join(f"{share:.2f}" for share in part["acceptance_by_position"]),
+        f"{part['drafting_microseconds_per_step']:.1f}",
+    ]
+
+
+@bench.command
+def verify_cost(
+    *,
+    rows: Annotated[
+        tuple[int, ...],
+        Parameter(
+            group=MEASUREMENT,
+            negative=(),
+            consume_multiple=True,
+            converter=_numbers,
+            show_default=lambda rows: ",".join(map(str, rows)),
+            help="Rows of a step: the last token and a draft. The first is 1.",
+        ),
+    ] = (1, 2, 4, 6, 8, 12, 16),
+    context: Context = 200,
+    repeats: Repeats = 30,
+    text: Text = "python",
+    json_file: JsonFile = None,
+    engine: Annotated[StepEngineOptions, Parameter(name="*")] = _STEP_ENGINE,
+) -> None:
+    """Measure what a step of the engine costs by its number of rows, against one row, and how much of the memory's
+    bandwidth a step of one row uses. One sequence, drafts that are all rejected, all numbers of rows in turn."""
+    from specserve.bench.verify_cost import headline, limit_line, verify_cost as measure, verify_cost_table
+
+    with _step_engine(engine, text, context) as (llm, ids), _rounds("steps", repeats) as on_round:
+        figures = measure(llm, ids, rows, repeats, on_round)
+    write_json(json_file, figures)
+    Console().print(headline(figures), "", verify_cost_table(figures), "", highlight=False, sep="\n")
+    print(limit_line(figures))
+
+
+@bench.command
+def profile(
+    *,
+    rows: Annotated[
+        Whole,
+        Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Rows of a step: the last token and a draft."),
+    ] = 1,
+    context: Context = 200,
+    repeats: Repeats = 30,
+    text: Text = "python",
+    json_file: JsonFile = None,
+    engine: Annotated[StepEngineOptions, Parameter(name="*")] = _STEP_ENGINE,
+) -> None:
+    """Measure where the time of a step goes: each kind of op, with the bytes it must read against what memory can give,
+    and everything outside the kernels."""
+    from specserve.bench.profile import profile as measure, profile_table
+    from specserve.bench.verify_cost import headline, limit_line
+
+    with _step_engine(engine, text, context) as (llm, ids), _rounds("steps", repeats) as on_round:
+        figures = measure(llm, ids, rows, repeats, on_round)
+    write_json(json_file, figures)
+    Console().print(headline(figures), "", profile_table(figures), "", highlight=False, sep="\n")
+    print(limit_line(figures), f"{figures['host_share']:.1%} of the step are outside the kernels.", sep="\n")
+
+
+@contextmanager
+def _step_engine(engine: EngineConfig, text: str, context: int) -> Iterator[tuple[LLM, list[int]]]:
+    """The engine, and the first `context` tokens of the text as it reads them."""
+    from specserve.bench.text import load_text, prompt
+    from specserve.llm import LLM
+
+    content = load_text(text)  # a wrong name must not cost a model load
+    with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
+        print(llm.summary, file=sys.stderr)
+        yield llm, prompt(llm.tokenizer, content, context)
+
+
+@contextmanager
+def _rounds(name: str, repeats: int) -> Iterator[Callable[[], None]]:
+    """A progress bar, and what a measurement calls before each of its rounds; those of the warm-up are not counted."""
+    from specserve.bench.verify_cost import WARM_UP_ROUNDS
+
+    with progress_bar() as bar:
+        task = bar.add_task(name, total=repeats, completed=-WARM_UP_ROUNDS - 1)
+        yield lambda: bar.advance(task)
+
+
+@bench.command
+def quality(
+    *,
+    quantizations: Annotated[
+        tuple[str, ...],
+        Parameter(
+            group=MEASUREMENT,
+            negative=(),
+            consume_multiple=True,
+            converter=names,
+            show_default=",".join,
+            help="Weights to compare with float32; none is those of --dtype.",
+        ),
+    ] = ("none", "int8", "int4"),
+    text: Text = "python",
+    tokens: Annotated[
+        Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="That many of the text's first tokens.")
+    ] = 8192,
+    window: Annotated[
+        Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Tokens read at once; the next window is new.")
+    ] = 512,
+    json_file: JsonFile = None,
+    engine: Annotated[QualityEngineOptions, Parameter(name="*")] = _QUALITY_ENGINE,
+) -> None:
+    """Measure what rounding the weights costs: perplexity of a text and the likeliest tokens, against float32."""
+    from specserve.bench.quality import quality as measure, quality_table
+    from specserve.bench.text import load_text, windows
+
+    content = load_text(text)
+    options = engine_options(engine)
+    with progress_bar() as bar:
+        task = bar.add_task("float32")
+        figures = measure(
+            options,
+            quantizations,
+            lambda llm: windows(llm.tokenizer, content, window, tokens),
+            lambda name, total: bar.update(task, advance=1, total=total, description=name),
+        )
+    write_json(json_file, {**figures, "text": text, "window": window})
+    Console().print(quality_table(figures))

@@ -1,0 +1,100 @@
+"""`specserve chat`: a conversation in the terminal, or from a pipe, one message a line. Keeps the messages; the SDK
+does the rest."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from specserve.cli.answer import write
+from specserve.cli.options import (
+    GENERATION,
+    EngineOptions,
+    SamplingOptions,
+    engine_options,
+    sampling_params,
+)
+from specserve.errors import InputError, unknown
+from specserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specserve.llm import LLM
+
+COMMANDS = ("/reset", "/exit", "/help")
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+_ENGINE = EngineOptions()
+_SAMPLING = SamplingOptions()
+
+
+def chat(
+    *,
+    system: Annotated[str | None, Parameter(group=GENERATION, help="System message of the conversation.")] = None,
+    engine: Annotated[EngineOptions, Parameter(name="*")] = _ENGINE,
+    sampling: Annotated[SamplingOptions, Parameter(name="*")] = _SAMPLING,
+) -> None:
+    """Talk to a model. After each answer: tokens per second, and tokens a step. /reset starts again, /exit ends."""
+    from specserve.llm import LLM
+
+    with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
+        print(llm.summary, HELP, sep="\n", file=sys.stderr)
+        Conversation(llm, sampling_params(sampling), system).run()
+
+
+class Conversation:
+    """Reads messages from standard input until its end or /exit, and answers each."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self.llm = llm
+        self.params = params
+        self.opening = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.opening)
+
+    def run(self) -> None:
+        prompt = _line_editing()
+        while (line := _read(prompt)) not in (None, "/exit"):
+            assert line is not None
+            if line.startswith("/"):
+                self.command(line)
+            elif line:
+                self.answer(line)
+
+    def command(self, line: str) -> None:
+        if line == "/reset":
+            self.messages = list(self.opening)
+        print(HELP if line in COMMANDS else unknown("command", line, COMMANDS), file=sys.stderr)
+
+    def answer(self, text: str) -> None:
+        """Stream the answer. What was interrupted or refused leaves the conversation as it was."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        try:
+            said = write(self.llm.stream_chat(asked, self.params))
+        except InputError as error:
+            print(f"specserve: {error} Or start again with /reset.", file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print("\n(stopped)", file=sys.stderr)
+            return
+        print(f"[{said.speed()}]", file=sys.stderr)
+        self.messages = [*asked, {"role": "assistant", "content": said.text}]
+
+
+def _line_editing() -> str:
+    """The prompt to show; on a terminal, importing readline also gives input() its editing and history."""
+    if not sys.stdin.isatty():
+        return ""
+    importlib.import_module("readline")
+    return "> "
+
+
+def _read(prompt: str) -> str | None:
+    """The next message, or None at the end of input. Ctrl-C drops the line that is being typed."""
+    while True:
+        try:
+            return input(prompt).strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print(file=sys.stderr)

@@ -1,0 +1,141 @@
+"""`specserve generate`: prompts in, text out. Knows prompts and printing; the SDK does the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from specserve.cli.answer import Answer, check, write
+from specserve.cli.options import (
+    GENERATION,
+    OUTPUT,
+    STRUCTURED,
+    EngineOptions,
+    SamplingOptions,
+    engine_options,
+    sampling_params,
+)
+from specserve.errors import InputError
+from specserve.structured.spec import Structured
+from specserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specserve.llm import LLM, RequestOutput
+
+_ENGINE = EngineOptions()
+_SAMPLING = SamplingOptions()
+
+
+def generate(
+    *prompts: Annotated[str, Parameter(help="One or more prompts; without any, standard input is the prompt.")],
+    raw: Annotated[
+        bool, Parameter(group=GENERATION, negative=(), help="Continue the text itself: no chat template.")
+    ] = False,
+    system: Annotated[str | None, Parameter(group=GENERATION, help="System message before each prompt.")] = None,
+    schema: Annotated[
+        Path | None, Parameter(group=STRUCTURED, help="JSON Schema in a file; the answer is JSON that fits it.")
+    ] = None,
+    regex: Annotated[str | None, Parameter(group=STRUCTURED, help="The answer as a whole matches this.")] = None,
+    choice: Annotated[
+        tuple[str, ...],
+        Parameter(group=STRUCTURED, negative=(), show_default=False, help="The answer is this; may be repeated."),
+    ] = (),
+    grammar: Annotated[
+        str | None,
+        Parameter(
+            group=STRUCTURED, help="A name of `specserve grammar list`, or a file: .regex, .ebnf, .gbnf or .lark."
+        ),
+    ] = None,
+    json_lines: Annotated[
+        bool, Parameter(name="--json", group=OUTPUT, negative=(), help="One JSON object a prompt instead of text.")
+    ] = False,
+    stats: Annotated[
+        bool, Parameter(group=OUTPUT, negative=(), help="Speed and acceptance of each answer, on standard error.")
+    ] = False,
+    engine: Annotated[EngineOptions, Parameter(name="*")] = _ENGINE,
+    sampling: Annotated[SamplingOptions, Parameter(name="*")] = _SAMPLING,
+) -> None:
+    """Answer prompts. One prompt is streamed as it is generated; several run together and are printed in order."""
+    if raw and system is not None:
+        raise InputError("--raw sends no messages, so --system has no place in it. Leave one of them out.", "system")
+    params = replace(sampling_params(sampling), structured=_structured(schema, regex, choice, grammar))
+    asked = [text if raw else _messages(text, system) for text in prompts or (_standard_input(),)]
+    from specserve.llm import LLM
+
+    with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
+        if len(asked) == 1 and not json_lines:
+            answers = [_stream(llm, asked[0], params)]
+        else:
+            answers = _batch(llm, asked, params, json_lines)
+    if stats:
+        print(*(answer.speed() for answer in answers), sep="\n", file=sys.stderr)
+
+
+def _structured(
+    schema: Path | None, regex: str | None, choice: tuple[str, ...], grammar: str | None
+) -> Structured | None:
+    """What the answer must be, said in at most one way."""
+    if sum((schema is not None, regex is not None, bool(choice), grammar is not None)) > 1:
+        raise InputError("--schema, --regex, --choice and --grammar each say all of what the answer must be. Give one.")
+    if schema is not None:
+        return _schema(schema)
+    if grammar is not None:
+        is_file = Path(grammar).suffix or len(Path(grammar).parts) > 1
+        return Structured.file(grammar) if is_file else Structured.named(grammar)
+    if regex is not None:
+        return Structured.regex(regex)
+    return Structured.choice(choice) if choice else None
+
+
+def _schema(file: Path) -> Structured:
+    try:
+        return Structured.json(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--schema: {file} cannot be read: {error}.", "schema") from error
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        raise InputError(
+            'No prompt was given. Use specserve generate "PROMPT", or send it to standard input.', "prompt"
+        )
+    return sys.stdin.read().rstrip("\n")
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
+
+
+def _stream(llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams) -> Answer:
+    return write(llm.stream(asked, params) if isinstance(asked, str) else llm.stream_chat(asked, params))
+
+
+def _batch(llm: LLM, asked: list[Any], params: SamplingParams, json_lines: bool) -> list[Answer]:
+    """All prompts together; `asked` holds texts or conversations."""
+    run = llm.generate if isinstance(asked[0], str) else llm.chat
+    outputs = run(asked, params, progress=sys.stderr.isatty())
+    for output in outputs:
+        completion = output.outputs[0]
+        if not json_lines:
+            check(completion)
+        print(json.dumps(_record(output)) if json_lines else completion.text)
+    return [Answer(o.outputs[0].text, len(o.outputs[0].token_ids), o.outputs[0].stats) for o in outputs]
+
+
+def _record(output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "prompt": output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "error_code": completion.error_code,
+        "stats": asdict(completion.stats),
+    }

@@ -1,0 +1,95 @@
+"""`specserve grammar`: what the grammar backends can enforce, and the grammars that come along. Knows how to read, to
+print and to write; the check is not its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Group, Parameter, validators
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specserve.cli.options import MODEL, OUTPUT
+from specserve.config import DEFAULT_MODEL
+from specserve.errors import InputError
+from specserve.structured import library
+
+CHECK = Group("Check", sort_key=0)
+
+grammar = App(name="grammar")
+
+
+@grammar.command
+def check(
+    file: Annotated[
+        Path,
+        Parameter(group=CHECK, help='JSON: a list of {"schema", "tests": [{"data", "valid"}]}.'),
+    ],
+    *,
+    backend: Annotated[str, Parameter(group=CHECK, help="auto, or a file name in grammars/.")] = "auto",
+    limit_s: Annotated[
+        float,
+        Parameter(group=CHECK, validator=validators.Number(gt=0), help="Seconds of CPU time that one schema may take."),
+    ] = 10.0,
+    model: Annotated[str, Parameter(group=MODEL, help="Whose tokenizer splits the instances.")] = DEFAULT_MODEL,
+    json_file: Annotated[
+        Path | None, Parameter(name="--json", group=OUTPUT, help="Write totals and all groups to this file.")
+    ] = None,
+) -> None:
+    """Compile each schema and walk its grammar over each instance's tokens, without a model. JSON-Schema-Test-Suite's
+    own files are such lists. A wrong accept is an instance that does not fit and could be generated."""
+    from specserve.checkpoint import catalog
+    from specserve.structured.compiler import check_backend
+    from specserve.structured.suite import by_keyword, check as check_all, entries_of, shares, totals
+    from specserve.structured.trial import Trial
+    from specserve.text.tokenizer import Tokenizer
+
+    check_backend(backend)
+    entries = entries_of(_read(file))
+    folder = catalog.resolve(model)
+    trial = Trial(folder, Tokenizer(folder).vocab_size, backend, limit_s)
+    console = Console(stderr=True)
+    try:
+        with Progress(console=console, transient=True) as progress:
+            groups = list(progress.track(check_all(entries, trial), total=len(entries), description="schemas"))
+    finally:
+        trial.close()
+    counts, keywords = totals(groups), by_keyword(groups)
+    if json_file is not None:
+        by_name = {name: {**found, **shares(found)} for name, found in keywords.items()}
+        told = {**counts, **shares(counts), "keywords": by_name, "groups": [asdict(group) for group in groups]}
+        json_file.write_text(json.dumps(told, indent=1), "utf-8")
+    _show(counts, keywords)
+
+
+@grammar.command(name="list")
+def list_all() -> None:
+    """Show the grammars that come along: what --grammar of `specserve generate` takes by name."""
+    table = Table("name", "kind", "description", box=None)
+    for entry in map(library.find, library.names()):
+        table.add_row(entry.name, entry.kind, entry.description)
+    Console(markup=False).print(table)  # a description may have [brackets]
+
+
+@grammar.command
+def show(name: Annotated[str, Parameter(help="One of `specserve grammar list`.")]) -> None:
+    """Print a grammar: the beginning of one of your own, in a file of your own."""
+    print(library.find(name).text.removesuffix("\n"))
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read as JSON: {error}.") from error
+
+
+def _show(counts: dict[str, int], keywords: dict[str, dict[str, int]]) -> None:
+    table = Table("keyword", *(name.replace("_", " ") for name in counts), box=None)
+    for name, found in {**keywords, "all groups": counts}.items():
+        table.add_row(name, *(str(number) if number else "" for number in found.values()))
+    Console().print(table)

@@ -1,0 +1,101 @@
+"""The command line's entry: the commands, where their options come from, how errors end. Imports no command: each is
+loaded when it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Env
+
+from specserve.cli.config import TomlFile
+from specserve.errors import EngineError, ServerError, SpecserveError
+from specserve.version import __version__
+
+PREFIX = "SPECSERVE_"
+CONFIG_FILE = "specserve.toml"
+COMMANDS = {
+    "generate": ("specserve.cli.generate:generate", "Complete prompts."),
+    "chat": ("specserve.cli.chat:chat", "Talk to a model; tokens per second and acceptance after each answer."),
+    "serve": ("specserve.cli.serve:serve", "Serve a model over HTTP with OpenAI's API."),
+    "bench": ("specserve.cli.bench:bench", "Measure drafters against plain decoding."),
+    "grammar": (
+        "specserve.cli.grammar:grammar",
+        "Check what structured output can enforce; show grammars that come along.",
+    ),
+    "top": ("specserve.cli.top:top", "Watch a running server."),
+    "pull": ("specserve.cli.pull:pull", "Fetch a model into the cache, or list what is there."),
+    "doctor": ("specserve.cli.doctor:doctor", "Show the device, memory, kernels, model folder and versions."),
+    "completion": ("specserve.cli.completion:completion", "Install completion of commands and options for a shell."),
+}
+CONFIG = Parameter(
+    help=f"TOML file with options [default: {CONFIG_FILE}, if it exists].",
+    env_var=f"{PREFIX}CONFIG",
+    show_env_var=False,
+)
+EPILOGUE = (
+    f"Every option can also be set by an environment variable ({PREFIX}MAX_NUM_SEQS=4) and in {CONFIG_FILE} (or the "
+    "file given with --config): engine options at the top, a table for each command. Flags win over the environment, "
+    "and the environment over the file."
+)
+
+
+def build_app() -> App:
+    """The command tree, with a meta command in front that handles --config."""
+    app = App(
+        name="specserve",
+        help="A latency-first LLM engine built around speculative decoding.",
+        help_epilogue=EPILOGUE,
+        help_format="plaintext",
+        version=__version__,
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    for name, (path, text) in COMMANDS.items():
+        app.command(path, name=name, help=text)
+    app.meta.suppress_keyboard_interrupt = False
+    app.meta.default(_with_config(app))
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0, 1 when the engine or a server failed, 2 for a wrong request or option, 130 on
+    Ctrl-C."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit status. With SPECSERVE_DEBUG=1 errors keep their traceback."""
+    try:
+        build_app().meta(list(arguments), exit_on_error=False, print_error=False)
+        return 0
+    except (SpecserveError, CycloptsError) as error:
+        if os.environ.get(PREFIX + "DEBUG") == "1":
+            raise
+        print(f"specserve: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, EngineError | ServerError) else 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _with_config(app: App) -> Callable[..., None]:
+    def launch(
+        *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+        config: Annotated[Path | None, CONFIG] = None,
+    ) -> None:
+        app.config = _sources(config)
+        app(list(tokens), exit_on_error=False, print_error=False)
+
+    return launch
+
+
+def _sources(config: Path | None) -> tuple[Callable[..., None], ...]:
+    """Where options come from besides flags, strongest first."""
+    environment = Env(PREFIX, command=False, show=False)
+    if config is None and not Path(CONFIG_FILE).is_file():
+        return (environment,)
+    return (environment, TomlFile(config or Path(CONFIG_FILE), tuple(COMMANDS)))

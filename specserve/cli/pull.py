@@ -1,0 +1,29 @@
+"""`specserve pull`: fetches a model into the cache, or lists what is there."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from specserve.cli.options import MODEL, OUTPUT
+from specserve.config import DEFAULT_MODEL
+
+
+def pull(
+    model: Annotated[
+        str, Parameter(group=MODEL, help="Catalog name, .gguf file or hub id (org/name).")
+    ] = DEFAULT_MODEL,
+    *,
+    list_installed: Annotated[
+        bool, Parameter(name="--list", negative=(), group=OUTPUT, help="List the models in the cache; fetch nothing.")
+    ] = False,
+) -> None:
+    """Fetch a model into the cache, print its folder. Afterwards it works offline."""
+    from specserve.checkpoint import catalog
+
+    if list_installed:
+        for entry in catalog.installed():
+            print(f"{entry.name}  {entry.num_bytes / 2**20:.0f} MiB  {entry.folder}")
+    else:
+        print(catalog.pull(model))

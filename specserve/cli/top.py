@@ -1,0 +1,228 @@
+"""`specserve top`: a running server in the terminal, from its GET /stats. Knows what the figures are called there and
+how to draw them; measures nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from cyclopts import Group, Parameter, validators
+from rich.console import Console, Group as Stack, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from specserve.cli.options import OUTPUT
+from specserve.errors import ConfigError, EngineError, InputError
+from specserve.server.logs import clip
+
+SERVER = Group("Server", sort_key=0)
+URL = "http://127.0.0.1:8000"
+_TIMEOUT_S = 5.0
+_LATENCIES = {
+    "time_to_first_token": "time to first token",
+    "per_token": "per token after it",
+    "end_to_end": "end to end",
+}
+Stats = Mapping[str, Any]
+
+
+def top(
+    url: Annotated[str, Parameter(group=SERVER, help="The server's address.")] = URL,
+    *,
+    api_key: Annotated[
+        str | None, Parameter(group=SERVER, help="A key of the server, if it wants one; better in SPECSERVE_API_KEY.")
+    ] = None,
+    interval: Annotated[
+        float, Parameter(group=OUTPUT, validator=validators.Number(gte=0.1), help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, Parameter(group=OUTPUT, negative=(), help="Print the figures once and end.")] = False,
+) -> None:
+    """Watch a running server: requests, tokens per second, latencies, acceptance by drafter, memory. Ctrl-C ends."""
+    address = _address(url)
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_watch(address, api_key, None if once else interval, Console()))
+
+
+async def _watch(address: str, api_key: str | None, interval: float | None, console: Console) -> None:
+    """Draw frames until interrupted; one frame without an interval. A server that does not answer at first is an error,
+    one that goes away later may come back."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        drawn = frame(address, await fetch(session, address))
+        if interval is None:
+            console.print(drawn)
+            return
+        with Live(drawn, console=console, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(interval)
+                try:
+                    drawn = frame(address, await fetch(session, address))
+                    live.update(drawn, refresh=True)
+                except EngineError as error:
+                    live.update(Stack(drawn, Text(f"{error} Still trying.", "bold red")), refresh=True)
+
+
+async def fetch(session: aiohttp.ClientSession, address: str) -> Stats:
+    """What GET /stats says. Raises EngineError when no server answers, InputError when it wants another key,
+    ConfigError when it is none of ours."""
+    try:
+        async with session.get(f"{address}/stats") as response:
+            status, body = response.status, await response.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        reason = str(error) or "it does not answer in time"
+        raise EngineError(f"No server at {address}: {clip(reason)}. Start one with `specserve serve`.") from error
+    if status in (401, 403):
+        raise InputError(f"{address} wants an API key: give it with --api-key or in SPECSERVE_API_KEY.", "api_key")
+    if status >= 500:
+        raise EngineError(f"{address} answers with status {status}.")
+    return _parsed(address, body if status == 200 else b"")
+
+
+def frame(address: str, stats: Stats) -> RenderableType:
+    """The figures of one look. Raises ConfigError when they are not those of this version's GET /stats."""
+    try:
+        return Panel(
+            Stack(_requests(stats), _memory(stats), "", _latencies(stats), "", _drafters(stats), _steps(stats)),
+            title=Text(f"{clip(stats['model'])} at {address}", "bold"),
+            subtitle=_state(stats),
+            width=100,
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _foreign(address) from error
+
+
+def _address(url: str) -> str:
+    """The address with its scheme and without a trailing slash."""
+    address = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r} is no address of a server. Write it as {URL}.")
+    return address
+
+
+def _parsed(address: str, body: bytes) -> Stats:
+    try:
+        stats = json.loads(body)
+    except ValueError as error:
+        raise _foreign(address) from error
+    if not isinstance(stats, dict):
+        raise _foreign(address)
+    return stats
+
+
+def _foreign(address: str) -> ConfigError:
+    return ConfigError(
+        f"{address}/stats is not what a specserve server of this version says there. Is the address right, without a "
+        "path behind it, and are server and command of one version?"
+    )
+
+
+def _state(stats: Stats) -> Text:
+    state = clip(stats["state"])
+    restarts = f", {stats['num_restarts']} restarts" if stats["num_restarts"] else ""
+    return Text(f"{state}, up {_duration(stats['uptime_s'])}{restarts}", "green" if state == "ready" else "yellow")
+
+
+def _requests(stats: Stats) -> RenderableType:
+    tokens = stats["tokens"]
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(
+        f"running {stats['num_running']}",
+        f"waiting {stats['num_waiting']}",
+        Text(f"{tokens['generated_per_s']:.1f} tokens/s out", "bold cyan"),
+        f"{tokens['prompt_per_s']:.1f} in",
+        f"{tokens['num_generated']:,} out and {tokens['num_prompt']:,} in so far",
+    )
+    ended = _counts(stats["requests"].items()) or "none"
+    refused = _counts(stats["refused"].items())
+    return Stack(grid, Text(f"ended: {ended}" + (f"   refused: {refused}" if refused else "")))
+
+
+def _memory(stats: Stats) -> RenderableType:
+    cache = stats["kv_cache"]
+    used = cache["num_blocks"] - cache["num_free_blocks"]
+    hits = _share(stats["prefix_cache"]["hit_rate"])
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(
+        f"KV {cache['usage']:.0%}",
+        ProgressBar(total=1.0, completed=cache["usage"], width=24),
+        f"{used} of {cache['num_blocks']} blocks",
+        f"{cache['num_preemptions']} preemptions",
+        f"prefix cache hits {hits}",
+    )
+    return grid
+
+
+def _latencies(stats: Stats) -> RenderableType:
+    table = _table("latency, ms", "p50", "p90", "p99")
+    for name, text in _LATENCIES.items():
+        values = stats["latency_ms"][name]
+        table.add_row(text, *(_number(values[key], 1) for key in ("p50", "p90", "p99")))
+    return table
+
+
+def _drafters(stats: Stats) -> RenderableType:
+    """Acceptance in all and of each drafter; how it is right now stands in the first row."""
+    speculation = stats["speculation"]
+    table = _table("drafter", "tokens a step", "now", "accepted", "drafts", "steps")
+    rows = [("all", speculation, speculation["recent_tokens_per_step"])]
+    rows += [(clip(name), each, None) for name, each in sorted(speculation["drafters"].items())]
+    for name, each, now in rows:
+        table.add_row(
+            Text(name),
+            _number(each["mean_acceptance_length"], 2),
+            _number(now, 2) if name == "all" else "",
+            _share(each["draft_acceptance_rate"]),
+            f"{each['num_drafts']:,}",
+            f"{each['num_steps']:,}",
+        )
+    return table
+
+
+def _steps(stats: Stats) -> RenderableType:
+    steps = stats["steps"]
+    total = sum(steps["seconds"].values())
+    shares = [(clip(phase), f"{seconds / total:.0%}") for phase, seconds in steps["seconds"].items() if seconds]
+    each = f"{1e3 * total / steps['num_steps']:.2f} ms each: {_counts(shares)}" if steps["num_steps"] else ""
+    dropped = f"   {steps['num_drafts_dropped']} drafts dropped" if steps["num_drafts_dropped"] else ""
+    return Text(f"{steps['num_steps']:,} steps   {each}{dropped}")
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column(first, min_width=20)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _counts(items: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join(f"{clip(name)} {count}" for name, count in items if count)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _duration(seconds: float) -> str:
+    """The two largest units: 3 d 4 h, 5 min 6 s."""
+    whole = int(seconds)
+    parts = [(whole // 86_400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
+    first = next((i for i, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])

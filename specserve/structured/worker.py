@@ -1,0 +1,95 @@
+"""A process that compiles what nobody may wait for, and says what it would accept: it may hang, or die, and is then
+killed and started anew by a Trial. Knows the tokenizer and the backends; imports neither torch nor transformers.
+
+    python -m specserve.structured.worker FOLDER SIZE BACKEND BYTES PARENT
+
+On stdin a job a line, {"kind", "text", "outputs", "seconds"}; on stdout an answer each: {"refused": why}, {"accepted":
+[...]}, whether each output may be said from its beginning to its end, or {"timed_out": true}, {"cancelled": true} or
+{"crashed": how} of a job whose process was killed.
+
+To start takes a second, which is too long for each constraint that has to be killed. So a copy of this process (fork)
+compiles, one job after the other, and where a job takes more than its seconds of CPU time, or SIGTERM ends it, the
+copy is replaced within milliseconds. A copy has no threads but its own: backends keep none that compiling needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specserve.machine.lifeline import Copy, end_with
+from specserve.structured.base import Grammar, RefusedError, Vocabulary
+from specserve.structured.compiler import Compiler
+from specserve.structured.spec import Structured
+from specserve.structured.vocabulary import vocabulary
+from specserve.text.tokenizer import Tokenizer
+
+READY = "ready"
+_NICE = 5  # behind the engine, whose streams go on while a grammar is tried
+# A core changes hands at a scheduler's tick, which may be every 4 ms: then a stream that waits for one waits for all of
+# that. So a trial gives its core up after each of these times (in microseconds), for the other one.
+_RUN_US, _PAUSE_US = 1000, 100
+
+
+def accepts(grammar: Grammar, output: str, words: Vocabulary) -> bool:
+    """Whether a text, split as the tokenizer does, may be said and may end where it does."""
+    state = grammar.start()
+    return all(state.advance(token) for token in (*words.encode(output), words.eos_ids[0]))
+
+
+@contextmanager
+def pausing() -> Iterator[None]:
+    """Gives the core up often, where there are native kernels, which can."""
+    if importlib.util.find_spec("specserve.kernels._native") is None:
+        yield
+        return
+    from specserve.kernels import _native
+
+    _native.pause_often(_RUN_US, _PAUSE_US)
+    try:
+        yield
+    finally:
+        _native.pause_no_more()
+
+
+def answer(compiler: Compiler, words: Vocabulary, job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        grammar = compiler.compile(Structured(job["kind"], job["text"]))
+        return {"accepted": [accepts(grammar, output, words) for output in job["outputs"]]}
+    except RefusedError as error:
+        return {"refused": str(error).removeprefix("structured: ")}
+    except MemoryError:
+        return {"refused": "compiling it takes too much memory."}
+
+
+def main(folder: str, size: str, backend: str, max_bytes: str, parent: str) -> None:
+    end_with(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the other side decides
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_AS, (int(max_bytes), int(max_bytes)))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    words = vocabulary(Tokenizer(Path(folder)), int(size))
+    compiler = Compiler(lambda: words, backend)
+    compiler.prepare()
+
+    def answered(job: dict[str, Any]) -> dict[str, Any]:
+        with pausing():
+            return answer(compiler, words, job)
+
+    copy = Copy(answered)
+    print(READY, file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(copy.ask(line)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,96 @@
+"""Turns one completion's tokens into text as they come, and ends it at a stop string. Knows bytes and characters; knows
+nothing of batches, requests or models.
+
+A token is a piece of a byte string, so text is that string read as UTF-8 while it grows: a character appears with its
+last byte, bytes that can never become one appear as U+FFFD. Decoding again from a little before (what tokenizers'
+DecodeStream and most engines do) waits for the next token after any U+FFFD, and takes quadratic time over long runs.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specserve.text.stops import StopSearch, StopString
+from specserve.text.tokenizer import Tokenizer
+from specserve.types import SamplingParams
+
+_MAX_CHARACTER_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What some tokens made visible: new `text`; how many of them are kept, `num_kept`, fewer than given when a stop
+    string was complete before the last; and that stop string, or None."""
+
+    text: str
+    num_kept: int
+    stop: str | None = None
+
+
+class Detokenizer:
+    """The visible text of one completion after `prompt_ids`.
+
+    Text that may still turn out to be the beginning of a stop string is held back. The first stop string to be complete
+    ends the text, whichever began first; a stop that is complete before `params.min_tokens` tokens does not count.
+    How tokens are split among calls of `push` never changes the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        stops: Sequence[StopString] | None = None,
+    ) -> None:
+        """`stops` are those of `params`, where completions share them."""
+        self._tokenizer = tokenizer
+        self._params = params
+        self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = StopSearch([StopString(stop) for stop in params.stop] if stops is None else stops)
+        self._held = ""
+        self._num_tokens = 0
+        self._ended = False
+        # A prompt of ids can end inside a character; the completion then begins with the rest of it.
+        self._utf8.decode(b"".join(self._bytes(token) for token in prompt_ids[-_MAX_CHARACTER_BYTES:]))
+
+    def push(self, token_ids: Sequence[int]) -> Step:
+        """Take the next tokens. Must not be called after a stop string or `finish`."""
+        assert not self._ended, "push after the end"
+        visible: list[str] = []
+        for i, token in enumerate(token_ids):
+            self._num_tokens += 1
+            stop = self._release(self._utf8.decode(self._bytes(token)), visible)
+            if stop is not None:
+                self._ended = True
+                return Step("".join(visible), i + 1, stop)
+        return Step("".join(visible), len(token_ids))
+
+    def finish(self) -> str:
+        """What was held back, once no more tokens will come: empty after a stop string."""
+        rest = "" if self._ended else self._held + self._utf8.decode(b"", final=True)
+        self._ended = True
+        return rest
+
+    def _bytes(self, token: int) -> bytes:
+        return b"" if token in self._skipped else self._tokenizer.token_bytes(token)
+
+    def _release(self, text: str, visible: list[str]) -> str | None:
+        """Move what is certain with this new text to `visible`; the stop string that ended it, if one did."""
+        begin = 0
+        while found := self._stops.push(text, begin):
+            end, stop = found
+            is_end = self._num_tokens >= self._params.min_tokens
+            hidden = len(stop) if is_end and not self._params.include_stop_str_in_output else 0
+            shown = self._held + text[begin:end]
+            visible.append(shown[: len(shown) - hidden])
+            if is_end:
+                return stop
+            self._held, begin = "", end
+        self._held += text[begin:]
+        certain = len(self._held) - self._stops.num_uncertain
+        visible.append(self._held[:certain])
+        self._held = self._held[certain:]
+        return None

@@ -1,0 +1,103 @@
+"""Which tokens open and close a model's reasoning, told by its own files, and whether a prompt ends inside it. Knows
+texts and ids; knows no grammar and no request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence as Many
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from specserve.errors import InputError, ModelError
+
+if TYPE_CHECKING:
+    from specserve.text.tokenizer import Tokenizer
+
+# Where an answer begins: in the midst of reasoning; where the model may open it, or answer at once; behind it.
+Beginning: TypeAlias = Literal["inside", "before", "behind"]
+
+_KNOWN = (
+    ("<think>", "</think>"),  # DeepSeek R1, Qwen 3, QwQ, SmolLM 3
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The tokens around a model's reasoning, one or several in a row each. `header` are those that a prompt ends with,
+    behind its last control token, where the model's turn begins; None where no chat template says so. `controls` are
+    control tokens, without those of reasoning: nothing before the last of them belongs to the model's turn. `eos_ids`
+    end an output, so they cannot come in the midst of reasoning when something is to follow it."""
+
+    open: tuple[int, ...]
+    close: tuple[int, ...]
+    header: tuple[int, ...] | None
+    controls: frozenset[int]
+    eos_ids: frozenset[int]
+
+    def beginning(self, prompt_ids: Many[int]) -> Beginning:
+        """Where the answer to a prompt begins."""
+        last = next((i for i in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[i] in self.controls), -1)
+        turn = tuple(prompt_ids[last + 1 :])
+        opened, closed = _last(turn, self.open), _last(turn, self.close)
+        if opened != closed:
+            return "inside" if opened > closed else "behind"
+        if self.header is None:
+            return "behind"
+        is_new = turn == self.header or (bool(self.header) and turn[-len(self.header) :] == self.header)
+        return "before" if is_new else "behind"
+
+
+def reasoning(tokenizer: Tokenizer, stated: Any, source: str) -> Reasoning | None:
+    """Of a model whose files state the response_template `stated`, or None, and whose chat templates have the text
+    `source`; None for one that does not reason, as far as they tell."""
+    added = tokenizer.added_tokens
+    for (first, last), is_certain in _candidates(tokenizer, stated):
+        if not (is_certain or first in source or last in source or {first, last} <= added.keys()):
+            continue
+        opening, closing = _ids(tokenizer, first), _ids(tokenizer, last)
+        if opening and closing and opening != closing:
+            controls = tokenizer.special_ids.difference(opening, closing)
+            return Reasoning(opening, closing, _header(tokenizer, controls), controls, tokenizer.eos_ids)
+    return None
+
+
+def _candidates(tokenizer: Tokenizer, stated: Any) -> Iterator[tuple[tuple[str, str], bool]]:
+    """Texts that may open and close reasoning, and whether the model's own files say that they do."""
+    family = None if tokenizer.call_format is None else tokenizer.call_format.template
+    for template in (stated, family):
+        fields = template.get("fields") if isinstance(template, Mapping) else None
+        field = fields.get("reasoning_content") if isinstance(fields, Mapping) else None
+        if isinstance(field, Mapping) and isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
+            yield (field["open"], field["close"]), template is stated
+    for pair in _KNOWN:
+        yield pair, False
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Nothing for a text that the tokenizer spells only together with something else."""
+    if text in tokenizer.added_tokens:
+        return (tokenizer.added_tokens[text],)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return tuple(ids) if b"".join(map(tokenizer.token_bytes, ids)) == text.encode() else ()
+
+
+def _header(tokenizer: Tokenizer, controls: frozenset[int]) -> tuple[int, ...] | None:
+    """What two prompts have in common at their ends, behind the last control token."""
+    try:
+        one, two = (tokenizer.encode_chat([{"role": "user", "content": content}]) for content in ("a", "b"))
+    except (InputError, ModelError):  # no template, or one that wants more than a question
+        return None
+    common: list[int] = []
+    for token, other in zip(reversed(one), reversed(two), strict=False):
+        if token != other or token in controls:
+            break
+        common.insert(0, token)
+    return tuple(common)
+
+
+def _last(ids: tuple[int, ...], marker: tuple[int, ...]) -> int:
+    """Where a marker stands for the last time; -1 if nowhere."""
+    size = len(marker)
+    return next((i for i in range(len(ids) - size, -1, -1) if ids[i : i + size] == marker), -1)

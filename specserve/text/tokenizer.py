@@ -1,0 +1,275 @@
+"""Text to token ids and back, and chat messages to text, from the files of a model folder. Imports neither torch nor
+transformers; knows nothing of requests or streams."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from specserve.checkpoint.folder import read_json
+from specserve.errors import InputError, ModelError
+from specserve.text.chat import ChatTemplate, with_reasoning_apart
+from specserve.text.control import ControlTokens, Marks
+from specserve.text.longest import longest_token
+from specserve.text.reasoning import Reasoning, reasoning
+from specserve.text.tools import CallFormat, call_format
+
+Message = Mapping[str, Any]
+
+_SPACE = "\u2581"  # how sentencepiece writes a space
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """The tokenizer of a model folder: tokenizer.json, with the special tokens, end ids and chat template that its
+    other files state.
+
+    `vocab_size` counts tokens, added ones included; `eos_ids` is every id that ends a text by itself, `eos_id` the
+    usual one; that and `bos_id` may be None; `added_tokens` are ids by spelling, and `special_ids` those of them that
+    `skip_special_tokens` skips. Raises ModelError for a file that is missing or broken and for a tokenizer that is
+    neither byte-level nor sentencepiece.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._backend = _load(folder / "tokenizer.json")
+        config = _optional_json(folder / "tokenizer_config.json")
+        special = _special_tokens(config)
+        added = self._backend.get_added_tokens_decoder()
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        self.bos_id = self._id(special.get("bos_token"))
+        self.eos_id = self._id(special.get("eos_token"))
+        self.eos_ids = _eos_ids(folder, self.eos_id)
+        self._special = special
+        self._kind = str(config.get("tokenizer_class", "PreTrainedTokenizerFast"))
+        self._chat = ChatTemplate(folder, config, special)
+        self._response_template = config.get("response_template")
+        self._to_bytes = _byte_decoder(self._backend, folder)
+        self._bytes: dict[int, bytes] = {}
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Most characters of a text that one token stands for; None where there is no such number."""
+        return longest_token(self._backend)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; `add_special_tokens` puts bos and eos around it where the model wants them. Control tokens
+        written out in the text become their ids."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise _not_unicode(error) from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Bytes that are not UTF-8 come out as U+FFFD, ids beyond the vocabulary as nothing."""
+        try:
+            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise InputError(f"These token ids cannot be decoded: {error}. Ids are whole numbers from 0 on.") from error
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for inside a text; empty for an id beyond the vocabulary (a padded LM head)."""
+        if token_id not in self._bytes:
+            token = self._backend.id_to_token(token_id)
+            self._bytes[token_id] = b"" if token is None else self._to_bytes(token)
+        return self._bytes[token_id]
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_values: Any,
+    ) -> str:
+        """The messages as one text, by the model's chat template; `template_values` are handed to the template.
+
+        Raises InputError for messages that the template cannot take, and when the model has no template.
+        """
+        return self._chat.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **template_values,
+        )
+
+    def chat_ids(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
+        """`render_chat(messages, **options)` and its ids. Control tokens that the template writes become their ids;
+        what messages, tools and template values spell is text, whatever it spells.
+
+        A template that looks into messages for control tokens finds none there, but for reasoning that an assistant's
+        message begins with. Raises InputError as `render_chat` does, and for tools that the template does not read.
+        """
+        found = self._chat_ids(messages, options, may_load=True)
+        assert found is not None, "all may be loaded"
+        return found
+
+    def quick_chat_ids(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]] | None:
+        """As `chat_ids`, but None where that might first have to make a second backend: a second or more, once."""
+        return self._chat_ids(messages, options, may_load=False)
+
+    def _chat_ids(
+        self, messages: Sequence[Message], options: Mapping[str, Any], may_load: bool
+    ) -> tuple[str, list[int]] | None:
+        if options.get("tools") and not self.takes_tools:
+            raise InputError("tools: this model's chat template takes no tools. Leave them out.", "tools")
+        text = self.render_chat(messages, **options)
+        theirs = {name: value for name, value in options.items() if not name.endswith("_token")}
+        try:
+            if not self._control.may_be_in([messages, theirs]):
+                return text, self.encode(text, add_special_tokens=False)
+            if not (may_load or self._control.loaded):
+                return None
+            parts = self._render_hidden(text, messages, options, theirs)
+            return "".join(parts), self._control.encode(parts)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise _not_unicode(error) from error
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The ids of `chat_ids(messages, **options)`; the template has written the special tokens already."""
+        return self.chat_ids(messages, **options)[1]
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template reads `tools`."""
+        return self._chat.takes_tools
+
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls of tools; None for one that nobody here knows."""
+        special = (token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
+        return call_format(self._response_template, self._chat.tool_source, special)
+
+    @cached_property
+    def reasoning(self) -> Reasoning | None:
+        """The tokens around the model's reasoning; None for one that does not reason."""
+        return reasoning(self, self._response_template, self._chat.tool_source + (self._chat.source or ""))
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._backend)
+
+    def _render_hidden(
+        self, text: str, messages: Sequence[Message], options: Mapping[str, Any], theirs: Mapping[str, Any]
+    ) -> list[str]:
+        """Text of the template and text that must stay text, in turn. Marks may keep a template from recognising what
+        it looks for: the first way of placing them that still gives `text` is taken, else whole control tokens alone
+        are marked."""
+
+        def parts(chat: Any, edges: bool) -> list[str]:
+            marks = Marks()
+            chat, values = self._control.hidden([chat, theirs], marks, edges)
+            return marks.split(self.render_chat(chat, **{**options, **values}))
+
+        for chat in (messages, *with_reasoning_apart(messages)):
+            for edges in (True, False):
+                try:
+                    found = parts(chat, edges)
+                except InputError:  # the template refuses a mark, as in the id of a call
+                    continue
+                if "".join(found) == text:
+                    return found
+        return parts(messages, edges=False)
+
+    def info(self) -> dict[str, Any]:
+        """What a client needs to build prompts itself, under the names of tokenizer_config.json."""
+        tokens = {role: self._special.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        return {"tokenizer_class": self._kind, **tokens, "chat_template": self._chat.source}
+
+    def _id(self, token: str | None) -> int | None:
+        token_id: int | None = None if token is None else self._backend.token_to_id(token)
+        return token_id
+
+
+def _load(path: Path) -> Backend:
+    if not path.is_file():
+        raise ModelError(f"{path} is missing. Save it with transformers.AutoTokenizer's save_pretrained.")
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _not_unicode(error: Exception) -> InputError:
+    return InputError(f"The text cannot be tokenized: it must be a str of valid Unicode ({error}).")
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the like; each is a string or an object with `content`."""
+    tokens = {}
+    for role, value in config.items():
+        content = value.get("content") if isinstance(value, Mapping) else value
+        if role.endswith("_token") and isinstance(content, str):
+            tokens[role] = content
+    return tokens
+
+
+def _eos_ids(folder: Path, named: int | None) -> frozenset[int]:
+    """generation_config.json says it best, config.json where that is silent; the tokenizer's own end token on top."""
+    for name in ("generation_config.json", "config.json"):
+        stated = _optional_json(folder / name).get("eos_token_id")
+        if stated is not None:
+            break
+    ids = {stated} if isinstance(stated, int) else set(stated or ())
+    return frozenset(ids | ({named} if named is not None else set()))
+
+
+def _byte_decoder(backend: Backend, folder: Path) -> Callable[[str], bytes]:
+    """How a token's spelling becomes bytes, told by the parts of the decoder in tokenizer.json."""
+    parts = _decoder_parts(backend)
+    if any(part["type"] == "ByteLevel" for part in parts):
+        alphabet = _byte_alphabet()
+        return lambda token: _from_byte_alphabet(token, alphabet)
+    fallback = any(part["type"] == "ByteFallback" for part in parts)
+    if fallback or any(part["type"] == "Metaspace" for part in parts):
+        return lambda token: _from_sentencepiece(token, fallback)
+    kinds = ", ".join(part["type"] for part in parts) or "none"
+    raise ModelError(
+        f"{folder / 'tokenizer.json'} has the decoder {kinds}. Byte-level and sentencepiece tokenizers are supported."
+    )
+
+
+def _decoder_parts(backend: Backend) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())  # its JSON; the file itself can have 30 MB
+    parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    return parts
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for code points from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _from_byte_alphabet(token: str, alphabet: Mapping[str, int]) -> bytes:
+    """A token that uses any other character (an added one) is plain text."""
+    if all(character in alphabet for character in token):
+        return bytes(alphabet[character] for character in token)
+    return token.encode()
+
+
+def _from_sentencepiece(token: str, fallback: bool) -> bytes:
+    if fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+        return bytes([int(byte[1], 16)])
+    return token.replace(_SPACE, " ").encode()

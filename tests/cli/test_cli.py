@@ -1,0 +1,498 @@
+"""The command line: options from flags, environment and file, commands on a tiny real model, errors in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from specserve import llm
+from specserve.cli import answer as cli_answer, chat as cli_chat, generate as cli_generate
+from specserve.cli.main import COMMANDS, build_app, run
+from specserve.cli.options import ENGINE_HELP, SAMPLING_HELP, EngineOptions, SamplingOptions, engine_options
+from specserve.config import EngineConfig
+from specserve.doctor import examine
+from specserve.errors import EngineError
+from specserve.structured import library
+from specserve.structured.spec import Structured
+from specserve.testing import write_tiny_model
+from specserve.types import SamplingParams
+
+ENGINE, SAMPLING = EngineOptions(), SamplingOptions()
+REAL = llm.LLM
+Outcome = tuple[int, str, str]
+Run = Callable[..., Outcome]
+SMALL = ("--dtype", "float32", "--kv-cache-gib", "0.01", "--max-model-len", "1024")
+
+
+@pytest.fixture
+def specserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs the command line in an empty folder; gives status, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SPECSERVE_DEBUG", raising=False)
+
+    def call(*arguments: str) -> Outcome:
+        status = run(arguments)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "llama"))
+
+
+@functools.cache
+def built(options: str) -> llm.LLM:
+    return REAL(**json.loads(options))
+
+
+class Kept:
+    """Stands in for LLM: engines with the same options are one, which stays open, for loading is what takes time."""
+
+    def __init__(self, *, progress: bool, **options: Any) -> None:
+        self.engine = built(json.dumps(options))
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert not self.engine.engine.has_work
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "LLM", Kept)
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, SamplingParams]]:
+    """Puts a command in generate's place that keeps its options."""
+    kept: list[tuple[EngineConfig, SamplingParams]] = []
+    annotations = get_type_hints(cli_generate.generate, include_extras=True)
+
+    def generate(*prompts: str, engine: EngineConfig = ENGINE, sampling: SamplingParams = SAMPLING) -> None:
+        kept.append((engine, sampling))
+
+    generate.__annotations__ |= {name: annotations[name] for name in ("engine", "sampling")}
+    monkeypatch.setattr(cli_generate, "generate", generate)
+    return kept
+
+
+def test_every_engine_option_has_a_flag_and_a_text() -> None:
+    assert {field.name for field in dataclasses.fields(EngineConfig)} == set(ENGINE_HELP)
+    assert {field.name for field in dataclasses.fields(SamplingParams)} >= set(SAMPLING_HELP)
+
+
+def test_engine_defaults_are_those_of_the_config() -> None:
+    assert engine_options(EngineOptions()) == {
+        field.name: getattr(EngineConfig(), field.name) for field in dataclasses.fields(EngineConfig)
+    }
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(
+    specserve: Run, parsed: list[tuple[EngineConfig, SamplingParams]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("specserve.toml").write_text(
+        "max_num_seqs = 3\nblock_size = 32\nthreads = 7\n"
+        "[generate]\ntemperature = 0.5\ntop_k = 9\n[drafter_options]\nn = 4\non = true\n"
+    )
+    monkeypatch.setenv("SPECSERVE_BLOCK_SIZE", "8")
+    monkeypatch.setenv("SPECSERVE_TOP_K", "5")
+    monkeypatch.setenv("SPECSERVE_THREADS", "6")
+    assert specserve("generate", "hello", "--threads", "2")[0] == 0
+    engine, sampling = parsed[0]
+    assert (engine.max_num_seqs, engine.block_size, engine.threads) == (3, 8, 2)
+    assert (sampling.temperature, sampling.top_k) == (0.5, 5)
+    assert engine_options(engine)["drafter_options"] == {"n": 4, "on": True}
+
+
+def test_command_table_wins_over_top_level(specserve: Run, parsed: list[tuple[EngineConfig, SamplingParams]]) -> None:
+    Path("mine.toml").write_text("max_num_seqs = 3\nthreads = 4\n[generate]\nmax-num-seqs = 5\n[bench]\nlimit = 1\n")
+    assert specserve("generate", "hello", "--config", "mine.toml")[0] == 0
+    assert (parsed[0][0].max_num_seqs, parsed[0][0].threads) == (5, 4)
+
+
+def test_config_file_by_environment(
+    specserve: Run, parsed: list[tuple[EngineConfig, SamplingParams]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("mine.toml").write_text("max_num_seqs = 3\n")
+    monkeypatch.setenv("SPECSERVE_CONFIG", "mine.toml")
+    assert specserve("generate", "hello")[0] == 0
+    assert parsed[0][0].max_num_seqs == 3
+
+
+def test_drafter_options_are_typed_and_get_python_names(
+    specserve: Run, parsed: list[tuple[EngineConfig, SamplingParams]]
+) -> None:
+    flags = ("--drafter-options.look-up", "3", "--drafter-options.share", "0.5", "--drafter-options.on", "true")
+    assert specserve("generate", "hello", *flags, "--drafter-options.path", "x.bin")[0] == 0
+    options = engine_options(parsed[0][0])["drafter_options"]
+    assert options == {"look_up": 3, "share": 0.5, "on": True, "path": "x.bin"}
+    assert [type(value) for value in options.values()] == [int, float, bool, str]
+
+
+def test_stop_and_switches(specserve: Run, parsed: list[tuple[EngineConfig, SamplingParams]]) -> None:
+    assert specserve("generate", "x", "--stop", "a", "--stop", "b", "--no-prefix-caching", "--ignore-eos")[0] == 0
+    engine, sampling = parsed[0]
+    assert (sampling.stop, sampling.ignore_eos, engine.prefix_caching) == (("a", "b"), True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("max_num_seq = 3", "Did you mean 'max_num_seqs'"),
+        ("[generate]\ntemprature = 1.0", "Did you mean --temperature?"),
+        ("[genrate]\ntemperature = 1.0", "Did you mean 'generate'"),
+        ("max_num_seqs = ", "Cannot read the configuration file"),
+        ("max_num_seqs = 'many'", "max_num_seqs"),
+        ("block_size = 0", "block_size is 0"),
+    ],
+)
+def test_wrong_files(specserve: Run, text: str, complaint: str) -> None:
+    Path("specserve.toml").write_text(text)
+    status, _, err = specserve("generate", "hello")
+    assert status == 2
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("generate", "x", "--temprature", "1"), "Did you mean --temperature?"),
+        (("generat", "x"), 'Did you mean "generate"?'),
+        (("generate", "x", "--dtype", "float15"), "Choose from"),
+        (("generate", "x", "--max-num-seqs", "0"), "max_num_seqs is 0"),
+        (("generate", "x", "--temperature", "1000"), "temperature is 1000.0"),
+        (("generate", "x", "--threads", "two"), '"two" is not a whole number'),
+        (("generate", "x", "--threads", "2.7"), '"2.7" is not a whole number'),
+        (("generate", "x", "--max-tokens", "1e2"), '"1e2" is not a whole number'),
+        (("bench", "--limit", "2.5"), '"2.5" is not a whole number'),
+        (("generate", "x", "--drafter", "ngrm"), "Did you mean 'ngram'"),
+        (("generate", "x", "--raw", "--system", "y"), "--raw"),
+        (("generate", "x", "--model", "smollm-135m"), "Did you mean 'smollm2-135m'"),
+        (("generate", "x", "--config", "none.toml"), "none.toml"),
+        (("pull", "smollm-135m"), "Did you mean 'smollm2-135m'"),
+        (("bench", "--drafter", "ngrm"), "Did you mean 'ngram'"),
+        (("bench", "--drafter", "ngram", "ngram"), "named twice"),
+        (("bench", "--prompts", "none.jsonl"), "none.jsonl"),
+        (("bench", "--concurrency", "0"), "--concurrency"),
+        (("bench", "--schema", "none.json"), "none.json"),
+        (("bench", "replay", "none.jsonl"), "none.jsonl"),
+        (("completion", "tcsh"), "Choose from"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(specserve: Run, arguments: tuple[str, ...], complaint: str) -> None:
+    status, out, err = specserve(*arguments)
+    assert status == 2
+    assert out == ""
+    assert complaint in err
+    assert err.startswith("specserve: ")
+    assert err.count("\n") == 1
+
+
+def test_engine_errors_are_status_1(specserve: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*prompts: str) -> None:
+        raise EngineError("it broke")
+
+    monkeypatch.setattr(cli_generate, "generate", fail)
+    assert specserve("generate", "x") == (1, "", "specserve: it broke\n")
+
+
+def test_debug_keeps_the_traceback(specserve: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSERVE_DEBUG", "1")
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        specserve("generate", "x", "--max-num-seqs", "0")
+
+
+def test_interrupt_is_status_130(specserve: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*prompts: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_generate, "generate", interrupt)
+    assert specserve("generate", "x")[0] == 130
+
+
+def test_help_lists_commands_and_sections(specserve: Run) -> None:
+    _, out, _ = specserve("--help")
+    assert all(f" {name} " in out for name in COMMANDS)
+    _, out, _ = specserve("generate", "--help")
+    sections = [out.index(f"─ {name} ─") for name in ("Model", "Generation", "Speculation", "Engine", "Output")]
+    assert sections == sorted(sections)
+    assert all("--" + name.replace("_", "-") in out for name in (*ENGINE_HELP, *SAMPLING_HELP))
+
+
+def test_every_command_has_help(specserve: Run) -> None:
+    for name in COMMANDS:
+        status, out, _ = specserve(name, "--help")
+        assert status == 0
+        assert out.startswith(f"Usage: specserve {name}")
+
+
+def test_version(specserve: Run) -> None:
+    import specserve as package
+
+    assert specserve("--version") == (0, f"{package.__version__}\n", "")
+
+
+def test_help_needs_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, specserve.cli.main as c; c.run(['--help']); "
+        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    folder = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, check=False).returncode == 0
+
+
+def test_package_exports() -> None:
+    import specserve as package
+
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
+        _ = package.LLMs
+
+
+def test_generate_streams_one_prompt(specserve: Run, tiny: str) -> None:
+    status, out, err = specserve("generate", "hello", "--model", tiny, *SMALL, "--max-tokens", "8", "--stats")
+    assert status == 0
+    assert out.endswith("\n")
+    assert "8 tokens, " in err
+    assert "tokens a step" in err
+
+
+@pytest.mark.usefixtures("kept")
+def test_generate_streams_what_a_batch_prints(specserve: Run, tiny: str) -> None:
+    flags = ("--model", tiny, *SMALL, "--max-tokens", "12")
+    alone = [specserve("generate", prompt, *flags)[1] for prompt in ("one", "two")]
+    assert specserve("generate", "one", "two", *flags)[1] == "".join(alone)
+
+
+@pytest.mark.usefixtures("kept")
+def test_generate_json(specserve: Run, tiny: str) -> None:
+    flags = ("--model", tiny, *SMALL, "--max-tokens", "6", "--json", "--raw", "--drafter", "ngram")
+    _, out, _ = specserve("generate", "one", "two", *flags)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [record["prompt"] for record in records] == ["one", "two"]
+    assert all(len(record["token_ids"]) <= 6 for record in records)
+    assert all(record["finish_reason"] in ("length", "stop") for record in records)
+
+
+@pytest.mark.usefixtures("kept")
+def test_generate_structured(specserve: Run, tiny: str, tmp_path: Path) -> None:
+    flags = ("--model", tiny, *SMALL, "--max-tokens", "90", "--temperature", "1", "--seed", "4")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": ["the", 1]}, "minItems": 1, "maxItems": 3}')
+    for _ in range(2):
+        out = specserve("generate", "one", "two", *flags, "--schema", str(schema))[1]
+        assert all(1 <= len(json.loads(line)) <= 3 and set(json.loads(line)) <= {"the", 1} for line in out.splitlines())
+    assert re.fullmatch(r"[ab]{3}\n", specserve("generate", "one", *flags, "--regex", "[ab]{3}")[1])
+    assert specserve("generate", "one", *flags, "--choice", "on", "--choice", "off")[1] in ("on\n", "off\n")
+    date.fromisoformat(specserve("generate", "one", *flags, "--grammar", "date")[1].strip())
+    for name, text in (
+        ("a.lark", 'start: "x" "y"'),
+        ("a.ebnf", 'root ::= "x" "y"'),
+        ("a.gbnf", 'root ::= "xy"'),
+        ("a.regex", "xy\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert specserve("generate", "one", *flags, "--grammar", str(tmp_path / name))[1] == "xy\n"
+
+
+@pytest.mark.usefixtures("kept")
+def test_generate_structured_says_what_is_wrong(specserve: Run, tiny: str, tmp_path: Path) -> None:
+    flags = ("--model", tiny, *SMALL)
+    assert "Give one" in specserve("generate", "one", *flags, "--regex", "a", "--choice", "b")[2]
+    assert "Give one" in specserve("generate", "one", *flags, "--grammar", "date", "--choice", "b")[2]
+    assert "missing.json" in specserve("generate", "one", *flags, "--schema", "missing.json")[2]
+    for given, said in {
+        "dte": "Unknown grammar 'dte'. Did you mean 'date'",
+        "missing.lark": "missing.lark' cannot be read",
+        "notes.txt": "must end in one of .regex, .ebnf, .gbnf, .lark",
+        str(tmp_path): "must end in",
+    }.items():
+        status, out, err = specserve("generate", "one", *flags, "--grammar", given)
+        assert (status, out) == (2, "")
+        assert said in err
+    (tmp_path / "no.json").write_text('{"uniqueItems": true}')
+    status, out, err = specserve("generate", "one", *flags, "--schema", str(tmp_path / "no.json"))
+    assert (status, out) == (2, "")
+    assert "uniqueItems" in err
+
+
+def test_grammars_that_come_along(specserve: Run, tmp_path: Path) -> None:
+    status, out, _ = specserve("grammar", "list")
+    assert status == 0
+    assert re.findall(r"^ ([a-z].*?) +(?:kind|regex|ebnf|lark) ", out, re.MULTILINE) == ["name", *library.names()]
+    shown = " ".join(out.split())
+    assert "Settings as key = value lines, in [sections] or not" in shown, "nothing is read as markup"
+    for name in library.names():
+        assert specserve("grammar", "show", name)[:2] == (0, Structured.named(name).text.removesuffix("\n") + "\n")
+    (tmp_path / "mine.regex").write_text(specserve("grammar", "show", "date")[1])
+    assert Structured.file(tmp_path / "mine.regex") == Structured.named("date")
+    status, out, err = specserve("grammar", "show", "sqll")
+    assert (status, out) == (2, "")
+    assert "Did you mean 'sql'" in err
+
+
+@pytest.mark.usefixtures("kept")
+def test_generate_reads_standard_input(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--model", tiny, *SMALL, "--max-tokens", "6")
+    given = specserve("generate", "two\nlines", *flags)[1]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert specserve("generate", *flags)[1] == given
+
+
+@pytest.mark.usefixtures("kept")
+def test_system_message_matters(specserve: Run, tiny: str) -> None:
+    flags = ("--model", tiny, *SMALL, "--max-tokens", "12")
+    plain = specserve("generate", "one", *flags)[1]
+    assert specserve("generate", "one", *flags, "--system", "Be brief.")[1] != plain
+    assert specserve("generate", "one", *flags, "--raw")[1] != plain
+
+
+@pytest.mark.usefixtures("kept")
+def test_chat_through_a_pipe(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nhello\n/reset\nhello\n/rest\n/exit\nnot asked\n"))
+    status, out, err = specserve("chat", "--model", tiny, *SMALL, "--max-tokens", "8")
+    assert status == 0
+    assert err.count("tokens a step") == 3
+    assert "Unknown command '/rest'. Did you mean '/reset'" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    fresh = specserve("chat", "--model", tiny, *SMALL, "--max-tokens", "8")[1]
+    assert out.startswith(fresh)
+    assert out.endswith(fresh)  # after /reset the first answer comes again
+    assert len(out) > 2 * len(fresh)
+
+
+@pytest.mark.usefixtures("kept")
+def test_chat_survives_a_message_that_is_too_long(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n{'long ' * 600}\nhello\n"))
+    status, _, err = specserve("chat", "--model", tiny, *SMALL, "--max-tokens", "8")
+    assert status == 0
+    assert "at most" in err
+    assert err.count("tokens a step") == 2
+
+
+@pytest.mark.usefixtures("kept")
+def test_chat_survives_an_interrupted_answer(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = cli_answer.write
+    calls: list[int] = []
+
+    def interrupted(chunks: object) -> object:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return write(chunks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cli_chat, "write", interrupted)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhello\n"))
+    status, _, err = specserve("chat", "--model", tiny, *SMALL, "--max-tokens", "8")
+    assert (status, len(calls)) == (0, 2)
+    assert "(stopped)" in err
+    assert err.count("tokens a step") == 1
+
+
+def test_bench_writes_figures_and_a_recording_that_replays(specserve: Run, tiny: str) -> None:
+    flags = ("--model", tiny, *SMALL, "--limit", "3", "--max-tokens", "12", "--json", "out.json", "--record", "r.jsonl")
+    status, out, err = specserve("bench", "--drafter", "ngram", *flags, "--show", "1")
+    assert status == 0, err
+    assert "--- answer (ngram) ---" in out
+    figures = json.loads(Path("out.json").read_text())
+    assert [run["drafter"] for run in figures["runs"]] == ["none", "ngram"]
+    assert [run["mismatched_requests"] for run in figures["runs"]] == [0, 0]
+    status, out, err = specserve("bench", "replay", "r.jsonl", "--json", "replay.json")
+    assert status == 0, err
+    assert json.loads(Path("replay.json").read_text())["tokens"] == figures["runs"][0]["output_tokens"]
+
+
+def test_bench_with_a_schema_measures_masks_and_counts_misfits(specserve: Run, tiny: str) -> None:
+    Path("schema.json").write_text('{"enum": ["the stone", "the other"]}', "utf-8")
+    flags = ("--model", tiny, *SMALL, "--limit", "3", "--max-tokens", "20", "--json", "out.json")
+    status, out, err = specserve("bench", "--drafter", "ngram", *flags, "--schema", "schema.json")
+    assert status == 0, err
+    assert "Masks" in out
+    for figures in json.loads(Path("out.json").read_text())["runs"]:
+        told = figures["structured"]
+        assert (told["ended_outputs"], told["cut_off_outputs"], told["invalid_outputs"]) == (3, 0, 0)
+        assert 0 < told["accepted_forced_tokens"] <= told["forced_tokens"]
+        assert all(0 < times["p50"] <= times["p99"] for times in (told["mask_ms_per_row"], told["mask_ms_per_step"]))
+        assert 0 < told["mask_share"] < 1
+
+
+def test_doctor(specserve: Run, tiny: str) -> None:
+    status, out, _ = specserve("doctor", tiny)
+    assert status == 0
+    for word in ("Versions", "torch", "instruction sets", "free for an engine", "Kernels", "ngram"):
+        assert word in out
+    assert tiny in "".join(out.split())  # folded, not cut
+
+
+def test_doctor_names_the_processor_and_its_instruction_sets(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(
+        "processor\t: 0\nmodel name\t: Tester 9\nflags\t\t: fpu avx2 amx_int8 avx512\n"
+    )
+    rows = dict(next(section for section in examine(tiny, root=tmp_path) if section.title == "Device").rows)
+    assert rows["processor"] == "Tester 9"
+    assert rows["instruction sets"] == "avx2, amx_int8"
+    rows = dict(next(section for section in examine(tiny, root=tmp_path / "none") if section.title == "Device").rows)
+    assert rows["instruction sets"].startswith("not reported")
+
+
+def test_pull_of_a_folder_prints_it(specserve: Run, tiny: str) -> None:
+    assert specserve("pull", tiny) == (0, f"{tiny}\n", "")
+
+
+def test_pull_lists_an_empty_cache(specserve: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path / "nothing"))
+    assert specserve("pull", "--list") == (0, "", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_options(shell: str) -> None:
+    script = build_app().generate_completion(shell=shell)  # type: ignore[arg-type]
+    assert "max-num-seqs" in script
+    assert "doctor" in script
+
+
+def test_completion_installs_where_the_shell_looks(
+    specserve: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    status, out, _ = specserve("completion", "fish")
+    assert status == 0
+    path = Path(out.split()[1].rstrip("."))
+    assert tmp_path in path.parents
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(
+    ("verification", "temperature", "said"), [("block", "1", True), ("block", "0", False), ("coupled", "1", False)]
+)
+def test_bench_says_when_texts_may_differ(
+    specserve: Run, tiny: str, verification: str, temperature: str, said: bool
+) -> None:
+    flags = ("--verification", verification, "--temperature", temperature, "--limit", "1", "--max-tokens", "4")
+    status, out, err = specserve("bench", "--model", tiny, *SMALL, *flags)
+    assert status == 0, err
+    assert ("their law is the same" in out) == said
