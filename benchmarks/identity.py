@@ -19,7 +19,7 @@ from typing import Any
 from specserve.bench.prompts import load_prompts, spread
 from specserve.config import DEFAULT_MODEL
 from specserve.llm import LLM
-from specserve.speculation.base import DraftHost
+from specserve.speculation.host import DraftHost
 from specserve.testing import ScriptedDrafter
 from specserve.types import SamplingParams
 
@@ -66,7 +66,7 @@ def draft_with(llm: LLM, drafter: str, prompts: list[Tokens], right: list[Tokens
     vocab_size = engine.limits.vocab_size
     scripts = {tuple(prompt): answer for prompt, answer in zip(prompts, right, strict=True)}
     scripted = ScriptedDrafter(scripts, vocab_size, accuracy=0.8, decoys=1)
-    engine.use(DraftHost(scripted, vocab_size, timeout_s=10.0), engine.num_speculative_tokens)
+    engine.use(DraftHost(scripted, vocab_size, timeout_s=10.0), engine.policy.num_tokens)
 
 
 def differing(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

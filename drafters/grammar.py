@@ -1,34 +1,26 @@
-"""What a sequence's grammar forces next, as the tokenizer would split it. Knows grammars' states; free sequences get
-nothing from it.
+"""Drafts the tokens that a sequence's grammar leaves no choice of, as the tokenizer would split them, and nothing else.
 
-The engine itself puts forced tokens into the drafts of every drafter; this one drafts them and nothing else.
+The engine itself puts such jump-forward tokens into the drafts of every drafter; this one is for measuring them alone.
 """
 
 from __future__ import annotations
 
-import torch
-
-from specserve.types import Draft, Sequence, Verdict
+from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
+from specserve.types import Draft
 
 
 class GrammarDrafter:
-    """Chains of forced tokens. Right unless the model prefers another spelling of the same text."""
+    """Chains of jump-forward tokens. Right unless the model prefers another spelling of the same text."""
 
-    wants_hidden = False
+    needs = Needs()
 
-    def begin(self, seq: Sequence) -> None:
-        pass
+    def __init__(self, context: DraftContext) -> None: ...
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        return [_forced(seq, limit) for seq, limit in zip(seqs, budget, strict=True)]
+    def begin(self, seq: SequenceView) -> None: ...
 
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
-        pass
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [Draft.chain(seq.jump_forward()[:most]) for seq, most in requests]
 
-    def end(self, seq: Sequence) -> None:
-        pass
+    def observe(self, step: StepReport) -> None: ...
 
-
-def _forced(seq: Sequence, limit: int) -> Draft:
-    forced = [] if seq.grammar is None else seq.grammar.forced()[:limit]
-    return Draft.chain(forced) if forced else Draft.empty()
+    def end(self, seq: SequenceView) -> None: ...

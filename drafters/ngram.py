@@ -1,31 +1,29 @@
-"""Prompt lookup: continue as the sequence itself did after the last occurrence of its newest n tokens. Knows one
-sequence at a time; no model, no training, nothing across sequences.
+"""Prompt lookup: continue as the sequence itself did after the last occurrence of its newest n tokens.
 
 Method: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding); options named as in vLLM.
 """
 
 from __future__ import annotations
 
-import torch
-
 from specserve.errors import ConfigError
+from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport, TokensView
 from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, suffix_keys
-from specserve.types import Draft, Sequence, Verdict
+from specserve.types import Draft
 
 
 class NgramDrafter:
     """Chains looked up in the sequence's own tokens: the longest n-gram first, of equal ones the most recent.
 
     n runs from `prompt_lookup_max` down to `prompt_lookup_min`. A match that reaches the end of the sequence repeats
-    (the overlapping copy of LZ77), so a loop of any period fills the budget. A begin costs O(1), a commit O(new
+    (the overlapping copy of LZ77), so a loop of any period fills the budget. A begin costs O(1), a step O(new
     tokens), a proposal O(1) look-ups. The completions of a request share what is known of its prompt, of which about a
     thousand tokens are taken in with each step's proposals; until then drafts come from those. Raises ConfigError
     unless 1 <= prompt_lookup_min <= prompt_lookup_max.
     """
 
-    wants_hidden = False
+    needs = Needs()
 
-    def __init__(self, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
+    def __init__(self, context: DraftContext, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
         for name, value in (("prompt_lookup_max", prompt_lookup_max), ("prompt_lookup_min", prompt_lookup_min)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")
@@ -35,33 +33,33 @@ class NgramDrafter:
             )
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         self._prompts: PerRequest[NgramIndex] = PerRequest()
-        self._indexes: dict[Sequence, _Index] = {}
+        self._indexes: dict[SequenceView, _Index] = {}
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: SequenceView) -> None:
         prompt = self._prompts.take(seq, lambda: NgramIndex(seq.tokens, seq.num_prompt, self._sizes))
         self._indexes[seq] = _Index(prompt, seq.num_prompt, self._sizes)
         self._indexes[seq].extend(seq.tokens)
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         left = NGRAMS_PER_STEP
-        for seq in seqs:
+        for seq, _ in requests:
             left -= self._indexes[seq].prompt.extend(left) if left > 0 else 0
-        return [self._continue(seq, limit) for seq, limit in zip(seqs, budget, strict=True)]
+        return [self._continue(seq.tokens, self._indexes[seq].find(seq.tokens), most) for seq, most in requests]
 
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
-        for seq in seqs:
-            self._indexes[seq].extend(seq.tokens)
+    def observe(self, step: StepReport) -> None:
+        for each in step.seqs:
+            if each.verdict is not None:
+                self._indexes[each.seq].extend(each.seq.tokens)
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: SequenceView) -> None:
         del self._indexes[seq]
         self._prompts.give(seq)
 
-    def _continue(self, seq: Sequence, limit: int) -> Draft:
-        start = self._indexes[seq].find(seq.tokens)
+    def _continue(self, tokens: TokensView, start: int | None, most: int) -> Draft:
         if start is None:
             return Draft.empty()
-        period = len(seq.tokens) - start
-        return Draft.chain([seq.tokens[start + i % period] for i in range(limit)])
+        following = tokens[start : start + most]
+        return Draft.chain((following * -(-most // len(following)))[:most])
 
 
 class _Index:
@@ -74,7 +72,7 @@ class _Index:
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
         self._indexed = num_prompt - 1  # n-grams that end before this index, or at it, are in
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: TokensView) -> None:
         """Take in what is new. The n-grams that end with the last token wait: nothing follows them yet."""
         for end in range(self._indexed + 1, len(tokens)):
             for size in self._sizes:
@@ -82,7 +80,7 @@ class _Index:
                     self._after[tuple(tokens[end - size : end])] = end
         self._indexed = max(self._indexed, len(tokens) - 1)
 
-    def find(self, tokens: list[int]) -> int | None:
+    def find(self, tokens: TokensView) -> int | None:
         """Index of the token after the last earlier occurrence of the longest n-gram that ends `tokens`."""
         self.extend(tokens)
         keys: list[int] = []

@@ -1,5 +1,4 @@
-"""Follow the text that a request says its answer will mostly be, and find the place again after an edit. Knows one
-sequence and its prediction at a time; no model, nothing of the prompt.
+"""Follow the text that a request says its answer will mostly be, and find the place again after an edit.
 
 What is predicted is OpenAI's `prediction` parameter (platform.openai.com/docs/guides/predicted-outputs); the matching
 is our own.
@@ -10,11 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from weakref import WeakValueDictionary
 
-import torch
-
 from specserve.errors import ConfigError
+from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, suffix_keys
-from specserve.types import Draft, Sequence, Verdict
+from specserve.types import Draft
 
 
 class PredictionDrafter:
@@ -25,13 +23,13 @@ class PredictionDrafter:
     followed, else the nearest before. The place depends on the output alone, not on how many tokens a step brought.
 
     All running sequences of the same prediction and salt share what is known of it, of which some hundred tokens are
-    taken in with each step's proposals; who departs before that is done waits for it. A commit costs O(new tokens), a
+    taken in with each step's proposals; who departs before that is done waits for it. A step costs O(new tokens), a
     proposal O(draft). Raises ConfigError unless 1 <= match_min <= match_max.
     """
 
-    wants_hidden = False
+    needs = Needs()
 
-    def __init__(self, match_max: int = 8, match_min: int = 2) -> None:
+    def __init__(self, context: DraftContext, match_max: int = 8, match_min: int = 2) -> None:
         whole = all(type(value) is int for value in (match_max, match_min))
         if not whole or not 1 <= match_min <= match_max:
             raise ConfigError(
@@ -41,38 +39,38 @@ class PredictionDrafter:
         self._sizes = range(match_max, match_min - 1, -1)
         self._texts: WeakValueDictionary[tuple[bytes, tuple[int, ...]], _Text] = WeakValueDictionary()
         self._of_request: PerRequest[_Text] = PerRequest()
-        self._places: dict[Sequence, _Place] = {}
+        self._places: dict[SequenceView, _Place] = {}
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: SequenceView) -> None:
         if seq.prediction:
             text = self._of_request.take(seq, lambda: self._text(seq))
             self._places[seq] = _Place(text, seq.num_prompt)
             self._places[seq].read(seq)
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         left = NGRAMS_PER_STEP
-        for seq in seqs:
+        for seq, _ in requests:
             place = self._places.get(seq)
             if place is not None and not place.text.index.is_complete and left > 0:
                 left -= place.text.index.extend(left)
-        return [self._draft(seq, limit) for seq, limit in zip(seqs, budget, strict=True)]
+        return [self._draft(seq, most) for seq, most in requests]
 
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
-        for seq in seqs:
-            if seq in self._places:
-                self._places[seq].read(seq)
+    def observe(self, step: StepReport) -> None:
+        for each in step.seqs:
+            if each.verdict is not None and each.seq in self._places:
+                self._places[each.seq].read(each.seq)
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: SequenceView) -> None:
         if self._places.pop(seq, None) is not None:
             self._of_request.give(seq)
 
-    def _text(self, seq: Sequence) -> _Text:
+    def _text(self, seq: SequenceView) -> _Text:
         key = (seq.salt, seq.prediction)  # by salt: how long it takes must not tell tenants of each other
         text = self._texts.get(key) or _Text(seq.prediction, self._sizes)
         self._texts[key] = text
         return text
 
-    def _draft(self, seq: Sequence, limit: int) -> Draft:
+    def _draft(self, seq: SequenceView, limit: int) -> Draft:
         place = self._places.get(seq)
         if place is None:
             return Draft.empty()
@@ -109,7 +107,7 @@ class _Place:
         self._reached = 0  # index after the last predicted token that did come: a place found by chance does not count
         self._num_read = num_read
 
-    def read(self, seq: Sequence) -> None:
+    def read(self, seq: SequenceView) -> None:
         """Follow what is new of the output, token by token, up to where it departs before the place can be found again:
         the rest is read when it can, with no other outcome."""
         text, tokens = self.text, seq.tokens

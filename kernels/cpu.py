@@ -214,6 +214,13 @@ class Kernels:
             program.collect(_at(rows), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
         return out[:, :hidden]
 
+    def tap(self, layer: int, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+        rows, hidden = residual.shape
+        out, each = self._floats(f"tap {layer}", rows, hidden), torch.arange(rows)
+        with self._program(rows, each, residual, delta, post) as program:
+            program.tap(_at(each), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
+        return out[:, :hidden]
+
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, hidden = x.shape
         out = self._activation("norm", rows, hidden, _FLOAT32)

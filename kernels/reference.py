@@ -152,7 +152,10 @@ class Kernels:
 
     def collect(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         """All rows are added before some are taken: one row of a sum alone may come out otherwise."""
-        return (residual + (delta if post is None else self._rms_norm(delta, post, eps).to(self.dtype)))[rows]
+        return self.tap(0, residual, delta, post, eps)[rows]
+
+    def tap(self, layer: int, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+        return residual + (delta if post is None else self._rms_norm(delta, post, eps).to(self.dtype))
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._rms_norm(x, weight, eps).to(self.dtype).float()  # no more than the LM head will read

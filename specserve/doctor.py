@@ -23,7 +23,7 @@ from specserve.engine import build
 from specserve.errors import SpecserveError
 from specserve.machine.cores import usable_cores
 from specserve.ops.isa import VARIABLE
-from specserve.speculation.base import available
+from specserve.speculation.lookup import available
 from specserve.structured.compiler import backends, missing_package
 from specserve.version import __version__
 

@@ -27,7 +27,8 @@ from specserve.engine.outputs import Chunk, Collector, CompletionOutput, Request
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.machine.ownership import Ownership
-from specserve.speculation.base import DraftHost, create
+from specserve.speculation.host import DraftHost
+from specserve.speculation.lookup import prepare
 from specserve.types import Event, SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "Chunk", "CompletionOutput", "RequestOutput"]
@@ -156,8 +157,10 @@ class LLM:
         """Draft with another drafter from now on where a call names none; "none" is plain decoding. Only while nothing
         runs."""
         with self.exclusive() as engine:
-            host = DraftHost(create(name, options), engine.limits.vocab_size, self.config.drafter_timeout_s, name)
-            k = engine.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+            make = prepare(name, options)
+            drafter = None if make is None else make(engine.policy.context)
+            host = DraftHost(drafter, engine.limits.vocab_size, self.config.drafter_timeout_s, name)
+            k = engine.policy.num_tokens if num_speculative_tokens is None else num_speculative_tokens
             engine.use(host, k)
 
     def reset_prefix_cache(self) -> None:
@@ -174,7 +177,7 @@ class LLM:
         """Free the memory. In a process that was forked since, that is the parent's affair."""
         if self._built is not None and self._owner.is_here:
             with self._owner:
-                self._built.engine.drafters.close()
+                self._built.engine.policy.close()
         self._built = None
 
     def __enter__(self) -> LLM:
@@ -308,7 +311,7 @@ class AsyncLLM:
         """Stop after the step that is running; requests that are still open get an EngineError."""
         if self._owner.is_here:  # else the threads are the parent's
             await asyncio.to_thread(self._loop.close)
-            self.engine.drafters.close()
+            self.engine.policy.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

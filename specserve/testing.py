@@ -21,8 +21,9 @@ from specserve.errors import ConfigError, unknown
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
 from specserve.models.spec import DecoderSpec
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.structured import walk
-from specserve.types import Draft, Ids, Sequence, Verdict
+from specserve.types import Draft, Ids
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|pad|>")
 CHAT_TEMPLATE = (
@@ -200,7 +201,7 @@ class PagedDecoder:
         ids = torch.tensor([token_ids + padding, positions + padding], device=ops.device)
         every = torch.arange(rows.num_rows, device=ops.device)
         with torch.inference_mode():
-            _, logits, _ = self.model.forward(ids[0], ids[1], every, self.kv, ops.plan(rows, self.block_size))
+            _, logits, *_ = self.model.forward(ids[0], ids[1], every, self.kv, ops.plan(rows, self.block_size))
         for feed in feeds:
             self.cached[feed.seq] += len(feed.tokens) if feed.parents is None else 0
         return list(torch.split(logits[: len(token_ids)], [len(feed.tokens) for feed in feeds]))
@@ -271,7 +272,7 @@ class ScriptedDrafter:
     `live` holds the sequences between begin and end; `num_drafted` and `num_accepted` count tokens.
     """
 
-    wants_hidden = False
+    needs = Needs()
 
     def __init__(
         self,
@@ -292,36 +293,36 @@ class ScriptedDrafter:
         self.accuracy = accuracy
         self.decoys = decoys
         self.seed = seed
-        self.live: set[Sequence] = set()
+        self.live: set[SequenceView] = set()
         self.num_drafted = 0
         self.num_accepted = 0
 
-    def begin(self, seq: Sequence) -> None:
-        assert seq not in self.live, f"begin twice: {seq.request_id}"
+    def begin(self, seq: SequenceView) -> None:
+        assert seq not in self.live, "begin twice"
         self.live.add(seq)
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        assert self.live.issuperset(seqs), "propose for a sequence that has not begun, or has ended"
-        drafts = [self._draft(seq, room) for seq, room in zip(seqs, budget, strict=True)]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        assert self.live.issuperset(seq for seq, _ in requests), "a sequence that has not begun, or has ended"
+        drafts = [self._draft(seq, room) for seq, room in requests]
         self.num_drafted += sum(len(draft) for draft in drafts)
         return drafts
 
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: Tensor | None) -> None:
-        assert self.live.issuperset(seqs), "commit for a sequence that has not begun, or has ended"
-        assert len(seqs) == len(verdicts)
-        assert hidden is None, "hidden states for a drafter that wants none"
-        self.num_accepted += sum(len(verdict.path) for verdict in verdicts)
+    def observe(self, step: StepReport) -> None:
+        for each in step.seqs:
+            assert each.seq in self.live, "a report on a sequence that has not begun, or has ended"
+            self.num_accepted += 0 if each.verdict is None else len(each.verdict.path)
 
-    def end(self, seq: Sequence) -> None:
-        assert seq in self.live, f"end without begin: {seq.request_id}"
+    def end(self, seq: SequenceView) -> None:
+        assert seq in self.live, "end without begin"
         self.live.remove(seq)
 
-    def _draft(self, seq: Sequence, budget: int) -> Draft:
+    def _draft(self, seq: SequenceView, budget: int) -> Draft:
         script = self.scripts.get(tuple(seq.tokens[: seq.num_prompt]), ())
         tokens: list[int] = []
         parents: list[int] = []
         above = -1
-        for depth, right in enumerate(itertools.islice(script, seq.num_output, None)):
+        num_output = len(seq.tokens) - seq.num_prompt
+        for depth, right in enumerate(itertools.islice(script, num_output, None)):
             room = budget - len(tokens)
             if room <= 0:
                 break

@@ -166,10 +166,12 @@ class BadWords:
 @dataclass(slots=True)
 class BlockTable:
     """The blocks of one sequence in order. `ids[i]` holds tokens [16 i, 16 i + 16); `hashes` has one chained digest
-    for each leading block that the prefix cache knows. Written by the cache alone."""
+    for each leading block that the prefix cache knows; the first `num_drafted` of them have all of the drafter's KV.
+    Written by the cache alone."""
 
     ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
+    num_drafted: int = 0
 
 
 @dataclass(slots=True)
@@ -190,6 +192,7 @@ class SequenceStats:
     drafted_by_position: list[int] = field(default_factory=list)  # [i]: drafts that had a token at depth i
     num_preemptions: int = 0
     num_prefix_cached_tokens: int = 0
+    drafter: str = "none"  # whose drafts it gets
     predicted: bool = False  # whether drafts come from the request's own prediction
 
     @property
@@ -227,11 +230,14 @@ class Sequence:
     priority: int = 0  # lower runs first; the scheduler bounds by how much
     order: int = 0  # arrival counter, set by the engine
     salt: bytes = b""  # prefix-cache salt: sequences with different salts share nothing
-    drafter: str | None = None  # whose drafts it gets, by name; None: those of the engine's own drafter
+    drafter: str = "none"  # whose drafts it gets, by name, and
+    draft_limit: int = 0  # of how many tokens at most, but for
+    jump_forward: bool = True  # whether tokens that its grammar leaves no choice of are drafted; all set by the policy
     prediction: tuple[int, ...] = ()  # what the output will mostly be, says who asked; a hint for drafters
     parent: Sequence | None = None  # the completion whose prompt KV this one shares (n > 1)
     blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
     cached: int = 0  # set by the cache
+    draft_cached: int = 0  # leading tokens, then nodes of the draft, with KV of the drafter's model; set by its runner
     furthest: int = 0  # the highest `cached` it has had, set by the engine
     digests: list[bytes] = field(default_factory=list)  # of its leading blocks, as far as the cache needed them
     grammar: GuardedState | None = None
@@ -313,6 +319,21 @@ class Draft:
 _EMPTY = Draft.chain(())
 
 
+@dataclass(eq=False, slots=True)
+class ScheduledSeq:
+    """One sequence's share of a step: `num_new` of its own tokens from `start` on, its `cached` when it was scheduled,
+    and, where these reach its end, the draft behind them. Then it is `sampled`: row logits_start of the logits is for
+    what follows its last token, row logits_start + 1 + i for what follows draft node i."""
+
+    seq: Sequence
+    start: int
+    num_new: int
+    sampled: bool
+    draft: Draft = field(default_factory=lambda: _EMPTY)
+    first_row: int = 0  # of its first token among the rows of the step; set by pack
+    logits_start: int = 0  # set by pack
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the target said: `tokens` are the accepted ones and one more (bonus or replacement), `path` the draft nodes
@@ -377,21 +398,3 @@ class GuardedState(GrammarState, Protocol):
     """A state that raises nothing: `fault` says why nothing may come any more."""
 
     fault: Failure | None
-
-
-class Drafter(Protocol):
-    """Proposes continuations; a draft can never change what is generated, only how fast. Four verbs and nothing else.
-
-    `begin(seq)` once, in the first step that the sequence has a part in and before anything else is said of it, so
-    never for one that ends while it waits; what takes long is for later steps, as all sequences wait for it. `propose`
-    gives one draft per sequence, of at most `budget[i]` tokens; `commit` after every step, with what the target said
-    and, if `wants_hidden`, the hidden states that judged each of the verdicts' tokens, float32 [sum of
-    len(verdict.tokens), hidden]; `end(seq)` once. A drafter reads sequences and never writes them.
-    """
-
-    wants_hidden: bool
-
-    def begin(self, seq: Sequence) -> None: ...
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]: ...
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None: ...
-    def end(self, seq: Sequence) -> None: ...

@@ -132,6 +132,11 @@ void bind_program(nb::module_& m) {
              p.collect({at<int64_t>(rows), at<float>(residual), at<float>(delta), at<float>(post), eps, hidden,
                         int(padded(hidden)), at<float>(out)});
            })
+      .def("tap",
+           [](Program& p, Address rows, Address residual, Address delta, Address post, float eps, int hidden, Address out) {
+             p.tap({at<int64_t>(rows), at<float>(residual), at<float>(delta), at<float>(post), eps, hidden,
+                    int(padded(hidden)), at<float>(out)});
+           })
       .def("linear", [](Program& p, const Weight& w, const Activation& x, Address bias,
                         Address out) { p.linear({w, x, at<float>(bias), at<float>(out)}); })
       .def("gated", [](Program& p, const Weight& w, const Activation& x, Address bias, int gate,

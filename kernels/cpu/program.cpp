@@ -157,6 +157,10 @@ void Program::collect(const CollectArgs& args) {
       {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.collect(args, begin, end); }});
 }
 
+void Program::tap(const CollectArgs& args) {
+  add("tap", {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.collect(args, begin, end); }});
+}
+
 int Program::Count::take(uint32_t pass, int most, int limit) {
   for (uint64_t value = value_.load(std::memory_order_relaxed);;) {
     const int32_t newer = int32_t(uint32_t(value >> 32) - pass);

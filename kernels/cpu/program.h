@@ -67,6 +67,7 @@ class Program {
   void softcap(float* x, int width, float cap);
   void argmax(const float* x, int n, int64_t* best);  // x [rows, n padded]
   void collect(const CollectArgs& args);  // ops after it work on the collected rows
+  void tap(const CollectArgs& args);      // the same of all rows, and ops after it work on all rows
 
   void run(const Rows& rows);
 

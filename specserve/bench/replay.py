@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from specserve.errors import ConfigError, InputError
-from specserve.speculation.base import create
+from specserve.speculation.base import Drafter
 from specserve.speculation.check import fault
-from specserve.types import Draft, Drafter, SamplingParams, Sequence, Verdict
-
-VOCABULARY_LIMIT = 2**31  # the recording does not say how wide the LM head was
+from specserve.speculation.drive import Driver, NoTarget
+from specserve.speculation.lookup import prepare
+from specserve.types import Draft, SamplingParams, Sequence, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ def replay_file(path: Path, drafter: str, num_speculative_tokens: int, options: 
 
     Raises ConfigError (drafter, options, no such file) or InputError (naming the line of a bad record).
     """
-    made = create(drafter, options)
-    if made is None:
+    make = prepare(drafter, options)
+    if make is None:
         raise ConfigError("A replay needs a drafter; 'none' drafts nothing.")
-    return replay(made, read_records(path), num_speculative_tokens)
+    return replay(make(NoTarget()), read_records(path), num_speculative_tokens)
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -125,7 +125,7 @@ def replay(drafter: Drafter, records: Iterable[Record], num_speculative_tokens: 
     Drafts are capped as the engine caps them, by what is left of the output. Raises ConfigError for a drafter that
     needs hidden states or makes an invalid draft, or fewer than one token to draft.
     """
-    if drafter.wants_hidden:
+    if drafter.needs.hidden_layers:
         raise ConfigError("This drafter needs the target's hidden states, and a recording has none.")
     if num_speculative_tokens < 1:
         raise ConfigError(f"num_speculative_tokens is {num_speculative_tokens}; a replay needs at least 1.")
@@ -142,7 +142,7 @@ class _Walk:
     """One record being replayed."""
 
     def __init__(self, drafter: Drafter, record: Record, tallies: tuple[Tally, ...]) -> None:
-        self.drafter = drafter
+        self.drafter = Driver(drafter)
         self.output = record.output_ids
         self.tallies = tallies
         self.seq = Sequence(
@@ -168,13 +168,13 @@ class _Walk:
         for tally in self.tallies:
             tally.add_step(draft, len(path))
         self.seq.tokens += verdict.tokens
-        self._timed(self.drafter.commit, [self.seq], [verdict], None)
+        self._timed(self.drafter.observe, [self.seq], [verdict], [draft])
 
     def _draft(self, budget: int) -> Draft:
         drafts: Any = self._timed(self.drafter.propose, [self.seq], [budget])
-        wrong = fault(drafts[0], budget, VOCABULARY_LIMIT) if len(drafts) == 1 else "count"
+        wrong = fault(drafts[0], budget, NoTarget.vocab_size) if len(drafts) == 1 else "count"
         if wrong is not None:
-            raise ConfigError(f"{type(self.drafter).__name__} made an invalid draft ({wrong}).")
+            raise ConfigError(f"{type(self.drafter.drafter).__name__} made an invalid draft ({wrong}).")
         draft: Draft = drafts[0]
         return draft
 

@@ -16,11 +16,24 @@ from torch import Tensor
 
 from specserve.engine.engine import Engine
 from specserve.ops import Ops
-from specserve.runtime.batch import Batch
+from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Runner
 
 OPS = frozenset(
-    ("embed", "add_norm", "collect", "norm", "activate", "linear", "gated", "softcap", "argmax", "rotate", "attention")
+    (
+        "embed",
+        "add_norm",
+        "collect",
+        "norm",
+        "activate",
+        "linear",
+        "gated",
+        "softcap",
+        "argmax",
+        "rotate",
+        "attention",
+        "tap",
+    )
 )
 WEIGHTS = ("weight", "post", "norms")  # the contract's names for what was packed at load
 BANDWIDTH_BYTES = 2**28  # no cache holds so much
@@ -47,11 +60,11 @@ class Call:
     token: int = 0
     window: int | None = None
 
-    def reads(self, batch: Batch) -> int:
+    def reads(self, inputs: StepInput) -> int:
         """Bytes it must read in this step."""
-        spans = zip(batch.cached, batch.query_starts[:-1], batch.query_starts[1:], strict=True)
+        spans = zip(inputs.cached, inputs.query_starts[:-1], inputs.query_starts[1:], strict=True)
         tokens = sum(_visible(cached, stop - start, self.window) for cached, start, stop in spans)
-        return self.weights + self.row * batch.query_starts[-1] + self.token * tokens
+        return self.weights + self.row * inputs.query_starts[-1] + self.token * tokens
 
 
 def _visible(cached: int, rows: int, window: int | None) -> int:
@@ -105,13 +118,13 @@ class WatchedOps:
         """A step begins."""
         self._seconds.clear()
 
-    def parts(self, batch: Batch) -> list[Part]:
-        """The pieces of the last step, which ran `batch`, in order."""
+    def parts(self, inputs: StepInput) -> list[Part]:
+        """The pieces of the last step, which ran `inputs`, in order."""
         names = [_follow(call.op, before.op) for before, call in _pairs(self._calls)]
         if self._recording is not None:
-            return self._recording.parts(names, [call.reads(batch) for call in self._calls])
+            return self._recording.parts(names, [call.reads(inputs) for call in self._calls])
         timed = zip(names, self._seconds, self._calls, strict=True)
-        return [Part(name, seconds, call.reads(batch)) for name, seconds, call in timed]
+        return [Part(name, seconds, call.reads(inputs)) for name, seconds, call in timed]
 
     @property
     def seconds(self) -> float:
@@ -178,19 +191,19 @@ class WatchedRunner(Runner):
 
     def __init__(self, model: Any, ops: WatchedOps, plain: Runner, max_rows: int) -> None:
         watched: Any = ops
-        super().__init__(model, watched, plain.storage, max_rows, plain.max_logit_rows)
+        super().__init__(model, watched, plain.kv, plain.block_size, max_rows, plain.max_logit_rows, plain.taps)
         self.watched = ops
-        self._batch: Batch | None = None
+        self._inputs: StepInput | None = None
 
-    def start(self, batch: Batch) -> None:
+    def start(self, inputs: StepInput) -> None:
         self.watched.begin()
-        self._batch = batch
-        super().start(batch)
+        self._inputs = inputs
+        super().start(inputs)
 
     def parts(self) -> list[Part]:
         """The pieces of the last step's forward pass."""
-        assert self._batch is not None, "a step has run"
-        return self.watched.parts(self._batch)
+        assert self._inputs is not None, "a step has run"
+        return self.watched.parts(self._inputs)
 
 
 @contextmanager

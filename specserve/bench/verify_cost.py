@@ -15,9 +15,11 @@ from specserve.bench.report import table_of
 from specserve.bench.traffic import read_bandwidth, watched
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError
-from specserve.speculation.base import NONE, DraftHost
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.host import DraftHost
+from specserve.speculation.lookup import NONE
 from specserve.speculation.worker import Outcome
-from specserve.types import Draft, Event, SamplingParams, Sequence, Verdict
+from specserve.types import Draft, Event, SamplingParams
 
 if TYPE_CHECKING:
     from specserve.llm import LLM
@@ -46,17 +48,17 @@ class Timing:
 class _WrongDrafter:
     """Fills every budget with a token that the target never says, so that drafts cost rows and change nothing."""
 
-    wants_hidden = False
+    needs = Needs()
 
     def __init__(self, token: int) -> None:
         self.token = token
 
-    def begin(self, seq: Sequence) -> None: ...
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: Any) -> None: ...
-    def end(self, seq: Sequence) -> None: ...
+    def begin(self, seq: SequenceView) -> None: ...
+    def observe(self, step: StepReport) -> None: ...
+    def end(self, seq: SequenceView) -> None: ...
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        return [Draft.chain([self.token] * count) for count in budget]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [Draft.chain([self.token] * request.num_tokens) for request in requests]
 
 
 class _DirectHost(DraftHost):
@@ -101,7 +103,6 @@ class VerifySteps:
     def round(self, order: Many[int]) -> Iterator[Timing]:
         """Compute the prompt's KV, as far as no round before left it in the prefix cache, then run one step for each
         number of rows in `order`."""
-        self._engine.num_speculative_tokens = 0
         self._engine.add(Request(id=REQUEST_ID, prompt_ids=self._ids, params=self._params))
         try:
             while not _tokens(self._engine.step()):
@@ -113,7 +114,8 @@ class VerifySteps:
 
     def _step(self, rows: int) -> Timing:
         engine = self._engine
-        engine.num_speculative_tokens = rows - 1
+        for seq in engine.requests[REQUEST_ID]:
+            seq.draft_limit = rows - 1
         before = engine.counters.snapshot()
         tokens = _tokens(engine.step())
         after = engine.counters

@@ -75,7 +75,11 @@ class KVCache:
             self.pool.take(block)
             seq.blocks.ids.append(block)
             seq.blocks.hashes.append(digest)
-        seq.cached = len(seq.blocks.ids) * self.block_size
+        table = seq.blocks
+        while table.num_drafted < len(table.ids) and self.pool.drafted[table.ids[table.num_drafted]]:
+            table.num_drafted += 1
+        seq.cached = len(table.ids) * self.block_size
+        seq.draft_cached = table.num_drafted * self.block_size
         return seq.cached
 
     def count_match(self, num_tokens: int, num_found: int) -> None:
@@ -117,8 +121,10 @@ class KVCache:
         shared = parent.blocks.ids[: self._blocks_for(num_tokens)]
         for block in shared:
             self.pool.take(block)
-        child.blocks = BlockTable(shared, parent.blocks.hashes[: num_tokens // self.block_size])
-        child.digests = parent.digests[: num_tokens // self.block_size]
+        num_whole = num_tokens // self.block_size
+        child.blocks = BlockTable(shared, parent.blocks.hashes[:num_whole], min(parent.blocks.num_drafted, num_whole))
+        child.draft_cached = min(parent.draft_cached, num_tokens)
+        child.digests = parent.digests[:num_whole]
         child.cached = num_tokens
         self.stats.num_forked_blocks += len(shared)
 
@@ -136,10 +142,16 @@ class KVCache:
         if moves:
             self.storage.copy([self._slot(seq, src) for src, _ in moves], [self._slot(seq, dst) for _, dst in moves])
         first = seq.cached // self.block_size
+        num_computed = seq.draft_cached - start  # of the draft's nodes, by the drafter's model
+        if num_computed > 0:  # parents come before their children, so those of the path that were lead it
+            seq.draft_cached = start + sum(node < num_computed for node in path)
         seq.cached = start + len(path)
         assert seq.cached <= len(seq.blocks.ids) * self.block_size, "kept more than was reserved"
         for i in range(first, self._blocks_for(seq.cached)):
             self.pool.fill(seq.blocks.ids[i], min(seq.cached - i * self.block_size, self.block_size))
+        for i in range(seq.blocks.num_drafted, seq.draft_cached // self.block_size):
+            self.pool.drafted[seq.blocks.ids[i]] = True
+            seq.blocks.num_drafted = i + 1
         if self.prefix_caching:
             self._publish(seq, start, tokens)
 
@@ -151,7 +163,7 @@ class KVCache:
                 self.pool.withdraw(block)
             self.pool.release(block)
         seq.blocks = BlockTable()
-        seq.cached = 0
+        seq.cached = seq.draft_cached = 0
 
     def reset_prefix_cache(self) -> int:
         """Forget every published block that no sequence uses. Returns how many stay published: 0 when idle."""

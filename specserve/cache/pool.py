@@ -79,6 +79,7 @@ class BlockPool:
         self.num_evictions = 0
         self.filled = [0] * num_blocks  # slots of each block whose KV is valid
         self.num_filled = 0  # their sum over referenced blocks
+        self.drafted = [False] * num_blocks  # whether all slots of a block have the KV of the drafter's model, too
         self._digests: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}
 
@@ -92,6 +93,7 @@ class BlockPool:
         self.num_evictions += self.withdraw(block)
         self.references[block] = 1
         self.filled[block] = 0
+        self.drafted[block] = False
         return block
 
     def fill(self, block: int, num_slots: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,16 @@ def copy_slots(kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
         kv.index_copy_(1, targets, kv.index_select(1, sources))
 
 
+class KVShape(NamedTuple):
+    """Of the keys, and of the values, that a layer keeps of a token."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
 class KVStorage:
-    """Keys and values of every layer: `layers[l]` is [2, num_blocks * block_size, num_kv_heads, head_dim], zeroed.
+    """Keys and values of every layer: `layers[l]` is [2, num_blocks * block_size, num_kv_heads, head_dim], zeroed. The
+    target's layers come first, then those of a drafter's model, which lives in the same slots.
 
     Slot `block * block_size + offset` holds one token. Block 0 is the null block: padding rows write there and nobody
     reads it. `copy_kv` is the kernels' own way from slot to slot. On a CPU the pages are committed by
@@ -33,11 +41,9 @@ class KVStorage:
 
     def __init__(
         self,
-        num_layers: int,
+        shapes: Sequence[KVShape],
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
         copy_kv: CopyKV = copy_slots,
@@ -47,20 +53,24 @@ class KVStorage:
         self.block_size = block_size
         self.device = torch.device(device)
         self._copy_kv = copy_kv
-        shape = (2, num_blocks * block_size, num_kv_heads, head_dim)
-        self.layers = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
+        self.layers = [_zeros((2, num_blocks * block_size, *shape), dtype, self.device) for shape in shapes]
+        self._alike = [
+            [layer for layer, shape in zip(self.layers, shapes, strict=True) if shape == each]
+            for each in dict.fromkeys(shapes)
+        ]
 
     def copy(self, src_slots: list[int], dst_slots: list[int]) -> None:
         """Copy the tokens at `src_slots` to `dst_slots` in every layer; all are read before any is written."""
         assert len(src_slots) == len(dst_slots) == len(set(dst_slots)), "each destination is written once"
         src = torch.tensor(src_slots, dtype=torch.int64, device=self.device)
         dst = torch.tensor(dst_slots, dtype=torch.int64, device=self.device)
-        self._copy_kv(self.layers, src, dst)
+        for layers in self._alike:
+            self._copy_kv(layers, src, dst)
 
     @staticmethod
-    def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_block(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
         """What one block costs over all layers, keys and values."""
-        return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+        return sum(2 * block_size * heads * width * dtype.itemsize for heads, width in shapes)
 
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register of a CPU

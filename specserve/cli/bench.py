@@ -129,7 +129,7 @@ def compare(
     from specserve.bench.compare import Plan
     from specserve.bench.prompts import load_prompts, spread
     from specserve.bench.structured import load_schema
-    from specserve.speculation.base import create
+    from specserve.speculation.lookup import prepare
 
     options = engine_options(engine)
     structured = None if schema is None else load_schema(schema)
@@ -142,7 +142,7 @@ def compare(
         repeats=repeats,
     )
     for name in plan.contenders[1:]:
-        create(name, plan.drafter_options)  # a wrong name or option must not cost a model load
+        prepare(name, plan.drafter_options)  # a wrong name or option must not cost a model load
     chosen = spread(load_prompts(prompts), limit)
     llm, questions = _load(options, [(prompt.text, prompt.category) for prompt in chosen], raw)
     with llm:

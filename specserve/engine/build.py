@@ -11,9 +11,10 @@ import torch
 
 from specserve.cache.cache import KVCache
 from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, step_bytes
-from specserve.cache.storage import KVStorage
+from specserve.cache.storage import KVShape, KVStorage
 from specserve.checkpoint import catalog
 from specserve.config import EngineConfig
+from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
 from specserve.engine.request import Limits
 from specserve.engine.scheduler import Scheduler
@@ -24,8 +25,10 @@ from specserve.ops import Ops
 from specserve.ops.isa import choose_isa
 from specserve.runtime.runner import Runner
 from specserve.sampling.sampler import Sampler
-from specserve.speculation.base import DraftHost, create
-from specserve.speculation.drafters import Drafters
+from specserve.speculation.context import TargetContext
+from specserve.speculation.host import DraftHost
+from specserve.speculation.lookup import prepare
+from specserve.speculation.policy import Policy
 from specserve.structured.compiler import Compiler, check_backend
 from specserve.structured.vocabulary import vocabulary
 from specserve.text.tokenizer import Tokenizer
@@ -47,7 +50,7 @@ class Built:
 
 def build(config: EngineConfig, *, progress: bool = False) -> Built:
     """Load everything a configuration names. Raises ConfigError, ModelError or CapacityError before any request."""
-    drafter = create(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
+    make_drafter = prepare(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     threads = config.threads or usable_cores()
     ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads, config.isa)
@@ -57,28 +60,37 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     tokenizer = Tokenizer(folder)
     model = load_model(folder, ops, config.max_model_len, progress=progress)
     spec = model.spec
-    per_block = KVStorage.bytes_per_block(
-        spec.num_layers, config.block_size, spec.num_kv_heads, spec.head_dim, ops.dtype
-    )
     num_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, config.max_num_batched_tokens)
-    taken = step_bytes(config.max_num_batched_tokens, spec.step_width, num_logit_rows, spec.vocab_size)
-    free = max(0, free_memory(ops.device) - taken - model.num_mapped_bytes)  # mapped weights pass for free memory
+    context = TargetContext(model, ops, config.verification, config.max_num_batched_tokens, num_logit_rows)
+    drafter = None if make_drafter is None else make_drafter(context)
+    host = DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s, config.drafter)
+    shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers + context.kv_shapes
+    per_block = KVStorage.bytes_per_block(shapes, config.block_size, ops.dtype)
+    width = spec.step_width + len(host.needs.hidden_layers) * spec.hidden_size
+    taken = step_bytes(config.max_num_batched_tokens, width, num_logit_rows, spec.vocab_size)
+    taken += model.num_mapped_bytes + host.needs.memory_bytes  # mapped weights pass for free memory
     num_blocks, chosen = plan_blocks(
-        free, per_block, config.block_size, spec.max_len, config.max_num_seqs, config.kv_cache_gib
-    )
-    storage = KVStorage(
-        spec.num_layers,
-        num_blocks,
+        max(0, free_memory(ops.device) - taken),
+        per_block,
         config.block_size,
-        spec.num_kv_heads,
-        spec.head_dim,
-        ops.dtype,
-        ops.device,
-        ops.copy_kv,
+        spec.max_len,
+        config.max_num_seqs,
+        config.kv_cache_gib,
     )
+    storage = KVStorage(shapes, num_blocks, config.block_size, ops.dtype, ops.device, ops.copy_kv)
+    context.bind(storage.layers[spec.num_layers :], config.block_size)
     cache = KVCache(storage, config.prefix_caching)
+    counters = Counters()
     engine = Engine(
-        Runner(model, ops, storage, config.max_num_batched_tokens, num_logit_rows),
+        Runner(
+            model,
+            ops,
+            storage.layers[: spec.num_layers],
+            config.block_size,
+            config.max_num_batched_tokens,
+            num_logit_rows,
+            host.needs.hidden_layers,
+        ),
         cache,
         Scheduler(
             cache,
@@ -89,9 +101,9 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
             None if config.max_step_ms is None else config.max_step_ms / 1000,
         ),
         Sampler(spec.vocab_size, config.verification, ops.device, ops if ops.can_draw else None),
-        Drafters(DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s, config.drafter)),
+        Policy(host, config.num_speculative_tokens, cache, spec.max_len, context, counters.timed),
         Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),
-        config.num_speculative_tokens,
+        counters,
     )
     dtype = str(ops.dtype).removeprefix("torch.")
     weights = dtype if ops.quantization == "none" else ops.quantization

@@ -1,33 +1,30 @@
-"""One step of the engine: pick, propose, pack, run, judge, keep, commit. One synchronous thread, no I/O, no text."""
+"""One step of the engine: pick, draft, pack, run, sample, keep, observe. One synchronous thread, no I/O, no text."""
 
 from __future__ import annotations
 
 import bisect
 import time
 
-from torch import Tensor
-
 from specserve.cache.cache import KVCache
-from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.engine.beginning import check_beginning
 from specserve.engine.commit import event, extend
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError, InputError
-from specserve.runtime.batch import Batch, Rows, Work, pack
+from specserve.runtime.pack import ScoredPrompt, Step, StepInput, pack
 from specserve.runtime.runner import Output, Runner
+from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
-from specserve.speculation.base import NONE, DraftHost
-from specserve.speculation.drafters import Drafters
+from specserve.speculation.host import DraftHost
+from specserve.speculation.policy import Policy
 from specserve.structured import masks
-from specserve.types import Draft, Event, Failure, Ids, Sequence, Verdict
+from specserve.types import Event, Failure, Ids, Sequence, Verdict
 
 _BROKEN_KV = (
     "The model's keys or values of token {} are NaN or infinite: the model or its precision cannot handle this input. "
     "Try another dtype."
 )
-MOST_FORCED = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
 
 
 class Engine:
@@ -39,18 +36,17 @@ class Engine:
         cache: KVCache,
         scheduler: Scheduler,
         sampler: Sampler,
-        drafters: Drafters,
+        policy: Policy,
         limits: Limits,
-        num_speculative_tokens: int,
+        counters: Counters,
     ) -> None:
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
         self.sampler = sampler
-        self.drafters = drafters
+        self.policy = policy
         self.limits = limits
-        self.num_speculative_tokens = num_speculative_tokens
-        self.counters = Counters()
+        self.counters = counters
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
         self._num_arrived = 0
 
@@ -59,8 +55,8 @@ class Engine:
         running."""
         if self.has_work:
             raise ConfigError("The drafter can only be changed while no request is running.")
-        self.drafters.replace(drafter)
-        self.num_speculative_tokens = num_speculative_tokens
+        self.policy.replace(drafter, num_speculative_tokens)
+        self.runner.tap(drafter.needs.hidden_layers)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InputError; then nothing of it remains."""
@@ -68,12 +64,11 @@ class Engine:
             raise InputError(f"Request id {request.id!r} is in use; every running request needs its own.", "request_id")
         group = sequences(request, self.limits)
         check_beginning(group[0], self.limits.vocab_size)
-        self.drafters.require(group[0].drafter)
+        self.policy.admit(group, request.drafter)
         self.requests[request.id] = list(group)
         for seq in group:
             seq.order = self._num_arrived
             self._num_arrived += 1
-            self.drafters.begin(seq)
             self.scheduler.add(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Event]:
@@ -93,51 +88,25 @@ class Engine:
         """Verify one draft, possibly empty, of every sequence whose prompt is computed; returns what each said."""
         timed, mask_s, begun = self.counters.timed, -self.counters.seconds["mask"], time.perf_counter()
         with timed("total"):
-            work = self.scheduler.pick(self._draft_limit)
-            with timed("draft"):
-                drafts = self.drafters.propose(work.seqs, work.budgets)
-            with timed("mask"):
-                drafts = self._guide(work, drafts)
-            batch = pack(work, drafts, self.runner.ops.row_multiple)
-            out, allowed = self._forward(batch)
+            step = self.scheduler.pick()
+            self.policy.draft(step)
+            inputs, scored = pack(step, self.runner.ops.row_multiple)
+            out, allowed = self._forward(step, inputs)
             with timed("sample"):
-                results = self._judge(batch, out, allowed) | _broken(work, batch, out)
-            events, verdicts = self._keep(work, batch.rows, results)
+                results = self._sample(step, scored, out, allowed) | _broken(step, out)
+            events, verdicts = self._keep(step, results)
             with timed("draft"):
-                self.drafters.commit(list(verdicts), list(verdicts.values()), self._hidden(batch.rows, verdicts, out))
-            self._close(work, batch)
-        self.scheduler.cost.observe(*_load(work, batch), time.perf_counter() - begun)
-        self.counters.settle(mask_s + self.counters.seconds["mask"], _num_masked(batch.rows))
+                self.policy.observe(step, verdicts, out.taps)
+            self._close(step)
+        self.scheduler.cost.observe(*_load(step), time.perf_counter() - begun)
+        self.counters.settle(mask_s + self.counters.seconds["mask"], _num_masked(step))
         return events
 
-    def _draft_limit(self, seq: Sequence) -> int:
-        """How many tokens its draft may have. A drafter that the request names drafts although the engine's number is
-        0, which stands for those that name none. What a grammar forces is drafted unless the request wants no drafts:
-        it is seldom rejected."""
-        forced = self._num_forced(seq)
-        if not self.drafters.can_draft(seq):
-            return forced
-        count = self.num_speculative_tokens
-        return max(forced, count if count or seq.drafter is None else DEFAULT_NUM_SPECULATIVE_TOKENS)
-
-    def _num_forced(self, seq: Sequence) -> int:
-        if seq.grammar is None or seq.drafter == NONE:
-            return 0
-        with self.counters.timed("mask"):
-            return min(len(seq.grammar.forced()), MOST_FORCED)
-
-    def _guide(self, work: Work, drafts: list[Draft]) -> list[Draft]:
-        """The drafts as grammars leave them."""
-        return [
-            draft if seq.grammar is None or not budget else masks.guide(seq, draft, budget)
-            for seq, draft, budget in zip(work.seqs, drafts, work.budgets, strict=True)
-        ]
-
-    def _forward(self, batch: Batch) -> tuple[Output, Ids | None]:
+    def _forward(self, step: Step, inputs: StepInput) -> tuple[Output, Ids | None]:
         """What the target says, and the bits of what grammars allow: they are asked while it works."""
-        timed, own = self.counters.timed, masks.Masks(batch.rows, -(-self.limits.vocab_size // 32))
+        timed, own = self.counters.timed, masks.Masks(step.sampled, -(-self.limits.vocab_size // 32))
         with timed("forward"):
-            self.runner.start(batch)
+            self.runner.start(inputs)
         with timed("mask"):
             own.fill()
         with timed("forward"):
@@ -145,34 +114,37 @@ class Engine:
         with timed("mask"):
             return out, own.finish(out.best)
 
-    def _judge(self, batch: Batch, out: Output, allowed: Ids | None) -> dict[Sequence, Verdict | Failure]:
+    def _sample(
+        self, step: Step, scored: list[ScoredPrompt], out: Output, allowed: Ids | None
+    ) -> dict[Sequence, Verdict | Failure]:
         """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
-        logits = out.logits
-        results = self.sampler(logits, batch.rows, allowed, out.best) if batch.rows.seqs else []
-        start = batch.rows.num_rows
-        for seq, targets in batch.scored:
-            scores = self.sampler.score(logits[start : start + len(targets)], targets, seq.params.prompt_logprobs or 0)
+        sampled = step.sampled
+        rows = Rows([s.seq for s in sampled], [s.draft for s in sampled], [s.logits_start for s in sampled])
+        results = self.sampler(out.logits, rows, allowed, out.best) if sampled else []
+        start = rows.num_rows
+        for prompt in scored:
+            stop, seq = start + len(prompt.tokens), prompt.seq
+            scores = self.sampler.score(out.logits[start:stop], prompt.tokens, seq.params.prompt_logprobs or 0)
             seq.prompt_logprobs += [None] * (not seq.prompt_logprobs)  # nothing predicts the first token
             seq.prompt_logprobs += scores
-            start += len(targets)
-        return dict(zip(batch.rows.seqs, results, strict=True))
+            start = stop
+        return dict(zip((s.seq for s in sampled), results, strict=True))
 
     def _keep(
-        self, work: Work, rows: Rows, results: dict[Sequence, Verdict | Failure]
+        self, step: Step, results: dict[Sequence, Verdict | Failure]
     ) -> tuple[list[Event], dict[Sequence, Verdict]]:
         """Commit what the target said, tokens to the sequences and their KV to the cache; a failure ends its own."""
-        drafts = dict(zip(rows.seqs, rows.drafts, strict=True))
         events: list[Event] = []
         verdicts: dict[Sequence, Verdict] = {}
-        for seq, count in zip(work.seqs, work.counts, strict=True):
-            result = results.get(seq)
+        for each in step.seqs:
+            seq, result = each.seq, results.get(each.seq)
             if result is None:
-                self.cache.keep(seq, count)
+                self.cache.keep(seq, each.num_new)
             elif isinstance(result, Failure):
                 events.append(_failed(seq, [], result))
             else:
-                self.cache.keep(seq, count, result.path, result.tokens)
-                tokens = extend(seq, drafts[seq], result)
+                self.cache.keep(seq, each.num_new, result.path, result.tokens)
+                tokens = extend(seq, each.draft, result)
                 fault = self._advance(seq, tokens)
                 events.append(event(seq, tokens) if fault is None else _failed(seq, tokens, fault))
                 verdicts[seq] = result
@@ -185,72 +157,63 @@ class Engine:
         with self.counters.timed("mask"):
             return masks.advance(seq, tokens)
 
-    def _hidden(self, rows: Rows, verdicts: dict[Sequence, Verdict], out: Output) -> Tensor | None:
-        """The hidden states that judged each emitted token, sequence after sequence, for drafters that want them."""
-        if not self.drafters.wants_hidden:
-            return None
-        judged = [
-            (start, verdicts[seq].path) for seq, start in zip(rows.seqs, rows.starts, strict=True) if seq in verdicts
-        ]
-        return out.hidden[[start + row for start, path in judged for row in (0, *(node + 1 for node in path))]]
-
-    def _close(self, work: Work, batch: Batch) -> None:
+    def _close(self, step: Step) -> None:
         """Count the step, then let go of what finished in it."""
         counters = self.counters
-        for seq in work.seqs:
+        for each in step.seqs:
+            seq = each.seq
             if seq.cached > seq.furthest:
                 counters.num_advanced += seq.cached - seq.furthest
                 seq.furthest = seq.cached
+            counters.num_rows += each.num_new + len(each.draft)
+            counters.num_prefill_chunks += not each.sampled
         counters.num_steps += 1
-        counters.num_rows += batch.query_starts[-1]
-        counters.num_prefill_chunks += len(work.seqs) - len(batch.rows.seqs)
         counters.num_preemptions = self.scheduler.num_preemptions
-        counters.num_drafts_dropped = self.drafters.num_dropped
+        counters.num_drafts_dropped = self.policy.num_dropped
         usage = self.cache.usage()
         counters.live_tokens += usage.live_tokens
         counters.allocated_tokens += usage.allocated_tokens
-        for seq in work.seqs:
-            if seq.finished:
-                self._end(seq)
+        for each in step.seqs:
+            if each.seq.finished:
+                self._end(each.seq)
 
     def _end(self, seq: Sequence) -> None:
         seq.stats.finished = time.perf_counter()
         self.counters.num_forced_tokens += seq.stats.num_forced_tokens
         self.counters.num_accepted_forced_tokens += seq.stats.num_accepted_forced_tokens
         self.scheduler.remove(seq)
-        self.drafters.end(seq)
+        self.policy.end(seq)
         siblings = self.requests[seq.request_id]
         siblings.remove(seq)
         if not siblings:
             del self.requests[seq.request_id]
 
 
-def _load(work: Work, batch: Batch) -> tuple[int, int, float]:
+def _load(step: Step) -> tuple[int, int, float]:
     """Rows of decoding, drafts included; tokens of chunks, and how many tokens those read on average."""
     rows, tokens, read = 0, 0, 0.0
-    for i, count in enumerate(work.counts):
-        if count == 1:
-            rows += batch.query_starts[i + 1] - batch.query_starts[i]
+    for each in step.seqs:
+        if each.num_new == 1:
+            rows += 1 + len(each.draft)
         else:
-            tokens += count
-            read += count * (batch.cached[i] + count / 2)
+            tokens += each.num_new
+            read += each.num_new * (each.start + each.num_new / 2)
     return rows, tokens, read / max(tokens, 1)
 
 
-def _broken(work: Work, batch: Batch, out: Output) -> dict[Sequence, Failure]:
+def _broken(step: Step, out: Output) -> dict[Sequence, Failure]:
     """The sequences whose own tokens could not be computed. Draft nodes that could not are rejected as bad rows."""
     found: dict[Sequence, Failure] = {}
     for row in out.broken:
-        i = bisect.bisect_right(batch.query_starts, row) - 1
-        seq, offset = work.seqs[i], row - batch.query_starts[i]
-        if offset < work.counts[i]:
-            found.setdefault(seq, Failure(_BROKEN_KV.format(seq.cached + offset)))
+        each = step.seqs[bisect.bisect_right(step.seqs, row, key=lambda s: s.first_row) - 1]
+        if row < each.first_row + each.num_new:
+            found.setdefault(each.seq, Failure(_BROKEN_KV.format(each.start + row - each.first_row)))
     return found
 
 
-def _num_masked(rows: Rows) -> int:
+def _num_masked(step: Step) -> int:
     """How many rows have a grammar's bits."""
-    return sum(len(draft) + 1 for seq, draft in zip(rows.seqs, rows.drafts, strict=True) if seq.grammar is not None)
+    return sum(len(each.draft) + 1 for each in step.seqs if each.sampled and each.seq.grammar is not None)
 
 
 def _failed(seq: Sequence, tokens: list[int], failure: Failure) -> Event:

@@ -12,7 +12,6 @@ from specserve.errors import InputError, PromptTooLongError
 from specserve.structured.base import Grammar, Guarded
 from specserve.types import BadWords, SamplingParams, Sequence, SequenceStats, wrong_ids
 
-PREDICTION = "prediction"  # the drafter of a request that has a prediction and names none
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the completions of one seed over the 64-bit range
 
 
@@ -53,7 +52,6 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
     space = limits.max_model_len - len(request.prompt_ids)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     prediction = tuple(request.prediction)
-    drafter = PREDICTION if request.drafter is None and prediction else request.drafter
     others = params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
     first: Sequence | None = None
     group: list[Sequence] = []
@@ -70,11 +68,10 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
             bad_words=request.bad_words,
             priority=request.priority,
             salt=request.salt,
-            drafter=drafter,
             prediction=prediction,
             grammar=_started(request),
             parent=first,
-            stats=SequenceStats(arrived=time.perf_counter(), predicted=drafter == PREDICTION and bool(prediction)),
+            stats=SequenceStats(arrived=time.perf_counter()),
         )
         first = first or seq
         group.append(seq)

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from specserve.cache.cache import KVCache
-from specserve.runtime.batch import Work, most_tokens, num_shared_rows
+from specserve.runtime.pack import Step, most_tokens, num_shared_rows
 from specserve.speculation.cost import StepCost
-from specserve.types import Sequence
+from specserve.types import ScheduledSeq, Sequence
 
 _SLOWDOWN = 2.5  # of a step by chunks of prompts, while others decode: what is aimed at
 _ALONE_S = 0.25  # of a step in which nobody decodes; after it others may begin, or leave
@@ -31,8 +30,8 @@ def _rank(seq: Sequence) -> tuple[int, int]:
 class Scheduler:
     """Continuous batching under a token budget.
 
-    Each step: every sequence that is decoding gets its one row, then drafts share what the budget leaves, then prefill
-    chunks, then new sequences. When blocks run out, the sequence that ranks last is preempted: its KV is dropped and
+    Each step: every sequence that is decoding gets its one row, then come prefill chunks, then new sequences; drafts
+    share what the budget leaves. When blocks run out, the sequence that ranks last is preempted: its KV is dropped and
     computed again later. The one that ranks first therefore always progresses.
 
     Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them aims at `max_step_s`
@@ -78,43 +77,22 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def pick(self, draft_limit: Callable[[Sequence], int]) -> Work:
-        """The next step's work, with KV slots reserved for every token and draft in it. `draft_limit` says how many
-        tokens a sequence's draft may have at most; the request may have asked for fewer."""
+    def pick(self) -> Step:
+        """The next step's sequences, with KV slots reserved for their tokens; what is left is for drafts."""
         plan = _Plan(self.max_num_batched_tokens, self._num_shared_rows)
-        self._decode(plan)
-        plan.seconds = self._seconds_for_chunks(len(plan.counts))
-        self._drafts(plan, draft_limit)
-        preempted = self._prefill(plan)
-        if not preempted:
-            self._admit(plan)
-        return plan.work(self.running)
-
-    def _decode(self, plan: _Plan) -> None:
         for seq in list(self.running):
             if seq in self.running and len(seq.tokens) - seq.cached == 1:
                 self._reserve(plan, seq, 1)
+        plan.seconds = self._seconds_for_chunks(len(plan.counts))
+        self._prefill(plan)
+        if not plan.preempted:
+            self._admit(plan)
+        return plan.step(self.running)
 
-    def _drafts(self, plan: _Plan, draft_limit: Callable[[Sequence], int]) -> None:
-        """Drafts take only free blocks: nobody is preempted for a guess."""
-        for seq in list(plan.counts):
-            draft = min(self._useful_draft(seq, draft_limit(seq)), plan.left, plan.logit_rows)
-            while draft > 0 and not self.cache.reserve(seq, 1 + draft):
-                draft //= 2
-            plan.draft(seq, draft)
-
-    def _useful_draft(self, seq: Sequence, limit: int) -> int:
-        """A step emits one token more than the draft, and none past max_tokens or the context."""
-        asked = seq.params.num_speculative_tokens
-        left = min(seq.max_tokens - seq.num_output, self.max_model_len - len(seq.tokens))
-        return max(0, min(limit if asked is None else min(asked, limit), left - 1))
-
-    def _prefill(self, plan: _Plan) -> bool:
-        before = self.num_preemptions
+    def _prefill(self, plan: _Plan) -> None:
         for seq in list(self.running):
             if seq in self.running and seq not in plan.counts and (count := self._chunk(plan, seq)):
                 self._reserve(plan, seq, count)
-        return self.num_preemptions > before
 
     def _seconds_for_chunks(self, num_decoding: int) -> float:
         if not num_decoding:
@@ -140,6 +118,7 @@ class Scheduler:
             victim = self.running[-1]
             self._preempt(victim)
             plan.drop(victim)
+            plan.preempted.append(victim)
             if victim is seq:
                 return
         plan.take(seq, count)
@@ -242,22 +221,21 @@ class _Plan:
         self.seconds = 0.0  # for chunks of prompts
         self.has_chunks = False
         self.counts: dict[Sequence, int] = {}
-        self.budgets: dict[Sequence, int] = {}
+        self.preempted: list[Sequence] = []
 
     def take(self, seq: Sequence, count: int) -> None:
         self.counts[seq] = count
         self.left -= count
         self.logit_rows -= num_shared_rows(seq, count)
 
-    def draft(self, seq: Sequence, count: int) -> None:
-        self.budgets[seq] = count
-        self.left -= count
-        self.logit_rows -= count
-
     def drop(self, seq: Sequence) -> None:
         """A preempted sequence gives back what it had taken; its logits, which are few, go unused."""
-        self.left += self.counts.pop(seq, 0) + self.budgets.pop(seq, 0)
+        self.left += self.counts.pop(seq, 0)
 
-    def work(self, running: list[Sequence]) -> Work:
-        seqs = [seq for seq in running if seq in self.counts]
-        return Work(seqs, [self.counts[s] for s in seqs], [self.budgets.get(s, 0) for s in seqs])
+    def step(self, running: list[Sequence]) -> Step:
+        seqs = [
+            ScheduledSeq(seq, seq.cached, count, sampled=seq.cached + count == len(seq.tokens))
+            for seq in running
+            if (count := self.counts.get(seq))
+        ]
+        return Step(seqs, self.left, self.logit_rows, self.preempted)

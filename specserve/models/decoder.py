@@ -54,31 +54,50 @@ class Decoder:
         self._tables = {rope: rotary_tables(rope, spec.head_dim, spec.max_len, ops.device) for rope in set(spec.ropes)}
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, rows: Tensor, kv: list[Tensor], plan: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """One step: token_ids, positions int64 [rows], one kv [2, slots, kv_heads, d] per layer, `plan` from ops.plan.
 
         Returns for the `rows` int64 [n] that are asked for the hidden states after the final norm, float32 [n, hidden],
-        the LM head's scores, float32 [n, vocab], and the best token ids as ops.argmax has them, int64 [n]. The keys and
-        values of all rows are written to `kv`.
+        the LM head's scores, float32 [n, vocab], and the best token ids as ops.argmax has them, int64 [n]; then, for
+        all rows and each layer of `taps`, the residual stream behind it, float32 [rows, hidden]. The keys and values of
+        all rows are written to `kv`.
         """
         ops, spec = self.ops, self.spec
         assert len(token_ids) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
         assert len(rows) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
         rotations = {rope: Rotation(positions, *tables) for rope, tables in self._tables.items()}
-        residual = ops.embed(token_ids, self._embedding, self._embedding_scale)  # [rows, hidden], through all layers
+        residual = self.embed(token_ids)  # [rows, hidden], through all layers
         delta: Tensor | None = None
         post: Any = None
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
+        tapped: dict[int, Tensor] = {}
+        for i, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
             x = ops.add_norm(residual, delta, post, layer.norm, spec.norm_eps)
             q = ops.rotate(ops.linear(x, layer.qkv), layer.head_norms, rotations[layer.rope], layer_kv, plan)
             x = ops.attention(q, layer_kv, plan, spec.query_scale, layer.window)
             x = ops.add_norm(residual, ops.linear(x, layer.out), layer.post_norm, layer.mlp_norm, spec.norm_eps)
             delta, post = ops.linear(ops.gated(x, layer.gate_up, spec.activation), layer.down), layer.post_mlp_norm
+            if i in taps:
+                tapped[i] = ops.tap(i, residual, delta, post, spec.norm_eps)
         assert delta is not None, "a decoder has layers"
         hidden = ops.norm(ops.collect(rows, residual, delta, post, spec.norm_eps), self._norm, spec.norm_eps)
         logits = self._logits(hidden)
-        return hidden, logits, ops.argmax(logits)
+        return hidden, logits, ops.argmax(logits), tuple(tapped[i] for i in taps)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The scaled embedding of int64 [n], float32 [n, hidden]."""
+        return self.ops.embed(token_ids, self._embedding, self._embedding_scale)
+
+    def head(self, residual: Tensor) -> Tensor:
+        """The final norm and the LM head over the residual stream float32 [n, hidden] behind the last layer, float32
+        [n, vocab]."""
+        return self._logits(self.ops.norm(residual, self._norm, self.spec.norm_eps))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.ops.linear(self.ops.activate(hidden), self._head).float()

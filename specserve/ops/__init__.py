@@ -150,6 +150,10 @@ class Ops(Protocol):
         """(residual + delta)[rows], rows int64 [n] -> float32 [n, hidden], as `add_norm` adds. What follows has n rows;
         no op may work on all rows of the step after it."""
 
+    def tap(self, layer: int, residual: Tensor, delta: Tensor, post: Any, eps: float) -> Tensor:
+        """residual + delta of all rows, as `add_norm` adds -> float32 [rows, hidden], which no other layer's
+        overwrites; residual stays as it is."""
+
     def norm(self, x: Tensor, weight: Any, eps: float) -> Tensor:
         """x float32 [rows, hidden], divided by its root mean square, times weight -> float32 [rows, hidden]."""
 

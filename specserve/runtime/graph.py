@@ -1,53 +1,62 @@
-"""The target model's step behind one interface: run op by op, or recorded once and replayed with no Python inside.
-Knows the model's inputs and outputs; knows no sequence."""
+"""A model's step behind one interface: run op by op, or recorded once and replayed with no Python inside."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.ops import Ops
-from specserve.runtime.batch import Batch
+from specserve.runtime.pack import StepInput
+
+
+class Outputs(NamedTuple):
+    """What a model says of a step: of its logit_rows, and of all rows what was tapped."""
+
+    hidden: Tensor  # float32 [logit rows, hidden], behind the final norm
+    logits: Tensor  # float32 [logit rows, vocab]
+    best: Tensor  # int64 [logit rows], the best token, -1 where the logits are not finite
+    taps: tuple[Tensor, ...] = ()  # float32 [rows, hidden] each, the residual stream behind a layer
 
 
 class Model(Protocol):
-    """A target model: see models.decoder.Decoder.forward."""
+    """A model: see models.decoder.Decoder.forward, which returns the fields of Outputs."""
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, rows: Tensor, kv: list[Tensor], plan: Any
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 
-Outputs: TypeAlias = tuple[Tensor, Tensor, Tensor]
-
-
-class Step(Protocol):
+class Forward(Protocol):
     """One forward pass at a time, in two calls, between which the host may do something else."""
 
-    def start(self, batch: Batch, plan: Any) -> None: ...
-
-    def finish(self) -> Outputs:
-        """Hidden states, logits and best tokens of the batch's logit_rows."""
+    def start(self, inputs: StepInput, plan: Any) -> None: ...
+    def finish(self) -> Outputs: ...
 
 
-class EagerStep:
+class EagerForward:
     """Runs the model's ops one by one."""
 
-    def __init__(self, model: Model, kv: list[Tensor]) -> None:
+    def __init__(self, model: Model, kv: list[Tensor], taps: tuple[int, ...]) -> None:
         self._model = model
         self._kv = kv
-        self._device = kv[0].device
+        self._taps = taps
         self._outputs: Outputs | None = None
 
     @torch.inference_mode()
-    def start(self, batch: Batch, plan: Any) -> None:
-        ids, positions, rows = (
-            torch.from_numpy(values).to(self._device) for values in (batch.token_ids, batch.positions, batch.logit_rows)
-        )
-        self._outputs = self._model.forward(ids, positions, rows, self._kv, plan)
+    def start(self, inputs: StepInput, plan: Any) -> None:
+        device = self._kv[0].device
+        arrays = (inputs.token_ids, inputs.positions, inputs.logit_rows)
+        ids, positions, rows = (torch.from_numpy(values).to(device) for values in arrays)
+        self._outputs = Outputs(*self._model.forward(ids, positions, rows, self._kv, plan, self._taps))
 
     def finish(self) -> Outputs:
         assert self._outputs is not None, "it was started"
@@ -55,33 +64,45 @@ class EagerStep:
         return outputs
 
 
-class RecordedStep:
+class RecordedForward:
     """Replays the model's ops on static tensors of `max_rows` rows, `max_logit_rows` with logits, on a CPU. What it
     returns is valid until the next step."""
 
-    def __init__(self, model: Model, ops: Ops, kv: list[Tensor], max_rows: int, max_logit_rows: int) -> None:
+    def __init__(
+        self, model: Model, ops: Ops, kv: list[Tensor], taps: tuple[int, ...], max_rows: int, max_logit_rows: int
+    ) -> None:
         self._inputs = np.zeros((2, max_rows), np.int64)  # ids, positions
         self._logit_rows = np.zeros(max_logit_rows, np.int64)
         self._points_into = model, kv  # and nothing else keeps the weights
         with ops.recording() as self._recording:
             ids, positions = torch.from_numpy(self._inputs)
-            self._outputs = model.forward(ids, positions, torch.from_numpy(self._logit_rows), kv, None)
-        self._views: dict[int, Outputs] = {}  # of the outputs' first rows: slicing takes time
-        self._num_collected = 0
+            self._outputs = Outputs(*model.forward(ids, positions, torch.from_numpy(self._logit_rows), kv, None, taps))
+        self._views: dict[tuple[int, int], Outputs] = {}  # of the outputs' first rows: slicing takes time
+        self._size = 0, 0  # rows, and those with logits
 
-    def start(self, batch: Batch, plan: Any) -> None:
+    def start(self, inputs: StepInput, plan: Any) -> None:
         self._recording.finish()  # of a step that an exception left: its inputs are about to change
-        rows, collected = batch.num_rows, len(batch.logit_rows)
-        self._inputs[0, :rows] = batch.token_ids
-        self._inputs[1, :rows] = batch.positions
-        self._logit_rows[:collected] = batch.logit_rows
-        self._recording.start(rows, collected, plan)
-        self._num_collected = collected
+        rows, logit_rows = inputs.num_rows, len(inputs.logit_rows)
+        self._inputs[0, :rows] = inputs.token_ids
+        self._inputs[1, :rows] = inputs.positions
+        self._logit_rows[:logit_rows] = inputs.logit_rows
+        self._recording.start(rows, logit_rows, plan)
+        self._size = rows if self._outputs.taps else 0, logit_rows
 
     def finish(self) -> Outputs:
         self._recording.finish()
-        collected = self._num_collected
-        if collected not in self._views:
-            hidden, logits, best = self._outputs
-            self._views[collected] = hidden[:collected], logits[:collected], best[:collected]
-        return self._views[collected]
+        if self._size not in self._views:
+            rows, logit_rows = self._size
+            hidden, logits, best, taps = self._outputs
+            view = hidden[:logit_rows], logits[:logit_rows], best[:logit_rows], tuple(tap[:rows] for tap in taps)
+            self._views[self._size] = Outputs(*view)
+        return self._views[self._size]
+
+
+def captured(
+    model: Model, ops: Ops, kv: list[Tensor], taps: tuple[int, ...], max_rows: int, max_logit_rows: int
+) -> Forward:
+    """The model's step in the fastest form that `ops` have."""
+    if ops.can_record:
+        return RecordedForward(model, ops, kv, taps, max_rows, max_logit_rows)
+    return EagerForward(model, kv, taps)

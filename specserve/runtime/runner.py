@@ -1,7 +1,8 @@
-"""Runs the target model over one packed step. Knows the model, its kernels and its KV; knows no sequence."""
+"""Runs a model over packed steps, and over the KV of its layers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,44 +10,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.cache.storage import KVStorage
 from specserve.ops import Ops
-from specserve.runtime.batch import Batch
-from specserve.runtime.graph import EagerStep, Model, RecordedStep, Step
+from specserve.runtime.graph import Forward, Model, captured
+from specserve.runtime.pack import StepInput
 
 
 @dataclass(slots=True)
 class Output:
-    """One row for each of the batch's logit_rows; valid until the next step."""
+    """One row for each of the step's logit_rows; valid until the next step."""
 
     logits: Tensor  # float32 [logit rows, vocab]
-    hidden: Tensor  # float32 [logit rows, hidden]
+    hidden: Tensor  # float32 [logit rows, hidden], behind the final norm
     best: Tensor  # int64 [logit rows], the best token of each row, -1 where the logits are broken
-    broken: list[int] = field(default_factory=list)  # rows of the batch whose KV is not what the model computed
+    broken: list[int] = field(default_factory=list)  # rows of the step whose KV is not what the model computed
+    taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer float32 [rows, hidden], the residual behind it
 
 
 class Runner:
-    """The target model with the cache it writes to. No step has more than `max_rows` rows, or logits for more than
-    `max_logit_rows` of them."""
+    """A model with the KV that it writes to, one tensor a layer. No step has more than `max_rows` rows, or logits for
+    more than `max_logit_rows` of them. `taps` are layers whose outputs each step shows."""
 
-    def __init__(self, model: Model, ops: Ops, storage: KVStorage, max_rows: int, max_logit_rows: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        kv: list[Tensor],
+        block_size: int,
+        max_rows: int,
+        max_logit_rows: int,
+        taps: tuple[int, ...] = (),
+    ) -> None:
         self.model = model
         self.ops = ops
-        self.storage = storage
+        self.block_size = block_size
+        self.max_rows = max_rows
         self.max_logit_rows = max_logit_rows
+        self.kv = kv
         self._plan: Any = None  # of the newest step
         self._logit_rows = np.zeros(0, np.int64)
-        self._step: Step = (
-            RecordedStep(model, ops, storage.layers, max_rows, max_logit_rows)
-            if ops.can_record
-            else EagerStep(model, storage.layers)
-        )
+        self.taps = taps
+        self._forward: Forward = self._captured()
 
-    def start(self, batch: Batch) -> None:
-        """Begin a forward pass; the LM head sees only the rows that are judged or scored."""
-        self._logit_rows = batch.logit_rows
-        self._plan = self.ops.plan(batch, self.storage.block_size)
-        self._step.start(batch, self._plan)
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Show the residual stream behind these layers, of all rows, with every step from now on. Between steps."""
+        if layers != self.taps:
+            self.taps = layers
+            self._forward = self._captured()
+
+    def start(self, inputs: StepInput) -> None:
+        """Begin a forward pass; the LM head sees only the rows that are sampled or scored."""
+        self._logit_rows = inputs.logit_rows
+        self._plan = self.ops.plan(inputs, self.block_size)
+        self._forward.start(inputs, self._plan)
 
     def finish(self) -> Output:
         """What came of it. Whatever the host does before this call takes the device no time.
@@ -54,10 +69,13 @@ class Runner:
         A row whose keys or values are NaN or infinite has broken logits, whatever the model says of it: the KV that
         later rows would read is not what it computed.
         """
-        hidden, logits, best = self._step.finish()
+        hidden, logits, best, taps = self._forward.finish()
         broken = self.ops.broken_rows(self._plan)
         if broken:
             at = np.flatnonzero(np.isin(self._logit_rows, broken)).tolist()
             with torch.inference_mode():
                 logits[at], best[at] = torch.nan, -1
-        return Output(logits, hidden, best, broken)
+        return Output(logits, hidden, best, broken, dict(zip(self.taps, taps, strict=True)))
+
+    def _captured(self) -> Forward:
+        return captured(self.model, self.ops, self.kv, self.taps, self.max_rows, self.max_logit_rows)

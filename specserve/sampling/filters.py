@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from specserve.ops import Laws
-from specserve.runtime.batch import Rows
 from specserve.sampling.edits import changes_logits, edit
+from specserve.sampling.rows import Rows
 from specserve.types import Draft, SamplingParams, Sequence
 
 _TINIEST_TEMPERATURE = 1e-300  # 0 / denormal is NaN where denormals are flushed to zero

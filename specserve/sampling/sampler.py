@@ -16,12 +16,12 @@ from torch import Tensor
 from specserve.config import VERIFICATIONS
 from specserve.errors import ConfigError, unknown
 from specserve.ops import Laws
-from specserve.runtime.batch import Rows
 from specserve.sampling import verify
 from specserve.sampling.edits import row_depths
 from specserve.sampling.filters import is_processed, laws, normalise, process, shape
 from specserve.sampling.logprobs import Native as NativeScores, token_logprobs
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys, unit
+from specserve.sampling.rows import Rows
 from specserve.types import Draft, Failure, Ids, SamplingParams, Sequence, TokenLogprobs, Verdict
 
 _CACHED_ELEMENTS = 2**16

@@ -1,225 +1,217 @@
-"""Finds drafters by name and calls them safely. Knows the Drafter contract and no drafter.
+"""The drafter contract: what a drafter is told, what it answers, and what it is made with.
 
-A drafter is a file: `drafters/NAME.py` with exactly one public class named `...Drafter`, or an entry point of the group
-`specserve.drafters` that names such a class. Its options are the parameters of its constructor.
+A drafter is a file, `drafters/NAME.py`, with one public class named `...Drafter`, or an entry point of the group
+`specserve.drafters`. Its options are the parameters of its constructor behind the context:
+
+    class EchoDrafter:
+        needs = Needs()
+
+        def __init__(self, context: DraftContext, token: int = 1) -> None: ...
+        def begin(self, seq: SequenceView) -> None: ...
+        def propose(self, requests: list[DraftRequest]) -> list[Draft]: ...
+        def observe(self, step: StepReport) -> None: ...
+        def end(self, seq: SequenceView) -> None: ...
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import logging
-import pkgutil
-from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
-from importlib.metadata import EntryPoint, entry_points
-from types import ModuleType
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence as Many
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
-import torch
+from torch import Tensor
 
-import specserve.drafters
-from specserve.errors import ConfigError, unknown
-from specserve.speculation.check import fault
-from specserve.speculation.worker import Inline, Outcome, Stuck, Worker
-from specserve.types import Draft, Drafter, Sequence, Verdict
-
-NONE = "none"  # the name of plain decoding
-GROUP = "specserve.drafters"
-VERBS = ("begin", "propose", "commit", "end")
-
-_log = logging.getLogger(__name__)
+from specserve.ops import Ops
+from specserve.types import Draft, Sequence, Verdict
 
 
-def available() -> list[str]:
-    """Names of all drafters, files and entry points, sorted; none of them is imported."""
-    return sorted({*files(), *_installed()})
+class TokensView(Many[int]):
+    """The tokens of a sequence, prompt and output, as they grow; a slice is a list of its own."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._tokens[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens)
 
 
-def find(name: str) -> type[Drafter]:
-    """The class of a drafter; a file goes before an entry point of the same name.
+class SequenceView:
+    """A sequence as drafters see it: nothing of it can be changed. One for each sequence from `begin` to `end`, so it
+    may be a key; equality is identity."""
 
-    Raises ConfigError for an unknown name (with near misses), a missing package, or a class that is not a drafter.
+    __slots__ = ("_seq", "num_prompt", "prediction", "request", "salt", "seed", "temperature", "tokens")
+
+    def __init__(self, seq: Sequence) -> None:
+        self._seq = seq
+        self.tokens = TokensView(seq.tokens)
+        self.num_prompt = seq.num_prompt
+        self.request: object = seq.parent or seq  # the same for all completions of a request
+        self.prediction = seq.prediction  # what the output will mostly be, says who asked
+        self.salt = seq.salt  # of its tenant: what is learned of one shall not show in the times of another
+        self.seed = seq.seed
+        self.temperature = seq.params.temperature
+
+    def jump_forward(self) -> list[int]:
+        """The tokens that must follow by the sequence's grammar, as the tokenizer would split them."""
+        return [] if self._seq.grammar is None else self._seq.grammar.forced()
+
+    @property
+    def num_cached(self) -> int:
+        """Leading tokens that have KV of the target."""
+        return self._seq.cached
+
+    @property
+    def num_draft_cached(self) -> int:
+        """Leading tokens that have KV of the drafter's own model; see DraftRunner."""
+        return self._seq.draft_cached
+
+
+class DraftRequest(NamedTuple):
+    """Propose at most `num_tokens` nodes behind the sequence's last token."""
+
+    seq: SequenceView
+    num_tokens: int
+
+
+class SequenceReport(NamedTuple):
+    """One sequence's share of a step that has run: the tokens seq.tokens[start : start + num_new] of its own, behind
+    them the nodes of `draft`. `verdict` is what the target said, None for a chunk of a prompt that did not reach its
+    end; its tokens are in seq.tokens already, up to the one that ended the sequence. `first_row` is that of its first
+    token in the step's hidden states."""
+
+    seq: SequenceView
+    start: int
+    num_new: int
+    draft: Draft
+    verdict: Verdict | None
+    first_row: int
+
+    @property
+    def kept_rows(self) -> list[int]:
+        """The rows whose tokens are part of the sequence now, in the order of their positions, from `start` on."""
+        path = [] if self.verdict is None else self.verdict.path
+        first_node = self.first_row + self.num_new
+        return [*range(self.first_row, first_node), *(first_node + node for node in path)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did for the sequences of one drafter. `hidden[l]` float32 [rows, hidden] is the residual stream
+    behind layer l, for the layers that the drafter needs; it is valid until `observe` returns. `preempted` have lost
+    their KV, the drafter's too, and will be computed again."""
+
+    seqs: list[SequenceReport]
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+    preempted: list[SequenceView] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter takes. `hidden_layers`: of which layers, counted from 0, it is shown the output; `memory_bytes`:
+    what it will hold beyond its weights and its KV; `cost_class`: "free" for look-ups, which take microseconds, "model"
+    for what runs a model."""
+
+    hidden_layers: tuple[int, ...] = ()
+    memory_bytes: int = 0
+    cost_class: Literal["free", "model"] = "free"
+
+
+class Drafter(Protocol):
+    """Proposes continuations; a draft can never change what is generated, only how fast.
+
+    `begin` once, in the first step that the sequence has a part in and before anything else is said of it, so never for
+    one that ends while it waits; what takes long is for later steps, as all sequences wait for it. `propose` gives one
+    draft for each request; `observe` tells of every step, prompts too; `end` once.
     """
-    if name in files():
-        found = _only_drafter(_import(name))
-    elif name in _installed():
-        found = _installed()[name].load()
-    else:
-        raise ConfigError(unknown("drafter", name, [NONE, *available()]))
-    missing = [verb for verb in VERBS if not callable(getattr(found, verb, None))]
-    if missing:
-        raise ConfigError(f"Drafter {name!r}: {found!r} has no {', '.join(missing)}; a drafter has {', '.join(VERBS)}.")
-    return cast(type[Drafter], found)
+
+    needs: Needs
+
+    def begin(self, seq: SequenceView) -> None: ...
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]: ...
+    def observe(self, step: StepReport) -> None: ...
+    def end(self, seq: SequenceView) -> None: ...
 
 
-def create(name: str, options: Mapping[str, Any]) -> Drafter | None:
-    """A drafter with its options; None for "none". Raises ConfigError for an unknown or missing option."""
-    if name == NONE:
-        if options:
-            raise ConfigError(f"drafter is 'none' and takes no options, got {', '.join(sorted(options))}.")
-        return None
-    drafter = find(name)
-    signature = inspect.signature(drafter)
-    parameters = signature.parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for option in options:
-            if option not in names:
-                raise ConfigError(unknown(f"option of drafter {name!r}:", option, names))
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ConfigError(f"Drafter {name!r}: {error}. Its options: {', '.join(names)}.") from error
-    return drafter(**options)
+class DraftModel(Protocol):
+    """A model that a DraftRunner can run; models.decoder.Decoder is one."""
+
+    spec: Any
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...] = (),
+    ) -> Any: ...
 
 
-def files() -> set[str]:
-    """Names of the drafters that are files of drafters/; none of them is imported."""
-    return {module.name for module in pkgutil.iter_modules(specserve.drafters.__path__)}
+class DraftInput(NamedTuple):
+    """Tokens to run through a drafter's model at logical positions from `start` on, behind all that is there:
+    start <= num_draft_cached. Tokens behind the sequence's end are nodes of the draft that will be proposed, in its
+    order. `parents[i]` is the place in `tokens` of the token that token i follows, -1 for the one before `start`; None
+    is a chain. A tree is run whole, from its first node on, since all see what stands before `start`. Logits come for
+    the last `num_logits` tokens."""
+
+    seq: SequenceView
+    start: int
+    tokens: Many[int]
+    parents: Many[int] | None = None
+    num_logits: int = 1
 
 
-def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+class DraftOutput(NamedTuple):
+    """One row for each of the logits that were asked for, input after input; valid until the runner's next call."""
+
+    logits: Tensor  # float32 [rows, vocab]
+    hidden: Tensor  # float32 [rows, hidden], behind the final norm
+    best: Tensor  # int64 [rows], the best token; -1 where the logits are not finite
 
 
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(f"{specserve.drafters.__name__}.{name}")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"Drafter {name!r} needs the package {error.name!r}, which is not installed.") from error
+class DraftRunner(Protocol):
+    """Runs a drafter's model, whose KV is extra layers of the target's slots: prefix hits, forks, trees and preemption
+    keep it right as they keep the target's. `seq.num_draft_cached` says how far a sequence's is there."""
+
+    def run(self, inputs: Many[DraftInput]) -> DraftOutput:
+        """One forward pass. At most as many tokens together as the engine's max_num_batched_tokens, and slots must be
+        there: for tokens of the sequence that the target has computed, and from a proposal's request on for the last
+        token and num_tokens nodes behind it."""
+
+    def catch_up(self, seqs: Many[SequenceView]) -> None:
+        """Compute what tokens that the target has computed still lack of the model's KV, chunk by chunk."""
 
 
-def _only_drafter(module: ModuleType) -> type:
-    """The module's one public class named ...Drafter; classes it imported do not count."""
-    classes = [
-        value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and value.__module__ == module.__name__
-        if key.endswith("Drafter") and not key.startswith("_")
-    ]
-    if len(classes) != 1:
-        found = ", ".join(c.__name__ for c in classes) or "none"
-        raise ConfigError(f"{module.__file__} must have exactly one public class named ...Drafter; it has {found}.")
-    return classes[0]
+class DraftContext(Protocol):
+    """What a drafter is made with: the target it drafts for, and means of running a model of its own."""
 
+    vocab_size: int
+    max_model_len: int
+    hidden_size: int
+    num_layers: int
+    verification: str  # how sampled drafts are verified; see config.VERIFICATIONS
+    ops: Ops
 
-class DraftHost:
-    """Calls a drafter so that nothing it does can end or alter a request: every draft is checked, and one that breaks a
-    rule, or never comes, is replaced by an empty one and counted.
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's embedding of int64 [n] -> float32 [n, hidden]."""
 
-    A drafter from another package runs on a thread of its own, all calls in order, and a call that takes longer than
-    `timeout_s` seconds switches it off for good. One of drafters/ is ours and is called directly: two hand-overs
-    between threads a step cost a small model a tenth of its speed. Without a drafter every method returns at once.
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's final norm and LM head over the residual stream behind its last layer, float32 [n, hidden] ->
+        float32 [n, vocab]."""
 
-    `name` is what requests and logs call the drafter; without one, "none" or the name of its class. `active`: whether a
-    proposal can come, as there is a drafter that was neither switched off nor closed. `dropped` counts lost drafts by
-    reason: those of `check.fault`, "count" (not one draft for each sequence), "exception" and "timeout"; a begin,
-    commit or end that failed counts one.
-    """
-
-    def __init__(self, drafter: Drafter | None, vocab_size: int, timeout_s: float, name: str | None = None) -> None:
-        self.name = name or (NONE if drafter is None else type(drafter).__name__)
-        self.active = drafter is not None
-        self.vocab_size = vocab_size
-        self.timeout_s = timeout_s
-        self.wants_hidden = bool(getattr(drafter, "wants_hidden", False))
-        self.dropped: Counter[str] = Counter()
-        self.num_dropped = 0  # the sum of `dropped`
-        self._drafter = drafter
-        self._expected: set[Sequence] = set()  # that have not been scheduled
-        self._begun: set[Sequence] = set()
-        self._worker: Worker | Inline | None = None
-        if drafter is not None:
-            is_ours = type(drafter).__module__.startswith(f"{specserve.drafters.__name__}.")
-            self._worker = Inline() if is_ours else Worker("specserve-drafter", timeout_s)
-
-    def begin(self, seq: Sequence) -> None:
-        """Expect a sequence. The drafter hears of it with the first step that it has a part in, and never if it ends
-        before: what waits costs nothing. One whose begin fails gets no drafts, and is not spoken of again."""
-        if self._drafter is not None:
-            self._expected.add(seq)
-
-    def _begin(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:
-            if seq in self._expected:
-                self._expected.remove(seq)
-                if self._drafter is not None and self._call(partial(self._drafter.begin, seq)).error is None:
-                    self._begun.add(seq)
-
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        """One draft for each sequence of a step, of at most budget[i] tokens; the drafter is asked for those with a
-        budget."""
-        if self._expected:
-            self._begin(seqs)
-        drafts = [Draft.empty()] * len(seqs)
-        if self._drafter is None:
-            return drafts
-        asked = [i for i, seq in enumerate(seqs) if budget[i] > 0 and seq in self._begun]
-        if not asked:
-            return drafts
-        limits = [budget[i] for i in asked]
-        propose = partial(_propose, self._drafter, [seqs[i] for i in asked], limits, self.vocab_size)
-        for i, answer in zip(asked, self._call(propose, len(asked)).value or (), strict=False):  # (): the call failed
-            if isinstance(answer, Draft):
-                drafts[i] = answer
-            else:
-                self._drop(answer, "a draft broke a rule of the contract")
-        return drafts
-
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
-        """Tell the drafter what the target said. Sequences whose begin failed are left out, except when there are
-        hidden states: their rows belong to all of `seqs`."""
-        if self._drafter is None:
-            return
-        if hidden is None and not self._begun.issuperset(seqs):
-            known = [i for i, seq in enumerate(seqs) if seq in self._begun]
-            seqs, verdicts = [seqs[i] for i in known], [verdicts[i] for i in known]
-        if seqs:
-            self._call(partial(self._drafter.commit, seqs, verdicts, hidden))
-
-    def end(self, seq: Sequence) -> None:
-        self._expected.discard(seq)
-        if seq in self._begun:
-            self._begun.remove(seq)
-            if self._drafter is not None:
-                self._call(partial(self._drafter.end, seq))
-
-    def close(self) -> None:
-        """Let go of the drafter and its thread."""
-        if self._worker is not None:
-            self._worker.stop()
-        self._drafter = self._worker = None
-        self.active = False
-        self._expected.clear()
-        self._begun.clear()
-
-    def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:
-        """Run `function` on the thread; a failure is counted `num_drafts` times."""
-        assert self._worker is not None
-        outcome = self._worker.call(function)
-        if isinstance(outcome.error, Stuck):
-            self._drop("timeout", f"{outcome.error}, so the drafter is switched off", num_drafts)
-            self.close()
-        elif outcome.error is not None:
-            self._drop("exception", "the drafter failed", num_drafts, outcome.error)
-        return outcome
-
-    def _drop(self, reason: str, what: str, num_drafts: int = 1, error: BaseException | None = None) -> None:
-        """Count by reason; the first of each reason is logged, with the traceback if there is one."""
-        if reason not in self.dropped:
-            _log.warning("Drafter %s, draft dropped (%s): %s.", self.name, reason, what, exc_info=error)
-        self.dropped[reason] += num_drafts
-        self.num_dropped += num_drafts
-
-
-def _propose(drafter: Drafter, seqs: list[Sequence], budget: list[int], vocab_size: int) -> list[Draft | str]:
-    """For each sequence its draft, or the word for what is wrong with it. Runs on the drafter's thread, where even the
-    checks of a foreign object may fail or hang."""
-    drafts: Any = drafter.propose(seqs, list(budget))
-    if not isinstance(drafts, list):
-        return ["type"] * len(budget)
-    if len(drafts) != len(budget):
-        return ["count"] * len(budget)
-    return [fault(draft, limit, vocab_size) or draft for draft, limit in zip(drafts, budget, strict=True)]
+    def runner(self, model: DraftModel) -> DraftRunner:
+        """A runner for a model made with `ops`, to be called in the drafter's constructor. Raises ConfigError where no
+        KV can be had for it any more: for a drafter that a request names, or that replaces another."""

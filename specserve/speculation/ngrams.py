@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from specserve.types import Sequence
+from specserve.speculation.base import SequenceView
 
 T = TypeVar("T")
 
@@ -87,16 +87,14 @@ class PerRequest(Generic[T]):
     """What the completions of a request have together, from the first that takes it to the last that gives it back."""
 
     def __init__(self) -> None:
-        self._held: dict[Sequence, tuple[T, int]] = {}  # by the request's first completion, with the number of holders
+        self._held: dict[object, tuple[T, int]] = {}  # by request, with the number of holders
 
-    def take(self, seq: Sequence, make: Callable[[], T]) -> T:
-        first = seq.parent or seq
-        held, count = self._held.get(first) or (make(), 0)
-        self._held[first] = held, count + 1
+    def take(self, seq: SequenceView, make: Callable[[], T]) -> T:
+        held, count = self._held.get(seq.request) or (make(), 0)
+        self._held[seq.request] = held, count + 1
         return held
 
-    def give(self, seq: Sequence) -> None:
-        first = seq.parent or seq
-        held, count = self._held.pop(first)
+    def give(self, seq: SequenceView) -> None:
+        held, count = self._held.pop(seq.request)
         if count > 1:
-            self._held[first] = held, count - 1
+            self._held[seq.request] = held, count - 1

@@ -1,5 +1,4 @@
-"""What grammars say of drafts: which nodes may stand, what is forced among them, and the bits for what follows each.
-Knows states and drafts; knows no backend and no model.
+"""The bits of the tokens that grammars allow behind each row of a step, made while the target works.
 
 A state stands at its sequence's last committed token. It walks a draft and is rolled back; nothing else is copied.
 
@@ -16,21 +15,8 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from specserve.runtime.batch import Rows
 from specserve.sampling.edits import changes_logits
-from specserve.structured.walk import visit
-from specserve.types import Draft, Failure, GuardedState, Ids, Sequence
-
-
-def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
-    """The draft as the grammar of its sequence leaves it, of at most `budget` tokens: without what may not stand, and
-    with what is forced at its front, in its midst and at its end. A tree, or a draft with distributions, is cut and
-    nothing is put into it."""
-    assert seq.grammar is not None, "free sequences are not guided"
-    if len(draft) and (draft.q is not None or not draft.is_chain):
-        return _cut(seq.grammar, draft, seq.stop_ids)
-    tokens, forced = _led(seq.grammar, draft.tokens.tolist(), budget, seq.stop_ids)
-    return draft if not forced and tokens == draft.tokens.tolist() else Draft.chain(tokens, forced=frozenset(forced))
+from specserve.types import Draft, Failure, GuardedState, Ids, ScheduledSeq, Sequence
 
 
 class Masks:
@@ -40,16 +26,16 @@ class Masks:
     What follows a node that may not stand, or that ends the sequence, is nothing at all.
     """
 
-    def __init__(self, rows: Rows, num_words: int) -> None:
-        self._rows = rows
+    def __init__(self, sampled: list[ScheduledSeq], num_words: int) -> None:
+        self._sampled = sampled
         self._num_words = num_words
-        self._bits: Ids | None = None  # int32 [rows.num_rows, num_words]
+        self._bits: Ids | None = None  # int32 [sampled rows, num_words]
         self._late: list[tuple[GuardedState, Draft, frozenset[int], slice]] = []
 
     def fill(self) -> None:
-        rows = self._rows
-        for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
-            own = slice(start, start + len(draft) + 1)
+        for each in self._sampled:
+            seq, draft = each.seq, each.draft
+            own = slice(each.logits_start, each.logits_start + len(draft) + 1)
             if seq.grammar is None:
                 continue
             if not len(draft):
@@ -60,7 +46,7 @@ class Masks:
                 seq.grammar.fill_draft(draft.tokens, draft.parents, seq.stop_ids, self._made(own))
 
     def finish(self, best: Tensor) -> Ids | None:
-        """All rows, int32 [rows.num_rows, num_words]; None where none needs any. `best` int64 [rows.num_rows or more]
+        """All rows, int32 [sampled rows, num_words]; None where none needs any. `best` int64 [so many rows, or more]
         are the rows' best tokens, -1 for none: chains of sequences that take them keep rows whole where theirs may
         come, and where no token that is taken leads."""
         if self._late:
@@ -72,7 +58,8 @@ class Masks:
     def _made(self, own: slice) -> Ids:
         """Some of the rows, which are whole at first."""
         if self._bits is None:
-            self._bits = np.empty((self._rows.num_rows, self._num_words), np.int32)
+            num_rows = sum(len(each.draft) + 1 for each in self._sampled)
+            self._bits = np.empty((num_rows, self._num_words), np.int32)
             self._bits.fill(-1)
         return self._bits[own]
 
@@ -111,40 +98,3 @@ def advance(seq: Sequence, tokens: list[int]) -> Failure | None:
             unknown = f"The grammar does not know the token {token} that it had allowed."
             return seq.grammar.fault or Failure(unknown)
     return seq.grammar.fault
-
-
-def _led(state: GuardedState, ahead: list[int], budget: int, ends: frozenset[int]) -> tuple[list[int], list[int]]:
-    """A chain: what is forced, else what `ahead` says, as long as that agrees with what came before; and where in it
-    are the forced ones."""
-    tokens: list[int] = []
-    places: list[int] = []
-    while len(tokens) < budget and not (tokens and tokens[-1] in ends):
-        forced = state.forced()[: budget - len(tokens)]
-        following = forced or ahead[:1]
-        taken = _take(state, following)
-        places += range(len(tokens), len(tokens) + taken if forced else 0)
-        tokens += following[:taken]
-        ahead = ahead[taken:] if ahead[:taken] == following[:taken] else []
-        if not following or taken < len(following):
-            break
-    state.rollback(len(tokens))
-    return tokens, places
-
-
-def _take(state: GuardedState, tokens: list[int]) -> int:
-    """How many of the tokens the grammar lets follow; it stands behind them."""
-    for taken, token in enumerate(tokens):
-        if not state.advance(token):
-            return taken
-    return len(tokens)
-
-
-def _cut(state: GuardedState, draft: Draft, ends: frozenset[int]) -> Draft:
-    kept: list[int] = []
-    visit(state, draft.tokens, draft.parents, ends, kept.append)
-    if len(kept) == len(draft):
-        return draft
-    kept.sort()
-    at = {node: i for i, node in enumerate(kept)}
-    parents = np.array([at.get(int(draft.parents[node]), -1) for node in kept], np.int32)
-    return Draft(draft.tokens[kept], parents, None if draft.q is None else draft.q[kept])

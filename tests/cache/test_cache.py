@@ -12,12 +12,12 @@ import torch
 from specserve.cache import prefix
 from specserve.cache.cache import CacheStats, KVCache
 from specserve.cache.pool import BlockPool
-from specserve.cache.storage import KVStorage
+from specserve.cache.storage import KVShape, KVStorage
 from specserve.types import SamplingParams, Sequence
 
 
 def make_cache(num_blocks: int = 12, prefix_caching: bool = True) -> KVCache:
-    return KVCache(KVStorage(2, num_blocks, 4, 1, 2, torch.float32, "cpu"), prefix_caching)
+    return KVCache(KVStorage([KVShape(1, 2)] * 2, num_blocks, 4, torch.float32, "cpu"), prefix_caching)
 
 
 def make_seq(tokens: list[int], salt: bytes = b"") -> Sequence:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from specserve.cache import prefix
 from specserve.cache.cache import KVCache
 from specserve.cache.pool import BlockPool, FreeList
-from specserve.cache.storage import KVStorage
+from specserve.cache.storage import KVShape, KVStorage
 from specserve.types import Draft, SamplingParams, Sequence
 
 BLOCK_SIZE = 4
@@ -35,7 +35,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storage = KVStorage(1, NUM_BLOCKS, BLOCK_SIZE, 1, 2, torch.float64, "cpu")
+        self.storage = KVStorage([KVShape(1, 2)] * 1, NUM_BLOCKS, BLOCK_SIZE, torch.float64, "cpu")
         self.cache = KVCache(self.storage, prefix_caching=True)
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from specserve.cache.storage import KVStorage
+from specserve.cache.storage import KVShape, KVStorage
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_have_the_promised_shape_and_are_zero(dtype: torch.dtype) -> None:
-    storage = KVStorage(3, 5, 16, 2, 8, dtype, "cpu")
+    storage = KVStorage([KVShape(2, 8)] * 3, 5, 16, dtype, "cpu")
     assert len(storage.layers) == 3
     for layer in storage.layers:
         assert layer.shape == (2, 80, 2, 8)
@@ -21,12 +21,14 @@ def test_layers_have_the_promised_shape_and_are_zero(dtype: torch.dtype) -> None
         assert not layer.any()
     storage.layers[0].fill_(1)
     assert not storage.layers[1].any(), "layers do not overlap"
-    assert KVStorage.bytes_per_block(3, 16, 2, 8, dtype) * 5 == sum(layer.nbytes for layer in storage.layers)
+    assert KVStorage.bytes_per_block([KVShape(2, 8)] * 3, 16, dtype) * 5 == sum(
+        layer.nbytes for layer in storage.layers
+    )
 
 
 @given(st.permutations(range(24)), st.lists(st.integers(0, 23), min_size=1, max_size=24))
 def test_copy_reads_everything_before_it_writes(dst: list[int], src: list[int]) -> None:
-    storage = KVStorage(2, 6, 4, 1, 2, torch.float32, "cpu")
+    storage = KVStorage([KVShape(1, 2)] * 2, 6, 4, torch.float32, "cpu")
     for number, layer in enumerate(storage.layers):
         layer.copy_(torch.arange(2 * 24 * 2).view(2, 24, 1, 2) + 1000 * number)
     before = [layer.clone() for layer in storage.layers]
@@ -41,6 +43,6 @@ def test_copy_reads_everything_before_it_writes(dst: list[int], src: list[int]) 
 
 @pytest.mark.skipif(not __debug__, reason="assert statements are off")
 def test_a_destination_is_written_once() -> None:
-    storage = KVStorage(1, 2, 4, 1, 2, torch.float32, "cpu")
+    storage = KVStorage([KVShape(1, 2)] * 1, 2, 4, torch.float32, "cpu")
     with pytest.raises(AssertionError, match="written once"):
         storage.copy([1, 2], [3, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,8 +13,11 @@ from hypothesis import given, strategies as st
 
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import ConfigError
+from specserve.speculation.drive import Driver, NoTarget
 from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex
 from specserve.types import SamplingParams, Sequence, Verdict
+
+NO_TARGET: Any = NoTarget()
 
 
 def make_seq(tokens: list[int], parent: Sequence | None = None) -> Sequence:
@@ -48,7 +52,7 @@ TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 def test_equals_a_rescan_of_everything(
     prompt: list[int], steps: list[list[int]], sizes: tuple[int, int], limit: int
 ) -> None:
-    drafter = NgramDrafter(prompt_lookup_max=max(sizes), prompt_lookup_min=min(sizes))
+    drafter = Driver(NgramDrafter(NO_TARGET, prompt_lookup_max=max(sizes), prompt_lookup_min=min(sizes)))
     seq = make_seq(prompt)
     drafter.begin(seq)
     for tokens in [*steps, [0]]:
@@ -57,13 +61,13 @@ def test_equals_a_rescan_of_everything(
         assert draft.is_chain
         assert draft.q is None
         seq.tokens += tokens
-        drafter.commit([seq], [Verdict(tokens, list(range(len(tokens) - 1)))], None)
+        drafter.observe([seq], [Verdict(tokens, list(range(len(tokens) - 1)))])
 
 
 @given(st.lists(TEXT, min_size=2, max_size=4), st.lists(st.integers(0, 3), max_size=20), st.integers(0, 3))
 def test_sequences_do_not_see_each_other(prompts: list[list[int]], grow: list[int], ended: int) -> None:
     """In a batch each draft is what the sequence alone would get; skipped commits and ended others do not matter."""
-    drafter = NgramDrafter()
+    drafter = Driver(NgramDrafter(NO_TARGET))
     seqs = [make_seq(prompt) for prompt in prompts]
     for seq in seqs:
         drafter.begin(seq)
@@ -77,7 +81,7 @@ def test_sequences_do_not_see_each_other(prompts: list[list[int]], grow: list[in
 
 
 def test_an_equal_text_is_another_sequence() -> None:
-    drafter = NgramDrafter()
+    drafter = Driver(NgramDrafter(NO_TARGET))
     first, second = make_seq([1, 2, 1]), make_seq([1, 2, 1])
     drafter.begin(first)
     drafter.begin(second)
@@ -86,14 +90,14 @@ def test_an_equal_text_is_another_sequence() -> None:
 
 
 def test_end_frees_everything() -> None:
-    drafter = NgramDrafter()
+    drafter = Driver(NgramDrafter(NO_TARGET))
     seqs = [make_seq([1, 2, 1]) for _ in range(3)]
     for seq in seqs:
         drafter.begin(seq)
     for seq in seqs:
         drafter.end(seq)
-    assert drafter._indexes == {}
-    assert drafter._prompts._held == {}
+    assert drafter.drafter._indexes == {}
+    assert drafter.drafter._prompts._held == {}
 
 
 class CountingTokens(list):  # type: ignore[type-arg]
@@ -109,13 +113,13 @@ class CountingTokens(list):  # type: ignore[type-arg]
 
 def reads(context: int) -> tuple[int, int]:
     """Tokens read by a commit of three tokens, and by a proposal, after `context` tokens."""
-    drafter = NgramDrafter(prompt_lookup_max=4, prompt_lookup_min=2)
+    drafter = Driver(NgramDrafter(NO_TARGET, prompt_lookup_max=4, prompt_lookup_min=2))
     seq = make_seq([])
     tokens = seq.tokens = CountingTokens(range(context))
     drafter.begin(seq)
     tokens.num_read = 0
     tokens += [1, 2, 3]
-    drafter.commit([seq], [Verdict([1, 2, 3], [0, 1])], None)
+    drafter.observe([seq], [Verdict([1, 2, 3], [0, 1])])
     commit, tokens.num_read = tokens.num_read, 0
     assert len(drafter.propose([seq], [5])[0]) == 5
     return commit, tokens.num_read
@@ -135,7 +139,7 @@ def many(length: int, n: int) -> list[Sequence]:
 
 def test_many_completions_of_a_long_prompt_begin_in_no_time_and_share_what_is_known_of_it() -> None:
     """32k tokens and n = 128: an index for each took 10 s and 1.8 GB."""
-    drafter, seqs = NgramDrafter(), many(32_768, 128)
+    drafter, seqs = Driver(NgramDrafter(NO_TARGET)), many(32_768, 128)
     tracemalloc.start()
     start = time.thread_time()
     for seq in seqs:
@@ -151,14 +155,14 @@ def test_many_completions_of_a_long_prompt_begin_in_no_time_and_share_what_is_kn
     tracemalloc.stop()
     for i, seq in enumerate(seqs):
         seq.tokens += seq.tokens[200 * i : 200 * i + 4]
-    drafter.commit(seqs, [Verdict([1], [])] * len(seqs), None)
+    drafter.observe(seqs, [Verdict([1], [])] * len(seqs))
     drafter.end(seqs[0])  # the first may end before the others
     drafts = drafter.propose(seqs[1:], [5] * 127)
     assert [draft.tokens.tolist() for draft in drafts[::25]] == [rescan(s.tokens, 4, 1, 5) for s in seqs[1::25]]
 
 
 def test_a_prompt_is_drafted_from_as_far_as_it_is_known() -> None:
-    drafter, (seq,) = NgramDrafter(prompt_lookup_min=3), many(20_000, 1)
+    drafter, (seq,) = Driver(NgramDrafter(NO_TARGET, prompt_lookup_min=3)), many(20_000, 1)
     drafter.begin(seq)
     seq.tokens += seq.tokens[15_000:15_004]
     found = [len(drafter.propose([seq], [3])[0]) for _ in range(2 * 20_000 // NGRAMS_PER_STEP + 2)]
@@ -186,4 +190,4 @@ def test_what_has_an_equal_key_is_not_taken_for_equal() -> None:
 )
 def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        NgramDrafter(**options)
+        Driver(NgramDrafter(NO_TARGET, **options))

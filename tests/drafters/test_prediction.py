@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,9 +15,11 @@ from specserve.bench.replay import accepted_path
 from specserve.drafters.prediction import PredictionDrafter
 from specserve.errors import ConfigError
 from specserve.speculation.check import fault
+from specserve.speculation.drive import Driver, NoTarget
 from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex
 from specserve.types import SamplingParams, Sequence, Verdict
 
+NO_TARGET: Any = NoTarget()
 PROMPT = [90, 91, 10, 11, 12]  # ends with tokens of the prediction, which must not matter
 TEXT = list(range(10, 30))
 
@@ -28,15 +31,15 @@ def make_seq(prediction: list[int], prompt: list[int] = PROMPT, salt: bytes = b"
     )  # fmt: skip
 
 
-def say(drafter: PredictionDrafter, seq: Sequence, tokens: list[int]) -> None:
+def say(drafter: Driver, seq: Sequence, tokens: list[int]) -> None:
     """The target emits `tokens` in one step."""
     seq.tokens += tokens
-    drafter.commit([seq], [Verdict(tokens, list(range(len(tokens) - 1)))], None)
+    drafter.observe([seq], [Verdict(tokens, list(range(len(tokens) - 1)))])
 
 
 def drafts_along(prediction: list[int], output: list[int], limit: int = 3, **options: int) -> list[list[int]]:
     """The draft before the first token of the output and after each of them."""
-    drafter, seq = PredictionDrafter(**options), make_seq(prediction)
+    drafter, seq = Driver(PredictionDrafter(NO_TARGET, **options)), make_seq(prediction)
     drafter.begin(seq)
     drafts = [drafter.propose([seq], [limit])[0].tokens.tolist()]
     for token in output:
@@ -170,7 +173,7 @@ def test_drafts_are_pieces_of_the_prediction_and_equal_a_rescan(
 ) -> None:
     """However many tokens a step brings. The prompt's tokens are such as the prediction has."""
     prediction, output = texts
-    drafter, seq = PredictionDrafter(max(sizes), min(sizes)), make_seq(prediction, prompt=[0, 1, 0])
+    drafter, seq = Driver(PredictionDrafter(NO_TARGET, max(sizes), min(sizes))), make_seq(prediction, prompt=[0, 1, 0])
     drafter.begin(seq)
     for count in itertools.cycle(counts):
         (draft,) = drafter.propose([seq], [budget])
@@ -187,7 +190,7 @@ def test_drafts_are_pieces_of_the_prediction_and_equal_a_rescan(
 
 def num_steps(prediction: list[int], output: list[int], k: int) -> int:
     """Verify steps of a greedy target that says `output`."""
-    drafter, seq = PredictionDrafter(), make_seq(prediction)
+    drafter, seq = Driver(PredictionDrafter(NO_TARGET)), make_seq(prediction)
     drafter.begin(seq)
     steps = 0
     while rest := output[seq.num_output :]:
@@ -213,7 +216,7 @@ def test_an_edit_costs_the_steps_that_find_the_place() -> None:
 
 
 def test_sequences_in_a_batch_have_their_own_places() -> None:
-    drafter = PredictionDrafter()
+    drafter = Driver(PredictionDrafter(NO_TARGET))
     seqs = [make_seq(TEXT), make_seq([1, 2, 3]), make_seq([]), make_seq(TEXT)]
     for seq in seqs:
         drafter.begin(seq)
@@ -223,31 +226,31 @@ def test_sequences_in_a_batch_have_their_own_places() -> None:
     for seq in seqs:
         drafter.end(seq)
     gc.collect()
-    assert drafter._places == {}
-    assert len(drafter._texts) == 0
+    assert drafter.drafter._places == {}
+    assert len(drafter.drafter._texts) == 0
 
 
 def test_one_text_is_indexed_once_for_each_salt() -> None:
-    drafter = PredictionDrafter()
+    drafter = Driver(PredictionDrafter(NO_TARGET))
     seqs = [make_seq(TEXT), make_seq(TEXT), make_seq(TEXT, salt=b"tenant")]
     for seq in seqs:
         drafter.begin(seq)
-    first, second, other = (drafter._places[seq].text for seq in seqs)
+    first, second, other = (drafter.drafter._places[drafter._views[seq]].text for seq in seqs)
     assert first is second
     assert first is not other
 
 
 def test_a_sequence_may_begin_with_output() -> None:
-    drafter, seq = PredictionDrafter(), make_seq(TEXT)
+    drafter, seq = Driver(PredictionDrafter(NO_TARGET)), make_seq(TEXT)
     seq.tokens += TEXT[:5]
     drafter.begin(seq)
     assert drafter.propose([seq], [2])[0].tokens.tolist() == TEXT[5:7]
 
 
-def take_in(drafter: PredictionDrafter, seq: Sequence) -> int:
+def take_in(drafter: Driver, seq: Sequence) -> int:
     """The number of steps until all of the prediction is known."""
     steps = 0
-    while not drafter._places[seq].text.index.is_complete:
+    while not drafter.drafter._places[drafter._views[seq]].text.index.is_complete:
         drafter.propose([seq], [1])
         steps += 1
     return steps
@@ -270,11 +273,12 @@ class CountingTokens(list):  # type: ignore[type-arg]
 
 def reads(length: int, fresh: list[int]) -> tuple[int, int]:
     """Tokens of the sequence read by a commit of `fresh`, and by a proposal, after following `length` tokens."""
-    drafter, seq = PredictionDrafter(), make_seq(list(range(2 * length)))
+    drafter, seq = Driver(PredictionDrafter(NO_TARGET)), make_seq(list(range(2 * length)))
+    tokens = seq.tokens = CountingTokens(seq.tokens)
     drafter.begin(seq)
     take_in(drafter, seq)
     say(drafter, seq, list(range(length)))
-    tokens = seq.tokens = CountingTokens(seq.tokens)
+    tokens.num_read = 0
     say(drafter, seq, fresh)
     commit, tokens.num_read = tokens.num_read, 0
     drafter.propose([seq], [5])
@@ -293,7 +297,7 @@ def test_a_long_prediction_is_taken_in_by_slices_and_ends_in_the_same_place() ->
     noise = random.Random(5)
     prediction = [noise.randrange(300) for _ in range(20_000)]
     output = [*prediction[:40], 301, 302, *prediction[9_000:9_030], *prediction[50:80], *prediction[15_000:15_100]]
-    early, late, drafter = make_seq(prediction), make_seq(prediction), PredictionDrafter()
+    early, late, drafter = make_seq(prediction), make_seq(prediction), Driver(PredictionDrafter(NO_TARGET))
     drafter.begin(early)
     with mock.patch.object(NgramIndex, "_add", autospec=True, side_effect=NgramIndex._add) as add:
         for token in output:
@@ -301,11 +305,11 @@ def test_a_long_prediction_is_taken_in_by_slices_and_ends_in_the_same_place() ->
             drafter.propose([early], [4])
             assert sum(len(call.args[2]) for call in add.call_args_list[before:]) <= NGRAMS_PER_STEP
             say(drafter, early, [token])
-    assert drafter._places[early].text.index.is_complete
+    assert drafter.drafter._places[drafter._views[early]].text.index.is_complete
     drafter.begin(late)
     take_in(drafter, late)
     say(drafter, late, output)
-    places = [drafter._places[seq] for seq in (early, late)]
+    places = [drafter.drafter._places[drafter._views[seq]] for seq in (early, late)]
     assert (places[0].next, places[0]._reached) == (places[1].next, places[1]._reached) == (15_100, 15_100)
 
 
@@ -316,4 +320,4 @@ def test_a_long_prediction_is_taken_in_by_slices_and_ends_in_the_same_place() ->
 def test_wrong_options_are_named(options: dict[str, object]) -> None:
     name, value = next(iter(options.items()))
     with pytest.raises(ConfigError, match=rf"{name} is {value!r}.*1 <= match_min <= match_max"):
-        PredictionDrafter(**options)
+        Driver(PredictionDrafter(NO_TARGET, **options))

@@ -8,34 +8,39 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, strategies as st
 
 from specserve.bench.replay import Record, accepted_path, read_records, replay, replay_file
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import ConfigError, InputError
-from specserve.types import Draft, Sequence, Verdict
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.drive import NoTarget
+from specserve.types import Draft
+
+NO_TARGET: Any = NoTarget()
 
 
 class Scripted:
     """Drafts what it is given, step by step, and remembers what it heard."""
 
-    def __init__(self, drafts: list[Draft], wants_hidden: bool = False) -> None:
+    def __init__(self, drafts: list[Draft], needs: Needs | None = None) -> None:
         self.drafts = list(drafts)
-        self.wants_hidden = wants_hidden
+        self.needs = needs or Needs()
         self.heard: list[tuple[str, Any]] = []
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: SequenceView) -> None:
         self.heard.append(("begin", list(seq.tokens)))
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        self.heard.append(("propose", budget[0]))
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        self.heard.append(("propose", requests[0].num_tokens))
         return [self.drafts.pop(0)]
 
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
-        self.heard.append(("commit", (list(seqs[0].tokens), verdicts[0].tokens, verdicts[0].path)))
+    def observe(self, step: StepReport) -> None:
+        (report,) = step.seqs
+        assert report.verdict is not None
+        self.heard.append(("observe", (list(report.seq.tokens), report.verdict.tokens, report.verdict.path)))
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: SequenceView) -> None:
         self.heard.append(("end", list(seq.tokens)))
 
 
@@ -44,7 +49,7 @@ def test_counts_by_hand() -> None:
     tree = Draft(np.array([9, 5, 8, 6], np.int32), np.array([-1, -1, 0, 1], np.int32))
     drafter = Scripted([Draft.chain([1, 2, 0, 0]), Draft.empty(), tree, Draft.chain([8])])
     replay(drafter, [Record([50], list(range(1, 10)), "math")], 4)
-    assert [what for name, what in drafter.heard if name == "commit"] == [
+    assert [what for name, what in drafter.heard if name == "observe"] == [
         ([50, 1, 2, 3], [1, 2, 3], [0, 1]),
         ([50, 1, 2, 3, 4], [4], []),
         ([50, 1, 2, 3, 4, 5, 6, 7], [5, 6, 7], [1, 3]),
@@ -67,7 +72,7 @@ def test_figures_by_hand() -> None:
 
 def test_categories_add_up() -> None:
     records = [Record([1, 2, 1], [2, 1, 2], "a"), Record([3], [3, 3, 3, 3], "b"), Record([5], [6], "a")]
-    report = replay(NgramDrafter(), records, 3)
+    report = replay(NgramDrafter(NO_TARGET), records, 3)
     assert set(report.categories) == {"a", "b"}
     assert report.categories["a"].num_records == 2
     for name in ("num_records", "num_steps", "num_tokens", "num_draft_tokens", "num_accepted_tokens"):
@@ -81,7 +86,7 @@ def test_categories_add_up() -> None:
     budget=st.integers(1, 6),
 )
 def test_every_output_token_is_emitted_once(prompt: list[int], output: list[int], budget: int) -> None:
-    tally = replay(NgramDrafter(), [Record(prompt, output)], budget).overall
+    tally = replay(NgramDrafter(NO_TARGET), [Record(prompt, output)], budget).overall
     assert tally.num_tokens == len(output) == tally.num_steps + tally.num_accepted_tokens
     assert tally.num_draft_tokens == sum(tally.drafted_by_position) <= tally.num_steps * budget
     assert len(tally.drafted_by_position) <= budget
@@ -113,9 +118,9 @@ def test_an_invalid_draft_is_an_error_here(drafts: list[Any], word: str) -> None
 
 def test_hidden_states_cannot_be_replayed() -> None:
     with pytest.raises(ConfigError, match="hidden states"):
-        replay(Scripted([], wants_hidden=True), [Record([1], [1])], 2)
+        replay(Scripted([], needs=Needs(hidden_layers=(0,))), [Record([1], [1])], 2)
     with pytest.raises(ConfigError, match="at least 1"):
-        replay(NgramDrafter(), [Record([1], [1])], 0)
+        replay(NgramDrafter(NO_TARGET), [Record([1], [1])], 0)
 
 
 def test_a_file_by_the_drafters_name(tmp_path: Path) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.config import EngineConfig
 from specserve.engine import build as building
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
-from specserve.speculation.base import DraftHost
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.host import DraftHost
 from specserve.testing import write_tiny_model
-from specserve.types import Draft, SamplingParams, Sequence, Verdict
+from specserve.types import Draft, SamplingParams
 
 BROKEN = 200
 UNSAID = {BROKEN: -100.0}
@@ -72,14 +72,14 @@ def run(engine: Engine, *requests: Request) -> dict[str, list[int] | str]:
             if event.error is not None:
                 said[name] = event.error
         engine.cache.check_integrity(engine.scheduler.running)
-    assert all(layer.isfinite().all() for layer in engine.runner.storage.layers)
+    assert all(layer.isfinite().all() for layer in engine.cache.storage.layers)
     return said
 
 
 class Saboteur:
     """Knows the answer, and puts BROKEN into every draft: in a chain at `at`, in a tree beside the right token."""
 
-    wants_hidden = False
+    needs = Needs()
 
     def __init__(self, answer: list[int], at: int, is_tree: bool) -> None:
         self.answer = answer
@@ -87,11 +87,11 @@ class Saboteur:
         self.is_tree = is_tree
         self.num_broken = 0
 
-    def begin(self, seq: Sequence) -> None:
-        pass
+    def begin(self, seq: SequenceView) -> None: ...
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        return [self.draft(self.answer[seq.num_output :][: limit - 1]) for seq, limit in zip(seqs, budget, strict=True)]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        said = [len(seq.tokens) - seq.num_prompt for seq, _ in requests]
+        return [self.draft(self.answer[at:][: most - 1]) for at, (_, most) in zip(said, requests, strict=True)]
 
     def draft(self, right: list[int]) -> Draft:
         at = min(self.at, len(right))
@@ -102,11 +102,8 @@ class Saboteur:
             parents[at + 1] = at - 1
         return Draft(np.array(tokens, np.int32), np.array(parents, np.int32))
 
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
-        pass
-
-    def end(self, seq: Sequence) -> None:
-        pass
+    def observe(self, step: StepReport) -> None: ...
+    def end(self, seq: SequenceView) -> None: ...
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,12 +17,21 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, PromptTooLongError
 from specserve.sampling.bad_words import of_ids
-from specserve.speculation.base import DraftHost, create
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.drive import NoTarget
+from specserve.speculation.host import DraftHost
+from specserve.speculation.lookup import prepare
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
-from specserve.types import Draft, Event, SamplingParams, Sequence, Verdict
+from specserve.types import Draft, Event, SamplingParams
 
 VOCAB = tiny_config("llama")["vocab_size"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def create(name: str) -> Any:
+    """A drafter with its default options, of those that need no target."""
+    make = prepare(name, {})
+    return None if make is None else make(cast(Any, NoTarget()))
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +55,9 @@ def make(tiny: Path, drafter: Any = None, k: int = 5, blocks: int | None = None,
 
 
 def block_bytes(engine: Engine) -> int:
-    layer = engine.runner.storage.layers[0]
+    layer = engine.cache.storage.layers[0]
     slots = layer.shape[1]
-    return len(engine.runner.storage.layers) * layer.nbytes // slots * engine.cache.block_size
+    return len(engine.cache.storage.layers) * layer.nbytes // slots * engine.cache.block_size
 
 
 def drive(engine: Engine, requests: Iterable[Request], check: bool = True) -> dict[tuple[str, int], list[int]]:
@@ -139,7 +148,7 @@ def test_output_does_not_depend_on_batch_or_drafter(tiny: Path, alone, name: str
         assert drafter.num_drafted > 100
         assert (drafter.num_accepted > 50) == (name != "hopeless")
         assert not drafter.live
-        assert engine.drafters.num_dropped == 0
+        assert engine.policy.num_dropped == 0
 
 
 @pytest.mark.parametrize("name", ["plain", "lucky", "tree"])
@@ -159,7 +168,7 @@ def test_ngram_drafts_are_accepted_and_change_nothing(tiny: Path) -> None:
     params = SamplingParams(temperature=0.7, seed=4, max_tokens=60, ignore_eos=True, logit_bias=bias)
     looping = Request(id="loop", prompt_ids=prompt(1, 12), params=params)
     plain = drive(make(tiny), [looping])
-    engine = make(tiny, create("ngram", {}))
+    engine = make(tiny, create("ngram"))
     engine.add(looping)
     stats = engine.requests["loop"][0].stats
     assert drive(engine, []) == plain
@@ -270,21 +279,21 @@ def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
     engine.add(Request(id="bad", prompt_ids=prompt(9), params=GREEDY))
     for request in requests(3):
         engine.add(request)
-    start, end, batches = engine.runner.start, engine.runner.finish, list[Any]()
+    pick, end, steps = engine.scheduler.pick, engine.runner.finish, list[Any]()
 
-    def begun(batch: Any) -> None:
-        batches.append(batch)
-        start(batch)
+    def picked() -> Any:
+        steps.append(pick())
+        return steps[-1]
 
     def poisoned() -> Any:
-        out, rows = end(), batches[-1].rows
+        out = end()
         out.logits = out.logits.clone()
-        for seq, start in zip(rows.seqs, rows.starts, strict=True):
-            if seq.request_id == "bad" and seq.num_output == 5:
-                out.logits[start] = torch.nan
+        for each in steps[-1].sampled:
+            if each.seq.request_id == "bad" and each.seq.num_output == 5:
+                out.logits[each.logits_start] = torch.nan
         return out
 
-    engine.runner.start, engine.runner.finish = begun, poisoned  # type: ignore[method-assign]
+    engine.scheduler.pick, engine.runner.finish = picked, poisoned  # type: ignore[method-assign]
     events = finish(engine)
     failed = [event for event in events if event.error is not None]
     assert [event.request_id for event in failed] == ["bad"]
@@ -419,7 +428,7 @@ def test_requests_with_different_drafters_in_one_batch(tiny: Path, alone, name: 
     assert drafted[2] > accepted[2] > 10, "a prediction with errors"
     assert drafted[3] > 0, "n-grams"
     assert drafted[4] == 0, "plain decoding"
-    assert engine.drafters.num_dropped == 0
+    assert engine.policy.num_dropped == 0
     if drafter is not None:
         assert not drafter.live
         assert drafter.num_drafted == drafted[0], "it heard of its own sequences only"
@@ -434,21 +443,21 @@ def test_different_drafters_survive_preemption_and_chunks(tiny: Path, alone) -> 
 class Hostile:
     """Breaks every promise of a drafter in turn."""
 
-    wants_hidden = False
+    needs = Needs()
 
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def begin(self, seq: Sequence) -> None: ...
-    def end(self, seq: Sequence) -> None: ...
+    def begin(self, seq: SequenceView) -> None: ...
+    def end(self, seq: SequenceView) -> None: ...
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> Any:
+    def propose(self, requests: list[DraftRequest]) -> Any:
         self.num_calls += 1
         if self.num_calls % 3 == 0:
             raise RuntimeError("planted")
-        return [Draft.chain([VOCAB] * n) for n in budget] if self.num_calls % 3 == 1 else []
+        return [Draft.chain([VOCAB] * most) for _, most in requests] if self.num_calls % 3 == 1 else []
 
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: Any) -> None:
+    def observe(self, step: StepReport) -> None:
         raise RuntimeError("planted")
 
 
@@ -473,7 +482,7 @@ def test_a_hostile_drafter_costs_its_neighbours_nothing(tiny: Path, alone) -> No
 @pytest.mark.parametrize(("own", "k", "expected"), [("none", 5, 5), ("ngram", 0, 5), ("none", 0, 5), ("ngram", 3, 3)])
 def test_a_request_that_asks_for_drafts_gets_them(tiny: Path, alone, own: str, k: int, expected: int) -> None:
     """Also where the engine itself drafts nothing; and with a cap of its own, no more than that."""
-    engine = make(tiny, create(own, {}), k=k)
+    engine = make(tiny, create(own), k=k)
     first = alone["r0", 0]
     capped = dataclasses.replace(GREEDY, num_speculative_tokens=2)
     for name, params, more in (
@@ -501,13 +510,14 @@ def test_a_drafter_hears_of_a_request_when_it_first_runs(tiny: Path, alone) -> N
     engine.add(Request(id="gone", prompt_ids=prompt(1), params=GREEDY))
     assert not drafter.live
     engine.step()
-    assert [seq.index for seq in drafter.live] == [0]
+    assert [seq.request for seq in drafter.live] == [engine.requests["many"][0]]
     engine.abort("many", 0)
     engine.abort("gone")
     while engine.has_work:
         engine.step()
-        assert drafter.live.issuperset(engine.scheduler.running) or not drafter.live
-        assert all(seq.stats.first_scheduled for seq in drafter.live)
+        live = {seq._seq for seq in drafter.live}
+        assert live.issuperset(engine.scheduler.running) or not live
+        assert all(seq.stats.first_scheduled for seq in live)
     assert not drafter.live
     assert engine.counters.num_drafts_dropped == 0
 
@@ -569,7 +579,7 @@ def test_the_engines_drafter_can_be_replaced_between_requests(tiny: Path, alone)
     predicted = dataclasses.replace(requests(1)[0], prediction=tuple(alone["r0", 0]))
     engine.add(predicted)
     with pytest.raises(ConfigError, match="while no request is running"):
-        engine.use(DraftHost(create("ngram", {}), VOCAB, 10.0, "ngram"), 5)
+        engine.use(DraftHost(create("ngram"), VOCAB, 10.0, "ngram"), 5)
     assert drive(engine, [])["r0", 0] == alone["r0", 0]
     script = scripted(alone)
     engine.use(DraftHost(script, VOCAB, 10.0), 5)

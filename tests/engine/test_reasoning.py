@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema_rs
 import pytest
@@ -19,7 +19,9 @@ from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
 from specserve.llm import LLM
-from specserve.speculation.base import DraftHost, create
+from specserve.speculation.drive import NoTarget
+from specserve.speculation.host import DraftHost
+from specserve.speculation.lookup import prepare
 from specserve.structured.base import Grammar
 from specserve.structured.reasoning import ReasoningGrammar, ReasoningState, _Phase, _Place
 from specserve.structured.spec import Structured
@@ -38,6 +40,12 @@ SCHEMA = {
 ASKED = (Structured.json(SCHEMA), Structured.choice(["then", "other", "stone"]))
 NAMES = ("none", "ngram", "grammar", "chain", "tree")
 COUNT = 12
+
+
+def create(name: str) -> Any:
+    """A drafter with its default options, of those that need no target."""
+    make = prepare(name, {})
+    return None if make is None else make(cast(Any, NoTarget()))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +162,7 @@ def test_no_draft_across_the_end_of_reasoning_changes_an_output(
 def use(built: Built, name: str, script: Outputs) -> None:
     scripts = {tuple(prompt(i)): script[f"r{i}"] for i in range(COUNT)}
     luck: dict[str, Any] = {"accuracy": 0.8, "decoys": 2 if name == "tree" else 0}
-    drafter = ScriptedDrafter(scripts, 293, **luck) if name in ("chain", "tree") else create(name, {})
+    drafter = ScriptedDrafter(scripts, 293, **luck) if name in ("chain", "tree") else create(name)
     built.engine.use(DraftHost(drafter, built.engine.limits.vocab_size, 10.0, name), 5)
 
 
@@ -204,7 +212,7 @@ def test_the_law_of_the_first_token_is_the_models_own_among_what_may_come(tiny: 
     language = LanguageGrammar([[first, 5, eos] for first in firsts])
     marks = Reasoning((opening,), (280,), (), frozenset(), tokenizer.eos_ids)
     grammar = ReasoningGrammar(language, marks, is_open=False)
-    host = ScriptedDrafter({tuple(prompt(2)): [opening, 7]}, 293) if drafter == "chain" else create(drafter, {})
+    host = ScriptedDrafter({tuple(prompt(2)): [opening, 7]}, 293) if drafter == "chain" else create(drafter)
     built.engine.use(DraftHost(host, built.engine.limits.vocab_size, 10.0, drafter), 3)
     seen: Counter[int] = Counter()
     for round_ in range(10):

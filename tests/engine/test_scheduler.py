@@ -10,7 +10,7 @@ import torch
 
 from specserve.cache import prefix
 from specserve.cache.cache import KVCache
-from specserve.cache.storage import KVStorage
+from specserve.cache.storage import KVShape, KVStorage
 from specserve.engine.scheduler import Scheduler
 from specserve.types import SamplingParams, Sequence
 
@@ -26,7 +26,7 @@ def make_seq(name: int, tokens: list[int], parent: Sequence | None = None) -> Se
 
 
 def make(num_blocks: int, budget: int = 512, max_num_seqs: int = 64) -> Scheduler:
-    cache = KVCache(KVStorage(1, 1 + num_blocks, BLOCK, 1, 2, torch.float32, "cpu"), prefix_caching=True)
+    cache = KVCache(KVStorage([KVShape(1, 2)] * 1, 1 + num_blocks, BLOCK, torch.float32, "cpu"), prefix_caching=True)
     scheduler = Scheduler(cache, max_num_seqs, budget, 10**6, budget)
     scheduler.cost.observe(0, 1, 0.0, 1e-9)  # no chunk ends by the clock
     scheduler.cost.observe(1, 0, 0.0, 1.0)
@@ -35,11 +35,10 @@ def make(num_blocks: int, budget: int = 512, max_num_seqs: int = 64) -> Schedule
 
 def step(scheduler: Scheduler) -> None:
     """Compute what was picked; who has reached its end says one more token."""
-    work = scheduler.pick(lambda seq: 0)
-    for seq, count in zip(work.seqs, work.counts, strict=True):
-        scheduler.cache.keep(seq, count)
-        if seq.cached == len(seq.tokens):
-            seq.tokens.append(7)
+    for each in scheduler.pick().seqs:
+        scheduler.cache.keep(each.seq, each.num_new)
+        if each.sampled:
+            each.seq.tokens.append(7)
 
 
 def full(num_waiting: int) -> Scheduler:

@@ -16,8 +16,8 @@ from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
-from specserve.runtime.batch import Batch, most_tokens, num_shared_rows
-from specserve.speculation.base import DraftHost
+from specserve.runtime.pack import StepInput, most_tokens, num_shared_rows
+from specserve.speculation.host import DraftHost
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
 from specserve.types import Event, SamplingParams, Sequence
 
@@ -33,12 +33,12 @@ def prompt(i: int, length: int) -> list[int]:
     return [(7 * i + 3 * j * j + j) % 280 for j in range(length)]
 
 
-def watched(engine: Engine) -> list[Batch]:
+def watched(engine: Engine) -> list[StepInput]:
     """The batches of its steps, as they come."""
-    seen: list[Batch] = []
+    seen: list[StepInput] = []
     start = engine.runner.start
 
-    def keep(batch: Batch) -> None:
+    def keep(batch: StepInput) -> None:
         seen.append(batch)
         start(batch)
 
@@ -143,7 +143,7 @@ def test_what_a_step_holds_is_reckoned_with_when_the_cache_is_sized(tiny: Path, 
     """All buffers of a recorded step, and a second set of logits."""
     config = EngineConfig(model=str(tiny), quantization=quantization, dtype="float32", max_model_len=160)
     runner = build(config).engine.runner
-    recording = getattr(runner._step, "_recording", None)
+    recording = getattr(runner._forward, "_recording", None)
     if recording is None:
         pytest.skip("Only native kernels hold a step's buffers.")
     held = sum(buffer.nbytes for buffer in recording.buffers.values())

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema_rs
 import pytest
@@ -19,7 +19,9 @@ from specserve.engine.build import Built, build
 from specserve.engine.request import Request
 from specserve.errors import NoTokenLeftError
 from specserve.sampling.bad_words import of_ids
-from specserve.speculation.base import DraftHost, create
+from specserve.speculation.drive import NoTarget
+from specserve.speculation.host import DraftHost
+from specserve.speculation.lookup import prepare
 from specserve.structured.base import Grammar, Guarded, RefusedError
 from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
@@ -43,6 +45,12 @@ ASKED = [
     Structured.choice(["then", "other", "stone"]),
 ]
 NAMES = ("none", "ngram", "grammar", "chain", "tree")
+
+
+def create(name: str) -> Any:
+    """A drafter with its default options, of those that need no target."""
+    make = prepare(name, {})
+    return None if make is None else make(cast(Any, NoTarget()))
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +139,11 @@ def test_no_drafter_changes_an_output_with_another_backend(tiny: Path, name: str
     each they are the same without drafts."""
     pytest.importorskip("xgrammar")
     built = make(tiny, grammar_backend="xgrammar", max_num_seqs=8)
-    built.engine.use(DraftHost(create("none", {}), built.engine.limits.vocab_size, 10.0, "none"), 5)
+    built.engine.use(DraftHost(create("none"), built.engine.limits.vocab_size, 10.0, "none"), 5)
     plain = drive(built, requests(built, 8))
     scripts = {tuple(prompt(i)): plain[f"r{i}"] for i in range(8)}
     script = {"accuracy": 0.8, "decoys": 2 if name == "tree" else 0}
-    drafter = ScriptedDrafter(scripts, 293, **script) if name in ("chain", "tree") else create(name, {})
+    drafter = ScriptedDrafter(scripts, 293, **script) if name in ("chain", "tree") else create(name)
     built.engine.use(DraftHost(drafter, built.engine.limits.vocab_size, 10.0, name), 5)
     assert drive(built, requests(built, 8)) == plain
     ended = [i for i in range(1, 8, 2) if plain[f"r{i}"][-1] in built.tokenizer.eos_ids]
@@ -149,7 +157,7 @@ def test_no_drafter_and_no_company_changes_an_output(tiny: Path, alone: Outputs,
     built = make(tiny, max_num_seqs=batch)
     scripts = {tuple(prompt(i)): alone[f"r{i}"] for i in range(16)}
     script = {"accuracy": 0.8, "decoys": 2 if name == "tree" else 0}
-    drafter = ScriptedDrafter(scripts, 293, **script) if name in ("chain", "tree") else create(name, {})
+    drafter = ScriptedDrafter(scripts, 293, **script) if name in ("chain", "tree") else create(name)
     built.engine.use(DraftHost(drafter, built.engine.limits.vocab_size, 10.0, name), 5)
     assert drive(built, requests(built, 16)) == alone
 
@@ -302,7 +310,7 @@ def test_the_law_under_a_grammar_is_the_models_own_given_that_it_fits(
     assert eos is not None
     language = [[*tokenizer.encode(text), eos] for text in ("the", "then", "other", "on", "one", "ten")]
     odds = exact_law(built, language)
-    host = ScriptedDrafter({tuple(prompt(2)): language[1]}, 293) if drafter == "chain" else create(drafter, {})
+    host = ScriptedDrafter({tuple(prompt(2)): language[1]}, 293) if drafter == "chain" else create(drafter)
     built.engine.use(DraftHost(host, built.engine.limits.vocab_size, 10.0, drafter), 4)
     seen: Counter[tuple[int, ...]] = Counter()
     for round_ in range(10):

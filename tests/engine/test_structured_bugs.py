@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
-from specserve.speculation.base import DraftHost
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.host import DraftHost
 from specserve.structured.base import Grammar
 from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar, LanguageState, ScriptedDrafter, write_tiny_model
-from specserve.types import Draft, Ids, SamplingParams, Sequence, Verdict
+from specserve.types import Draft, Ids, SamplingParams
 
 VOCAB = 293
 A, B, BAD = 40, 41, 77
@@ -58,23 +58,18 @@ class _StrictState(LanguageState):
 class SaysDrafter:
     """Drafts what a function makes of the output so far."""
 
-    wants_hidden = False
+    needs = Needs()
 
     def __init__(self, says: Continues) -> None:
         self._says = says
 
-    def begin(self, seq: Sequence) -> None:
-        pass
+    def begin(self, seq: SequenceView) -> None: ...
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        said = [self._says(seq.tokens[seq.num_prompt :]) for seq in seqs]
-        return [Draft.chain(tokens[:limit]) for tokens, limit in zip(said, budget, strict=True)]
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        return [Draft.chain(self._says(seq.tokens[seq.num_prompt :])[:most]) for seq, most in requests]
 
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: torch.Tensor | None) -> None:
-        pass
-
-    def end(self, seq: Sequence) -> None:
-        pass
+    def observe(self, step: StepReport) -> None: ...
+    def end(self, seq: SequenceView) -> None: ...
 
 
 def use(built: Built, drafter: Any, count: int = 6) -> None:

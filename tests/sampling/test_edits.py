@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from specserve.engine.request import Limits, Request, sequences
-from specserve.runtime.batch import Rows
 from specserve.sampling import bad_words
 from specserve.sampling.bad_words import of_ids, of_texts
 from specserve.sampling.filters import process
+from specserve.sampling.rows import Rows
 from specserve.server.engine.messages import Command, Submit
 from specserve.types import BadWords, Draft, SamplingParams, Sequence
 

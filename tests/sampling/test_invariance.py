@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from specserve.runtime.batch import Rows
 from specserve.sampling.filters import normalise, process, shape
 from specserve.sampling.noise import Purpose, draw, hash_tokens, row_keys
+from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
 from specserve.types import Draft, Failure, Sequence, TokenLogprobs, Verdict
 

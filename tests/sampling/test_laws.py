@@ -18,9 +18,9 @@ import pytest
 import torch
 from scipy import stats
 
-from specserve.runtime.batch import Rows
 from specserve.sampling import edits, filters, noise, sampler as sampler_file, verify
 from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys
+from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
 from specserve.types import Draft, Failure, Ids, Sequence
 

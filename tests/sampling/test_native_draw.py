@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from specserve.ops.isa import choose_isa
-from specserve.runtime.batch import Rows
 from specserve.sampling.filters import laws, shape
 from specserve.sampling.noise import draw, hash_tokens, row_keys
+from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
 from specserve.types import Draft, Ids, SamplingParams, Sequence
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from specserve.errors import ConfigError
-from specserve.runtime.batch import Rows
 from specserve.sampling import bad_words, edits, filters
 from specserve.sampling.edits import row_depths
 from specserve.sampling.filters import normalise, process, row_total, shape
+from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
 from specserve.types import Draft, Failure, SamplingParams, Sequence, Verdict
 

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from specserve.runtime.batch import Rows
+from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
+from specserve.speculation.grammar import guide
 from specserve.structured import masks
 from specserve.structured.base import Guarded
 from specserve.testing import LanguageGrammar, LanguageState
-from specserve.types import Draft, Ids, SamplingParams, Sequence
+from specserve.types import Draft, Ids, SamplingParams, ScheduledSeq, Sequence
 
 VOCAB, EOS = 40, 39
 WORDS = 2
@@ -48,9 +49,14 @@ def filled_rows(rows: Rows, num_words: int, best: Tensor | None = None) -> Ids |
     if best is None:
         rows = Rows([_sampled(seq) for seq in rows.seqs], rows.drafts, rows.starts)
         best = torch.full((rows.num_rows,), -1)
-    made = masks.Masks(rows, num_words)
+    made = masks.Masks(scheduled(rows), num_words)
     made.fill()
     return made.finish(best)
+
+
+def scheduled(rows: Rows) -> list[ScheduledSeq]:
+    found = zip(rows.seqs, rows.drafts, rows.starts, strict=True)
+    return [ScheduledSeq(seq, 0, 1, True, draft, logits_start=start) for seq, draft, start in found]
 
 
 def _sampled(seq: Sequence) -> Sequence:
@@ -105,7 +111,7 @@ def test_a_guided_draft_holds_what_may_stand_and_nothing_else(
     if len(draft) > budget:
         draft = Draft.empty()
     before = list(state.said)
-    led = masks.guide(seq, draft, budget)
+    led = guide(seq, draft, budget)
     assert state.said == before
     assert len(led) <= budget
     paths = {tuple(int(led.tokens[n]) for n in led.path_to(node)) for node in range(len(led))}
@@ -120,17 +126,15 @@ def test_a_guided_draft_holds_what_may_stand_and_nothing_else(
 
 def test_what_is_forced_stands_before_between_and_after_what_is_drafted() -> None:
     seq, _ = guided([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2]])
-    assert masks.guide(seq, Draft.chain([1, 2, 0]), 9).tokens.tolist() == [1, 2, 0, 3, 3, EOS]
-    assert masks.guide(seq, Draft.chain([2, 0]), 9).tokens.tolist() == [1, 2], (
-        "a draft that begins elsewhere is dropped"
-    )
-    assert masks.guide(seq, Draft.chain([1, 2, 2]), 9).tokens.tolist() == [1, 2]
-    assert masks.guide(seq, Draft.chain([1, 2, 1]), 4).tokens.tolist() == [1, 2, 1, 3]
+    assert guide(seq, Draft.chain([1, 2, 0]), 9).tokens.tolist() == [1, 2, 0, 3, 3, EOS]
+    assert guide(seq, Draft.chain([2, 0]), 9).tokens.tolist() == [1, 2], "a draft that begins elsewhere is dropped"
+    assert guide(seq, Draft.chain([1, 2, 2]), 9).tokens.tolist() == [1, 2]
+    assert guide(seq, Draft.chain([1, 2, 1]), 4).tokens.tolist() == [1, 2, 1, 3]
 
 
 def test_a_guided_draft_says_which_of_its_tokens_are_forced() -> None:
     seq, _ = guided([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2]])
-    drafts = [masks.guide(seq, Draft.chain(said), 9) for said in ([1, 2, 0], [1, 2, 1], [1, 2, 2], [])]
+    drafts = [guide(seq, Draft.chain(said), 9) for said in ([1, 2, 0], [1, 2, 1], [1, 2, 2], [])]
     assert [(draft.tokens.tolist(), set(draft.forced)) for draft in drafts] == [
         ([1, 2, 0, 3, 3, EOS], {0, 1, 3, 4, 5}),
         ([1, 2, 1, 3, 2, EOS], {0, 1, 3, 4, 5}),
@@ -142,9 +146,9 @@ def test_a_guided_draft_says_which_of_its_tokens_are_forced() -> None:
 def test_a_draft_that_may_stand_whole_is_not_touched() -> None:
     seq, _ = guided([[1, 2], [1, 3], [0, 0]])
     draft = Draft.chain([1, 2])
-    assert masks.guide(seq, draft, 2) is draft
+    assert guide(seq, draft, 2) is draft
     tree = Draft(np.array([1, 0, 2, 3], np.int32), np.array([-1, -1, 0, 0], np.int32))
-    assert masks.guide(seq, tree, 4) is tree
+    assert guide(seq, tree, 4) is tree
 
 
 def test_nobody_with_a_grammar_means_no_masks() -> None:
@@ -215,7 +219,7 @@ def test_a_grammar_that_fails_closes_its_own_rows_and_says_why(fault_after: int)
     assert "planted" in str(failing.grammar.fault)
     assert (rows[fault_after:3] == 0).all()
     assert [bits(row) for row in rows[3:]] == [{1}, {2}, {3}]
-    assert masks.guide(failing, draft, 4).tokens.tolist() == []
+    assert guide(failing, draft, 4).tokens.tolist() == []
     assert "planted" in str(masks.advance(failing, [1]))
     assert masks.advance(whole, [1, 2]) is None
     assert state.said == [1, 2]

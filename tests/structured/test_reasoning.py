@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from specserve.runtime.batch import Rows
+from specserve.speculation.grammar import guide
 from specserve.structured import masks
 from specserve.structured.base import Guarded
 from specserve.structured.reasoning import ReasoningGrammar, ReasoningState, wrapped
 from specserve.testing import LanguageGrammar
 from specserve.text.reasoning import Reasoning
-from specserve.types import Draft, Ids, SamplingParams, Sequence
+from specserve.types import Draft, Ids, SamplingParams, ScheduledSeq, Sequence
 
 VOCAB, EOS, OTHER_EOS, HEAD = 40, 39, 38, 37
 WORDS = 2
@@ -57,7 +57,7 @@ def thinking(language: list[list[int]], closing: list[int], text: list[int]) -> 
 
 
 def bits_behind(seq: Sequence, draft: Draft) -> Ids | None:
-    made = masks.Masks(Rows([seq], [draft], [0]), WORDS)
+    made = masks.Masks([ScheduledSeq(seq, 0, 1, True, draft)], WORDS)
     made.fill()
     return made.finish(torch.full((len(draft) + 1,), -1))
 
@@ -180,7 +180,7 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
         expected = may_come(language, opening, closing, is_open, to_node) if stands[node] and not ended else set()
         assert bits(rows[node + 1]) == expected
     assert filled(state) == may_come(language, opening, closing, is_open, path)
-    cut = masks.guide(seq, draft, 20)
+    cut = guide(seq, draft, 20)
     if len(draft) and not draft.is_chain:
         assert len(cut) == sum(stands.values()) - 1
 
@@ -189,11 +189,11 @@ def test_a_chain_across_the_end_of_reasoning_is_led_behind_it() -> None:
     """What the grammar forces is added where the draft closes the reasoning, and not before."""
     state = begun([[0, 1, 2], [0, 1, 3]], [1], [2, 3], is_open=True)
     seq = guided(state)
-    assert masks.guide(seq, Draft.chain([1, 1, 2, 3]), 9).tokens.tolist() == [1, 1, 2, 3, 0, 1]
-    assert masks.guide(seq, Draft.chain([1, 1, 2, 3, 0, 1, 3]), 9).tokens.tolist() == [1, 1, 2, 3, 0, 1, 3, EOS]
-    assert masks.guide(seq, Draft.chain([1, 2, 3, 1]), 9).tokens.tolist() == [1, 2, 3, 0, 1], "not of the language"
-    assert masks.guide(seq, Draft.chain([1, 2, EOS]), 9).tokens.tolist() == [1, 2], "no end while it reasons"
-    assert masks.guide(seq, Draft.empty(), 9).tokens.tolist() == []
+    assert guide(seq, Draft.chain([1, 1, 2, 3]), 9).tokens.tolist() == [1, 1, 2, 3, 0, 1]
+    assert guide(seq, Draft.chain([1, 1, 2, 3, 0, 1, 3]), 9).tokens.tolist() == [1, 1, 2, 3, 0, 1, 3, EOS]
+    assert guide(seq, Draft.chain([1, 2, 3, 1]), 9).tokens.tolist() == [1, 2, 3, 0, 1], "not of the language"
+    assert guide(seq, Draft.chain([1, 2, EOS]), 9).tokens.tolist() == [1, 2], "no end while it reasons"
+    assert guide(seq, Draft.empty(), 9).tokens.tolist() == []
 
 
 def test_nothing_is_forced_before_the_answer_but_the_rest_of_what_opens_reasoning() -> None:

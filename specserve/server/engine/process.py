@@ -21,7 +21,7 @@ import msgspec
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.counters import Counters
-from specserve.engine.engine import MOST_FORCED, Engine
+from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
@@ -47,7 +47,8 @@ from specserve.server.engine.messages import (
 )  # fmt: skip
 from specserve.server.engine.packed import packed
 from specserve.server.engine.pipe import Pipe
-from specserve.speculation.base import NONE, files
+from specserve.speculation.lookup import NONE, files
+from specserve.speculation.policy import MOST_JUMP_FORWARD
 from specserve.types import Event, SamplingParams
 
 # After a step that gave everybody their first token: where all cores compute, the processes that carry it to the client
@@ -299,7 +300,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         max_num_seqs=config.max_num_seqs,
         drafter=config.drafter,
         drafters=sorted({NONE, config.drafter, *files()}),
-        num_forced_tokens=MOST_FORCED,
+        num_forced_tokens=MOST_JUMP_FORWARD,
         num_spec_tokens=config.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS,
         summary=built.summary,
         about={

@@ -1,0 +1,136 @@
+"""What drafters are made with: the target, and a runner for a model of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.cache.storage import KVShape
+from specserve.errors import ConfigError
+from specserve.models.decoder import Decoder
+from specserve.ops import Ops
+from specserve.runtime.pack import StepInput, padded
+from specserve.runtime.runner import Runner
+from specserve.speculation.base import DraftInput, DraftModel, DraftOutput, SequenceView
+from specserve.types import Ids
+
+
+class TargetContext:
+    """A DraftContext over a loaded model. Runners that it makes wait for their KV until `bind`, after which it makes no
+    more: how large the cache is has then been decided. No step of theirs has more than `max_rows` rows, or logits for
+    more than `max_logit_rows`."""
+
+    def __init__(self, model: Decoder, ops: Ops, verification: str, max_rows: int, max_logit_rows: int) -> None:
+        spec = model.spec
+        self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
+        self.num_layers, self.max_model_len = spec.num_layers, spec.max_len
+        self.verification = verification
+        self.ops = ops
+        self._model = model
+        self._sizes = max_rows, max_logit_rows
+        self._runners: list[ModelRunner] = []
+        self._is_bound = False
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._model.embed(token_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.head(hidden)
+
+    def runner(self, model: DraftModel) -> ModelRunner:
+        if self._is_bound:
+            raise ConfigError("This drafter runs a model, whose KV must be planned at the start: name it in --drafter.")
+        self._runners.append(ModelRunner(model, self.ops, *self._sizes))
+        return self._runners[-1]
+
+    @property
+    def kv_shapes(self) -> list[KVShape]:
+        """The layers that the cache must have beside the target's."""
+        return [shape for runner in self._runners for shape in runner.kv_shapes]
+
+    def bind(self, layers: list[Tensor], block_size: int) -> None:
+        """Give the runners their KV: one tensor for each of `kv_shapes`."""
+        left = iter(layers)
+        for runner in self._runners:
+            runner.bind([next(left) for _ in runner.kv_shapes], block_size)
+        self._is_bound = True
+
+
+class ModelRunner:
+    """A DraftRunner over the target's slots."""
+
+    def __init__(self, model: DraftModel, ops: Ops, max_rows: int, max_logit_rows: int) -> None:
+        spec = model.spec
+        self.kv_shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
+        self._model = model
+        self._ops = ops
+        self._max_rows, self._max_logit_rows = max_rows, max_logit_rows
+        self._runner: Runner | None = None
+
+    def bind(self, layers: list[Tensor], block_size: int) -> None:
+        self._block_size = block_size
+        self._runner = Runner(self._model, self._ops, layers, block_size, self._max_rows, self._max_logit_rows)
+
+    @torch.no_grad()
+    def run(self, inputs: Many[DraftInput]) -> DraftOutput:
+        assert self._runner is not None, "a drafter's model runs once the engine has its cache"
+        self._runner.start(self._packed(inputs))
+        out = self._runner.finish()
+        for each in inputs:
+            seq, stop = each.seq._seq, each.start + len(each.tokens)
+            seq.draft_cached = max(seq.draft_cached, stop)
+        count = sum(each.num_logits for each in inputs)
+        return DraftOutput(out.logits[:count], out.hidden[:count], out.best[:count])
+
+    def catch_up(self, seqs: Many[SequenceView]) -> None:
+        left = [seq for seq in seqs if seq.num_draft_cached < seq.num_cached]
+        while left:
+            inputs: list[DraftInput] = []
+            room = self._max_rows
+            for seq in left:
+                start = seq.num_draft_cached
+                count = min(room, seq.num_cached - start)
+                if count:
+                    inputs.append(DraftInput(seq, start, seq.tokens[start : start + count], num_logits=0))
+                    room -= count
+            self.run(inputs)
+            left = [seq for seq in left if seq.num_draft_cached < seq.num_cached]
+
+    def _packed(self, inputs: Many[DraftInput]) -> StepInput:
+        multiple = self._ops.row_multiple
+        token_ids: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        starts = [0]
+        parents: list[Ids | None] = []
+        for each in inputs:
+            count, seq = len(each.tokens), each.seq._seq
+            assert each.start <= seq.draft_cached, "what stands before has KV"
+            assert each.start + count <= len(seq.blocks.ids) * self._block_size, "slots are reserved"
+            token_ids += each.tokens
+            if each.parents is None:
+                positions += range(each.start, each.start + count)
+                parents.append(None)
+            else:
+                tree = np.asarray(each.parents, np.int32)
+                parents.append(tree)
+                depths = np.zeros(count, np.int64)
+                for node, parent in enumerate(tree.tolist()):
+                    depths[node] = depths[parent] + 1 if parent >= 0 else 0
+                positions += (each.start + depths).tolist()
+            starts.append(len(token_ids))
+            logit_rows += range(starts[-1] - each.num_logits, starts[-1])
+        rows = padded(token_ids, multiple)
+        return StepInput(
+            token_ids=rows,
+            positions=padded(positions, multiple),
+            logit_rows=padded(logit_rows, multiple),
+            num_rows=len(rows),
+            query_starts=starts,
+            cached=[each.start for each in inputs],
+            block_tables=[list(each.seq._seq.blocks.ids) for each in inputs],
+            parents=parents,
+        )

@@ -1,0 +1,52 @@
+"""Drives a drafter without an engine, along sequences that the caller extends: for replays of recordings, and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any
+
+from specserve.errors import ConfigError
+from specserve.speculation.base import Drafter, DraftRequest, SequenceReport, SequenceView, StepReport
+from specserve.types import Draft, Sequence, Verdict
+
+
+class NoTarget:
+    """A DraftContext without a model behind it. Whatever needs one raises ConfigError."""
+
+    vocab_size = 2**31  # of any width
+    max_model_len = 2**31
+    verification = "coupled"
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(f"This drafter needs the target model (its {name}), and there is none.")
+
+
+class Driver:
+    """Says to a drafter what an engine would say of some sequences."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self._views: dict[Sequence, SequenceView] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        self._views[seq] = SequenceView(seq)
+        self.drafter.begin(self._views[seq])
+
+    def propose(self, seqs: Many[Sequence], num_tokens: Many[int]) -> list[Draft]:
+        asked = zip(seqs, num_tokens, strict=True)
+        return self.drafter.propose([DraftRequest(self._views[seq], count) for seq, count in asked])
+
+    def observe(self, seqs: Many[Sequence], verdicts: Many[Verdict], drafts: Many[Draft] | None = None) -> None:
+        """What the target said of drafts, which is in the sequences' tokens already."""
+        said = zip(seqs, verdicts, drafts or [Draft.empty()] * len(seqs), strict=True)
+        self.drafter.observe(
+            StepReport(
+                [
+                    SequenceReport(self._views[seq], len(seq.tokens) - len(verdict.tokens) - 1, 1, draft, verdict, row)
+                    for row, (seq, verdict, draft) in enumerate(said)
+                ]
+            )
+        )
+
+    def end(self, seq: Sequence) -> None:
+        self.drafter.end(self._views.pop(seq))

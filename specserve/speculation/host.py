@@ -1,0 +1,149 @@
+"""Calls drafters so that nothing they do can end or alter a request: a drafter that fails costs speed only."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+import specserve.drafters
+from specserve.speculation.base import Drafter, DraftRequest, Needs, SequenceReport, SequenceView, StepReport
+from specserve.speculation.check import fault
+from specserve.speculation.lookup import NONE
+from specserve.speculation.worker import Inline, Outcome, Stuck, Worker
+from specserve.types import Draft, ScheduledSeq, Sequence, Verdict
+
+_log = logging.getLogger(__name__)
+
+
+class DraftHost:
+    """One drafter: every draft of it is checked, and one that breaks a rule, or never comes, is replaced by an empty
+    one and counted.
+
+    A drafter from another package runs on a thread of its own, all calls in order, and a call that takes longer than
+    `timeout_s` seconds switches it off for good. One of drafters/ is ours and is called directly: two hand-overs
+    between threads a step cost a small model a tenth of its speed. Without a drafter every method returns at once.
+
+    `name` is what requests and logs call the drafter; without one, "none" or the name of its class. `active`: whether a
+    proposal can come, as there is a drafter that was neither switched off nor closed. `dropped` counts lost drafts by
+    reason: those of `check.fault`, "count" (not one draft for each sequence), "exception" and "timeout"; a begin,
+    observe or end that failed counts one.
+    """
+
+    def __init__(self, drafter: Drafter | None, vocab_size: int, timeout_s: float, name: str | None = None) -> None:
+        self.name = name or (NONE if drafter is None else type(drafter).__name__)
+        self.active = drafter is not None
+        self.vocab_size = vocab_size
+        self.timeout_s = timeout_s
+        self.needs: Needs = getattr(drafter, "needs", Needs())
+        self.dropped: Counter[str] = Counter()
+        self.num_dropped = 0  # the sum of `dropped`
+        self._drafter = drafter
+        self._expected: set[Sequence] = set()  # that have not been scheduled
+        self._views: dict[Sequence, SequenceView] = {}  # of those that have begun
+        self._worker: Worker | Inline | None = None
+        if drafter is not None:
+            is_ours = type(drafter).__module__.startswith(f"{specserve.drafters.__name__}.")
+            self._worker = Inline() if is_ours else Worker("specserve-drafter", timeout_s)
+
+    def begin(self, seq: Sequence) -> None:
+        """Expect a sequence. The drafter hears of it with the first step that it has a part in, and never if it ends
+        before: what waits costs nothing. One whose begin fails gets no drafts, and is not spoken of again."""
+        if self._drafter is not None:
+            self._expected.add(seq)
+
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        """One draft for each sequence of a step, of at most budget[i] tokens; the drafter is asked for those with a
+        budget."""
+        for seq in seqs if self._expected else ():
+            if seq in self._expected:
+                self._expected.remove(seq)
+                view = SequenceView(seq)
+                if self._drafter is not None and self._call(partial(self._drafter.begin, view)).error is None:
+                    self._views[seq] = view
+        drafts = [Draft.empty()] * len(seqs)
+        if self._drafter is None:
+            return drafts
+        asked = [i for i, seq in enumerate(seqs) if budget[i] > 0 and seq in self._views]
+        if not asked:
+            return drafts
+        requests = [DraftRequest(self._views[seqs[i]], budget[i]) for i in asked]
+        propose = partial(_propose, self._drafter, requests, self.vocab_size)
+        for i, answer in zip(asked, self._call(propose, len(asked)).value or (), strict=False):  # (): the call failed
+            if isinstance(answer, Draft):
+                drafts[i] = answer
+            else:
+                self._drop(answer, "a draft broke a rule of the contract")
+        return drafts
+
+    def observe(
+        self,
+        step: list[ScheduledSeq],
+        verdicts: Mapping[Sequence, Verdict],
+        hidden: Mapping[int, Tensor],
+        preempted: list[Sequence],
+    ) -> None:
+        """Tell the drafter what a step did for its sequences, but for those that failed in it, with the layers'
+        hidden states [rows of the step, hidden] that it needs."""
+        if self._drafter is None:
+            return
+        views = self._views
+        reports = [
+            SequenceReport(views[s.seq], s.start, s.num_new, s.draft, verdicts.get(s.seq), s.first_row)
+            for s in step
+            if s.seq in views and (s.seq in verdicts or not s.sampled)
+        ]
+        lost = [views[seq] for seq in preempted if seq in views]
+        if reports or lost:
+            shown = {layer: hidden[layer] for layer in self.needs.hidden_layers}
+            self._call(partial(self._drafter.observe, StepReport(reports, shown, lost)))
+
+    def end(self, seq: Sequence) -> None:
+        self._expected.discard(seq)
+        view = self._views.pop(seq, None)
+        if view is not None and self._drafter is not None:
+            self._call(partial(self._drafter.end, view))
+
+    def close(self) -> None:
+        """Let go of the drafter and its thread."""
+        if self._worker is not None:
+            self._worker.stop()
+        self._drafter = self._worker = None
+        self.active = False
+        self._expected.clear()
+        self._views.clear()
+
+    def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:
+        """Run `function` on the thread; a failure is counted `num_drafts` times."""
+        assert self._worker is not None
+        outcome = self._worker.call(function)
+        if isinstance(outcome.error, Stuck):
+            self._drop("timeout", f"{outcome.error}, so the drafter is switched off", num_drafts)
+            self.close()
+        elif outcome.error is not None:
+            self._drop("exception", "the drafter failed", num_drafts, outcome.error)
+        return outcome
+
+    def _drop(self, reason: str, what: str, num_drafts: int = 1, error: BaseException | None = None) -> None:
+        """Count by reason; the first of each reason is logged, with the traceback if there is one."""
+        if reason not in self.dropped:
+            _log.warning("Drafter %s, draft dropped (%s): %s.", self.name, reason, what, exc_info=error)
+        self.dropped[reason] += num_drafts
+        self.num_dropped += num_drafts
+
+
+def _propose(drafter: Drafter, requests: list[DraftRequest], vocab_size: int) -> list[Draft | str]:
+    """For each request its draft, or the word for what is wrong with it. Runs on the drafter's thread, where even the
+    checks of a foreign object may fail or hang."""
+    drafts: Any = drafter.propose(list(requests))
+    if not isinstance(drafts, list):
+        return ["type"] * len(requests)
+    if len(drafts) != len(requests):
+        return ["count"] * len(requests)
+    return [
+        fault(draft, request.num_tokens, vocab_size) or draft for draft, request in zip(drafts, requests, strict=True)
+    ]
