@@ -27,7 +27,8 @@ from specserve.engine.outputs import Chunk, Collector, CompletionOutput, Request
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.machine.ownership import Ownership
-from specserve.speculation.base import DraftHost, create
+from specserve.speculation.base import DraftHost
+from specserve.speculation.lookup import create
 from specserve.types import Event, SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "Chunk", "CompletionOutput", "RequestOutput"]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specserve.errors import ConfigError, InputError
-from specserve.speculation.base import create
 from specserve.speculation.check import fault
+from specserve.speculation.lookup import create
 from specserve.types import Draft, Drafter, SamplingParams, Sequence, Verdict
 
 VOCABULARY_LIMIT = 2**31  # the recording does not say how wide the LM head was

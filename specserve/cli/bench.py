@@ -129,7 +129,7 @@ def compare(
     from specserve.bench.compare import Plan
     from specserve.bench.prompts import load_prompts, spread
     from specserve.bench.structured import load_schema
-    from specserve.speculation.base import create
+    from specserve.speculation.lookup import create
 
     options = engine_options(engine)
     structured = None if schema is None else load_schema(schema)

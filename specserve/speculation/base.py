@@ -1,108 +1,23 @@
-"""Finds drafters by name and calls them safely. Knows the Drafter contract and no drafter.
-
-A drafter is a file: `drafters/NAME.py` with exactly one public class named `...Drafter`, or an entry point of the group
-`specserve.drafters` that names such a class. Its options are the parameters of its constructor.
-"""
+"""Calls a drafter so that nothing it does can end or alter a request."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
-import pkgutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-import specserve.drafters
-from specserve.errors import ConfigError, unknown
+from specserve.registry import DRAFTERS
 from specserve.speculation.check import fault
 from specserve.speculation.worker import Inline, Outcome, Stuck, Worker
 from specserve.types import Draft, Drafter, Sequence, Verdict
 
 NONE = "none"  # the name of plain decoding
-GROUP = "specserve.drafters"
-VERBS = ("begin", "propose", "commit", "end")
 
 _log = logging.getLogger(__name__)
-
-
-def available() -> list[str]:
-    """Names of all drafters, files and entry points, sorted; none of them is imported."""
-    return sorted({*files(), *_installed()})
-
-
-def find(name: str) -> type[Drafter]:
-    """The class of a drafter; a file goes before an entry point of the same name.
-
-    Raises ConfigError for an unknown name (with near misses), a missing package, or a class that is not a drafter.
-    """
-    if name in files():
-        found = _only_drafter(_import(name))
-    elif name in _installed():
-        found = _installed()[name].load()
-    else:
-        raise ConfigError(unknown("drafter", name, [NONE, *available()]))
-    missing = [verb for verb in VERBS if not callable(getattr(found, verb, None))]
-    if missing:
-        raise ConfigError(f"Drafter {name!r}: {found!r} has no {', '.join(missing)}; a drafter has {', '.join(VERBS)}.")
-    return cast(type[Drafter], found)
-
-
-def create(name: str, options: Mapping[str, Any]) -> Drafter | None:
-    """A drafter with its options; None for "none". Raises ConfigError for an unknown or missing option."""
-    if name == NONE:
-        if options:
-            raise ConfigError(f"drafter is 'none' and takes no options, got {', '.join(sorted(options))}.")
-        return None
-    drafter = find(name)
-    signature = inspect.signature(drafter)
-    parameters = signature.parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for option in options:
-            if option not in names:
-                raise ConfigError(unknown(f"option of drafter {name!r}:", option, names))
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ConfigError(f"Drafter {name!r}: {error}. Its options: {', '.join(names)}.") from error
-    return drafter(**options)
-
-
-def files() -> set[str]:
-    """Names of the drafters that are files of drafters/; none of them is imported."""
-    return {module.name for module in pkgutil.iter_modules(specserve.drafters.__path__)}
-
-
-def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(f"{specserve.drafters.__name__}.{name}")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"Drafter {name!r} needs the package {error.name!r}, which is not installed.") from error
-
-
-def _only_drafter(module: ModuleType) -> type:
-    """The module's one public class named ...Drafter; classes it imported do not count."""
-    classes = [
-        value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and value.__module__ == module.__name__
-        if key.endswith("Drafter") and not key.startswith("_")
-    ]
-    if len(classes) != 1:
-        found = ", ".join(c.__name__ for c in classes) or "none"
-        raise ConfigError(f"{module.__file__} must have exactly one public class named ...Drafter; it has {found}.")
-    return classes[0]
 
 
 class DraftHost:
@@ -132,7 +47,7 @@ class DraftHost:
         self._begun: set[Sequence] = set()
         self._worker: Worker | Inline | None = None
         if drafter is not None:
-            is_ours = type(drafter).__module__.startswith(f"{specserve.drafters.__name__}.")
+            is_ours = type(drafter).__module__.startswith(f"{DRAFTERS.package}.")
             self._worker = Inline() if is_ours else Worker("specserve-drafter", timeout_s)
 
     def begin(self, seq: Sequence) -> None:

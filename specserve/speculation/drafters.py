@@ -10,7 +10,8 @@ from collections import Counter
 import torch
 
 from specserve.errors import ConfigError, InputError, unknown
-from specserve.speculation.base import NONE, DraftHost, files, find
+from specserve.registry import DRAFTERS
+from specserve.speculation.base import NONE, DraftHost
 from specserve.types import Draft, Drafter, Sequence, Verdict
 
 
@@ -131,11 +132,11 @@ def _make(name: str, known: list[str]) -> Drafter | None:
         raise InputError(f"drafter is {name!r}; it must be the name of a drafter.", "drafter")
     if name == NONE:
         return None
-    if name not in files():
+    if name not in (files := DRAFTERS.files()):
         hint = "One of another package must be the engine's --drafter."
-        raise InputError(f"{unknown('drafter', name, {*known, *files()})} {hint}", "drafter")
+        raise InputError(f"{unknown('drafter', name, {*known, *files})} {hint}", "drafter")
     try:
-        found = find(name)
+        found: type[Drafter] = DRAFTERS.find(name)
         needed = _required(found)
         drafter = None if needed else found()
     except ConfigError as error:

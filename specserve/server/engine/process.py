@@ -26,6 +26,7 @@ from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
+from specserve.registry import DRAFTERS
 from specserve.server.engine.compiling import Compiling
 from specserve.server.engine.messages import (
     QUEUE_TIMEOUT,
@@ -47,7 +48,7 @@ from specserve.server.engine.messages import (
 )  # fmt: skip
 from specserve.server.engine.packed import packed
 from specserve.server.engine.pipe import Pipe
-from specserve.speculation.base import NONE, files
+from specserve.speculation.base import NONE
 from specserve.types import Event, SamplingParams
 
 # After a step that gave everybody their first token: where all cores compute, the processes that carry it to the client
@@ -298,7 +299,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         max_model_len=engine.limits.max_model_len,
         max_num_seqs=config.max_num_seqs,
         drafter=config.drafter,
-        drafters=sorted({NONE, config.drafter, *files()}),
+        drafters=sorted({NONE, config.drafter, *DRAFTERS.files()}),
         num_forced_tokens=MOST_FORCED,
         num_spec_tokens=config.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS,
         summary=built.summary,
