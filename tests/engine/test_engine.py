@@ -17,7 +17,8 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, PromptTooLongError
 from specserve.sampling.bad_words import of_ids
-from specserve.speculation.base import DraftHost, create
+from specserve.speculation.base import DraftHost
+from specserve.speculation.lookup import create
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
 from specserve.types import Draft, Event, SamplingParams, Sequence, Verdict
 

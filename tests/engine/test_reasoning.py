@@ -19,7 +19,8 @@ from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
 from specserve.llm import LLM
-from specserve.speculation.base import DraftHost, create
+from specserve.speculation.base import DraftHost
+from specserve.speculation.lookup import create
 from specserve.structured.base import Grammar
 from specserve.structured.reasoning import ReasoningGrammar, ReasoningState, _Phase, _Place
 from specserve.structured.spec import Structured

@@ -19,7 +19,8 @@ from specserve.engine.build import Built, build
 from specserve.engine.request import Request
 from specserve.errors import NoTokenLeftError
 from specserve.sampling.bad_words import of_ids
-from specserve.speculation.base import DraftHost, create
+from specserve.speculation.base import DraftHost
+from specserve.speculation.lookup import create
 from specserve.structured.base import Grammar, Guarded, RefusedError
 from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model

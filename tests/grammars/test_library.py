@@ -28,9 +28,10 @@ import numpy as np
 import pytest
 
 from specserve.errors import InputError
+from specserve.registry import GRAMMARS
 from specserve.structured import library
 from specserve.structured.base import Backend, Grammar, Vocabulary
-from specserve.structured.compiler import Compiler, backends
+from specserve.structured.compiler import Compiler
 from specserve.structured.spec import Structured
 from specserve.structured.vocabulary import vocabulary
 from specserve.text.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ def taken(kind: str) -> list[str]:
     """The backends that are installed and take a kind."""
     return [
         name
-        for name in backends()
+        for name in GRAMMARS.names()
         if importlib.util.find_spec(_PACKAGES.get(name, name)) and kind in backend(name).kinds
     ]
 
