@@ -37,11 +37,13 @@ class Registry:
     package: str  # whose folder holds the files; also the group of the entry points
     suffix: str
     parts: tuple[str, ...]
+    mark: str = ""  # what a file must state to be an entry, where the folder holds others too
 
     def files(self) -> list[str]:
         """Names of the entries that are files, sorted. None is imported."""
         modules = pkgutil.iter_modules(importlib.import_module(self.package).__path__)
-        return sorted(module.name for module in modules if not module.name.startswith("_"))
+        names = sorted(module.name for module in modules if not module.name.startswith("_"))
+        return [name for name in names if not self.mark or _literal(f"{self.package}.{name}", self.mark) is not None]
 
     def names(self) -> list[str]:
         """Names of all entries, sorted. None is imported."""
@@ -132,7 +134,7 @@ class Registry:
 DRAFTERS = Registry("drafter", "specserve.drafters", "Drafter", ("begin", "propose", "commit", "end"))
 KERNELS = Registry("kernel backend", "specserve.kernels", "Kernels", ("supports", "create"))
 GRAMMARS = Registry("grammar backend", "specserve.grammars", "Backend", ("kinds", "compile"))
-MODELS = Registry("model family", "specserve.models", "", ("spec",))
+MODELS = Registry("model family", "specserve.models", "", ("spec",), mark="ARCHITECTURES")
 
 
 def _literal(module_name: str, constant: str) -> Any:
@@ -142,9 +144,7 @@ def _literal(module_name: str, constant: str) -> Any:
     except ModuleNotFoundError:  # an entry point into a package that is gone
         return None
     source = Path(spec.origin).read_text("utf-8") if spec and spec.origin and spec.origin.endswith(".py") else ""
-    if f"\n{constant}" not in source:
-        return None
-    for node in ast.parse(source).body:
+    for node in ast.parse(source).body if constant in source else ():
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]:
             try:
                 return ast.literal_eval(node.value)
