@@ -28,6 +28,8 @@ from specserve.structured.schema.formats import without_annotations
 from specserve.structured.spec import Structured
 from specserve.types import Ids
 
+PRIORITY = 10
+
 _xgrammar: Any = xgrammar_module()  # where it is not installed this file cannot be imported either
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _FORMATS = {"duration", "ipv6", "uri", "uri-template", "uuid"}

@@ -1,13 +1,15 @@
-"""How the native kernels lay out keys and values in a cache, as kernels/cpu/context.h does. Knows no kernel."""
+"""Memory of the native kernels: aligned, and how a cache holds keys and values in it, as kernels/cpu/context.h does."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _PLAIN_FLOAT32, _PLAIN_BFLOAT16, _GROUPS = range(3)  # as Cache in kernels/cpu/args.h
 _LANES = 16  # tokens of a group
 _TILE = 32
+_ALIGNMENT = 64
 
 
 def layout_of(kv: Tensor) -> int:
@@ -25,3 +27,11 @@ def places(kv: Tensor, slots: Tensor) -> Tensor:
         return ((slot * kv_heads + head) * d + i).expand(2, -1, -1, -1)
     start, place = (slot // _LANES * kv_heads + head) * d * _LANES, slot % _LANES
     return start + torch.stack((i // 2 * 2 * _LANES + 2 * place + i % 2, place // 2 * 2 * d + 2 * i + place % 2))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Aligned zeros, whose pages the system provides when they are first written."""
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

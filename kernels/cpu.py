@@ -19,20 +19,20 @@ from torch import Tensor
 
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
-from specserve.kernels._cpu_cache import layout_of, places
+from specserve.kernels._cpu_cache import layout_of, places, zeros as _zeros
 from specserve.machine.pulse import Pulse
 from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, RowScores, Tape
+from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.types import Ids
 
+PRIORITY = 10
 _TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
 _GROUP = 32  # inputs that share a scale
 _FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
 _FORMATS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int8": _INT8, "int4": _INT4}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-_ALIGNMENT = 64
-_BANDWIDTH_BYTES = 2**28  # no cache holds so much
-_BANDWIDTH_PASSES = 7
+_BANDWIDTH_BYTES, _BANDWIDTH_PASSES = 2**28, 7  # no cache holds so much
 _MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than reading their context
 
 
@@ -89,14 +89,24 @@ def instruction_sets() -> list[str]:
 
 
 class Kernels:
-    """The op contract on a CPU. `dtype` is that of the KV cache and the embeddings, and of the weights if
-    `quantization` is "none". `isa` is one of instruction_sets(), or "auto"."""
+    """The op contract on a CPU. `dtype` is that of the KV cache and the embeddings; of the weights if not quantised."""
 
     name = "cpu"
     row_multiple = 1
+    has_own_threads = True
     can_record = True
     can_draw = True
     device = torch.device("cpu")
+
+    @classmethod
+    def supports(cls, asked: KernelOptions) -> str | None:
+        return None if asked.device.type == "cpu" else "serves CPUs alone: use --device cpu."
+
+    @classmethod
+    def create(cls, asked: KernelOptions) -> Kernels:
+        dtype, isa = asked.on_cpu(instruction_sets(), cls.name)
+        automatic = "int8" if asked.dtype == "auto" else "none"
+        return cls(dtype, automatic if asked.quantization == "auto" else asked.quantization, asked.threads, isa)
 
     def __init__(self, dtype: torch.dtype, quantization: str, threads: int, isa: str = "auto") -> None:
         self.dtype = self.weight_dtype = dtype
@@ -168,10 +178,8 @@ class Kernels:
 
     def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> _Weight:
         assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
-        bias = (
-            None if gate_bias is None or up_bias is None else _alternating(gate_bias[:, None], up_bias[:, None])[:, 0]
-        )
-        packed = self.pack(_alternating(gate, up), bias)
+        biases = [bias[:, None] for bias in (gate_bias, up_bias) if bias is not None]
+        packed = self.pack(_alternating(gate, up), _alternating(*biases)[:, 0] if biases else None)
         return _Weight(packed.native, packed.memory, packed.bias, len(gate))
 
     def pack_vector(self, values: Tensor) -> Tensor:
@@ -345,10 +353,8 @@ class Kernels:
 
     def _buffer(self, op: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Zeros [rows, columns]. A recording has one buffer for each op and width: no op's result outlives its next."""
-        if self._recording is None:
-            return _zeros((rows, columns), dtype)
-        buffers, key = self._recording.buffers, (op, columns, dtype)
-        if key not in buffers:
+        buffers: dict[tuple[str, int, torch.dtype], Tensor] = {} if self._recording is None else self._recording.buffers
+        if (key := (op, columns, dtype)) not in buffers:
             buffers[key] = _zeros((rows, columns), dtype)
         assert len(buffers[key]) == rows, "an op has as many rows each time"
         return buffers[key]
@@ -385,7 +391,7 @@ def _padded(x: Tensor) -> Tensor:
     """Rows float32 [rows, n] as ops want them; those that an op returned are passed on."""
     if _is_padded(x):
         return x
-    out = _zeros((len(x), _pad(x.shape[1])), torch.float32)
+    out: Tensor = _zeros((len(x), _pad(x.shape[1])), torch.float32)
     out[:, : x.shape[1]] = x
     return out
 
@@ -397,11 +403,3 @@ def _alternating(gate: Tensor, up: Tensor) -> Tensor:
     for i, part in enumerate((gate, up)):
         out[:, i] = torch.nn.functional.pad(part.float(), (0, 0, 0, _pad(n) - n)).view(-1, _TILE, columns)
     return out.view(-1, columns)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Aligned zeros, whose pages the system provides when they are first written."""
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

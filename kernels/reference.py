@@ -26,8 +26,11 @@ from torch.nn import functional as F
 
 from specserve.machine.pulse import Pulse
 from specserve.ops import AttentionRows, HeadNorms, Laws, Recording, Rotation, RowScores, Tape
+from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.types import Ids
+
+PRIORITY = 0  # it serves where no other does
 
 _CONTEXT_MULTIPLE = 512  # torch's own block of keys in flash attention on a CPU
 _CUDA_TILE = 64
@@ -100,9 +103,24 @@ class Kernels:
     name = "reference"
     row_multiple = 4
     quantization = "none"
+    has_own_threads = False
     can_record = False
     can_draw = False
     layout = None
+
+    @classmethod
+    def supports(cls, asked: KernelOptions) -> str | None:
+        if asked.quantization in ("auto", "none"):
+            return None
+        return f"has no {asked.quantization} weights: use --quantization none."
+
+    @classmethod
+    def create(cls, asked: KernelOptions) -> Kernels:
+        if asked.device.type == "cpu":
+            return cls(asked.device, *asked.on_cpu(instruction_sets(), cls.name))
+        automatic = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        dtype = automatic if asked.dtype == "auto" else getattr(torch, asked.dtype)
+        return cls(asked.device, dtype, asked.isa)
 
     def __init__(self, device: torch.device, dtype: torch.dtype, isa: str = "auto") -> None:
         self.device = device

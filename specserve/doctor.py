@@ -4,7 +4,6 @@ Looks only: loads no weights, fetches nothing, changes nothing."""
 from __future__ import annotations
 
 import os
-import pkgutil
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,15 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import specserve.kernels
 from specserve.cache.sizing import GIB, free_memory
 from specserve.checkpoint import catalog
 from specserve.engine import build
 from specserve.errors import SpecserveError
 from specserve.machine.cores import usable_cores
 from specserve.ops.isa import VARIABLE
-from specserve.speculation.lookup import available
-from specserve.structured.compiler import backends, missing_package
+from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
 from specserve.version import __version__
 
 # Instruction sets that decide which kernels are fast, by the names the Linux kernel gives them.
@@ -62,7 +59,7 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Secti
         Section("Device", [*_cpu(text), *_gpus()]),
         Section("Memory", [("free for an engine", f"{free_memory(device) / GIB:.1f} GiB on {device}")]),
         Section("Kernels", _kernels(device, isa)),
-        Section("Drafters", [("found", ", ".join(available()) or "none")]),
+        Section("Drafters", [("found", ", ".join(DRAFTERS.names()) or "none")]),
         Section("Structured output", _grammars()),
         Section("Models", _models(model)),
     ]
@@ -124,8 +121,6 @@ def _gpus() -> list[tuple[str, str]]:
 
 
 def _kernels(device: torch.device, isa: str) -> list[tuple[str, str]]:
-    found = sorted(module.name for module in pkgutil.iter_modules(specserve.kernels.__path__))
-    backends = ", ".join(name for name in found if not name.startswith("_"))
     ops = build.choose_ops(device, "auto", "auto", 1, isa)
     dtype = str(ops.dtype).removeprefix("torch.")
     weights = f"weights in {ops.quantization}" if ops.quantization != "none" else "weights not quantised"
@@ -133,7 +128,7 @@ def _kernels(device: torch.device, isa: str) -> list[tuple[str, str]]:
     return [
         (
             "chosen",
-            f"{ops.name}, {weights}: what an engine on {device} takes; kernels/ holds {backends}",
+            f"{ops.name}, {weights}: what an engine on {device} takes; there are {', '.join(KERNELS.names())}",
         ),
         ("instruction set", f"{ops.instruction_set or 'no choice'} (--isa or {VARIABLE} changes it)"),
         ("dtype", f"{dtype}: {device} {native}"),
@@ -141,7 +136,7 @@ def _kernels(device: torch.device, isa: str) -> list[tuple[str, str]]:
 
 
 def _grammars() -> list[tuple[str, str]]:
-    missing = {name: missing_package(name) for name in backends()}
+    missing = {name: GRAMMARS.missing(name) for name in GRAMMARS.names()}
     lacking = [f"{name} (package {package})" for name, package in missing.items() if package is not None]
     return [
         ("backends", ", ".join(name for name, package in missing.items() if package is None) or "none"),

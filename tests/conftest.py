@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import selectors
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ def smollm2() -> Path:
         if os.environ.get("SPECSERVE_REQUIRE_MODEL") == "1":
             pytest.fail(f"SPECSERVE_REQUIRE_MODEL=1, but: {error}")
         pytest.skip(f"The real model is not here: {error}")
+
+
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an installation without compiled kernels: what is built from now on runs on the reference."""
+    monkeypatch.setitem(sys.modules, "specserve.kernels._native", None)  # what is None there cannot be imported
+    monkeypatch.delitem(sys.modules, "specserve.kernels.cpu", raising=False)
 
 
 class VirtualSelector(selectors.DefaultSelector):

@@ -3,9 +3,7 @@ The only function that sees all the parts."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,7 +20,8 @@ from specserve.errors import ConfigError
 from specserve.machine.cores import usable_cores
 from specserve.models.loader import load_model
 from specserve.ops import Ops
-from specserve.ops.isa import choose_isa
+from specserve.ops.backend import KernelBackend, KernelOptions
+from specserve.registry import KERNELS
 from specserve.runtime.runner import Runner
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.context import TargetContext
@@ -54,8 +53,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     check_backend(config.grammar_backend)
     threads = config.threads or usable_cores()
     ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads, config.isa)
-    # Native kernels have threads of their own, and torch's would spin beside them for what little is left to torch.
-    torch.set_num_threads(1 if ops.can_record and ops.device.type == "cpu" else threads)
+    torch.set_num_threads(1 if ops.has_own_threads else threads)
     folder = catalog.resolve(config.model, progress=progress)
     tokenizer = Tokenizer(folder)
     model = load_model(folder, ops, config.max_model_len, progress=progress)
@@ -129,38 +127,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_ops(device: torch.device, dtype: str, quantization: str, threads: int, isa: str = "auto") -> Ops:
-    """The kernels that serve a device: native ones on a CPU where they are built, else the reference. "auto" is the
-    fastest. Raises ConfigError for weights or an instruction set that they do not have."""
-    native = _backend("cpu") if device.type == "cpu" else None
-    kernels: Any = native or importlib.import_module("specserve.kernels.reference")
-    isa = choose_isa(isa, kernels.instruction_sets() if device.type == "cpu" else (), kernels.Kernels.name)
-    chosen = getattr(torch, dtype if dtype != "auto" else auto_dtype(device, isa))
-    if native is not None:
-        wanted = ("int8" if dtype == "auto" else "none") if quantization == "auto" else quantization
-        ops: Ops = native.Kernels(chosen, wanted, threads, isa)
-        return ops
-    if quantization not in ("auto", "none"):
-        raise ConfigError(
-            f"--quantization {quantization} needs the native kernels for CPUs, and there are none for {device} here. "
-            "Use --quantization none, or --device cpu and an installation with a C++ compiler at hand."
-        )
-    reference: Ops = kernels.Kernels(device, chosen, isa or "auto")
-    return reference
-
-
-def _backend(name: str) -> Any:
-    """A module of kernels/, or None where its compiled part is missing."""
-    try:
-        return importlib.import_module(f"specserve.kernels.{name}")
-    except ModuleNotFoundError as error:  # one that is there and cannot be loaded is an error
-        if error.name != "specserve.kernels._native":
-            raise
-        return None
-
-
-def auto_dtype(device: torch.device, isa: str) -> str:
-    """bfloat16 where the device multiplies it natively, on a CPU with the instruction set `isa`, else float32: an
-    emulated bfloat16 is slower than float32."""
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    return "bfloat16" if isa == "avx512" and torch.cpu._is_avx512_bf16_supported() else "float32"
+    """The kernels that serve a device, of the first backend in kernels/ that can; "auto" is what is fastest with them.
+    Raises ConfigError for what no backend can serve, and for an instruction set that the kernels do not have."""
+    asked = KernelOptions(device, dtype, quantization, threads, isa)
+    backend: KernelBackend = KERNELS.choose(asked)
+    return backend.create(asked)

@@ -1,5 +1,4 @@
-"""Gemma 3, text only: four norms a layer, two rotary settings, one global layer in six. Knows config.json and how a
-checkpoint with a vision tower names its text tensors."""
+"""Gemma 3, text only: four norms a layer, two rotary settings, one global layer in six."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from specserve.models.spec import (
     read_spec,
 )
 
-ALIASES = ("gemma3_text",)
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+MODEL_TYPES = ("gemma3", "gemma3_text")
 
 # What a published configuration leaves out because it is the family's default.
 _DEFAULTS: Mapping[str, object] = {

@@ -1,8 +1,11 @@
-"""Llama 1 to 3.3 and what copies its layout (SmolLM2, TinyLlama, Yi): the plain decoder. Knows config.json only."""
+"""Llama 1 to 3.3 and what copies its layout (SmolLM2, TinyLlama, Yi): the plain decoder."""
 
 from __future__ import annotations
 
 from specserve.models.spec import Config, DecoderSpec, read_spec
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+MODEL_TYPES = ("llama",)
 
 
 def spec(config: Config) -> DecoderSpec:

@@ -1,16 +1,14 @@
 """Builds a native Decoder from a model folder: finds the architecture's file, checks every tensor, and that memory
-suffices; what was packed for it before is taken from the cache. Knows no architecture by name and no kernels."""
+suffices; what was packed for it before is taken from the cache."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import rich.progress
@@ -26,6 +24,7 @@ from specserve.errors import CapacityError, ModelError, unknown
 from specserve.models.decoder import Decoder
 from specserve.models.spec import Config, DecoderSpec, shorten
 from specserve.ops import Ops
+from specserve.registry import MODELS
 
 PACKING_VERSION = 1  # raise it when Decoder packs something else of the same tensors: earlier files are then not used
 
@@ -91,25 +90,20 @@ def _bar(visible: bool, total: int) -> Iterator[Callable[[], object]]:
 
 
 def native_model_types() -> dict[str, str]:
-    """The model_type of every configuration that runs natively, and the file that describes it.
-
-    An architecture is a file beside this one that defines `spec(config)`; it answers to its own name and its ALIASES.
-    """
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    names = [file.stem for file in files if re.search(r"^def spec\(", file.read_text("utf-8"), re.MULTILINE)]
-    return {kind: name for name in names for kind in (name, *getattr(_architecture(name), "ALIASES", ()))}
+    """The model_type of every configuration that runs natively, and the file in models/ that describes it."""
+    return {kind: family for family, kinds in MODELS.stating("MODEL_TYPES").items() for kind in kinds}
 
 
-def find_architecture(config: Config) -> ModuleType:
-    """The architecture file for config["model_type"]. Raises ModelError listing what is native, near misses first."""
+def find_architecture(config: Config) -> Any:
+    """The model family, a module, that serves one of config["architectures"]; where none does, config["model_type"].
+    Raises ModelError listing what is native, near misses first."""
+    listed = config.get("architectures")
+    served = {name: family for family, names in MODELS.stating("ARCHITECTURES").items() for name in names}
+    found = [served[name] for name in map(str, listed if isinstance(listed, list) else ()) if name in served]
     kinds, kind = native_model_types(), str(config.get("model_type"))
-    if kind not in kinds:
+    if not found and kind not in kinds:
         raise ModelError("This model has no native implementation. " + unknown("model_type", kind, kinds))
-    return _architecture(kinds[kind])
-
-
-def _architecture(name: str) -> ModuleType:
-    return importlib.import_module(f"specserve.models.{name}")
+    return MODELS.find(found[0] if found else kinds[kind])
 
 
 class CheckedTensors(Mapping[str, Tensor]):

@@ -1,8 +1,11 @@
-"""Mistral: Llama's layout with a sliding window in every layer (null: none). Knows config.json only."""
+"""Mistral: Llama's layout with a sliding window in every layer (null: none)."""
 
 from __future__ import annotations
 
 from specserve.models.spec import SLIDING, Config, DecoderSpec, read_layer_types, read_spec, required
+
+ARCHITECTURES = ("MistralForCausalLM",)
+MODEL_TYPES = ("mistral",)
 
 
 def spec(config: Config) -> DecoderSpec:

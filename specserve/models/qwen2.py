@@ -1,9 +1,11 @@
-"""Qwen 2 and 2.5: Llama's layout with biased q, k, v, and a sliding window in the upper layers if it is switched on.
-Knows config.json only."""
+"""Qwen 2 and 2.5: Llama's layout with biased q, k, v, and a sliding window in the upper layers if it is switched on."""
 
 from __future__ import annotations
 
 from specserve.models.spec import FULL, SLIDING, Config, DecoderSpec, read_layer_types, read_spec, required
+
+ARCHITECTURES = ("Qwen2ForCausalLM",)
+MODEL_TYPES = ("qwen2",)
 
 
 def spec(config: Config) -> DecoderSpec:

@@ -1,10 +1,12 @@
-"""Qwen 3: Qwen 2 with normalised queries and keys in place of biases, and a head size of its own. Knows config.json
-only."""
+"""Qwen 3: Qwen 2 with normalised queries and keys in place of biases, and a head size of its own."""
 
 from __future__ import annotations
 
 from specserve.models.qwen2 import layer_windows
 from specserve.models.spec import Config, DecoderSpec, read_spec
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+MODEL_TYPES = ("qwen3",)
 
 
 def spec(config: Config) -> DecoderSpec:

@@ -1,5 +1,5 @@
-"""The op contract: names, shapes and dtypes of everything a model may ask of a device. Knows no backend's code; a
-backend is one file in kernels/ that has a class `Kernels`.
+"""The op contract: names, shapes and dtypes of everything a model may ask of a device. A
+backend is one file in kernels/; specserve.ops.backend says what it declares.
 
 Every op is row-invariant: row i of the result depends on row i of the input alone, bit for bit, whatever the number of
 rows. Callers pad rows to a multiple of `row_multiple`; that padding is what lets a library GEMM keep the promise.
@@ -113,6 +113,7 @@ class Ops(Protocol):
     weight_dtype: torch.dtype  # of matrices in memory that are not quantised: float32 where bfloat16 has no products
     instruction_set: str  # as in config.ISAS; "" where there is no choice, as on a GPU
     quantization: str  # how weights are stored, as in config.QUANTIZATIONS
+    has_own_threads: bool  # torch's would spin beside them for what little is left to torch
     can_record: bool
     can_draw: bool
 

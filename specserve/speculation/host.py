@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-import specserve.drafters
+from specserve.registry import DRAFTERS
 from specserve.speculation.base import Drafter, DraftRequest, Needs, SequenceReport, SequenceView, StepReport
 from specserve.speculation.check import fault
 from specserve.speculation.lookup import NONE
@@ -47,7 +47,7 @@ class DraftHost:
         self._views: dict[Sequence, SequenceView] = {}  # of those that have begun
         self._worker: Worker | Inline | None = None
         if drafter is not None:
-            is_ours = type(drafter).__module__.startswith(f"{specserve.drafters.__name__}.")
+            is_ours = type(drafter).__module__.startswith(f"{DRAFTERS.package}.")
             self._worker = Inline() if is_ours else Worker("specserve-drafter", timeout_s)
 
     def begin(self, seq: Sequence) -> None:

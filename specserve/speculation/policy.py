@@ -11,11 +11,12 @@ from torch import Tensor
 from specserve.cache.cache import KVCache
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.errors import ConfigError, InputError, unknown
+from specserve.registry import DRAFTERS
 from specserve.runtime.pack import Step
 from specserve.speculation.base import DraftContext
 from specserve.speculation.grammar import guide
 from specserve.speculation.host import DraftHost
-from specserve.speculation.lookup import NONE, files, prepare
+from specserve.speculation.lookup import NONE, prepare
 from specserve.types import Draft, ScheduledSeq, Sequence, Verdict
 
 MOST_JUMP_FORWARD = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
@@ -153,7 +154,7 @@ class Policy:
             raise InputError(f"drafter is {name!r}; it must be the name of a drafter.", "drafter")
         if name in self._hosts:
             return self._hosts[name]
-        known = files()
+        known = DRAFTERS.files()
         if name not in {NONE, *known}:
             hint = "One of another package must be the engine's --drafter."
             message = unknown("drafter", name, {NONE, self._own.name, *known})

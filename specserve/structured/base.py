@@ -1,7 +1,8 @@
 """The contract between grammars and the engine: what a backend is given, what it must give, and how it is called so
-that nothing it does can end or alter another request. Knows no backend.
+that nothing it does can end or alter another request.
 
-A backend is a file: `grammars/NAME.py` with exactly one public class named `...Backend`.
+A backend is a file: `grammars/NAME.py` with exactly one public class named `...Backend`, or an entry point.
+"auto" asks those that state a PRIORITY, the highest first; see specserve.registry.
 """
 
 from __future__ import annotations

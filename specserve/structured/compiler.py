@@ -1,30 +1,24 @@
-"""Compiles constraints once each and keeps what came of them, refusals too, within a bound of bytes. Finds backends by
-name; knows none.
+"""Compiles constraints once each and keeps what came of them, refusals too, within a bound of bytes.
 
 Any number of threads may ask. Compiling may take long, so nobody asks who holds up others.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-import pkgutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
-from types import ModuleType
 
-import specserve.grammars
 from specserve.errors import ConfigError, unknown
+from specserve.registry import GRAMMARS
 from specserve.structured.base import Backend, Grammar, RefusedError, Vocabulary
 from specserve.structured.spec import Structured
 
 AUTO = "auto"
-_ORDER = ("llguidance", "xgrammar")  # auto asks those that take the kind, until one can enforce it
-_OURS = __name__.partition(".")[0]
 _log = logging.getLogger(__name__)
 
 _REFUSAL_BYTES = 1024
@@ -34,39 +28,17 @@ _UNFORESEEN = (TypeError, ValueError, AttributeError, LookupError, ArithmeticErr
 _REASON_CHARACTERS = 300  # of each backend's, where several refuse
 
 
-def backends() -> list[str]:
-    """Names of all backends, sorted; none of them is imported. Files whose names begin with _ are parts of others."""
-    names = (module.name for module in pkgutil.iter_modules(specserve.grammars.__path__))
-    return sorted(name for name in names if not name.startswith("_"))
-
-
 def check_backend(name: str) -> None:
     """Raise ConfigError for a name that is neither a backend nor "auto", and for a backend whose package is missing."""
     if name == AUTO:
         return
-    if name not in backends():
-        raise ConfigError("--grammar-backend: " + unknown("backend", name, [AUTO, *backends()]))
-    if (package := missing_package(name)) is not None:
+    if name not in (names := GRAMMARS.names()):
+        raise ConfigError("--grammar-backend: " + unknown("backend", name, [AUTO, *names]))
+    if (package := GRAMMARS.missing(name)) is not None:
         raise ConfigError(
             f"--grammar-backend {name} needs the package {package}, which is not installed: pip install "
             f"'specserve[{name}]', or --grammar-backend {AUTO}, which takes those that are."
         )
-
-
-def missing_package(name: str) -> str | None:
-    """The package that a backend needs and that is not installed; None where all are. The only place that asks: a
-    backend imports what it needs when it is imported itself, so that there is one answer for all processes."""
-    try:
-        _module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == _OURS:
-            raise  # a mistake of ours is no missing package
-        return error.name
-    return None
-
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{specserve.grammars.__name__}.{name}")
 
 
 @dataclass(slots=True)
@@ -79,13 +51,13 @@ class _Entry:
 
 class Compiler:
     """Compiles for one vocabulary, which is only asked for with the first constraint. `backend` is a name, or "auto":
-    the first that can enforce a constraint exactly, of those whose packages are installed. What is kept takes at most
-    `max_bytes`."""
+    the first by PRIORITY that can enforce a constraint exactly, of those whose packages are installed. What is kept
+    takes at most `max_bytes`."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], backend: str = AUTO, max_bytes: int = 2**28) -> None:
         check_backend(backend)
         self._make_vocabulary = vocabulary
-        self._names = _ORDER if backend == AUTO else (backend,)
+        self._names = GRAMMARS.ranked() if backend == AUTO else [backend]
         self._max_bytes = max_bytes
         self._entries: OrderedDict[Structured, _Entry] = OrderedDict()  # least recently used first
         self._num_bytes = 0
@@ -182,20 +154,9 @@ class Compiler:
         if name not in self._backends:
             with self._making:
                 if name not in self._backends:
-                    self._backends[name] = self._made(name)
+                    is_here = GRAMMARS.missing(name) is None
+                    self._backends[name] = GRAMMARS.find(name)(self._make_vocabulary()) if is_here else None
         return self._backends[name]
-
-    def _made(self, name: str) -> Backend | None:
-        if missing_package(name) is not None:
-            return None
-        module = _module(name)
-        (found,) = [
-            value
-            for key, value in vars(module).items()
-            if isinstance(value, type) and value.__module__ == module.__name__ and key.endswith("Backend")
-        ]
-        backend: Backend = found(self._make_vocabulary())
-        return backend
 
 
 def _together(refusals: dict[str, str]) -> str:

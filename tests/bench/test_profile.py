@@ -19,7 +19,6 @@ from specserve.bench.text import load_text, prompt
 from specserve.bench.traffic import WatchedOps, watched
 from specserve.bench.verify_cost import VerifySteps
 from specserve.cli.main import run
-from specserve.engine import build
 from specserve.engine.counters import PHASES
 from specserve.errors import ConfigError
 from specserve.llm import LLM
@@ -56,11 +55,11 @@ def small(folder: Path, **options: Any) -> LLM:
 
 
 @pytest.fixture(params=["native", "reference"])
-def llm(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     if request.param == "native":
         pytest.importorskip("specserve.kernels._native", reason="Built without native kernels.")
     else:
-        monkeypatch.setattr(build, "_backend", lambda name: None)
+        request.getfixturevalue("without_native")
     with small(folder) as made:
         yield made
 
@@ -108,9 +107,10 @@ def test_more_rows_read_the_same_weights(llm: LLM) -> None:
     assert {name: five[name] for name in weights} == {name: one[name] for name in weights}
 
 
-def test_ops_that_are_called_are_timed_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_that_are_called_are_timed_one_by_one(
+    folder: Path, without_native: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a clock that moves by a second whenever it is read, each op of the reference takes one second."""
-    monkeypatch.setattr(build, "_backend", lambda name: None)
     clock = itertools.count()
     monkeypatch.setattr(traffic, "perf_counter", lambda: float(next(clock)))
     with small(folder) as llm, VerifySteps(llm, ids_of(llm), [2]) as steps, watched(llm.engine, 64) as runner:

@@ -19,7 +19,6 @@ from specserve.bench.text import load_text, prompt
 from specserve.bench.traffic import Call, num_bytes, read_bandwidth, watched
 from specserve.bench.verify_cost import WARM_UP_ROUNDS, VerifySteps, verify_cost
 from specserve.cli.main import run
-from specserve.engine import build
 from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM
 from specserve.runtime.batch import Batch
@@ -43,11 +42,11 @@ def small(folder: Path, **options: Any) -> LLM:
 
 
 @pytest.fixture(params=["native", "reference"])
-def llm(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     if request.param == "native":
         pytest.importorskip("specserve.kernels._native", reason="Built without native kernels.")
     else:
-        monkeypatch.setattr(build, "_backend", lambda name: None)
+        request.getfixturevalue("without_native")
     with small(folder) as made:
         yield made
 
@@ -215,8 +214,7 @@ def test_bytes_are_those_of_the_packed_weights_and_the_kv(folder: Path, quantiza
     assert found == weights + norms + row + kv
 
 
-def test_bytes_of_the_reference_are_those_of_its_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_backend", lambda name: None)
+def test_bytes_of_the_reference_are_those_of_its_tensors(folder: Path, without_native: None) -> None:
     with small(folder) as llm:
         found = verify_cost(llm, ids_of(llm), [1], 1)["bytes_per_step"]
         model: Any = llm.engine.runner.model

@@ -47,9 +47,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def kernels(request: pytest.FixtureRequest) -> dict[str, Any]:
     if request.param == "reference":
-        monkeypatch.setattr(building, "_backend", lambda name: None)
+        request.getfixturevalue("without_native")
     return KERNELS[request.param]
 
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer as Backend
 
 from specserve.grammars.llguidance import LlguidanceBackend
+from specserve.registry import GRAMMARS
 from specserve.structured.base import Grammar, RefusedError, Vocabulary
-from specserve.structured.compiler import backends
 from specserve.structured.spec import Structured
 from specserve.structured.vocabulary import vocabulary
 from specserve.testing import write_tiny_model
@@ -123,8 +123,8 @@ def forced(grammar: Grammar, words: Vocabulary, text: str) -> str:
 
 
 def test_a_file_with_an_underscore_is_no_backend() -> None:
-    assert "llguidance" in backends()
-    assert not any(name.startswith("_") for name in backends())
+    assert "llguidance" in GRAMMARS.names()
+    assert not any(name.startswith("_") for name in GRAMMARS.names())
 
 
 def test_control_tokens_have_spellings(words: Vocabulary) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import ast
 import configparser
 import csv
-import importlib
-import importlib.util
 import io
 import ipaddress
 import json
@@ -28,9 +26,10 @@ import numpy as np
 import pytest
 
 from specserve.errors import InputError
+from specserve.registry import GRAMMARS
 from specserve.structured import library
 from specserve.structured.base import Backend, Grammar, Vocabulary
-from specserve.structured.compiler import Compiler, backends
+from specserve.structured.compiler import Compiler
 from specserve.structured.spec import Structured
 from specserve.structured.vocabulary import vocabulary
 from specserve.text.tokenizer import Tokenizer
@@ -43,23 +42,16 @@ BYTES = Vocabulary([*(bytes([byte]) for byte in range(256)), b""], (EOS,), 257, 
 
 @cache
 def backend(name: str) -> Backend:
-    module = importlib.import_module(f"specserve.grammars.{name}")
-    (made,) = [value for key, value in vars(module).items() if key.endswith("Backend") and key != "Backend"]
-    found: Backend = made(BYTES)
+    found: Backend = GRAMMARS.find(name)(BYTES)
     return found
 
 
 @cache
 def taken(kind: str) -> list[str]:
     """The backends that are installed and take a kind."""
-    return [
-        name
-        for name in backends()
-        if importlib.util.find_spec(_PACKAGES.get(name, name)) and kind in backend(name).kinds
-    ]
+    return [name for name in GRAMMARS.names() if GRAMMARS.missing(name) is None and kind in backend(name).kinds]
 
 
-_PACKAGES = {"outlines": "outlines_core"}
 PAIRS = [(name, maker) for name in NAMES for maker in taken(library.find(name).kind)]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from specserve.registry import GRAMMARS
 from specserve.structured import suite
-from specserve.structured.compiler import backends, missing_package
 from specserve.structured.spec import Structured
 from specserve.structured.trial import Trial
 from specserve.testing import write_tiny_model
@@ -44,10 +44,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama")
 
 
-@pytest.fixture(scope="module", params=backends())
+@pytest.fixture(scope="module", params=GRAMMARS.names())
 def trial(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Trial]:
-    if missing_package(request.param) is not None:
-        pytest.skip(f"{missing_package(request.param)} is not installed.")
+    if GRAMMARS.missing(request.param) is not None:
+        pytest.skip(f"{GRAMMARS.missing(request.param)} is not installed.")
     trial = Trial(tiny, 293, request.param, limit_s=60.0)
     yield trial
     trial.close()

@@ -121,8 +121,7 @@ def test_flags_environment_and_file(
     assert "portable" in capsys.readouterr().err
 
 
-def test_the_reference_has_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_backend", lambda name: None)
+def test_the_reference_has_what_torch_has(without_native: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     for dtype, quantization in (("auto", "auto"), ("float32", "none")):
         ops = build.choose_ops(CPU, dtype, quantization, 1, "avx2")
@@ -133,8 +132,7 @@ def test_the_reference_has_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> No
     assert reference.instruction_sets() == ["portable"]
 
 
-def test_doctor_refuses_what_is_not_there(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_backend", lambda name: None)
+def test_doctor_refuses_what_is_not_there(tiny: Path, without_native: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with pytest.raises(ConfigError, match="avx512"):
         examine(str(tiny), "avx512")

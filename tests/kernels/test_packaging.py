@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -64,15 +63,14 @@ def test_its_missing_is_a_missing_module() -> None:
         importlib.import_module(f"{specserve.kernels.__name__}.absent")
 
 
-def test_without_it_the_engine_takes_the_reference_or_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "specserve.kernels._native", None)  # what is None there cannot be imported
-    monkeypatch.delitem(sys.modules, "specserve.kernels.cpu", raising=False)
+def test_without_it_the_engine_takes_the_reference_or_says_what_it_lacks(without_native: None) -> None:
     cpu = torch.device("cpu")
     assert [build.choose_ops(cpu, "auto", quantization, 1).name for quantization in ("auto", "none")] == [
         "reference"
     ] * 2
     for quantization in ("int8", "int4"):
-        with pytest.raises(ConfigError, match=f"{quantization} needs the native kernels"):
+        lacking = rf"--quantization {quantization}\. cpu needs specserve\.kernels\._native, .* C\+\+ compiler .*"
+        with pytest.raises(ConfigError, match=f"{lacking} reference has no {quantization} weights: use --quantization"):
             build.choose_ops(cpu, "auto", quantization, 1)
 
 

@@ -14,11 +14,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import specserve.drafters
+from specserve import registry
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import InputError
-from specserve.speculation import base
+from specserve.registry import DRAFTERS
 from specserve.speculation.base import NONE, DraftHost
 from specserve.speculation.drafters import Drafters
+from specserve.speculation.lookup import create
 from specserve.types import Draft, SamplingParams, Sequence, Verdict
 
 VOCABULARY = 50
@@ -295,17 +297,17 @@ def test_a_name_is_text(name: Any) -> None:
 
 
 def test_drafters_of_other_packages_are_only_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("plugin", "specserve.drafters.ngram:NgramDrafter", base.GROUP)
-    monkeypatch.setattr(base, "entry_points", lambda group: [point])
+    point = EntryPoint("plugin", "specserve.drafters.ngram:NgramDrafter", DRAFTERS.package)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     assert "One of another package must be the engine's --drafter" in refused(plain(), "plugin")
-    own = Drafters(DraftHost(base.create("plugin", {}), VOCABULARY, 5.0, "plugin"))
+    own = Drafters(DraftHost(create("plugin", {}), VOCABULARY, 5.0, "plugin"))
     own.require("plugin")
     (seq,) = begun(own, "plugin")
     assert own.can_draft(seq)
 
 
 NEEDY = "class NeedyDrafter:\n    def __init__(self, model, head, depth=3, *more, **options): pass\n"
-VERBS = "".join(f"    def {verb}(self, *args): pass\n" for verb in base.VERBS)
+VERBS = "".join(f"    def {verb}(self, *args): pass\n" for verb in DRAFTERS.parts)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import specserve.drafters
+from specserve import registry
 from specserve.errors import ConfigError
-from specserve.speculation import base
-from specserve.speculation.base import available, create, find
+from specserve.registry import DRAFTERS
+from specserve.speculation.lookup import create
 
-VERBS = "".join(f"\n    def {verb}(self, *args): pass" for verb in base.VERBS)
+VERBS = "".join(f"\n    def {verb}(self, *args): pass" for verb in DRAFTERS.parts)
 
 
 @pytest.fixture
@@ -30,30 +31,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_file_is_found_by_its_name() -> None:
-    assert "ngram" in available()
-    assert find("ngram").__name__ == "NgramDrafter"
+    assert "ngram" in DRAFTERS.names()
+    assert DRAFTERS.find("ngram").__name__ == "NgramDrafter"
 
 
 def test_names_are_listed_without_importing(folder: Path) -> None:
     (folder / "broken.py").write_text("raise RuntimeError('imported')\n")
     (folder / "zoo").mkdir()
     (folder / "zoo" / "RECIPE.md").write_text("weights are no drafter\n")
-    assert "broken" in available()
-    assert "zoo" not in available()
+    assert "broken" in DRAFTERS.names()
+    assert "zoo" not in DRAFTERS.names()
 
 
 def test_an_unknown_name_has_near_misses() -> None:
     with pytest.raises(ConfigError, match=r"Unknown drafter 'ngrm'\. Did you mean 'ngram'.*\? Known: .*ngram.*none"):
-        find("ngrm")
+        create("ngrm", {})
     for name in ("../ngram", "ngram.NgramDrafter", ""):
         with pytest.raises(ConfigError, match="Unknown drafter"):
-            find(name)
+            DRAFTERS.find(name)
 
 
 def test_a_new_file_is_a_drafter_at_once(folder: Path) -> None:
     text = "from specserve.drafters.ngram import NgramDrafter\nclass _HiddenDrafter: pass\nclass OtherDrafter:" + VERBS
     (folder / "other.py").write_text(text)
-    assert find("other").__name__ == "OtherDrafter"
+    assert DRAFTERS.find("other").__name__ == "OtherDrafter"
 
 
 @pytest.mark.parametrize(
@@ -68,20 +69,22 @@ def test_a_new_file_is_a_drafter_at_once(folder: Path) -> None:
 def test_a_file_that_is_no_drafter_says_why(folder: Path, text: str, message: str) -> None:
     (folder / "wrong.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        find("wrong")
+        DRAFTERS.find("wrong")
 
 
 def test_entry_points_come_after_files(monkeypatch: pytest.MonkeyPatch) -> None:
     points = {
-        "ngram": EntryPoint("ngram", "nowhere:Missing", base.GROUP),
-        "plugin": EntryPoint("plugin", "specserve.drafters.ngram:NgramDrafter", base.GROUP),
-        "nothing": EntryPoint("nothing", "builtins:dict", base.GROUP),
+        "ngram": EntryPoint("ngram", "nowhere:Missing", DRAFTERS.package),
+        "plugin": EntryPoint("plugin", "specserve.drafters.ngram:NgramDrafter", DRAFTERS.package),
+        "nothing": EntryPoint("nothing", "builtins:dict", DRAFTERS.package),
     }
-    monkeypatch.setattr(base, "entry_points", lambda group: list(points.values()) if group == base.GROUP else [])
-    assert {"ngram", "plugin"} <= set(available())
-    assert find("plugin") is find("ngram")
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: list(points.values()) if group == DRAFTERS.package else []
+    )
+    assert {"ngram", "plugin"} <= set(DRAFTERS.names())
+    assert DRAFTERS.find("plugin") is DRAFTERS.find("ngram")
     with pytest.raises(ConfigError, match="has no begin, propose, commit, end"):
-        find("nothing")
+        DRAFTERS.find("nothing")
 
 
 def test_options_reach_the_drafter_and_unknown_ones_do_not() -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from specserve.errors import ConfigError
+from specserve.registry import GRAMMARS
 from specserve.structured import compiler as module
-from specserve.structured.base import Grammar, RefusedError, Vocabulary
-from specserve.structured.compiler import Compiler, backends, check_backend, missing_package
+from specserve.structured.base import Backend, Grammar, RefusedError, Vocabulary
+from specserve.structured.compiler import Compiler, check_backend
 from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar
 
@@ -41,11 +42,26 @@ class FakeBackend:
         return Made([[1]])
 
 
+class FakeRegistry:
+    """Backends in their order; of one that is None a package is missing."""
+
+    def __init__(self, found: dict[str, Backend | None]) -> None:
+        self.found = found
+
+    def ranked(self) -> list[str]:
+        return list(self.found)
+
+    def missing(self, name: str) -> str | None:
+        return name if self.found[name] is None else None
+
+    def find(self, name: str) -> Callable[[Vocabulary], Backend | None]:
+        return lambda vocabulary: self.found[name]
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     backend = FakeBackend()
-    monkeypatch.setattr(module, "_ORDER", ("fake",))
-    monkeypatch.setattr(Compiler, "_made", lambda self, name: backend)
+    monkeypatch.setattr(module, "GRAMMARS", FakeRegistry({"fake": backend}))
     return backend
 
 
@@ -134,14 +150,13 @@ class PickyBackend:
 @pytest.fixture
 def picky(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     both = frozenset({"regex", "lark"})
-    found = {
+    found: dict[str, Backend | None] = {
         "a": PickyBackend("a", both),
         "gone": None,
         "b": PickyBackend("b", both),
         "c": PickyBackend("c", both - {"lark"}),
     }
-    monkeypatch.setattr(module, "_ORDER", tuple(found))
-    monkeypatch.setattr(Compiler, "_made", lambda self, name: found[name])
+    monkeypatch.setattr(module, "GRAMMARS", FakeRegistry(found))
     return compiler()
 
 
@@ -182,7 +197,7 @@ def test_one_that_is_asked_for_by_name_and_is_missing_is_refused_at_once(
     backend: str, uninstall: Callable[..., None]
 ) -> None:
     uninstall(NEEDED[backend])
-    assert missing_package(backend) == NEEDED[backend]
+    assert GRAMMARS.missing(backend) == NEEDED[backend]
     command = f"needs the package {NEEDED[backend]}, .* pip install 'specserve\\[{backend}\\]'"
     for ask in (lambda: check_backend(backend), lambda: Compiler(lambda: WORDS, backend)):
         with pytest.raises(ConfigError, match=command):
@@ -210,14 +225,14 @@ def test_without_any_the_refusal_says_so(uninstall: Callable[..., None]) -> None
 def test_a_module_of_our_own_that_is_missing_is_no_missing_package(uninstall: Callable[..., None]) -> None:
     uninstall("specserve.grammars._lean")
     with pytest.raises(ModuleNotFoundError, match=r"specserve\.grammars\._lean"):
-        missing_package("xgrammar")
+        GRAMMARS.missing("xgrammar")
 
 
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("backend", GRAMMARS.names())
 def test_a_backend_that_can_be_imported_can_be_made(backend: str) -> None:
     """What it needs is asked for when it is imported, and not later: so nobody who has asked is surprised."""
-    if missing_package(backend) is not None:
-        pytest.skip(f"{missing_package(backend)} is not installed.")
+    if GRAMMARS.missing(backend) is not None:
+        pytest.skip(f"{GRAMMARS.missing(backend)} is not installed.")
     loaded = set(sys.modules)
     Compiler(lambda: WORDS, backend).prepare()
     ours = set(sys.stdlib_module_names) | {"specserve", "numpy", "torch"}
@@ -225,13 +240,13 @@ def test_a_backend_that_can_be_imported_can_be_made(backend: str) -> None:
 
 
 def test_parts_of_backends_are_no_backends() -> None:
-    assert "xgrammar" in backends()
-    assert not [name for name in backends() if name.startswith("_")]
+    assert "xgrammar" in GRAMMARS.names()
+    assert not [name for name in GRAMMARS.names() if name.startswith("_")]
 
 
 def test_backends_are_files() -> None:
-    assert "llguidance" in backends()
-    assert all(name in backends() for name in module._ORDER)
+    assert "llguidance" in GRAMMARS.names()
+    assert all(name in GRAMMARS.names() for name in GRAMMARS.ranked())
     with pytest.raises(ConfigError, match="llguidance"):
         Compiler(lambda: Vocabulary([], (0,), 1, lambda text: []), "lguidance")
 

@@ -26,6 +26,7 @@ from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
+from specserve.registry import DRAFTERS
 from specserve.server.engine.compiling import Compiling
 from specserve.server.engine.messages import (
     QUEUE_TIMEOUT,
@@ -47,7 +48,7 @@ from specserve.server.engine.messages import (
 )  # fmt: skip
 from specserve.server.engine.packed import packed
 from specserve.server.engine.pipe import Pipe
-from specserve.speculation.lookup import NONE, files
+from specserve.speculation.lookup import NONE
 from specserve.speculation.policy import MOST_JUMP_FORWARD
 from specserve.types import Event, SamplingParams
 
@@ -299,7 +300,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         max_model_len=engine.limits.max_model_len,
         max_num_seqs=config.max_num_seqs,
         drafter=config.drafter,
-        drafters=sorted({NONE, config.drafter, *files()}),
+        drafters=sorted({NONE, config.drafter, *DRAFTERS.files()}),
         num_forced_tokens=MOST_JUMP_FORWARD,
         num_spec_tokens=config.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS,
         summary=built.summary,

@@ -1,0 +1,168 @@
+"""Finds by name what implements a contract: drafters, kernel backends, grammar backends and model families.
+
+An entry is a file of the kind's folder, under its file name (those that begin with _ are parts of others), or an entry
+point that another package declares in the group named like the folder: `specserve.drafters`, `specserve.kernels`,
+`specserve.grammars`, `specserve.models`. A file comes before an entry point of the same name. A new entry takes no
+change of any other file.
+
+What must be known before an entry is imported stands as a literal at the top level of its module: `PRIORITY = 10` where
+one of several is chosen (the highest comes first; an entry without one is used by name only), `ARCHITECTURES` and
+`MODEL_TYPES` in a model family. An entry imports what it needs when it is imported itself, so that what is missing is
+known before it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import pkgutil
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from specserve.errors import ConfigError, unknown
+
+_OURS = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """The entries of one kind. `suffix` ends the name of the one public class in a file that is the entry; with "" the
+    module is. `parts` are the attributes that an entry must have."""
+
+    noun: str  # in messages
+    package: str  # whose folder holds the files; also the group of the entry points
+    suffix: str
+    parts: tuple[str, ...]
+    mark: str = ""  # what a file must state to be an entry, where the folder holds others too
+
+    def files(self) -> list[str]:
+        """Names of the entries that are files, sorted. None is imported."""
+        modules = pkgutil.iter_modules(importlib.import_module(self.package).__path__)
+        names = sorted(module.name for module in modules if not module.name.startswith("_"))
+        return [name for name in names if not self.mark or _literal(f"{self.package}.{name}", self.mark) is not None]
+
+    def names(self) -> list[str]:
+        """Names of all entries, sorted. None is imported."""
+        return sorted({*self.files(), *self._points()})
+
+    def stating(self, constant: str) -> dict[str, Any]:
+        """The entries whose modules state `constant`, and what it is there. None is imported."""
+        modules = {name: point.module for name, point in self._points().items()}
+        modules |= {name: f"{self.package}.{name}" for name in self.files()}
+        found = {name: _literal(module, constant) for name, module in modules.items()}
+        return {name: value for name, value in sorted(found.items()) if value is not None}
+
+    def ranked(self) -> list[str]:
+        """Names of the entries with a PRIORITY, the highest first. None is imported."""
+        priorities = self.stating("PRIORITY")
+        return sorted(priorities, key=lambda name: (-priorities[name], name))
+
+    def find(self, name: str, *others: str) -> Any:
+        """The entry of that name. Raises ConfigError for an unknown name (with near misses; `others` are further names
+        that the caller takes), for what it needs and is not installed, and for one that breaks its contract."""
+        called = f"{self.noun.capitalize()} {name!r}"
+        if (missing := self.missing(name, *others)) is not None:
+            raise ConfigError(f"{called} needs {_told(missing)}")
+        module_name, attribute = self._place(name, others)
+        module = importlib.import_module(module_name)
+        if not attribute and self.suffix:
+            attribute = self._only_class(module_name)
+        found = attrgetter(attribute)(module) if attribute else module
+        if lacking := [part for part in self.parts if not hasattr(found, part)]:
+            parts = ", ".join(self.parts)
+            raise ConfigError(f"{called}: {found!r} has no {', '.join(lacking)}; a {self.noun} has {parts}.")
+        return found
+
+    def missing(self, name: str, *others: str) -> str | None:
+        """The package or compiled module that an entry needs and that is not installed; None where all are. Raises
+        ConfigError for an unknown name, as `find` does."""
+        module_name, _ = self._place(name, others)
+        try:
+            importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or (error.name.partition(".")[0] == _OURS and not _is_compiled(error.name)):
+                raise  # a mistake of ours is no missing package
+            return error.name
+        return None
+
+    def choose(self, asked: object) -> Any:
+        """The first of the ranked entries whose `supports(asked)` is None and not a reason against it; those after it
+        are not imported. Raises ConfigError with the reason of each."""
+        reasons = []
+        for name in self.ranked():
+            if (missing := self.missing(name)) is not None:
+                reasons.append(f"{name} needs {_told(missing)}")
+                continue
+            found = self.find(name)
+            if (reason := found.supports(asked)) is None:
+                return found
+            reasons.append(f"{name} {reason}")
+        raise ConfigError(f"No {self.noun} here supports {asked}. " + " ".join(reasons))
+
+    def _points(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=self.package)}
+
+    def _place(self, name: str, others: tuple[str, ...]) -> tuple[str, str]:
+        """An entry's module, and where in it an entry point is; "" for a file."""
+        if name in self.files():
+            return f"{self.package}.{name}", ""
+        if (point := self._points().get(name)) is None:
+            raise ConfigError(unknown(self.noun, name, [*others, *self.names()]))
+        return point.module, point.attr or ""
+
+    def _only_class(self, module_name: str) -> str:
+        """The name of the module's one public class with the suffix; classes it imported do not count."""
+        module = importlib.import_module(module_name)
+        names = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module_name
+            if name.endswith(self.suffix) and not name.startswith("_")
+        ]
+        if len(names) != 1:
+            found = ", ".join(names) or "none"
+            raise ConfigError(
+                f"{module.__file__} must have exactly one public class named ...{self.suffix}; it has {found}."
+            )
+        return names[0]
+
+
+DRAFTERS = Registry("drafter", "specserve.drafters", "Drafter", ("begin", "propose", "observe", "end"))
+KERNELS = Registry("kernel backend", "specserve.kernels", "Kernels", ("supports", "create"))
+GRAMMARS = Registry("grammar backend", "specserve.grammars", "Backend", ("kinds", "compile"))
+MODELS = Registry("model family", "specserve.models", "", ("spec",), mark="ARCHITECTURES")
+
+
+def _literal(module_name: str, constant: str) -> Any:
+    """What a module assigns to a constant at its top level, read without running it; None where it does not."""
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except ModuleNotFoundError:  # an entry point into a package that is gone
+        return None
+    source = Path(spec.origin).read_text("utf-8") if spec and spec.origin and spec.origin.endswith(".py") else ""
+    for node in ast.parse(source).body if constant in source else ():
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]:
+            try:
+                return ast.literal_eval(node.value)
+            except ValueError:
+                why = "it is read without running the file, so it must be a literal"
+                raise ConfigError(f"{module_name}: {constant} is {ast.unparse(node.value)}; {why}.") from None
+    return None
+
+
+def _is_compiled(module_name: str) -> bool:
+    """Whether it is a module of ours that a compiler builds: what stands for it in the source is a stub."""
+    package, _, name = module_name.rpartition(".")
+    if package.partition(".")[0] != _OURS:
+        return False
+    return any(Path(path, f"{name}.pyi").exists() for path in importlib.import_module(package).__path__)
+
+
+def _told(missing: str) -> str:
+    if _is_compiled(missing):
+        return f"{missing}, which is not built here: install {_OURS} again with a C++ compiler at hand."
+    return f"the package {missing!r}, which is not installed."
