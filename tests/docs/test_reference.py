@@ -185,3 +185,20 @@ def test_every_drafter_is_documented() -> None:
 def test_the_number_of_grammars_is_right() -> None:
     for name in ("docs/structured-output.md", "docs/cli.md"):
         assert f"{len(library.names())} grammars" in read(name)
+
+
+# --- the log of measurements ------------------------------------------------------------------------------------------
+
+
+def test_entries_of_the_log_are_short() -> None:
+    """One table, and at most ten lines of prose behind it."""
+    entries = re.split(r"^## ", read("benchmarks/LOG.md"), flags=re.MULTILINE)[1:]
+    assert entries
+    for entry in entries:
+        title, *lines = entry.splitlines()
+        assert re.match(r"\d{4}-\d\d-\d\d: ", title), title
+        assert len(re.findall(r"^\|[-| ]+\|$", entry, re.MULTILINE)) == 1, f"{title}: one table"
+        last = max(number for number, line in enumerate(lines) if line.startswith("|"))
+        prose = [line for line in lines[last + 1 :] if line]
+        assert len(prose) <= 10, f"{title}: {len(prose)} lines of prose"
+        assert all(len(line) <= 130 for line in prose), f"{title}: a line of prose is longer than 130"
