@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,6 @@ from pydantic import BaseModel
 
 from specserve.errors import InputError
 from specserve.structured.spec import Structured
-from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
 
 
@@ -92,34 +90,3 @@ def test_a_grammar_has_a_name_or_a_file(tmp_path: Path) -> None:
     for name, said in {"bytes.ebnf": "cannot be read", "none.regex": "cannot be read", "a.txt": "must end in"}.items():
         with pytest.raises(InputError, match=said):
             Structured.file(tmp_path / name)
-
-
-def example(sign: str) -> None:
-    """Run the README's example that has the sign, as it stands there."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
-    (found,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if sign in block]
-    exec(compile(found, "README.md", "exec"), {"__name__": "readme"})
-
-
-def test_the_readmes_example_runs_on_the_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example("BaseModel")
-    said = capsys.readouterr().out
-    assert said.startswith("name=")
-    assert float(said.split()[-1]) > 1.2, "forced tokens are drafted"
-
-
-def test_the_readmes_grammars_run_on_the_real_model(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the model puts into the call is its own affair, and its rounding's: an object without bounds may go on until
-    the most output tokens cut it off."""
-    example("triggered_tags")
-    date, sky, call = capsys.readouterr().out.rstrip("\n").split("\n", 2)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
-    assert re.fullmatch("(sun|rain)( and (wind|fog))?", sky)
-    begin = '<tool_call>\n{"name": "weather", "arguments": {"city": '
-    assert re.match(re.escape(begin) + '"(Rome|Oslo)"[,}]', call), call
-    if call.endswith("\n</tool_call>"):
-        made = json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-        assert made["name"] == "weather"
-        assert isinstance(made["arguments"].get("days", 1), int)
-    else:
-        assert len(Tokenizer(smollm2).encode(call, add_special_tokens=False)) >= 60, "it ended of itself, unfinished"

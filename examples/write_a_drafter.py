@@ -1,0 +1,37 @@
+"""Write a drafter in one class and benchmark it. To keep one, put the class into a file of its own in drafters/."""
+
+from pathlib import Path
+
+import specserve.drafters
+from specserve.cli.main import run
+from specserve.types import Draft
+
+
+class WordDrafter:
+    """Guesses that what followed the last token's previous occurrence follows again: an n-gram drafter with n = 1."""
+
+    wants_hidden = False
+
+    def begin(self, seq):
+        pass
+
+    def propose(self, seqs, budget):
+        return [self._draft(seq.tokens, limit) for seq, limit in zip(seqs, budget, strict=True)]
+
+    def _draft(self, tokens, limit):
+        for place in range(len(tokens) - 2, -1, -1):
+            if tokens[place] == tokens[-1]:
+                return Draft.chain(tokens[place + 1 : place + 1 + limit])
+        return Draft.empty()
+
+    def commit(self, seqs, verdicts, hidden):
+        pass
+
+    def end(self, seq):
+        pass
+
+
+if __name__ == "__main__":
+    specserve.drafters.__path__.append(str(Path(__file__).parent))  # found by file name, as in drafters/
+    drafters = ["--drafter", Path(__file__).stem, "--drafter", "ngram"]
+    raise SystemExit(run(["bench", *drafters, "--limit", "2", "--max-tokens", "24"]))
