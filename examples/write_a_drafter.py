@@ -4,31 +4,28 @@ from pathlib import Path
 
 import specserve.drafters
 from specserve.cli.main import run
+from specserve.speculation.base import Needs
 from specserve.types import Draft
 
 
 class WordDrafter:
     """Guesses that what followed the last token's previous occurrence follows again: an n-gram drafter with n = 1."""
 
-    wants_hidden = False
+    needs = Needs()
 
-    def begin(self, seq):
-        pass
+    def __init__(self, context): ...
+    def begin(self, seq): ...
+    def observe(self, step): ...
+    def end(self, seq): ...
 
-    def propose(self, seqs, budget):
-        return [self._draft(seq.tokens, limit) for seq, limit in zip(seqs, budget, strict=True)]
+    def propose(self, requests):
+        return [self._draft(seq.tokens, num_tokens) for seq, num_tokens in requests]
 
     def _draft(self, tokens, limit):
         for place in range(len(tokens) - 2, -1, -1):
             if tokens[place] == tokens[-1]:
                 return Draft.chain(tokens[place + 1 : place + 1 + limit])
         return Draft.empty()
-
-    def commit(self, seqs, verdicts, hidden):
-        pass
-
-    def end(self, seq):
-        pass
 
 
 if __name__ == "__main__":

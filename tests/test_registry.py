@@ -233,7 +233,7 @@ def test_a_model_family_loads_and_generates(
         ),
         (GRAMMARS, "class ABackend: pass\n", "has no kinds, compile"),
         (MODELS, "ARCHITECTURES = ('A',)\n", "has no spec; a model family has spec"),
-        (DRAFTERS, "class ADrafter: pass\n", "has no begin, propose, commit, end"),
+        (DRAFTERS, "class ADrafter: pass\n", "has no begin, propose, observe, end"),
         (
             KERNELS,
             "import a_package_that_is_not_there\n",

@@ -34,6 +34,7 @@ LAYERS = (
     ("models", "text"),
     ("checkpoint",),
     ("cache", "ops"),
+    ("structured.walk",),  # a draft along a grammar's state, for whoever fits one to the other
     ("types", "sse"),
     ("structured.schema",),
     ("config", "structured.spec"),  # what a request asks for; the rest of structured/ enforces it

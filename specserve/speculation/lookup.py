@@ -15,9 +15,11 @@ NONE = "none"  # the name of plain decoding
 Maker: TypeAlias = Callable[[DraftContext], Drafter]
 
 
-def prepare(name: str, options: Mapping[str, Any]) -> Maker | None:
-    """What makes a drafter with these options, once there is a target; None for "none". Raises ConfigError for an
-    unknown drafter, and an unknown or missing option, which must not cost loading a model."""
+def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
+    """What makes a drafter with these options, once there is a target; None for "none". A request's own drafter has no
+    options, which is None. Raises ConfigError for an unknown drafter, and an unknown or missing option, which must not
+    cost loading a model."""
+    of_request, options = options is None, options or {}
     if name == NONE:
         if options:
             raise ConfigError(f"drafter is 'none' and takes no options, got {', '.join(sorted(options))}.")
@@ -33,6 +35,9 @@ def prepare(name: str, options: Mapping[str, Any]) -> Maker | None:
             if option not in names:
                 raise ConfigError(unknown(f"option of drafter {name!r}:", option, names))
     missing = [p.name for p in parameters if p.name in names and p.default is p.empty and p.name not in options]
+    if missing and of_request:
+        reason = f"needs {', '.join(missing)}, which no request can give: it must be the engine's --drafter"
+        raise ConfigError(f"Drafter {name!r} {reason}.")
     if missing:
-        raise ConfigError(f"Drafter {name!r}: {', '.join(missing)} must be given. Its options: {', '.join(names)}.")
+        raise ConfigError(f"Drafter {name!r} needs {', '.join(missing)}. Its options: {', '.join(names)}.")
     return lambda context: drafter(context, **options)

@@ -160,12 +160,10 @@ class Policy:
             message = unknown("drafter", name, {NONE, self._own.name, *known})
             raise InputError(f"{message} {hint}", "drafter")
         try:
-            make = prepare(name, {})
+            make = prepare(name, None)
             drafter = None if make is None else make(self.context)
         except ConfigError as error:
-            raise InputError(
-                f"{error} No request can give that: it must be the engine's --drafter.", "drafter"
-            ) from error
+            raise InputError(str(error), "drafter") from error
         except Exception as error:
             raise InputError(f"Drafter {name!r} cannot be made: {type(error).__name__}: {error}.", "drafter") from error
         self._hosts[name] = DraftHost(drafter, self._own.vocab_size, self._own.timeout_s, name)

@@ -17,8 +17,8 @@ from specserve.server.metrics import Metrics
 from specserve.server.routes import ROUTES
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest
 from specserve.server.wire.unsupported import REFUSED
+from specserve.speculation.base import Drafter
 from specserve.structured import library
-from specserve.types import Drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [

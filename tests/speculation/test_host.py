@@ -14,11 +14,15 @@ import torch
 from hypothesis import given, strategies as st
 
 from specserve.drafters.ngram import NgramDrafter
-from specserve.speculation.base import DraftHost
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.check import fault
-from specserve.types import Draft, SamplingParams, Sequence, Verdict
+from specserve.speculation.drive import Driver, NoTarget
+from specserve.speculation.host import DraftHost
+from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
 
 VOCABULARY = 8
+HIDDEN = {1: torch.ones(2, 3), 2: torch.zeros(2, 3)}  # of layers
+NO_TARGET: Any = NoTarget()
 LONG = 30.0  # seconds; no test waits for it
 
 
@@ -31,9 +35,9 @@ def make_seq(tokens: list[int] | None = None) -> Sequence:
 
 
 class Scripted:
-    """A drafter whose verbs are given."""
+    """A drafter whose verbs are given, in terms of the sequences themselves."""
 
-    wants_hidden = True
+    needs = Needs(hidden_layers=(1,))
 
     def __init__(self, **verbs: Callable[..., Any]) -> None:
         self.verbs = verbs
@@ -45,17 +49,22 @@ class Scripted:
         self.threads.add(threading.get_ident())
         return self.verbs[verb](*args) if verb in self.verbs else None
 
-    def begin(self, seq: Sequence) -> None:
-        self._hear("begin", seq)
+    def begin(self, seq: SequenceView) -> None:
+        self._hear("begin", seq._seq)
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> Any:
-        return self._hear("propose", seqs, budget)
+    def propose(self, requests: list[DraftRequest]) -> Any:
+        return self._hear("propose", [seq._seq for seq, _ in requests], [most for _, most in requests])
 
-    def commit(self, seqs: list[Sequence], verdicts: list[Verdict], hidden: Any) -> None:
-        self._hear("commit", seqs, verdicts, hidden)
+    def observe(self, step: StepReport) -> None:
+        self._hear("observe", [r.seq._seq for r in step.seqs], [r.verdict for r in step.seqs], step.hidden)
 
-    def end(self, seq: Sequence) -> None:
-        self._hear("end", seq)
+    def end(self, seq: SequenceView) -> None:
+        self._hear("end", seq._seq)
+
+
+def observe(host: DraftHost, seqs: list[Sequence], verdicts: list[Verdict]) -> None:
+    step = [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, first_row=row) for row, seq in enumerate(seqs)]
+    host.observe(step, dict(zip(seqs, verdicts, strict=True)), HIDDEN, [])
 
 
 @pytest.fixture
@@ -197,7 +206,7 @@ def test_the_first_loss_of_each_kind_is_logged_with_its_traceback(
     assert "boom in the drafter" in caplog.text
 
 
-@pytest.mark.parametrize("verb", ["begin", "propose", "commit", "end"])
+@pytest.mark.parametrize("verb", ["begin", "propose", "observe", "end"])
 def test_a_drafter_that_hangs_is_switched_off(
     verb: str, make_host: Callable[..., DraftHost], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,7 +229,7 @@ def test_a_drafter_that_hangs_is_switched_off(
     def step() -> list[Draft]:
         host.begin(seq)
         drafts = host.propose([seq], [3])
-        host.commit([seq], [verdict], None)
+        observe(host, [seq], [verdict])
         host.end(seq)
         return drafts
 
@@ -245,12 +254,12 @@ def test_a_drafter_that_hangs_is_switched_off(
 def test_calls_arrive_in_order_on_one_other_thread(make_host: Callable[..., DraftHost]) -> None:
     drafter = Scripted(propose=lambda seqs, budget: [Draft.chain([1])] * len(seqs))
     host = make_host(drafter)
-    first, second, hidden = make_seq(), make_seq(), torch.ones(2, 3)
+    first, second = make_seq(), make_seq()
     host.begin(first)
     host.begin(second)
     host.propose([first, second], [2, 3])
     verdicts = [Verdict([1, 2], [0]), Verdict([4], [])]
-    host.commit([first, second], verdicts, hidden)
+    observe(host, [first, second], verdicts)
     host.end(first)
     host.propose([second], [1])
     host.end(second)
@@ -258,14 +267,14 @@ def test_calls_arrive_in_order_on_one_other_thread(make_host: Callable[..., Draf
         ("begin", first),
         ("begin", second),
         ("propose", [first, second], [2, 3]),
-        ("commit", [first, second], verdicts, hidden),
+        ("observe", [first, second], verdicts, {1: HIDDEN[1]}),
         ("end", first),
         ("propose", [second], [1]),
         ("end", second),
     ]
     assert len(drafter.threads) == 1
     assert threading.get_ident() not in drafter.threads
-    assert host.wants_hidden
+    assert host.needs.hidden_layers == (1,), "and of the layers it needs alone"
 
 
 def test_only_sequences_with_a_budget_are_asked_for(make_host: Callable[..., DraftHost]) -> None:
@@ -282,12 +291,12 @@ def test_only_sequences_with_a_budget_are_asked_for(make_host: Callable[..., Dra
 
 
 def test_lists_of_the_engine_cannot_be_changed(make_host: Callable[..., DraftHost]) -> None:
-    def steal(seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        budget[0] = 99
-        seqs.clear()
-        return [Draft.chain([1] * 50)]
+    class Thief(Scripted):
+        def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+            requests[0] = requests[0]._replace(num_tokens=99)
+            return [Draft.chain([1] * 50)]
 
-    host = make_host(Scripted(propose=steal))
+    host = make_host(Thief())
     seq = make_seq()
     host.begin(seq)
     seqs, budget = [seq], [3]
@@ -308,20 +317,20 @@ def test_a_sequence_whose_begin_failed_is_left_alone(make_host: Callable[..., Dr
     host.begin(bad)
     host.begin(good)
     assert [len(draft) for draft in host.propose([bad, good], [3, 3])] == [0, 1]
-    host.commit([bad, good], [Verdict([1], []), Verdict([2], [])], None)
+    observe(host, [bad, good], [Verdict([1], []), Verdict([2], [])])
     host.end(bad)
     host.end(good)
     assert host.dropped == {"exception": 1}
     assert all(bad not in (args[0] if isinstance(args[0], list) else args) for _, *args in drafter.heard[2:])
 
 
-@pytest.mark.parametrize("verb", ["commit", "end"])
+@pytest.mark.parametrize("verb", ["observe", "end"])
 def test_failures_outside_a_proposal_are_counted(verb: str, make_host: Callable[..., DraftHost]) -> None:
     host = make_host(Scripted(**{verb: _raise(ValueError("boom"))}))
     seq = make_seq()
     host.begin(seq)
     host.propose([seq], [0])
-    host.commit([seq], [Verdict([1], [])], None)
+    observe(host, [seq], [Verdict([1], [])])
     host.end(seq)
     assert host.dropped == {"exception": 1}
     assert host.active
@@ -348,14 +357,14 @@ def test_a_drafter_of_ours_is_called_directly_and_may_still_fail(monkeypatch: py
     """Our own drafters need no thread; what they raise is counted as anybody's, but an interrupt is the user's."""
     threads: list[int] = []
 
-    def propose(self: NgramDrafter, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+    def propose(self: NgramDrafter, requests: list[DraftRequest]) -> list[Draft]:
         assert not torch.is_grad_enabled()
         threads.append(threading.get_ident())
         raise (ValueError if len(threads) == 1 else KeyboardInterrupt)
 
     monkeypatch.setattr(NgramDrafter, "propose", propose)
     before = threading.active_count()
-    host, seq = DraftHost(NgramDrafter(), VOCABULARY, LONG), make_seq()
+    host, seq = DraftHost(NgramDrafter(NO_TARGET), VOCABULARY, LONG), make_seq()
     host.begin(seq)
     assert threading.active_count() == before
     assert len(host.propose([seq], [3])[0]) == 0
@@ -372,11 +381,11 @@ def test_without_a_drafter_there_is_no_thread() -> None:
     seq = make_seq()
     host.begin(seq)
     assert [len(draft) for draft in host.propose([seq], [3])] == [0]
-    host.commit([seq], [Verdict([1], [])], None)
+    observe(host, [seq], [Verdict([1], [])])
     host.end(seq)
     host.close()
     assert threading.active_count() == before
-    assert (host.active, host.wants_hidden, host.num_dropped) == (False, False, 0)
+    assert (host.active, host.needs, host.num_dropped) == (False, Needs(), 0)
 
 
 def test_a_closed_host_drafts_nothing(make_host: Callable[..., DraftHost]) -> None:
@@ -403,7 +412,7 @@ def test_no_gradients_are_recorded_on_the_thread(make_host: Callable[..., DraftH
 
 
 def test_the_real_drafter_through_the_host_is_the_real_drafter(make_host: Callable[..., DraftHost]) -> None:
-    direct, host = NgramDrafter(), make_host(NgramDrafter())
+    direct, host = Driver(NgramDrafter(NO_TARGET)), make_host(NgramDrafter(NO_TARGET))
     seq = make_seq([1, 2, 3, 4, 1, 2])
     direct.begin(seq)
     host.begin(seq)
@@ -411,8 +420,8 @@ def test_the_real_drafter_through_the_host_is_the_real_drafter(make_host: Callab
         expected = direct.propose([seq], [3])[0].tokens.tolist()
         assert host.propose([seq], [3])[0].tokens.tolist() == expected != []
         seq.tokens += expected
-        for drafter in (direct, host):
-            drafter.commit([seq], [Verdict(expected, [0, 1])], None)
+        direct.observe([seq], [Verdict(expected, [0, 1])])
+        observe(host, [seq], [Verdict(expected, [0, 1])])
     assert host.num_dropped == 0
 
 
@@ -458,11 +467,14 @@ def test_a_forgotten_host_leaves_no_thread() -> None:
 
 
 def test_a_host_has_a_name_for_requests_and_logs(
-    make_host: Callable[..., DraftHost], caplog: pytest.LogCaptureFixture
+    make_host: Callable[..., DraftHost], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert DraftHost(None, VOCABULARY, LONG).name == "none"
     assert make_host(Scripted()).name == "Scripted"
-    host = DraftHost(NgramDrafter(), VOCABULARY, LONG, "ngram")
+    host, seq = DraftHost(NgramDrafter(NO_TARGET), VOCABULARY, LONG, "ngram"), make_seq()
+    host.begin(seq)
+    host.propose([seq], [0])
+    monkeypatch.setattr(NgramDrafter, "observe", _raise(RuntimeError("planted")))
     with caplog.at_level(logging.WARNING):
-        host.commit([make_seq()], [Verdict([1], [])], torch.zeros(1, 1))
+        observe(host, [seq], [Verdict([1], [])])
     assert "Drafter ngram, draft dropped (exception)" in caplog.text

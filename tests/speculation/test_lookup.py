@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,16 @@ import specserve.drafters
 from specserve import registry
 from specserve.errors import ConfigError
 from specserve.registry import DRAFTERS
-from specserve.speculation.lookup import create
+from specserve.speculation.drive import NoTarget
+from specserve.speculation.lookup import prepare
 
+NO_TARGET: Any = NoTarget()
 VERBS = "".join(f"\n    def {verb}(self, *args): pass" for verb in DRAFTERS.parts)
+
+
+def create(name: str, options: dict[str, Any]) -> Any:
+    make = prepare(name, options)
+    return None if make is None else make(NO_TARGET)
 
 
 @pytest.fixture
@@ -45,7 +53,7 @@ def test_names_are_listed_without_importing(folder: Path) -> None:
 
 def test_an_unknown_name_has_near_misses() -> None:
     with pytest.raises(ConfigError, match=r"Unknown drafter 'ngrm'\. Did you mean 'ngram'.*\? Known: .*ngram.*none"):
-        create("ngrm", {})
+        prepare("ngrm", {})
     for name in ("../ngram", "ngram.NgramDrafter", ""):
         with pytest.raises(ConfigError, match="Unknown drafter"):
             DRAFTERS.find(name)
@@ -62,7 +70,7 @@ def test_a_new_file_is_a_drafter_at_once(folder: Path) -> None:
     [
         ("x = 1\n", r"exactly one public class named \.\.\.Drafter; it has none"),
         (f"class ADrafter:{VERBS}\nclass BDrafter:{VERBS}\n", "it has ADrafter, BDrafter"),
-        ("class ADrafter:\n    def begin(self, seq): pass\n", "has no propose, commit, end"),
+        ("class ADrafter:\n    def begin(self, seq): pass\n", "has no propose, observe, end"),
         ("import a_package_that_is_not_there\n", "needs the package 'a_package_that_is_not_there'"),
     ],
 )
@@ -83,14 +91,14 @@ def test_entry_points_come_after_files(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert {"ngram", "plugin"} <= set(DRAFTERS.names())
     assert DRAFTERS.find("plugin") is DRAFTERS.find("ngram")
-    with pytest.raises(ConfigError, match="has no begin, propose, commit, end"):
+    with pytest.raises(ConfigError, match="has no begin, propose, observe, end"):
         DRAFTERS.find("nothing")
 
 
 def test_options_reach_the_drafter_and_unknown_ones_do_not() -> None:
     assert create("none", {}) is None
     drafter = create("ngram", {"prompt_lookup_max": 3, "prompt_lookup_min": 2})
-    assert list(drafter._sizes) == [3, 2]  # type: ignore[union-attr]
+    assert list(drafter._sizes) == [3, 2]
     with pytest.raises(ConfigError, match=r"'prompt_lookup_mxa'\. Did you mean 'prompt_lookup_max'"):
         create("ngram", {"prompt_lookup_mxa": 3})
     with pytest.raises(ConfigError, match="'none' and takes no options, got prompt_lookup_max"):
@@ -98,7 +106,9 @@ def test_options_reach_the_drafter_and_unknown_ones_do_not() -> None:
 
 
 def test_a_missing_option_is_named(folder: Path) -> None:
-    (folder / "needy.py").write_text(f"class NeedyDrafter:\n    def __init__(self, model, **more): pass{VERBS}\n")
-    with pytest.raises(ConfigError, match=r"missing a required argument: 'model'\. Its options: model"):
+    (folder / "needy.py").write_text(
+        f"class NeedyDrafter:\n    def __init__(self, context, model, **more): pass{VERBS}\n"
+    )
+    with pytest.raises(ConfigError, match=r"needs model\. Its options: model"):
         create("needy", {"anything": 1})
     assert create("needy", {"model": "m", "anything": 1}) is not None
