@@ -35,3 +35,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, values: Tensor) -> Tensor:
+    """Aligned `values`, with zeros after the last of them."""
+    whole = zeros(shape, dtype)
+    whole[: len(values)].copy_(values)
+    return whole

@@ -8,9 +8,9 @@ are padded to a multiple of 32 columns with zeros.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor
 
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
-from specserve.kernels._cpu_cache import layout_of, places, zeros as _zeros
+from specserve.kernels._cpu_cache import filled as _filled, layout_of, places, zeros as _zeros
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, RowScores, Tape
+from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, RowScores
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
+from specserve.ops.packing import Lazy, PackedCache, Source, below, uncached
 from specserve.types import Ids
 
 PRIORITY = 10
@@ -118,7 +119,6 @@ class Kernels:
         self._team = _native.Team(threads)
         self._drawer = _native.Drawer(self._team, self.instruction_set)
         self._recording: Recording | None = None
-        self._tape: Tape | None = None
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
@@ -149,52 +149,45 @@ class Kernels:
             digest.update(part.view(torch.uint8).numpy().data)
         return f"{self.name}-{self.quantization}-{str(self.dtype).removeprefix('torch.')}-{digest.hexdigest()[:16]}"
 
-    @contextmanager
-    def taped(self, tape: Tape) -> Iterator[None]:
-        assert self._tape is None, "one tape at a time"
-        self._tape = tape
-        try:
-            yield
-        finally:
-            self._tape = None
+    def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
+        return self._pack("linear", self._format, weight, bias, cached)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> _Weight:
-        return self._pack(self._format, weight, bias)
+    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> _Weight:
+        return self._pack("head", min(self._format, _INT8), weight, None, cached)
 
-    def pack_head(self, weight: Tensor) -> _Weight:
-        return self._pack(min(self._format, _INT8), weight, None)
-
-    def _pack(self, form: int, weight: Tensor, bias: Tensor | None) -> _Weight:
+    def _pack(self, kind: str, form: int, weight: Source, bias: Source | None, cached: PackedCache) -> _Weight:
         outputs, inputs = weight.shape
-        zeros = _zeros((_pad(outputs) // _TILE * _native.tile_bytes(form, inputs),), torch.uint8)
+        shape = (_pad(outputs) // _TILE * _native.tile_bytes(form, inputs),)
 
-        def fill() -> None:
-            rows = weight.to(torch.float32).contiguous()
+        def packed() -> Tensor:
+            zeros, rows = _zeros(shape, torch.uint8), weight[:].to(torch.float32).contiguous()
             _native.pack(form, rows.data_ptr(), outputs, inputs, zeros.data_ptr())
+            return zeros
 
-        memory = self._keep(zeros, fill)
+        memory = cached(kind, shape, torch.uint8, packed)
         native = _native.weight(form, outputs, inputs, memory.data_ptr())
-        return _Weight(native, memory, None if bias is None else self.pack_vector(bias), outputs)
+        padded_bias = None if bias is None else self.pack_vector(bias, below(cached, f"{kind}.bias"))
+        return _Weight(native, memory, padded_bias, outputs)
 
-    def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> _Weight:
+    def pack_gated(
+        self, gate: Source, up: Source, gate_bias: Source | None, up_bias: Source | None, cached: PackedCache = uncached
+    ) -> _Weight:
         assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
-        biases = [bias[:, None] for bias in (gate_bias, up_bias) if bias is not None]
-        packed = self.pack(_alternating(gate, up), _alternating(*biases)[:, 0] if biases else None)
-        return _Weight(packed.native, packed.memory, packed.bias, len(gate))
+        n, inputs = gate.shape
+        weight = Lazy((2 * _pad(n), inputs), lambda: _alternating(gate[:], up[:]))
+        bias = None
+        if gate_bias is not None and up_bias is not None:
+            biases = gate_bias, up_bias
+            bias = Lazy((2 * _pad(n),), lambda: _alternating(*(values[:][:, None] for values in biases))[:, 0])
+        return replace(self._pack("gated", self._format, weight, bias, cached), outputs=n)
 
-    def pack_vector(self, values: Tensor) -> Tensor:
-        zeros = _zeros((_pad(len(values)),), torch.float32)
-        return self._keep(zeros, lambda: zeros[: len(values)].copy_(values))
+    def pack_vector(self, values: Source, cached: PackedCache = uncached) -> Tensor:
+        (n,) = values.shape
+        return cached("vector", (_pad(n),), torch.float32, lambda: _filled((_pad(n),), torch.float32, values[:]))
 
-    def pack_table(self, table: Tensor) -> Tensor:
-        zeros = _zeros(tuple(table.shape), self.dtype)
-        return self._keep(zeros, lambda: zeros.copy_(table))
-
-    def _keep(self, zeros: Tensor, fill: Callable[[], object]) -> Tensor:
-        if self._tape is not None:
-            return self._tape.keep(zeros, fill)
-        fill()
-        return zeros
+    def pack_table(self, table: Source, cached: PackedCache = uncached) -> Tensor:
+        shape = tuple(table.shape)
+        return cached("table", shape, self.dtype, lambda: _filled(shape, self.dtype, table[:]))
 
     # Ops
 

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, HeadNorms, Laws, Recording, Rotation, RowScores, Tape
+from specserve.ops import AttentionRows, HeadNorms, Laws, Recording, Rotation, RowScores
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
+from specserve.ops.packing import PackedCache, Source, uncached
 from specserve.types import Ids
 
 PRIORITY = 0  # it serves where no other does
@@ -133,29 +134,28 @@ class Kernels:
     def watch(self, pulse: Pulse) -> None:
         self._pulse = pulse
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> _Weight:
+    def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
         """On a CPU oneDNN's blocked layout: read without repacking, 8 rows cost 40 to 55 % less time."""
-        weight = weight.to(self.device, self.dtype).to(self.weight_dtype).contiguous()
+        packed = weight[:].to(self.device, self.dtype).to(self.weight_dtype).contiguous()
         if self.device.type == "cpu" and torch._C._has_mkldnn:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-        return _Weight(weight, None if bias is None else bias.to(self.device, self.dtype).to(self.weight_dtype))
+            packed = torch.ops.mkldnn._reorder_linear_weight(packed, _PACKED_ROWS)
+        return _Weight(packed, None if bias is None else bias[:].to(self.device, self.dtype).to(self.weight_dtype))
 
-    def pack_head(self, weight: Tensor) -> _Weight:
+    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> _Weight:
         return self.pack(weight)
 
-    def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> _Weight:
+    def pack_gated(
+        self, gate: Source, up: Source, gate_bias: Source | None, up_bias: Source | None, cached: PackedCache = uncached
+    ) -> _Weight:
         assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
-        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
-        return self.pack(torch.cat((gate, up)), bias)
+        bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias[:], up_bias[:]))
+        return self.pack(torch.cat((gate[:], up[:])), bias)
 
-    def pack_vector(self, values: Tensor) -> Tensor:
-        return values.to(self.device, torch.float32)
+    def pack_vector(self, values: Source, cached: PackedCache = uncached) -> Tensor:
+        return values[:].to(self.device, torch.float32)
 
-    def pack_table(self, table: Tensor) -> Tensor:
-        return table.to(self.device, self.dtype, copy=True).contiguous()
-
-    def taped(self, tape: Tape) -> AbstractContextManager[None]:
-        raise NotImplementedError("the reference's weights are torch's own affair; see layout")
+    def pack_table(self, table: Source, cached: PackedCache = uncached) -> Tensor:
+        return table[:].to(self.device, self.dtype, copy=True).contiguous()
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         embedded = table[token_ids].float()

@@ -1,283 +1,148 @@
-"""Keeps packed weights in a file: written at a model's first start, memory-mapped at every later one. Knows the file,
-its place and when it is out of date; knows no kernel and no architecture.
+"""Keeps packed weights in a safetensors file: written at a model's first start, memory-mapped at every later one.
 
-A file is a preamble, what was packed in the order of packing, each part at a multiple of 64 bytes, and an index in
-JSON. It gets its name when it is whole and on the disk. It is out of date when the key in its index is not the one
-asked for, or when another sequence of reading and packing makes the model; then, and when it is damaged, it is written
-anew. Start and end are checked, not the weights between them: reading those is what a start saves.
+Tensors are kept by name, in any order. The metadata has a key, all that their bytes depend on: a file with another key
+is written anew, and so is a damaged one. A file gets its name when it is whole and on the disk. Its header is checked,
+not the weights after it: reading those is what a start saves.
+
+Kernels want memory that begins at a multiple of 64 bytes, and safetensors' own functions write at multiples of 8. So
+the file is written here: spaces after the header and tensors of zeros, which the format allows, fill the gaps.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import logging
-import mmap
 import os
-import secrets
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specserve.checkpoint import catalog
 from specserve.ops import Ops
 
-T = TypeVar("T")
-Build = Callable[[Mapping[str, Tensor]], T]
-Progress = Callable[[], AbstractContextManager[Callable[[], object]]]
+Progress = Callable[[], AbstractContextManager[Callable[[int], object]]]
 
 _log = logging.getLogger(__name__)
-_PREAMBLE = struct.Struct("<16sQQ32s")  # _MAGIC, where the index begins, its bytes, its SHA-256
-_MAGIC = b"specserve pack 1"  # the digit is that of this format
 _ALIGNMENT = 64
-_SUFFIX = ".packed"
+_SUFFIX = ".packed"  # not .safetensors: a file in a model's folder would pass for the model's own weights
+_FILLER = ".filler"
+_DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-class _OutOfDateError(Exception):
-    """A file that cannot be used; the message says why."""
+class PackedWeights:
+    """The file at `path` with packed weights of the model in `folder`, an absolute path. Within its context `get` finds
+    or packs them, and at the end of it the file is written if anything was packed; what others had put into a file with
+    the same key stays there. Of processes that start at once one packs and the others wait for it. That the file cannot
+    be written costs a warning.
 
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What was packed by one call: the tensors that were read since the call before, and what the bytes are."""
-
-    reads: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """The last bytes of a file. `folder` is the model's, `offsets` are those of the parts in the file."""
-
-    key: Any
-    folder: str
-    parts: tuple[_Part, ...]
-    offsets: tuple[int, ...]
-
-    def to_json(self) -> bytes:
-        parts = [(part.reads, part.dtype, part.shape) for part in self.parts]
-        return json.dumps({"key": self.key, "folder": self.folder, "parts": parts, "offsets": self.offsets}).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> _Index:
-        values = json.loads(text)
-        parts = tuple(_Part(tuple(reads), dtype, tuple(shape)) for reads, dtype, shape in values["parts"])
-        return cls(values["key"], values["folder"], parts, tuple(values["offsets"]))
-
-
-class Shapes(Mapping[str, Tensor]):
-    """Tensors that have shapes alone: matrices on torch's meta device, and vectors of zeros. What is computed with
-    vectors would take a second on that device, in which torch imports its compiler."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-
-    def __getitem__(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        return torch.zeros(shape) if len(shape) == 1 else torch.empty(shape, device="meta")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-
-class Scale:
-    """A tape that packs nothing and adds up what it would take."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-
-    def keep(self, zeros: Tensor, fill: Callable[[], object]) -> Tensor:
-        self.num_bytes += zeros.nbytes
-        return zeros
-
-
-class _Reads(Mapping[str, Tensor]):
-    """Tensors by name, and which were read since `taken` was last called."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], on_read: Callable[[], object]) -> None:
-        self._tensors = tensors
-        self._on_read = on_read
-        self._names: list[str] = []
-
-    def taken(self) -> tuple[str, ...]:
-        names, self._names = self._names, []
-        return tuple(names)
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._names.append(name)
-        self._on_read()
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-class _Recorder:
-    """A tape that appends what is packed to a file. If that fails the rest is packed all the same; `error` says why."""
-
-    def __init__(self, reads: _Reads, stream: BinaryIO) -> None:
-        self.error: OSError | None = None
-        self._reads = reads
-        self._stream = stream
-        self._parts: list[_Part] = []
-        self._offsets: list[int] = []
-        self._end = _PREAMBLE.size
-
-    def keep(self, zeros: Tensor, fill: Callable[[], object]) -> Tensor:
-        fill()
-        self._parts.append(_Part(self._reads.taken(), str(zeros.dtype), tuple(zeros.shape)))
-        self._offsets.append(self._end)
-        self._write(self._end, zeros.view(-1).view(torch.uint8).numpy().data)
-        self._end += -(-zeros.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return zeros
-
-    def finish(self, key: Any, folder: Path) -> None:
-        """Write index and preamble, and wait until all is on the disk."""
-        text = _Index(key, str(folder), tuple(self._parts), tuple(self._offsets)).to_json()
-        self._write(self._end, memoryview(text))
-        digest = hashlib.sha256(text).digest()
-        self._write(0, memoryview(_PREAMBLE.pack(_MAGIC, self._end, len(text), digest)))
-        if self.error is None:
-            try:
-                os.fsync(self._stream.fileno())
-            except OSError as error:
-                self.error = error
-
-    def _write(self, offset: int, data: memoryview) -> None:
-        try:
-            while self.error is None and len(data):
-                written = os.pwrite(self._stream.fileno(), data, offset)
-                offset, data = offset + written, data[written:]
-        except OSError as error:
-            self.error = error
-
-
-class _Player:
-    """A tape that gives what a file holds. Raises _OutOfDateError as soon as something else is packed."""
-
-    def __init__(self, reads: _Reads, index: _Index, memory: Tensor) -> None:
-        self._reads = reads
-        self._parts = zip(index.parts, index.offsets, strict=True)
-        self._memory = memory  # uint8 [bytes of the file]
-
-    def keep(self, zeros: Tensor, fill: Callable[[], object]) -> Tensor:
-        wanted = _Part(self._reads.taken(), str(zeros.dtype), tuple(zeros.shape))
-        part, offset = next(self._parts, (None, 0))
-        if part != wanted:
-            raise _OutOfDateError(f"it has {part} where {wanted} is packed")
-        return self._memory[offset : offset + zeros.nbytes].view(zeros.dtype).view(zeros.shape)
-
-    def finish(self) -> None:
-        if left := [part for part, _ in self._parts]:
-            raise _OutOfDateError(f"it has {len(left)} more parts than are packed")
-
-
-@dataclass(frozen=True)
-class PackedFile(Generic[T]):
-    """The file at `path` for the model in `folder`, an absolute path, and how the model is made: `build` reads
-    `tensors` and packs them with `ops`. `key` has all, as JSON can say it, that the bytes depend on; it is asked for
-    again after packing, as somebody may have changed the tensors' files meanwhile. `progress` is entered for packing,
-    and what it gives called for each tensor that is read.
+    `key` returns what JSON can say; it is asked for again before writing, as somebody may have changed the model's
+    files meanwhile. `progress` is entered for packing, and what it gives called with the bytes of each tensor.
     """
 
-    path: Path
-    folder: Path
-    key: Callable[[], Any]
-    ops: Ops
-    tensors: Mapping[str, Tensor]
-    shapes: Mapping[str, tuple[int, ...]]
-    build: Build[T]
-    progress: Progress
+    def __init__(self, path: Path, folder: Path, key: Callable[[], Any], progress: Progress) -> None:
+        self._path = path
+        self._folder = folder
+        self._key = key
+        self._progress = progress
+        self._stack = ExitStack()
+        self._advance: Callable[[int], object] | None = None
+        self._is_packing = False  # and holds the lock, but for an error
+        self._error: Exception | None = None  # why nothing can be written
+        self._packed: dict[str, Tensor] = {}
+        self._used: dict[str, Tensor] = {}
 
-    def load(self) -> tuple[T, int]:
-        """The model, and how many bytes of the file its weights are mapped from: 0 if they were packed just now.
+    @property
+    def num_mapped_bytes(self) -> int:
+        """Of the tensors that `get` found in the file."""
+        return sum(tensor.nbytes for tensor in self._used.values())
 
-        Of processes that start at once one writes the file and the others wait for it. That it cannot be written costs
-        a warning. Raises what `build` raises.
-        """
-        if loaded := self._replayed():
-            return loaded
-        with ExitStack() as stack:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FileLock(self.path.with_name(f".{self.path.name}.lock")))
-                if loaded := self._replayed():  # another process had the lock before
-                    return loaded
-                stream = stack.enter_context(self._temporary_file(stack))
-            except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
-                self._warn(error)
-                return self.build(self.tensors), 0
-            return self._recorded(stream), 0
+    def __enter__(self) -> PackedWeights:
+        # JSON in JSON, as names of files may not be UTF-8.
+        self._metadata = {"key": json.dumps(self._key()), "folder": json.dumps(str(self._folder))}
+        self._stored = self._read()
+        return self
 
-    def _replayed(self) -> tuple[T, int] | None:
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
+        with self._stack:
+            if kind is None and self._packed and self._error is None:
+                self._write()
+        if self._error is not None:
+            _log.warning("Every start packs the weights anew, as %s cannot be written: %s.", self._path, self._error)
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, pack: Callable[[], Tensor]) -> Tensor:
+        """The file's tensor of this name, shape and dtype, or else what `pack` returns; see ops.PackedCache."""
+        if name in self._packed:
+            return self._packed[name]
+        if not self._has(name, shape, dtype) and not self._is_packing:
+            self._lock()
+            self._stored = self._read()  # what another process wrote before it gave up the lock
+        if self._has(name, shape, dtype):
+            return self._used.setdefault(name, self._stored[name])
+        if self._advance is None:
+            self._advance = self._stack.enter_context(self._progress())
+        tensor = self._packed[name] = pack()
+        self._advance(tensor.nbytes)
+        return tensor
+
+    def _has(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        tensor = self._stored.get(name)
+        return tensor is not None and tensor.shape == shape and tensor.dtype == dtype
+
+    def _lock(self) -> None:
+        self._is_packing = True
         try:
-            memory = _map(self.path)
-            index = _read_index(memory)
-            if index.key != self.key():
-                raise _OutOfDateError("its weights are of other files or for other kernels")
-            memory.madvise(mmap.MADV_WILLNEED)
-            reads = _Reads(Shapes(self.shapes), lambda: None)
-            player = _Player(reads, index, torch.frombuffer(memory, dtype=torch.uint8))
-            with self.ops.taped(player):
-                model = self.build(reads)
-            player.finish()
-            return model, len(memory)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._stack.enter_context(FileLock(self._path.with_name(f".{self._path.name}.lock")))
+        except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
+            self._error = error
+
+    def _read(self) -> dict[str, Tensor]:
+        """What the file holds, mapped: processes share its pages, and what is written to them does not reach it."""
+        try:
+            with safe_open(self._path, framework="pt") as file, self._path.open("rb") as stream:
+                if (file.metadata() or {}).get("key") != self._metadata["key"]:
+                    raise ValueError("its weights are of other files or for other kernels")
+                tensors = {n: file.get_tensor(n) for n in sorted(file.keys()) if not n.endswith(_FILLER)}
+                header = _header(tensors, self._metadata)
+                if stream.read(len(header)) != header:
+                    raise ValueError("its header is damaged")
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+                return tensors
         except FileNotFoundError:
-            return None
-        except (_OutOfDateError, OSError) as error:
-            _log.info("%s is not used: %s.", self.path, error)
-            return None
+            return {}
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            _log.info("%s is not used: %s.", self._path, error)
+            return {}
 
-    def _recorded(self, stream: BinaryIO) -> T:
-        key = self.key()
-        with self.progress() as on_read:
-            reads = _Reads(self.tensors, on_read)
-            recorder = _Recorder(reads, stream)
-            with self.ops.taped(recorder):
-                model = self.build(reads)
-        recorder.finish(key, self.folder)
-        if recorder.error is not None:
-            self._warn(recorder.error)
-        else:
-            self._publish(Path(stream.name), key)
-        return model
-
-    def _temporary_file(self, stack: ExitStack) -> BinaryIO:
-        prefix = f".{self.path.name}.partial-"
-        # Of a run that was killed: whoever holds the lock is alone.
-        for leftover in self.path.parent.glob(f"{glob.escape(prefix)}*"):
-            leftover.unlink()
-        temporary = self.path.with_name(prefix + secrets.token_hex(4))
-        stack.callback(temporary.unlink, missing_ok=True)
-        return temporary.open("xb", buffering=0)
-
-    def _publish(self, temporary: Path, key: Any) -> None:
+    def _write(self) -> None:
+        """Write what the file had and what was packed. Whoever holds the lock is alone with the temporary file."""
+        tensors = dict(sorted((self._stored | self._packed).items()))
+        temporary = self._path.with_name(f".{self._path.name}.partial")
         try:
-            if self.key() != key:
-                _log.warning("The weights in %s were changed while they were read.", self.folder)
+            with temporary.open("wb") as stream:
+                stream.write(_header(tensors, self._metadata))
+                for tensor in tensors.values():
+                    stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                    stream.write(bytes(-tensor.nbytes % _ALIGNMENT))
+                stream.flush()
+                os.fsync(stream.fileno())
+            if json.dumps(self._key()) != self._metadata["key"]:
+                _log.warning("The weights in %s were changed while they were read.", self._folder)
                 return
-            os.replace(temporary, self.path)
+            os.replace(temporary, self._path)
             _remove_orphans(catalog.cache_folder() / "packed")
         except OSError as error:
-            self._warn(error)
-
-    def _warn(self, error: Exception) -> None:
-        _log.warning("Every start packs the weights anew, as %s cannot be written: %s.", self.path, error)
+            self._error = error
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def packed_path(folder: Path, ops: Ops) -> Path:
@@ -290,38 +155,36 @@ def packed_path(folder: Path, ops: Ops) -> Path:
     return catalog.cache_folder() / "packed" / f"{folder.name}-{digest}-{name}"
 
 
-def _map(path: Path) -> mmap.mmap:
-    """The file's pages, which processes share. Private pages are writable only so that torch does not complain: nobody
-    writes to them, and what was written would not reach the file."""
-    with path.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size < _PREAMBLE.size:
-            raise _OutOfDateError(f"it has {size} bytes")
-        return mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_COPY)
-
-
-def _read_index(memory: mmap.mmap) -> _Index:
-    magic, start, length, digest = _PREAMBLE.unpack_from(memory)
-    if magic != _MAGIC or start + length != len(memory):
-        raise _OutOfDateError("it is truncated or of another format")
-    text = memory[start:]
-    if hashlib.sha256(text).digest() != digest:
-        raise _OutOfDateError("its index is damaged")
-    return _Index.from_json(text)
+def _header(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """The bytes of a safetensors file before the data of `tensors`, which lie in their order, each with its filler. A
+    digest in the metadata makes any change of them noticeable."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        offsets = [end, end := end + tensor.nbytes]
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        if filler := -tensor.nbytes % _ALIGNMENT:
+            offsets = [end, end := end + filler]
+            entries[name + _FILLER] = {"dtype": "U8", "shape": [filler], "data_offsets": offsets}
+    digest = hashlib.sha256(json.dumps([metadata, entries]).encode()).hexdigest()
+    text = json.dumps({"__metadata__": {**metadata, "sha256": digest}, **entries}).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _remove_orphans(folder: Path) -> None:
-    """Remove the files of models whose folders are gone, and those that nobody can use."""
+    """Remove the files of models whose folders are gone, and those that nobody can use, as of an earlier format."""
     for path in folder.glob(f"*{_SUFFIX}"):
         try:
-            if _is_orphan(path):
+            if not _is_of_a_model(path):
                 path.unlink(missing_ok=True)
         except OSError as error:  # another user's, or removed meanwhile
             _log.info("%s is left alone: %s.", path, error)
 
 
-def _is_orphan(path: Path) -> bool:
+def _is_of_a_model(path: Path) -> bool:
     try:
-        return not Path(_read_index(_map(path)).folder).is_dir()
-    except _OutOfDateError:
-        return True
+        with safe_open(path, framework="pt") as file:
+            return Path(json.loads(file.metadata()["folder"])).is_dir()
+    except (SafetensorError, TypeError, KeyError, ValueError):
+        return False

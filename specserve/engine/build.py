@@ -57,47 +57,29 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     folder = catalog.resolve(config.model, progress=progress)
     tokenizer = Tokenizer(folder)
     model = load_model(folder, ops, config.max_model_len, progress=progress)
-    spec = model.spec
-    num_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, config.max_num_batched_tokens)
-    context = TargetContext(model, ops, config.verification, config.max_num_batched_tokens, num_logit_rows)
+    spec, block_size, max_rows = model.spec, config.block_size, config.max_num_batched_tokens
+    max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
+    context = TargetContext(model, ops, config.verification, max_rows, max_logit_rows)
     drafter = None if make_drafter is None else make_drafter(context)
     host = DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s, config.drafter)
+    taps = host.needs.hidden_layers
     shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers + context.kv_shapes
-    per_block = KVStorage.bytes_per_block(shapes, config.block_size, ops.dtype)
-    width = spec.step_width + len(host.needs.hidden_layers) * spec.hidden_size
-    taken = step_bytes(config.max_num_batched_tokens, width, num_logit_rows, spec.vocab_size)
+    width = spec.step_width + len(taps) * spec.hidden_size
+    taken = step_bytes(max_rows, width, max_logit_rows, spec.vocab_size)
     taken += model.num_mapped_bytes + host.needs.memory_bytes  # mapped weights pass for free memory
+    free = max(0, free_memory(ops.device) - taken)
+    per_block = KVStorage.bytes_per_block(shapes, block_size, ops.dtype)
     num_blocks, chosen = plan_blocks(
-        max(0, free_memory(ops.device) - taken),
-        per_block,
-        config.block_size,
-        spec.max_len,
-        config.max_num_seqs,
-        config.kv_cache_gib,
+        free, per_block, block_size, spec.max_len, config.max_num_seqs, config.kv_cache_gib
     )
-    storage = KVStorage(shapes, num_blocks, config.block_size, ops.dtype, ops.device, ops.copy_kv)
-    context.bind(storage.layers[spec.num_layers :], config.block_size)
-    cache = KVCache(storage, config.prefix_caching)
-    counters = Counters()
+    storage = KVStorage(shapes, num_blocks, block_size, ops.dtype, ops.device, ops.copy_kv)
+    context.bind(storage.layers[spec.num_layers :], block_size)
+    cache, counters = KVCache(storage, config.prefix_caching), Counters()
+    max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
     engine = Engine(
-        Runner(
-            model,
-            ops,
-            storage.layers[: spec.num_layers],
-            config.block_size,
-            config.max_num_batched_tokens,
-            num_logit_rows,
-            host.needs.hidden_layers,
-        ),
+        Runner(model, ops, storage.layers[: spec.num_layers], block_size, max_rows, max_logit_rows, taps),
         cache,
-        Scheduler(
-            cache,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            spec.max_len,
-            num_logit_rows,
-            None if config.max_step_ms is None else config.max_step_ms / 1000,
-        ),
+        Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s),
         Sampler(spec.vocab_size, config.verification, ops.device, ops if ops.can_draw else None),
         Policy(host, config.num_speculative_tokens, cache, spec.max_len, context, counters.timed),
         Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),

@@ -3,7 +3,6 @@ and no scheduling; the KV cache and the attention plan are handed in."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops import HeadNorms, Ops, Rotation
+from specserve.ops.packing import Lazy, PackedCache, below, uncached
 
 __all__ = ["Decoder", "DecoderSpec", "rotary_tables"]
 
@@ -36,21 +36,23 @@ class _Layer:
 
 
 class Decoder:
-    """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype; each is
-    read in an order that the spec fixes, and copied. The number of rows given to `forward` is a multiple of
-    ops.row_multiple."""
+    """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype; they are
+    copied, and only those read that `cached` does not have in their packed form. The number of rows given to `forward`
+    is a multiple of ops.row_multiple."""
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops) -> None:
+    def __init__(
+        self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops, cached: PackedCache = uncached
+    ) -> None:
         self.spec = spec
         self.ops = ops
         self.num_mapped_bytes = 0  # of the weights, where they are mapped from a file: the system counts them as free
-        self._embedding = ops.pack_table(weights["model.embed_tokens.weight"])
+        read = _Reader(spec, weights, ops, cached)
+        self._embedding = ops.pack_table(*read.named("model.embed_tokens"))
         # Rounded as transformers rounds it: Gemma was trained with the scale in the compute dtype.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))
-        head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
-        self._head = ops.pack_head(weights[head])
-        self._norm = _Reader(spec, weights, ops, "model").norm("norm")
-        self._layers = [_layer(_Reader(spec, weights, ops, f"model.layers.{i}"), i) for i in range(spec.num_layers)]
+        self._head = ops.pack_head(*read.named("model.embed_tokens" if spec.tied_embeddings else "lm_head"))
+        self._norm = read.norm("model.norm")
+        self._layers = [_layer(read, i) for i in range(spec.num_layers)]
         self._tables = {rope: rotary_tables(rope, spec.head_dim, spec.max_len, ops.device) for rope in set(spec.ropes)}
 
     def forward(
@@ -106,55 +108,58 @@ class Decoder:
 
 
 class _Reader:
-    """Packs the tensors below one name."""
+    """Packs tensors, or takes them from the cache: there what is fused has the names of all its parts."""
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops, prefix: str) -> None:
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops, cached: PackedCache) -> None:
         self.spec = spec
         self.ops = ops
         self._weights = weights
-        self._prefix = prefix
+        self._shapes = spec.shapes()
+        self._cached = cached
+
+    def named(self, name: str) -> tuple[Lazy, PackedCache]:
+        weight = f"{name}.weight"
+        return Lazy(self._shapes[weight], lambda: self._weights[weight]), below(self._cached, name)
 
     def norm(self, name: str, present: bool = True) -> Any:
         if not present:
             return None
-        weight = self._weights[f"{self._prefix}.{name}.weight"].float() + self.spec.norm_offset
-        return self.ops.pack_vector(weight)
+        weight, cached = self.named(name)
+        return self.ops.pack_vector(Lazy(weight.shape, lambda: weight[:].float() + self.spec.norm_offset), cached)
 
     def linear(self, bias: bool, *names: str) -> Any:
         """One product for several layers that read the same input."""
-        return self.ops.pack(*(self._stacked(kind, names) for kind in (("weight", "bias") if bias else ("weight",))))
+        biases = self._stacked("bias", *names) if bias else None
+        return self.ops.pack(self._stacked("weight", *names), biases, below(self._cached, "+".join(names)))
 
     def gated(self, bias: bool, gate: str, up: str) -> Any:
-        biases = [self._stacked("bias", (name,)) if bias else None for name in (gate, up)]
-        return self.ops.pack_gated(self._stacked("weight", (gate,)), self._stacked("weight", (up,)), *biases)
+        weights = self._stacked("weight", gate), self._stacked("weight", up)
+        gate_bias, up_bias = (self._stacked("bias", name) if bias else None for name in (gate, up))
+        return self.ops.pack_gated(*weights, gate_bias, up_bias, below(self._cached, f"{gate}+{up}"))
 
-    def _stacked(self, kind: str, names: tuple[str, ...]) -> Tensor:
-        """A copy even of a single tensor: file mappings are not aligned as kernels like it, and may be closed. Not by
-        torch.cat, which on the meta device first imports half of torch."""
-        parts = [self._weights[f"{self._prefix}.{name}.{kind}"] for name in names]
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-        lengths = [len(part) for part in parts]
-        stacked = torch.empty(sum(lengths), *parts[0].shape[1:], dtype=dtype, device=parts[0].device)
-        for place, part in zip(torch.split(stacked, lengths), parts, strict=True):
-            place.copy_(part)
-        return stacked
+    def _stacked(self, kind: str, *names: str) -> Lazy:
+        """A copy even of a single tensor: file mappings are not aligned as kernels like it, and may be closed."""
+        full = [f"{name}.{kind}" for name in names]
+        shape = (sum(self._shapes[name][0] for name in full), *self._shapes[full[0]][1:])
+        return Lazy(shape, lambda: torch.cat([self._weights[name] for name in full]))
 
 
 def _layer(read: _Reader, index: int) -> _Layer:
-    spec = read.spec
+    spec, layer = read.spec, f"model.layers.{index}"
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     # Where a layer has four norms, the one named post_attention follows attention; where it has two, it opens the MLP.
     mlp_norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
-    q_norm, k_norm = (read.norm(f"self_attn.{name}", spec.qk_norm) for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = (read.norm(f"{attention}.{name}", spec.qk_norm) for name in ("q_norm", "k_norm"))
     return _Layer(
-        norm=read.norm("input_layernorm"),
-        qkv=read.linear(spec.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        norm=read.norm(f"{layer}.input_layernorm"),
+        qkv=read.linear(spec.qkv_bias, f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
         head_norms=HeadNorms(q_norm, k_norm, spec.norm_eps) if spec.qk_norm else None,
-        out=read.linear(spec.o_bias, "self_attn.o_proj"),
-        post_norm=read.norm("post_attention_layernorm", spec.post_norms),
-        mlp_norm=read.norm(mlp_norm),
-        gate_up=read.gated(spec.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
-        down=read.linear(spec.mlp_bias, "mlp.down_proj"),
-        post_mlp_norm=read.norm("post_feedforward_layernorm", spec.post_norms),
+        out=read.linear(spec.o_bias, f"{attention}.o_proj"),
+        post_norm=read.norm(f"{layer}.post_attention_layernorm", spec.post_norms),
+        mlp_norm=read.norm(f"{layer}.{mlp_norm}"),
+        gate_up=read.gated(spec.mlp_bias, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        down=read.linear(spec.mlp_bias, f"{mlp}.down_proj"),
+        post_mlp_norm=read.norm(f"{layer}.post_feedforward_layernorm", spec.post_norms),
         rope=spec.ropes[index],
         window=spec.windows[index],
     )

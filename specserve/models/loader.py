@@ -14,11 +14,11 @@ from typing import Any
 import rich.progress
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn
 from torch import Tensor
 
 from specserve.cache.sizing import free_memory
-from specserve.checkpoint.packed import PackedFile, Progress, Scale, Shapes, packed_path
+from specserve.checkpoint.packed import PackedWeights, packed_path
 from specserve.checkpoint.weights import Weights, read_config
 from specserve.errors import CapacityError, ModelError, unknown
 from specserve.models.decoder import Decoder
@@ -26,7 +26,7 @@ from specserve.models.spec import Config, DecoderSpec, shorten
 from specserve.ops import Ops
 from specserve.registry import MODELS
 
-PACKING_VERSION = 1  # raise it when Decoder packs something else of the same tensors: earlier files are then not used
+PACKING_VERSION = 1  # raise it when Decoder packs something else under the same name: earlier files are then not used
 
 _GIB = 2**30
 _WORTH_BYTES = 2**24  # packing less is as fast as looking for a file
@@ -50,43 +50,27 @@ def load_model(folder: Path, ops: Ops, max_len: int | None = None, *, progress: 
     check_memory(spec, ops, free_memory(ops.device))
     if ops.layout is None or tensors.num_bytes < _WORTH_BYTES:
         return Decoder(spec, tensors, ops)
-    num_reads = len(tensors) + spec.tied_embeddings  # a tied table is packed as a head as well
-    file = _packed_file(spec, tensors, ops, folder, lambda: _bar(progress, num_reads))
-    model, num_mapped_bytes = file.load()
-    model.num_mapped_bytes = num_mapped_bytes
-    return model
-
-
-def _packed_file(
-    spec: DecoderSpec, tensors: CheckedTensors, ops: Ops, folder: Path, progress: Progress
-) -> PackedFile[Decoder]:
-    layout = ops.layout
-    any_length = repr(dataclasses.replace(spec, max_len=1))
+    layout, any_length = ops.layout, repr(dataclasses.replace(spec, max_len=1))
 
     def key() -> Any:
         stats = [(path.name, path.stat()) for path in tensors.files]
         files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
         return {"version": PACKING_VERSION, "layout": layout, "model": any_length, "files": files}
 
-    return PackedFile(
-        packed_path(folder.resolve(), ops),
-        folder.resolve(),
-        key,
-        ops,
-        tensors,
-        spec.shapes(),
-        lambda read: Decoder(spec, read, ops),
-        progress,
-    )
+    path = packed_path(folder.resolve(), ops)
+    with PackedWeights(path, folder.resolve(), key, lambda: _bar(progress, _num_packed_bytes(spec, ops))) as packed:
+        model = Decoder(spec, tensors, ops, packed.get)
+    model.num_mapped_bytes = packed.num_mapped_bytes
+    return model
 
 
 @contextmanager
-def _bar(visible: bool, total: int) -> Iterator[Callable[[], object]]:
-    """What to call for each of `total` tensors."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+def _bar(visible: bool, total: int) -> Iterator[Callable[[int], object]]:
+    """What to call with the bytes that were packed, of `total`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     with rich.progress.Progress(*columns, console=Console(stderr=True), disable=not visible) as bars:
         task = bars.add_task("Packing weights", total=total)
-        yield lambda: bars.advance(task)
+        yield lambda num_bytes: bars.advance(task, num_bytes)
 
 
 def native_model_types() -> dict[str, str]:
@@ -192,9 +176,19 @@ def num_weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
 
 def num_packed_bytes(spec: DecoderSpec, ops: Ops) -> int:
     """Bytes the model takes in memory, exactly: what `ops`, which have a layout, pack, and float32 rotary tables."""
-    with ops.taped(scale := Scale()):
-        Decoder(shorten(spec, 1), Shapes(spec.shapes()), ops)
-    return scale.num_bytes + _num_table_bytes(spec)
+    return _num_packed_bytes(spec, ops) + _num_table_bytes(spec)
+
+
+def _num_packed_bytes(spec: DecoderSpec, ops: Ops) -> int:
+    """Of a decoder that is built without reading a weight: a cache is told the size of each first."""
+    sizes: list[int] = []
+
+    def count(name: str, shape: tuple[int, ...], dtype: torch.dtype, pack: Callable[[], Tensor]) -> Tensor:
+        sizes.append(math.prod(shape) * dtype.itemsize)
+        return torch.empty(1, dtype=dtype).expand(shape)
+
+    Decoder(shorten(spec, 1), {}, ops, count)
+    return sum(sizes)
 
 
 def _num_table_bytes(spec: DecoderSpec) -> int:

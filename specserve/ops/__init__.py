@@ -10,7 +10,7 @@ Ops are as large as the passes over memory that a fast backend wants to save. Wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.machine.pulse import Pulse
+from specserve.ops.packing import PackedCache, Source, uncached
 from specserve.types import Ids
 
 
@@ -72,14 +73,6 @@ class Recording(Protocol):
         """Run what is left of them. Until then nobody may touch their tensors."""
 
 
-class Tape(Protocol):
-    """Keeps packed weights from one process to the next."""
-
-    def keep(self, zeros: Tensor, fill: Callable[[], object]) -> Tensor:
-        """`zeros` after `fill` has written what it packs into them; or, without a call of `fill`, memory that holds the
-        same since an earlier process."""
-
-
 @dataclass(slots=True)
 class Rotation:
     """Where each row stands and what to rotate it by.
@@ -119,25 +112,26 @@ class Ops(Protocol):
 
     @property
     def layout(self) -> str | None:
-        """Names all that the bytes of packed weights depend on, but for the weights; None: they go onto no tape."""
+        """Names all that the bytes of packed weights depend on, but for the weights; None: they are not cached.
 
-    def taped(self, tape: Tape) -> AbstractContextManager[None]:
-        """Within it whatever is packed goes through `tape`, in the order of the calls. Matrices may then be on torch's
-        meta device, where they have shapes alone, if `tape` fills none. Only with a layout."""
+        With a layout the functions below take every tensor that they pack from `cached`, under the name of its kind,
+        and read the weights only when that packs. Then memory from `cached` begins at a multiple of 64 bytes."""
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+    def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> Any:
         """A weight [out, in] with its bias [out] as `linear` wants them; called once at load."""
 
-    def pack_head(self, weight: Tensor) -> Any:
+    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> Any:
         """The LM head [vocab, hidden] for `linear`, in no less than 8 bits: its errors are the tokens' own."""
 
-    def pack_gated(self, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None) -> Any:
+    def pack_gated(
+        self, gate: Source, up: Source, gate_bias: Source | None, up_bias: Source | None, cached: PackedCache = uncached
+    ) -> Any:
         """Two weights [n, in] with their biases as `gated` wants them."""
 
-    def pack_vector(self, values: Tensor) -> Any:
+    def pack_vector(self, values: Source, cached: PackedCache = uncached) -> Any:
         """The weight of a norm [n] as ops want it."""
 
-    def pack_table(self, table: Tensor) -> Tensor:
+    def pack_table(self, table: Source, cached: PackedCache = uncached) -> Tensor:
         """A table [vocab, hidden] as `embed` wants it, a copy."""
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:

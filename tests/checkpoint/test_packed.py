@@ -10,26 +10,31 @@ import importlib.util
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specserve.checkpoint import catalog
+from specserve.checkpoint.packed import PackedWeights
 from specserve.checkpoint.weights import Weights, read_config
 from specserve.errors import CapacityError, ModelError
 from specserve.kernels.reference import Kernels as Reference
 from specserve.models import decoder, loader
 from specserve.models.decoder import Decoder
 from specserve.models.loader import check_memory, load_model, num_packed_bytes
+from specserve.ops.packing import Lazy, below
 from specserve.testing import PagedDecoder, write_tiny_model
 
 if importlib.util.find_spec("specserve.kernels._native") is None and os.environ.get("SPECSERVE_REQUIRE_NATIVE") != "1":
@@ -128,10 +133,28 @@ def test_a_second_start_reads_no_tensor_and_has_the_same_bits(
     reads.clear()
     second = load_model(folder, make_ops(weights))
     assert reads == []
-    assert (first.num_mapped_bytes, second.num_mapped_bytes) == (0, only_file(home).stat().st_size)
+    in_file = sum(tensor.nbytes for name, tensor in load_file(only_file(home)).items() if ".filler" not in name)
+    assert (first.num_mapped_bytes, second.num_mapped_bytes) == (0, in_file)
     wanted = unkept(folder, weights)
     assert torch.equal(logits(first), wanted)
     assert torch.equal(logits(second), wanted)
+
+
+def test_a_first_start_reads_weights_only_while_it_packs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more than what one product needs, so that two copies of all weights are not in memory together."""
+    plain = Weights.__getitem__
+    read: list[weakref.ref[torch.Tensor]] = []
+    num_alive: list[int] = []
+
+    def watched(self: Weights, name: str) -> torch.Tensor:
+        tensor = plain(self, name)
+        read.append(weakref.ref(tensor))
+        num_alive.append(sum(reference() is not None for reference in read))
+        return tensor
+
+    monkeypatch.setattr(Weights, "__getitem__", watched)
+    load_model(folder, make_ops())
+    assert max(num_alive) == 3, "queries, keys and values"
 
 
 def test_the_length_does_not_matter(folder: Path, reads: list[str]) -> None:
@@ -181,6 +204,29 @@ def test_a_second_start_in_a_fresh_process_imports_no_compiler(folder: Path) -> 
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_the_file_is_safetensors_with_names_and_begins_every_tensor_at_64_bytes(tmp_path: Path, home: Path) -> None:
+    load_model(write(tmp_path / "model", "gemma3"), make_ops())
+    infos = read_header(only_file(home))
+    assert {name.removeprefix("model.layers.0.") for name in infos if name.startswith("model.layers.0.mlp.")} == {
+        "mlp.down_proj.linear",
+        "mlp.gate_proj+model.layers.0.mlp.up_proj.gated",
+    }
+    assert {"model.embed_tokens.table", "model.embed_tokens.head", "model.norm.vector"} < infos.keys()
+    start = only_file(home).stat().st_size - max(info["data_offsets"][1] for info in infos.values())
+    assert [
+        name for name, info in infos.items() if (start + info["data_offsets"][0]) % 64 and ".filler" not in name
+    ] == []
+    assert any(".filler" in name for name in infos), "the table does not end where the next tensor may begin"
+    assert infos.keys() == load_file(only_file(home)).keys()
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert "int8" in header.pop("__metadata__")["key"]
+    return dict(header)
 
 
 def test_what_is_small_is_packed_at_every_start(folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,13 +293,21 @@ def append(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: truncate(path, 0),
-    "less than a preamble": lambda path: truncate(path, 63),
-    "the preamble alone": lambda path: truncate(path, 64),
+    "the header's length alone": lambda path: truncate(path, 8),
+    "half of the header": lambda path: truncate(path, int.from_bytes(path.read_bytes()[:8], "little") // 2),
     "half": lambda path: truncate(path, path.stat().st_size // 2),
     "one byte less": lambda path: truncate(path, -1),
     "one byte more": append,
     "something else": lambda path: path.write_bytes(os.urandom(1000)),
+    "of the format before": lambda path: path.write_bytes(b"specserve pack 1" + path.read_bytes()),
+    "another safetensors file": lambda path: save_file({"model.norm.vector": torch.zeros(64).double()}, path),
+    "the same with another order": lambda path: save_file(load_file(path), path, metadata(path)),
 }
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata())
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -280,11 +334,10 @@ def assert_mended(folder: Path, reads: list[str], weights: str = "int8") -> None
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_changed_bit_of_preamble_and_index_is_noticed(data: st.DataObject, folder: Path, home: Path) -> None:
+def test_any_changed_bit_of_the_header_is_noticed(data: st.DataObject, folder: Path, home: Path) -> None:
     load_model(folder, make_ops())
     whole = only_file(home).read_bytes()
-    start = int.from_bytes(whole[16:24], "little")
-    place = data.draw(st.integers(0, 63) | st.integers(start, len(whole) - 1))
+    place = data.draw(st.integers(0, 7) | st.integers(8, 7 + int.from_bytes(whole[:8], "little")))
     changed = bytearray(whole)
     changed[place] ^= 1 << data.draw(st.integers(0, 7))
     only_file(home).write_bytes(changed)
@@ -346,80 +399,119 @@ def test_another_version_of_the_packing_is_noticed(
     assert_mended(folder, reads)
 
 
-def swapped(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Values before keys: tensors of the same shapes in another order."""
-    return lambda self, bias, *names: plain(self, bias, *(names[:1] + names[:0:-1]))
-
-
-def packed_twice(plain: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, bias, *names: (plain(self, bias, *names), plain(self, bias, *names))[1]
-
-
-@pytest.mark.parametrize("change", [swapped, packed_twice])
 def test_a_decoder_that_packs_otherwise_is_noticed(
-    change: Any, folder: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though nobody raised the version: in both directions, as more is packed and as less."""
+    """Though nobody raised the version: values before keys, tensors of the same shapes, have another name."""
     load_model(folder, make_ops())
+    plain = decoder._Reader.linear
     with monkeypatch.context() as patch:
-        patch.setattr(decoder._Reader, "linear", change(decoder._Reader.linear))
-        assert_mended(folder, reads)
-    assert_mended(folder, reads)
+        patch.setattr(decoder._Reader, "linear", lambda self, bias, *names: plain(self, bias, *names[::-1]))
+        reads.clear()
+        swapped = logits(load_model(folder, make_ops()))
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name in reads} == {"q_proj", "k_proj", "v_proj"}
+        assert torch.equal(swapped, unkept(folder))
+    reads.clear()
+    assert torch.equal(logits(load_model(folder, make_ops())), unkept(folder))
+    assert reads == [], "the first tensors are still there"
 
 
-class Longer(Decoder):
-    """Packs one thing more, at the end."""
+@pytest.mark.parametrize(("shape", "dtype"), [((63,), torch.float32), ((64,), torch.bfloat16)])
+def test_a_tensor_of_another_shape_or_dtype_is_packed_anew(tmp_path: Path, shape: Any, dtype: torch.dtype) -> None:
+    with open_cache(tmp_path) as cache:
+        cache.get("a", (64,), torch.float32, lambda: torch.ones(64))
+    with open_cache(tmp_path) as cache:
+        wanted = cache.get("a", shape, dtype, lambda: torch.full(shape, 2, dtype=dtype))
+        assert torch.equal(wanted, torch.full(shape, 2, dtype=dtype))
+    with open_cache(tmp_path) as cache:
+        assert torch.equal(cache.get("a", shape, dtype, no_packing), wanted)
 
-    def __init__(self, spec: Any, weights: Any, ops: Any) -> None:
-        super().__init__(spec, weights, ops)
-        ops.pack_vector(weights["model.norm.weight"])
+
+# Users other than the decoder
 
 
-def test_a_decoder_that_packs_less_is_noticed(folder: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(loader, "Decoder", Longer)
-        load_model(folder, make_ops())
-    assert_mended(folder, reads)
+def open_cache(folder: Path, key: Any = "key") -> PackedWeights:
+    return PackedWeights(folder / "some.packed", folder, lambda: key, lambda: nullcontext(lambda num_bytes: None))
+
+
+def no_packing() -> torch.Tensor:
+    pytest.fail("packed though it was in the file")
+
+
+def test_tensors_are_found_by_name_in_any_order_and_by_several_users(tmp_path: Path) -> None:
+    """As a drafter that packs weights of its own once the model has been loaded, with what ops return."""
+    weight, bias, norm = torch.randn(50, 40), torch.randn(50), torch.randn(40)
+    for _ in range(2):
+        with open_cache(tmp_path) as cache:
+            make_ops().pack_vector(norm, below(cache.get, "model.norm"))
+        with open_cache(tmp_path) as cache:
+            make_ops().pack(weight, bias, below(cache.get, "drafter.fc"))
+    unread = Lazy((50, 40), no_packing), Lazy((50,), no_packing)
+    with open_cache(tmp_path) as cache:
+        found = make_ops().pack(*unread, below(cache.get, "drafter.fc"))
+        found_norm = make_ops().pack_vector(Lazy((40,), no_packing), below(cache.get, "model.norm"))
+    wanted = make_ops().pack(weight, bias)
+    assert torch.equal(found.memory, wanted.memory)
+    assert torch.equal(found.bias, wanted.bias)
+    assert torch.equal(found_norm, make_ops().pack_vector(norm))
+    assert cache.num_mapped_bytes == found.memory.nbytes + found.bias.nbytes + found_norm.nbytes
+
+
+def test_a_name_is_packed_once_and_counted_once(tmp_path: Path) -> None:
+    packings: list[int] = []
+    for _ in range(2):
+        with open_cache(tmp_path) as cache:
+            for _ in range(2):
+                cache.get("a", (64,), torch.float32, lambda: (packings.append(1), torch.ones(64))[1])
+    assert packings == [1]
+    assert cache.num_mapped_bytes == 256
+
+
+def test_nothing_is_kept_of_an_earlier_key(tmp_path: Path) -> None:
+    with open_cache(tmp_path, "early") as cache:
+        cache.get("a", (64,), torch.float32, lambda: torch.ones(64))
+    with open_cache(tmp_path, "late") as cache:
+        cache.get("b", (64,), torch.float32, lambda: torch.ones(64))
+    assert load_file(tmp_path / "some.packed").keys() == {"b"}
 
 
 # What goes wrong
 
 
-def refusing(number: int, after: int = 0) -> Callable[..., Any]:
-    """A system call that fails from the call after `after` on, and until then writes one byte less than asked for."""
-    calls: list[int] = []
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """Files can grow to so many bytes, as the system has it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    def call(*arguments: Any) -> int:
-        calls.append(1)
-        if len(calls) > after:
-            raise OSError(number, os.strerror(number))
-        descriptor, data, offset = arguments
-        return pwrite(descriptor, data[: max(1, len(data) - 1)], offset)
 
-    pwrite = os.pwrite
-    return call
+@contextmanager
+def failing(name: str, error: BaseException) -> Iterator[None]:
+    def call(*arguments: Any) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, call)
+        yield
 
 
 @pytest.mark.parametrize(
-    ("name", "failure"),
+    "broken",
     [
-        ("pwrite", refusing(errno.ENOSPC)),
-        ("pwrite", refusing(errno.ENOSPC, 40)),
-        ("fsync", refusing(errno.EIO)),
-        ("replace", refusing(errno.EROFS)),
+        lambda: full_disk(0),
+        lambda: full_disk(100_000),
+        lambda: failing("fsync", OSError(errno.EIO, "broken")),
+        lambda: failing("replace", OSError(errno.EROFS, "read-only")),
     ],
 )
 def test_a_full_or_broken_disk_costs_the_cache_alone(
-    name: str,
-    failure: Any,
-    folder: Path,
-    home: Path,
-    reads: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    broken: Any, folder: Path, home: Path, reads: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, name, failure)
+    with broken():
         model = load_model(folder, make_ops())
     assert torch.equal(logits(model), unkept(folder))
     (record,) = caplog.records
@@ -428,15 +520,6 @@ def test_a_full_or_broken_disk_costs_the_cache_alone(
     assert "packs the weights anew" in record.getMessage()
     assert files(home) == []
     assert_mended(folder, reads)
-
-
-def test_short_writes_are_continued(folder: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", refusing(errno.ENOSPC, 100_000))
-        load_model(folder, make_ops())
-    reads.clear()
-    assert torch.equal(logits(load_model(folder, make_ops())), unkept(folder))
-    assert reads == []
 
 
 def test_a_cache_that_cannot_be_made_costs_the_cache_alone(
@@ -463,7 +546,7 @@ def test_a_file_that_cannot_be_read_costs_the_cache_alone(
 def test_an_interrupted_start_leaves_nothing(
     error: BaseException, folder: Path, home: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: Any, values: torch.Tensor) -> torch.Tensor:
+    def interrupted(*arguments: Any) -> torch.Tensor:
         raise error
 
     with monkeypatch.context() as patch:
@@ -472,6 +555,9 @@ def test_an_interrupted_start_leaves_nothing(
         patch.setattr(loader, "check_memory", lambda *arguments: None)
         with pytest.raises(type(error)):
             load_model(folder, make_ops())
+    assert files(home) == []
+    with failing("fsync", error), pytest.raises(type(error)):  # all written, not yet renamed
+        load_model(folder, make_ops())
     assert files(home) == []
     assert_mended(folder, reads)
 
@@ -487,9 +573,9 @@ def test_what_a_killed_start_left_is_cleaned_up_and_never_taken_for_whole(
     )
     assert subprocess.run([sys.executable, "-c", code, str(folder)]).returncode == 9
     (leftover,) = files(home)
-    assert ".partial-" in leftover.name
+    assert leftover.name.endswith(".partial")
     assert_mended(folder, reads)
-    assert ".partial-" not in only_file(home).name
+    assert only_file(home).name.endswith(".packed")
 
 
 def test_two_starts_at_once_pack_once(folder: Path, home: Path, reads: list[str]) -> None:

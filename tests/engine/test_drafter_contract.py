@@ -1,0 +1,306 @@
+"""What drafters are promised: the hidden states of the layers they need, and KV for a model of their own that is right
+whatever happens to a sequence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import specserve.drafters
+from specserve.config import EngineConfig
+from specserve.engine.build import build
+from specserve.engine.engine import Engine
+from specserve.engine.request import Request
+from specserve.errors import ConfigError, InputError
+from specserve.models.decoder import Decoder
+from specserve.speculation.base import Needs, StepReport
+from specserve.speculation.host import DraftHost
+from specserve.speculation.lookup import prepare
+from specserve.testing import Feed, PagedDecoder, ScriptedDrafter, tiny_config, write_tiny_model
+from specserve.types import SamplingParams
+
+VOCAB = tiny_config("llama")["vocab_size"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("target"), "llama", seed=3)
+
+
+@pytest.fixture(scope="module")
+def tinier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same vocabulary and another shape, whose heads and layers are fewer."""
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return write_tiny_model(tmp_path_factory.mktemp("draft"), "llama", seed=8, **shape)
+
+
+@pytest.fixture(autouse=True)
+def drafters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = str(Path(__file__).parent / "drafters")
+    monkeypatch.setattr(specserve.drafters, "__path__", [*specserve.drafters.__path__, folder])
+    yield
+    sys.modules.pop("specserve.drafters.tiny_model", None)
+    vars(specserve.drafters).pop("tiny_model", None)
+
+
+@pytest.fixture(params=["recorded", "eager"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """The kernels that record their steps, and those that run them op by op."""
+    if request.param == "eager":
+        request.getfixturevalue("without_native")
+    return str(request.param)
+
+
+def make(model: Path, **options: Any) -> Engine:
+    defaults = {"dtype": "float32", "max_model_len": 160, "max_step_ms": 1e9}
+    return build(EngineConfig(model=str(model), **{**defaults, **options})).engine
+
+
+def with_blocks(model: Path, blocks: int, **options: Any) -> Engine:
+    storage = make(model, **options).cache.storage
+    per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
+    return make(model, kv_cache_gib=(blocks + 0.5) * per_block / 2**30, **options)
+
+
+def prompt(i: int, length: int = 0) -> list[int]:
+    return [(7 * i + 3 * j * j + j) % 280 for j in range(length or 5 + 13 * i % 60)]
+
+
+def drive(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list[int]]:
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
+        engine.cache.check_integrity(engine.scheduler.running)
+    assert engine.policy.num_dropped == 0
+    assert engine.cache.num_free == engine.cache.num_blocks
+    return tokens
+
+
+def mixed(count: int) -> list[Request]:
+    return [Request(id=f"r{i}", prompt_ids=prompt(i), params=SEEDED if i % 3 == 1 else GREEDY) for i in range(count)]
+
+
+# --- layer taps -------------------------------------------------------------------------------------------------------
+
+
+class TapDrafter(ScriptedDrafter):
+    """Notes two layers' outputs of every token of every sequence. What is computed again must be the same bits."""
+
+    needs = Needs(hidden_layers=(0, 2))
+
+    def __init__(self, scripts: Any, **options: Any) -> None:
+        super().__init__(scripts, VOCAB, **options)
+        self.states: dict[tuple[int, ...], dict[int, tuple[Tensor, ...]]] = {}  # by prompt: by position
+        self.starts: list[int] = []
+        self.num_again = self.num_preempted = 0
+
+    def observe(self, step: StepReport) -> None:
+        super().observe(step)
+        self.num_preempted += len(step.preempted)
+        for each in step.seqs:
+            known = self.states.setdefault(tuple(each.seq.tokens[: each.seq.num_prompt]), {})
+            self.starts.append(each.start)
+            for position, row in enumerate(each.kept_rows, each.start):
+                state = tuple(step.hidden[layer][row].clone() for layer in self.needs.hidden_layers)
+                if position in known:
+                    self.num_again += 1
+                    assert all(map(torch.equal, known[position], state))
+                known[position] = state
+
+
+def tapped(engine: Engine, requests: list[Request], scripts: Any = None, **options: Any) -> TapDrafter:
+    drafter = TapDrafter(scripts or {}, **options)
+    engine.use(DraftHost(drafter, VOCAB, 30.0), 5)
+    drive(engine, requests)
+    return drafter
+
+
+def assert_states(drafter: TapDrafter, outputs: dict[tuple[str, int], list[int]], whole: TapDrafter) -> None:
+    """All that was shown is what was shown of each sequence alone, at once and without drafts."""
+    for request in mixed(6):
+        known, wanted = drafter.states[tuple(request.prompt_ids)], whole.states[tuple(request.prompt_ids)]
+        length = len(request.prompt_ids) + len(outputs[request.id, 0]) - 1  # the last token is never computed
+        assert sorted(known) == sorted(wanted) == list(range(length))
+        assert all(torch.equal(a, b) for i in known for a, b in zip(known[i], wanted[i], strict=True))
+
+
+def test_every_row_of_every_layer_that_a_drafter_needs(tiny: Path, kernels: str) -> None:
+    alone = make(tiny, prefix_caching=False)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    whole = TapDrafter({})
+    alone.use(DraftHost(whole, VOCAB, 30.0), 5)
+    for request in mixed(6):
+        outputs |= drive(alone, [request])
+    _assert_transformers_agrees(tiny, whole, outputs)
+
+    scripts = {tuple(request.prompt_ids): outputs[request.id, 0] for request in mixed(6)}
+    for decoys in (0, 1):  # chains and trees
+        told = tapped(make(tiny), mixed(6), scripts, accuracy=0.7, decoys=decoys)
+        assert told.num_accepted > 10
+        assert_states(told, outputs, whole)
+    told = tapped(make(tiny, max_num_batched_tokens=16), mixed(6), scripts)
+    assert len(told.starts) > 100, "prompts come in chunks"
+    assert_states(told, outputs, whole)
+    told = tapped(with_blocks(tiny, 14, max_num_batched_tokens=24), mixed(6), scripts, accuracy=0.6)
+    assert told.num_preempted > 0
+    assert told.num_again > 0
+    assert_states(told, outputs, whole)
+
+
+def test_after_a_prefix_hit_the_rows_that_are_computed_are_shown(tiny: Path, kernels: str) -> None:
+    engine, request = make(tiny), Request(id="a", prompt_ids=prompt(3, 50), params=GREEDY)
+    first = tapped(engine, [request])
+    second = tapped(engine, [replace(request, id="b")])
+    assert (first.starts[0], second.starts[0]) == (0, 48)
+    (known,), (wanted,) = second.states.values(), first.states.values()
+    assert sorted(known) == sorted(wanted)[48:]
+    assert all(torch.equal(a, b) for i in known for a, b in zip(known[i], wanted[i], strict=True))
+
+
+def test_nothing_is_tapped_for_those_that_need_nothing(tiny: Path) -> None:
+    engine = make(tiny)
+    tapped(engine, mixed(1))
+    assert engine.runner.taps == (0, 2)
+    engine.use(DraftHost(ScriptedDrafter({}, VOCAB), VOCAB, 30.0), 5)
+    assert engine.runner.taps == ()
+    drive(engine, mixed(2))
+
+
+def _assert_transformers_agrees(tiny: Path, drafter: TapDrafter, outputs: dict[tuple[str, int], list[int]]) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    for request in mixed(6):
+        tokens = [*request.prompt_ids, *outputs[request.id, 0]][:-1]
+        with torch.inference_mode():
+            wanted = reference.model(torch.tensor([tokens]), output_hidden_states=True)
+        states = drafter.states[tuple(request.prompt_ids)]
+        first, last = (torch.stack([states[i][at] for i in range(len(tokens))]) for at in (0, 1))
+        assert torch.allclose(first, wanted.hidden_states[1][0], atol=1e-4)
+        with torch.inference_mode():
+            assert torch.allclose(reference.model.norm(last), wanted.last_hidden_state[0], atol=1e-4)
+
+
+# --- a model of its own -----------------------------------------------------------------------------------------------
+
+
+def drafting(model: Path, draft_model: Path, **options: Any) -> tuple[Engine, Any]:
+    own = {"model": str(draft_model), **options.pop("drafter_options", {})}
+    blocks = options.pop("blocks", None)
+    build_one = (lambda **more: with_blocks(model, blocks, **more)) if blocks else (lambda **more: make(model, **more))
+    engine = build_one(drafter="tiny_model", drafter_options=own, num_speculative_tokens=4, **options)
+    return engine, engine.policy._own._drafter
+
+
+def assert_right(drafter: Any, least: int = 20) -> None:
+    """Its model has said of every text what it says of that text alone, computed at once: the same bits."""
+    assert len(drafter.said) >= least
+    model: Decoder = drafter.model
+    for text, logits in drafter.said:
+        fresh = PagedDecoder(model, 1, len(text)).step(Feed(0, text))[0][-1]
+        assert torch.equal(fresh, logits), f"behind {len(text)} tokens"
+    assert not drafter.live
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> dict[tuple[str, int], list[int]]:
+    return drive(make(tiny), mixed(6))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_model_of_its_own(tiny: Path, tinier: Path, expected: Any, kernels: str, tree: bool, eager: bool) -> None:
+    if kernels == "eager" and eager:
+        pytest.skip("one way of keeping up is enough there")
+    engine, drafter = drafting(tiny, tinier, drafter_options={"tree": tree, "eager": eager})
+    if kernels == "recorded":
+        assert drive(engine, mixed(6)) == expected
+    else:
+        drive(engine, mixed(6))
+    assert_right(drafter, 60)
+
+
+def test_a_target_that_drafts_for_itself_is_always_right(tiny: Path, expected: Any) -> None:
+    """The same model as draft model: greedy drafts are accepted whole, in chains and in trees."""
+    for tree in (False, True):
+        engine, drafter = drafting(tiny, tiny, drafter_options={"tree": tree})
+        greedy = [request for request in mixed(6) if request.params is GREEDY]
+        for request in greedy:
+            engine.add(request)
+        stats = [engine.requests[request.id][0].stats for request in greedy]
+        outputs = drive(engine, [])
+        assert all(outputs[key] == expected[key] for key in outputs)
+        assert tree or all(s.num_accepted_tokens == s.num_draft_tokens for s in stats)
+        assert all(s.num_steps == 1 + (8 if tree else 5) for s in stats), "one token, then 23 by threes, or by fives"
+        assert (drafter.num_kept_beside > 0) == tree, "paths of trees are moved"
+        assert_right(drafter)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_its_kv_survives_preemption_and_chunks(tiny: Path, expected: Any, tree: bool) -> None:
+    options = {"tree": tree, "eager": tree}
+    engine, drafter = drafting(tiny, tiny, blocks=14, max_num_batched_tokens=24, drafter_options=options)
+    assert drive(engine, mixed(6)) == expected
+    assert engine.counters.num_preemptions > 0
+    assert_right(drafter)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_its_kv_survives_forks(tiny: Path, tinier: Path, eager: bool) -> None:
+    request = Request(id="n", prompt_ids=prompt(3, 45), params=replace(SEEDED, n=3))
+    wanted = drive(make(tiny), [request])
+    engine, drafter = drafting(tiny, tinier, drafter_options={"eager": eager})
+    assert drive(engine, [request]) == wanted
+    assert engine.cache.stats.num_forked_blocks > 0
+    assert [draft for _, draft in drafter.first_cached] == ([0, 44, 44] if eager else [0, 0, 0])
+    assert_right(drafter)
+
+
+def test_a_prefix_hit_has_as_much_of_it_as_was_computed(tiny: Path, tinier: Path) -> None:
+    """Blocks that it has filled are right for whoever finds them; what others have left is computed when it drafts."""
+    engine, drafter = drafting(tiny, tinier, drafter_options={"eager": True})
+    request = Request(id="a", prompt_ids=prompt(3, 50), params=GREEDY)
+    wanted = drive(engine, [request])["a", 0]
+    assert drive(engine, [replace(request, id="b")])["b", 0] == wanted
+    assert drafter.first_cached == [(0, 0), (48, 48)]
+    other = Request(id="c", prompt_ids=prompt(4, 50), params=GREEDY, drafter="none")
+    plain = drive(engine, [other])["c", 0]
+    assert drive(engine, [replace(other, id="d", drafter=None)])["d", 0] == plain
+    assert drafter.first_cached[2:] == [(48, 0)]
+    assert drive(engine, [replace(other, id="e", drafter=None)])["e", 0] == plain
+    assert drafter.first_cached[3:] == [(48, 48)], "filled since"
+    engine.cache.reset_prefix_cache()
+    assert drive(engine, [replace(request, id="f")])["f", 0] == wanted
+    assert drafter.first_cached[4:] == [(0, 0)]
+    assert_right(drafter)
+
+
+def test_the_cache_is_sized_with_it(tiny: Path, tinier: Path) -> None:
+    plain, (engine, _) = make(tiny, kv_cache_gib=0.01), drafting(tiny, tinier, kv_cache_gib=0.01)
+    shapes = [tuple(layer.shape[2:]) for layer in engine.cache.storage.layers]
+    assert len(shapes) == 3 + 1
+    assert len(set(shapes)) == 2
+    assert engine.cache.num_blocks < plain.cache.num_blocks
+    assert sum(layer.nbytes for layer in engine.cache.storage.layers) <= 0.01 * 2**30
+
+
+def test_whoever_needs_a_model_must_be_there_from_the_start(tiny: Path, tinier: Path) -> None:
+    engine = make(tiny)
+    with pytest.raises(InputError, match="needs model, which no request can give"):
+        engine.add(Request(id="a", prompt_ids=[1, 2], params=GREEDY, drafter="tiny_model"))
+    maker = prepare("tiny_model", {"model": str(tinier)})
+    assert maker is not None
+    with pytest.raises(ConfigError, match="must be planned at the start"):
+        maker(engine.policy.context)
