@@ -88,7 +88,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
             num_logit_rows,
             None if config.max_step_ms is None else config.max_step_ms / 1000,
         ),
-        Sampler(spec.vocab_size, config.verification, ops.device, ops if ops.can_draw else None),
+        Sampler(spec.vocab_size, config.verification, ops),
         Drafters(DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s, config.drafter)),
         Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),
         config.num_speculative_tokens,
