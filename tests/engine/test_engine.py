@@ -278,10 +278,10 @@ def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
 
     def poisoned() -> Any:
         out, rows = end(), batches[-1].rows
-        out.logits = out.logits.clone()
+        out.logits, out.best = out.logits.clone(), out.best.clone()
         for seq, start in zip(rows.seqs, rows.starts, strict=True):
             if seq.request_id == "bad" and seq.num_output == 5:
-                out.logits[start] = torch.nan
+                out.logits[start], out.best[start] = torch.nan, -1
         return out
 
     engine.runner.start, engine.runner.finish = begun, poisoned  # type: ignore[method-assign]
