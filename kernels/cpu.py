@@ -20,8 +20,9 @@ from torch import Tensor
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, places, zeros as _zeros
+from specserve.kernels._torch_sampling import probabilities
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, HeadNorms, Laws, Rotation, RowScores
+from specserve.ops import AttentionRows, HeadNorms, Rotation, RowScores, SamplingArrays
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import Lazy, PackedCache, Source, below, uncached
@@ -96,7 +97,6 @@ class Kernels:
     row_multiple = 1
     has_own_threads = True
     can_record = True
-    can_draw = True
     device = torch.device("cpu")
 
     @classmethod
@@ -117,7 +117,7 @@ class Kernels:
         self._format = _FORMATS[unquantised if quantization == "none" else quantization]
         self._kind = min(self._format, _INT8)
         self._team = _native.Team(threads)
-        self._drawer = _native.Drawer(self._team, self.instruction_set)
+        self._row_sampler = _native.RowSampler(self._team, self.instruction_set)
         self._recording: Recording | None = None
 
     @contextmanager
@@ -160,7 +160,8 @@ class Kernels:
         shape = (_pad(outputs) // _TILE * _native.tile_bytes(form, inputs),)
 
         def packed() -> Tensor:
-            zeros, rows = _zeros(shape, torch.uint8), weight[:].to(torch.float32).contiguous()
+            zeros: Tensor = _zeros(shape, torch.uint8)
+            rows = weight[:].to(torch.float32).contiguous()
             _native.pack(form, rows.data_ptr(), outputs, inputs, zeros.data_ptr())
             return zeros
 
@@ -198,19 +199,19 @@ class Kernels:
             program.embed(token_ids.data_ptr(), table.data_ptr(), is_bfloat16, table.shape[1], scale, out.data_ptr())
         return out[:, : table.shape[1]]
 
-    def add_norm(
+    def fused_add_rms_norm(
         self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
     ) -> _Activation:
         rows, hidden = residual.shape
-        out = self._activation("add_norm", rows, hidden, self._kind)
+        out = self._activation("fused_add_rms_norm", rows, hidden, self._kind)
         assert _is_padded(residual), "a residual comes from embed"
         with self._program(rows, residual, delta, post, weight) as program:
             program.norm(_at(residual), _at(delta), _at(post), _at(weight), eps, hidden, out.native)
         return out
 
-    def collect(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+    def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         hidden = residual.shape[1]
-        out = self._floats("collect", len(rows), hidden)
+        out = self._floats("gather_rows", len(rows), hidden)
         with self._program(0, rows, residual, delta, post, collected=len(rows)) as program:
             program.collect(_at(rows), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
         return out[:, :hidden]
@@ -230,11 +231,11 @@ class Kernels:
             program.norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
         return out.parts[0][:, :hidden]
 
-    def activate(self, x: Tensor) -> _Activation:
+    def quantize_activation(self, x: Tensor) -> _Activation:
         return self._activated(_padded(x), x.shape[1])
 
     def _activated(self, x: Tensor, width: int) -> _Activation:
-        out = self._activation("activate", len(x), width, self._kind)
+        out = self._activation("quantize_activation", len(x), width, self._kind)
         with self._program(len(x), x) as program:
             program.activate(x.data_ptr(), out.native)
         return out
@@ -264,26 +265,24 @@ class Kernels:
             program.argmax(logits.data_ptr(), logits.shape[1], best.data_ptr())
         return best[:, 0]
 
-    def draw(
-        self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor, masks: Ids | None
-    ) -> Tensor:
-        drawn: Tensor = _sampling.draw(self._drawer, scores, rows, laws, keys, hashed, masks)
-        return drawn
+    def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
+        tokens: NDArray[np.int64] = _sampling.sample(self._row_sampler, scores, sampling, hashed, masks)
+        return tokens
 
-    def best_within(self, scores: Tensor, row: int, masks: Ids) -> int:
-        best: int = _sampling.best_within(self._drawer, scores, row, masks)
-        return best
+    def probabilities(self, scores: Tensor, sampling: SamplingArrays, masks: Ids | None) -> Tensor:
+        found: Tensor = probabilities(scores, sampling, masks)
+        return found
 
     def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
-        scores: RowScores = _sampling.score(self._drawer, logits, rows, tokens, k)
+        scores: RowScores = _sampling.score(self._row_sampler, logits, rows, tokens, k)
         return scores
 
-    def rotate(
+    def rope_and_cache(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _native.Plan | None
     ) -> Tensor:
         kv_heads, d = kv.shape[2:]
         heads = qkv.shape[1] // d - 2 * kv_heads
-        q = self._floats("rotate", len(qkv), heads * d)
+        q = self._floats("rope_and_cache", len(qkv), heads * d)
         q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
         positions, cos, sin = rotation.positions.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
         assert _is_padded(qkv), "queries come from linear"

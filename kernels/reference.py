@@ -1,5 +1,5 @@
-"""Reference kernels in torch, for CPU and CUDA, float32 and bfloat16. Knows every op; optimises none beyond what is
-simple. Faster backends are tested against this file.
+"""Reference kernels in torch, for CPU and CUDA, float32 and bfloat16: every op, none optimised beyond what is simple.
+Faster backends are tested against this file.
 
 Row invariance, the promise of specserve.ops, rests on rules that were measured bit for bit on MKL and oneDNN:
 - a GEMM gives each row the same bits for any multiple of 4 rows, so callers pad rows and attention its queries; cuBLAS
@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+import specserve.kernels._torch_sampling as _sampling
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, HeadNorms, Laws, Recording, Rotation, RowScores
+from specserve.ops import AttentionRows, HeadNorms, Recording, Rotation, RowScores, SamplingArrays
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import PackedCache, Source, uncached
@@ -106,7 +107,6 @@ class Kernels:
     quantization = "none"
     has_own_threads = False
     can_record = False
-    can_draw = False
     layout = None
 
     @classmethod
@@ -161,14 +161,14 @@ class Kernels:
         embedded = table[token_ids].float()
         return embedded if scale == 1.0 else embedded.mul_(scale)
 
-    def add_norm(
+    def fused_add_rms_norm(
         self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor:
         if delta is not None:
             residual += delta if post is None else self._rms_norm(delta, post, eps).to(self.dtype)
         return self._rms_norm(residual, weight, eps).to(self.dtype)
 
-    def collect(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+    def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         """All rows are added before some are taken: one row of a sum alone may come out otherwise."""
         return self.tap(0, residual, delta, post, eps)[rows]
 
@@ -181,7 +181,7 @@ class Kernels:
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, eps)
 
-    def activate(self, x: Tensor) -> Tensor:
+    def quantize_activation(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)
 
     def linear(self, x: Tensor, weight: _Weight) -> Tensor:
@@ -215,22 +215,25 @@ class Kernels:
         top, best = logits.max(-1)  # of equals the first; a NaN is above all
         return best.masked_fill_(~top.isfinite(), -1)
 
-    def draw(
-        self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor, masks: Ids | None
-    ) -> Tensor:
-        raise NotImplementedError("the sampler draws with torch; see can_draw")
+    def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
+        tokens: NDArray[np.int64] = _sampling.sample(scores, sampling, hashed, masks)
+        return tokens
 
-    def best_within(self, scores: Tensor, row: int, masks: Ids) -> int:
-        raise NotImplementedError("the sampler looks with numpy; see can_draw")
+    def probabilities(self, scores: Tensor, sampling: SamplingArrays, masks: Ids | None) -> Tensor:
+        found: Tensor = _sampling.probabilities(scores, sampling, masks)
+        return found
 
     def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
-        raise NotImplementedError("the sampler scores with torch; see can_draw")
+        scores: RowScores = _sampling.score(logits, rows, tokens, k)
+        return scores
 
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
         for kv in kvs:
             kv.index_copy_(1, targets, kv.index_select(1, sources))
 
-    def rotate(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _Plan) -> Tensor:
+    def rope_and_cache(
+        self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _Plan
+    ) -> Tensor:
         kv_heads, d = kv.shape[2:]
         qkv = qkv.view(len(qkv), -1, d)
         qk = qkv[:, :-kv_heads].float()  # [rows, heads + kv_heads, d]

@@ -143,20 +143,19 @@ struct ActivateArgs {
   Activation out;
 };
 
-// Row i draws from scores[rows[i]]; `hashed` are the vocabulary's token ids as sampling/noise.py hashes them.
-struct DrawArgs {
+// Row i is sampled from scores[rows[i]]; `hashed` are the vocabulary's token ids as sampling/noise.py hashes them.
+struct SampleArgs {
   const float* scores;
   int64_t stride;
   int vocab;
   const int64_t* rows;
-  const double *temperature, *min_p, *top_p;  // temperature above 0
+  const double *temperature, *min_p, *top_p;  // temperature 0: greedy
   const int64_t* top_k;                       // 0: all
   const int64_t *keys, *hashed;
   const int32_t* masks;  // [all rows, (vocab + 31) / 32], bits of the tokens that may come; or null
-  int64_t* out;
 };
 
-// Entry i is about scores[rows[i]]: what sampling/logprobs.py needs of it to say how likely tokens[i] and the k best are.
+// Entry i is about scores[rows[i]]: what tells how likely tokens[i] and the k best are.
 struct ScoreArgs {
   const float* scores;
   int64_t stride;
@@ -172,7 +171,7 @@ struct ScoreArgs {
 };
 
 // A thread's own, [padded(vocab)] each.
-struct DrawScratch {
+struct SampleScratch {
   float *weights, *candidates, *scores;
   int32_t* tokens;
 };
@@ -191,8 +190,7 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, void* scratch, Ahead&);
   void (*activate)(const ActivateArgs&, int begin, int end);
   void (*softcap)(float* x, int width, float cap, int begin, int end);
-  void (*draw)(const DrawArgs&, int begin, int end, const DrawScratch&);
-  int (*best_within)(const float* scores, int vocab, const int32_t* mask);
+  int (*sample)(const SampleArgs&, int row, const SampleScratch&);
   void (*score)(const ScoreArgs&, int begin, int end);
   void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);
 };

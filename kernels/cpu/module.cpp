@@ -61,31 +61,24 @@ Activation activation(int kind, int width, Address data, Address scales, Address
   return {Kind(kind), int(padded(width)), at<void>(data), at<float>(scales), at<int32_t>(sums)};
 }
 
-// Draws and scores rows with a team, in memory that it keeps: so much of it costs more to ask for than a draw takes.
-class Drawer {
+// Samples and scores rows with a thread pool, in memory that it keeps: so much of it costs more to ask for than to use.
+class RowSampler {
  public:
-  Drawer(std::shared_ptr<Team> team, const Kernels& kernels) : team_(std::move(team)), kernels_(kernels) {}
+  RowSampler(std::shared_ptr<Team> team, const Kernels& kernels) : team_(std::move(team)), kernels_(kernels) {}
 
-  void run(const DrawArgs& args, int count) {
+  void sample(const SampleArgs& args, int count, int64_t* out) {
     const size_t size = padded(args.vocab), num_threads = team_->threads();
     if (tokens_.size() < size * num_threads) {
       floats_.resize(3 * size * num_threads);
       tokens_.resize(size * num_threads);
     }
-    const auto scratch = [&](int thread) {
+    each(count, [&](int row, int thread) {
       float* own = floats_.data() + 3 * size * thread;
-      return DrawScratch{own, own + size, own + 2 * size, tokens_.data() + size * thread};
-    };
-    if (count == 1) return kernels_.draw(args, 0, 1, scratch(0));  // waking the others takes as long
-    each(count, [&](int row, int thread) { kernels_.draw(args, row, row + 1, scratch(thread)); });
-  }
-
-  int best_within(const float* scores, int vocab, const int32_t* mask) const {
-    return kernels_.best_within(scores, vocab, mask);
+      out[row] = kernels_.sample(args, row, {own, own + size, own + 2 * size, tokens_.data() + size * thread});
+    });
   }
 
   void score(const ScoreArgs& args, int count) {
-    if (count == 1) return kernels_.score(args, 0, 1);
     each(count, [&](int row, int) { kernels_.score(args, row, row + 1); });
   }
 
@@ -93,6 +86,7 @@ class Drawer {
   // use(row, thread) for every row, by whichever thread is free.
   template <class Use>
   void each(int count, Use use) {
+    if (count == 1) return use(0, 0);  // waking the others takes as long
     std::atomic<int> next{0};
     team_->run({[&](int thread) {
       for (int row; (row = next.fetch_add(1)) < count;) use(row, thread);
@@ -216,31 +210,28 @@ NB_MODULE(_native, m) {
           if (shared.plan->broken()[row].load(std::memory_order_relaxed)) rows.push_back(row);
         return rows;
       });
-  nb::class_<Drawer>(m, "Drawer")
+  nb::class_<RowSampler>(m, "RowSampler")
       .def("__init__",
-           [](Drawer* self, std::shared_ptr<Team> team, const std::string& isa) {
-             new (self) Drawer(std::move(team), kernels_named(isa));
+           [](RowSampler* self, std::shared_ptr<Team> team, const std::string& isa) {
+             new (self) RowSampler(std::move(team), kernels_named(isa));
            })
       .def(
-          "run",
-          [](Drawer& drawer, Address scores, int64_t stride, int vocab, int count, Address rows, Address temperature,
+          "sample",
+          [](RowSampler& sampler, Address scores, int64_t stride, int vocab, int count, Address rows, Address temperature,
              Address min_p, Address top_p, Address top_k, Address keys, Address hashed, Address masks, Address out) {
-            drawer.run({at<float>(scores), stride, vocab, at<int64_t>(rows), at<double>(temperature), at<double>(min_p),
-                        at<double>(top_p), at<int64_t>(top_k), at<int64_t>(keys), at<int64_t>(hashed),
-                        at<int32_t>(masks), at<int64_t>(out)},
-                       count);
+            sampler.sample({at<float>(scores), stride, vocab, at<int64_t>(rows), at<double>(temperature),
+                            at<double>(min_p), at<double>(top_p), at<int64_t>(top_k), at<int64_t>(keys),
+                            at<int64_t>(hashed), at<int32_t>(masks)},
+                           count, at<int64_t>(out));
           },
           nb::call_guard<nb::gil_scoped_release>())
-      .def("best_within", [](const Drawer& drawer, Address scores, int vocab, Address mask) {
-        return drawer.best_within(at<float>(scores), vocab, at<int32_t>(mask));
-      })
       .def(
           "score",
-          [](Drawer& drawer, Address scores, int64_t stride, int vocab, int count, Address rows, Address tokens, int k,
+          [](RowSampler& sampler, Address scores, int64_t stride, int vocab, int count, Address rows, Address tokens, int k,
              double unit, Address peak, Address total, Address ranks, Address best, Address logits) {
-            drawer.score({at<float>(scores), stride, vocab, at<int64_t>(rows), at<int64_t>(tokens), k, unit,
-                          at<float>(peak), at<int64_t>(total), at<int64_t>(ranks), at<int64_t>(best), at<float>(logits)},
-                         count);
+            sampler.score({at<float>(scores), stride, vocab, at<int64_t>(rows), at<int64_t>(tokens), k, unit,
+                           at<float>(peak), at<int64_t>(total), at<int64_t>(ranks), at<int64_t>(best), at<float>(logits)},
+                          count);
           },
           nb::call_guard<nb::gil_scoped_release>());
   bind_program(m);

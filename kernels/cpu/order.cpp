@@ -1,4 +1,4 @@
-// Sorting for draws.
+// Sorting for sampling.
 #include "order.h"
 
 #include <algorithm>

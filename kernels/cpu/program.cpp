@@ -117,7 +117,7 @@ void Program::rotate(const RotateArgs& args) {
   const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch, Ahead&) {
     kernels_.rotate(args, rows.plan->slots(), rows.plan->broken(), begin, end, (float*)scratch);
   };
-  add("rotate", {items, run}, 2 * args.head_dim * sizeof(float));
+  add("rope_and_cache", {items, run}, 2 * args.head_dim * sizeof(float));
 }
 
 void Program::attention(const AttentionArgs& args) {
@@ -133,7 +133,7 @@ void Program::attention(const AttentionArgs& args) {
 }
 
 void Program::activate(const ActivateArgs& args) {
-  add("activate",
+  add("quantize_activation",
       {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.activate(args, begin, end); }});
 }
 
@@ -153,7 +153,7 @@ void Program::argmax(const float* x, int n, int64_t* best) {
 
 void Program::collect(const CollectArgs& args) {
   collected_ = true;
-  add("collect",
+  add("gather_rows",
       {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.collect(args, begin, end); }});
 }
 

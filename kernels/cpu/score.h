@@ -1,4 +1,4 @@
-// Says how likely tokens are under rows of scores, as sampling/logprobs.py defines it: the same numbers bit for bit.
+// Says how likely tokens are under rows of scores, as kernels/_torch_sampling.py does: the same numbers bit for bit.
 // Included once per instruction set.
 #pragma once
 

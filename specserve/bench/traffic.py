@@ -20,20 +20,8 @@ from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Runner
 
 OPS = frozenset(
-    (
-        "embed",
-        "add_norm",
-        "collect",
-        "norm",
-        "activate",
-        "linear",
-        "gated",
-        "softcap",
-        "argmax",
-        "rotate",
-        "attention",
-        "tap",
-    )
+    {"embed", "fused_add_rms_norm", "linear", "rope_and_cache", "attention", "gated", "gather_rows", "norm", "argmax"}
+    | {"quantize_activation", "softcap", "tap"}
 )
 WEIGHTS = ("weight", "post", "norms")  # the contract's names for what was packed at load
 BANDWIDTH_BYTES = 2**28  # no cache holds so much

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from specserve.errors import NoTokenLeftError
-from specserve.sampling.filters import leaves_none
+from specserve.sampling.edits import leaves_none
 from specserve.sampling.sampler import NO_TOKEN
 from specserve.types import Ids, Sequence
 
@@ -27,9 +26,9 @@ def check_beginning(seq: Sequence, vocab_size: int) -> None:
             return
     mask: Ids | None = None
     if seq.grammar is not None:
-        mask = np.empty((1, -(-vocab_size // 32)), np.int32)
-        seq.grammar.fill(mask[0])
+        mask = np.empty(-(-vocab_size // 32), np.int32)
+        seq.grammar.fill(mask)
         if seq.grammar.fault is not None:
             return
-    if leaves_none(seq, None if mask is None else torch.from_numpy(mask), vocab_size):
+    if leaves_none(seq, mask, vocab_size):
         raise NoTokenLeftError(NO_TOKEN.format(len(seq.tokens)), restricting[0])

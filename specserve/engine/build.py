@@ -80,7 +80,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
         Runner(model, ops, storage.layers[: spec.num_layers], block_size, max_rows, max_logit_rows, taps),
         cache,
         Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s),
-        Sampler(spec.vocab_size, config.verification, ops.device, ops if ops.can_draw else None),
+        Sampler(spec.vocab_size, config.verification, ops),
         Policy(host, config.num_speculative_tokens, cache, spec.max_len, context, counters.timed),
         Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),
         counters,

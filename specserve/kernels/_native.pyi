@@ -20,9 +20,9 @@ class Team:
     threads: int
     def set_pulse(self, counter: int) -> None: ...
 
-class Drawer:
+class RowSampler:
     def __init__(self, team: Team, instruction_set: str) -> None: ...
-    def run(
+    def sample(
         self,
         scores: int,
         stride: int,
@@ -38,7 +38,6 @@ class Drawer:
         masks: int,
         out: int,
     ) -> None: ...
-    def best_within(self, scores: int, vocab: int, mask: int) -> int: ...
     def score(
         self,
         scores: int,

@@ -80,15 +80,17 @@ class Decoder:
         post: Any = None
         tapped: dict[int, Tensor] = {}
         for i, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
-            x = ops.add_norm(residual, delta, post, layer.norm, spec.norm_eps)
-            q = ops.rotate(ops.linear(x, layer.qkv), layer.head_norms, rotations[layer.rope], layer_kv, plan)
+            x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, spec.norm_eps)
+            q = ops.rope_and_cache(ops.linear(x, layer.qkv), layer.head_norms, rotations[layer.rope], layer_kv, plan)
             x = ops.attention(q, layer_kv, plan, spec.query_scale, layer.window)
-            x = ops.add_norm(residual, ops.linear(x, layer.out), layer.post_norm, layer.mlp_norm, spec.norm_eps)
+            x = ops.fused_add_rms_norm(
+                residual, ops.linear(x, layer.out), layer.post_norm, layer.mlp_norm, spec.norm_eps
+            )
             delta, post = ops.linear(ops.gated(x, layer.gate_up, spec.activation), layer.down), layer.post_mlp_norm
             if i in taps:
                 tapped[i] = ops.tap(i, residual, delta, post, spec.norm_eps)
         assert delta is not None, "a decoder has layers"
-        hidden = ops.norm(ops.collect(rows, residual, delta, post, spec.norm_eps), self._norm, spec.norm_eps)
+        hidden = ops.norm(ops.gather_rows(rows, residual, delta, post, spec.norm_eps), self._norm, spec.norm_eps)
         logits = self._logits(hidden)
         return hidden, logits, ops.argmax(logits), tuple(tapped[i] for i in taps)
 
@@ -102,7 +104,7 @@ class Decoder:
         return self._logits(self.ops.norm(residual, self._norm, self.spec.norm_eps))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.ops.linear(self.ops.activate(hidden), self._head).float()
+        logits = self.ops.linear(self.ops.quantize_activation(hidden), self._head).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 

@@ -1,5 +1,5 @@
-"""The op contract: names, shapes and dtypes of everything a model may ask of a device. A
-backend is one file in kernels/; specserve.ops.backend says what it declares.
+"""The op contract: names, shapes and dtypes of everything a model or the sampler may ask of a device. A backend is one
+file in kernels/; specserve.ops.backend says what it declares.
 
 Every op is row-invariant: row i of the result depends on row i of the input alone, bit for bit, whatever the number of
 rows. Callers pad rows to a multiple of `row_multiple`; that padding is what lets a library GEMM keep the promise.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,14 +36,22 @@ class AttentionRows(Protocol):
     # row r sees the cached tokens, its ancestors and itself, and its position is that of its depth
 
 
-@dataclass(frozen=True, slots=True)
-class Laws:
-    """How each of n rows is drawn from: arrays [n] on the host."""
+NOT_FINITE, NO_TOKEN_LEFT = -1, -2  # what stands in place of a token in a row that has none
 
-    temperature: NDArray[np.float64]  # above 0
+
+@dataclass(frozen=True, slots=True)
+class SamplingArrays:
+    """How each of n rows is sampled: arrays [n] on the host."""
+
+    rows: NDArray[np.int64]  # which row of the scores
+    temperature: NDArray[np.float64]  # 0: greedy
     min_p: NDArray[np.float64]
     top_p: NDArray[np.float64]
     top_k: NDArray[np.int64]  # 0: all tokens
+    keys: NDArray[np.int64]  # of the noise, from sampling.noise.row_keys
+
+    def __getitem__(self, some: slice | list[int]) -> SamplingArrays:
+        return SamplingArrays(*(getattr(self, entry.name)[some] for entry in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ class Recording(Protocol):
     """Ops that were recorded once, to be run on what their tensors hold now."""
 
     def start(self, num_rows: int, num_collected: int, plan: Any) -> None:
-        """Begin to run them on the first `num_rows` rows, and those after `collect` on `num_collected` rows."""
+        """Begin to run them on the first `num_rows` rows, and those after `gather_rows` on `num_collected` rows."""
 
     def finish(self) -> None:
         """Run what is left of them. Until then nobody may touch their tensors."""
@@ -108,7 +116,6 @@ class Ops(Protocol):
     quantization: str  # how weights are stored, as in config.QUANTIZATIONS
     has_own_threads: bool  # torch's would spin beside them for what little is left to torch
     can_record: bool
-    can_draw: bool
 
     @property
     def layout(self) -> str | None:
@@ -137,22 +144,22 @@ class Ops(Protocol):
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         """Rows token_ids int64 [rows] of table [vocab, hidden] times scale -> the residual, float32 [rows, hidden]."""
 
-    def add_norm(self, residual: Tensor, delta: Tensor | None, post: Any, weight: Any, eps: float) -> Any:
+    def fused_add_rms_norm(self, residual: Tensor, delta: Tensor | None, post: Any, weight: Any, eps: float) -> Any:
         """residual += delta, in place; delta [rows, hidden] is normed first if there is a weight `post` for it. Then
         the norm of residual for a linear layer to read."""
 
-    def collect(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Any, eps: float) -> Tensor:
-        """(residual + delta)[rows], rows int64 [n] -> float32 [n, hidden], as `add_norm` adds. What follows has n rows;
-        no op may work on all rows of the step after it."""
+    def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Any, eps: float) -> Tensor:
+        """(residual + delta)[rows], rows int64 [n] -> float32 [n, hidden], as `fused_add_rms_norm` adds. What
+        follows has n rows; no op may work on all rows of the step after it."""
 
     def tap(self, layer: int, residual: Tensor, delta: Tensor, post: Any, eps: float) -> Tensor:
-        """residual + delta of all rows, as `add_norm` adds -> float32 [rows, hidden], which no other layer's
+        """residual + delta of all rows, as `fused_add_rms_norm` adds -> float32 [rows, hidden], which no other layer's
         overwrites; residual stays as it is."""
 
     def norm(self, x: Tensor, weight: Any, eps: float) -> Tensor:
         """x float32 [rows, hidden], divided by its root mean square, times weight -> float32 [rows, hidden]."""
 
-    def activate(self, x: Tensor) -> Any:
+    def quantize_activation(self, x: Tensor) -> Any:
         """x float32 [rows, n] for a linear layer to read."""
 
     def linear(self, x: Any, weight: Any) -> Tensor:
@@ -168,29 +175,26 @@ class Ops(Protocol):
         """The lowest of the best token ids of each row of float32 [rows, vocab], int64 [rows]; -1 where the highest
         logit is infinite or any is NaN."""
 
-    def draw(
-        self, scores: Tensor, rows: NDArray[np.int64], laws: Laws, keys: Tensor, hashed: Tensor, masks: Ids | None
-    ) -> Tensor:
-        """A token for each of n rows of scores float32 [all rows, vocab] -> int64 [n]: what sampling.filters.shape and
-        sampling.noise.draw define, with noise keys int64 [n] and hashed token ids int64 [vocab], among those whose bit
-        is set in masks int32 [all rows, ceil(vocab / 32)]; -1 where the best of them has no finite score, or there is
-        none. One caller at a time. Only if can_draw."""
+    def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
+        """A token for each of n rows of scores float32 [all rows, vocab], none of them NaN, among those whose bit is
+        set in masks int32 [all rows, ceil(vocab / 32)]. Where the temperature is 0 the best, of equals the lowest; else
+        temperature, min-p, top-k and top-p apply, in this order (vLLM's), and sampling.noise.sample draws from what
+        they leave by the row's key and the hashed token ids int64 [vocab]. NOT_FINITE where the highest score is
+        infinite, NO_TOKEN_LEFT where all are -inf. One caller at a time."""
 
-    def best_within(self, scores: Tensor, row: int, masks: Ids) -> int:
-        """The lowest of the best token ids of one row of scores float32 [rows, vocab], none of them NaN, among those
-        whose bit is set in masks int32 [rows, ceil(vocab / 32)]; -1 where the best of them is not finite, or there is
-        none. Only if can_draw."""
+    def probabilities(self, scores: Tensor, sampling: SamplingArrays, masks: Ids | None) -> Tensor:
+        """The distributions that `sample` draws from, float64 [n, vocab]; temperatures are above 0. Whatever the row,
+        it has no NaN."""
 
     def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
-        """How likely tokens int64 [n] are, each under one of `rows` int64 [n] of logits float32 [all rows, vocab], and
-        the k best, k at most vocab: what sampling.logprobs defines, bit for bit. One caller at a time. Only if
-        can_draw."""
+        """How likely tokens int64 [n] are, each under one of `rows` int64 [n] of logits float [all rows, vocab], and
+        the k best, k at most vocab: the same bits from every backend. One caller at a time."""
 
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
         """Let slots `targets` of every kv [2, slots, kv_heads, d] hold what `sources` hold, int64 [n] each, no target
         named twice; all are read before any is written. How a kv is laid out inside is the backend's own affair."""
 
-    def rotate(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: Any) -> Any:
+    def rope_and_cache(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: Any) -> Any:
         """qkv [rows, (heads + 2 kv_heads) d]: norm q and k by head, rotate them by halves (GPT-NeoX layout), store k, v
         in kv, a tensor [2, slots, kv_heads, d], at the rows' slots -> q for `attention`. A cache holds finite numbers
         alone: what is NaN or infinite is stored as 0, and the plan remembers its row."""
@@ -200,7 +204,7 @@ class Ops(Protocol):
         h // (heads / kv_heads). `window`: a row sees at most that many latest logical positions."""
 
     def plan(self, rows: AttentionRows, block_size: int) -> Any:
-        """Everything `rotate` and `attention` need that does not depend on the layer; once per step."""
+        """Everything `rope_and_cache` and `attention` need that does not depend on the layer; once per step."""
 
     def watch(self, pulse: Pulse) -> None:
         """Let it beat from now on whenever a piece of a step is done, in recorded steps too."""

@@ -1,4 +1,4 @@
-"""Knows which tokens would complete a bad word: words are prepared once, and looked up in a text from its end.
+"""Which tokens would complete a bad word: words are prepared once, and looked up in a text from its end.
 
 The stems that a text ends with are, backwards, those that it begins with. These are all found from one of them, the
 longest; and that is found by bisection among the sorted stems, so that no step depends on how many words there are.

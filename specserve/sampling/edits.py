@@ -1,5 +1,6 @@
-"""Knows what a request's parameters do to logits before temperature, but for a grammar's bits: prepared once for all
-its completions, kept up as they grow, applied to all rows of a sequence together. Knows nothing of batches.
+"""What a request's parameters do to logits before temperature: repetition, frequency and presence penalties;
+logit_bias; allowed_token_ids; bad_words; min_tokens, in this order. Prepared once for all completions of a request,
+updated as they grow, applied to all rows of a sequence together.
 
 A row after a draft token counts the draft tokens on its path as output.
 """
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.sampling import bad_words
-from specserve.types import Draft, SamplingParams, Sequence
+from specserve.sampling.rows import Rows
+from specserve.types import Draft, Ids, SamplingParams, Sequence
 
 Int64s = NDArray[np.int64]
 
@@ -35,9 +37,31 @@ def _has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def edit(scores: Tensor, seq: Sequence, draft: Draft) -> None:
-    """Change the rows of a sequence, float32 [len(draft) + 1, vocab], in place: penalties, logit_bias,
-    allowed_token_ids, bad_words, min_tokens, in this order."""
+def edited(logits: Tensor, rows: Rows) -> Tensor:
+    """Logits [rows or more, vocab] with the edits of all sequences, float32 [rows, vocab]; `logits` itself if there are
+    none."""
+    if not any(map(changes_logits, rows.seqs)):
+        return logits
+    scores = logits[: rows.num_rows].to(torch.float32, copy=True)
+    for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
+        if changes_logits(seq):
+            _edit(scores[start : start + len(draft) + 1], seq, draft)
+    return scores
+
+
+def leaves_none(seq: Sequence, mask: Ids | None, vocab_size: int) -> bool:
+    """Whether what a sequence asks for forbids every token that could come next. mask int32 [words] or None: its
+    grammar's bits."""
+    scores = edited(torch.zeros(1, vocab_size), Rows([seq], [Draft.empty()], [0]))
+    seq.edits = None  # they were made for this device
+    may_come = scores[0].isfinite().numpy()
+    if mask is not None:
+        may_come &= np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size) == 1
+    return not may_come.any()
+
+
+def _edit(scores: Tensor, seq: Sequence, draft: Draft) -> None:
+    """Change the rows of one sequence, float32 [len(draft) + 1, vocab], in place."""
     if not isinstance(seq.edits, _Edits):
         known = None if seq.parent is None else seq.parent.edits
         shared = known.shared if isinstance(known, _Edits) else _Shared(seq, scores.shape[1], scores.device)

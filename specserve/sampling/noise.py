@@ -1,9 +1,8 @@
-"""Knows how to turn (seed, position, token, purpose) into a uniform number or a Gumbel draw; has no state and knows
-nothing of models, drafts or requests.
+"""Noise without state: (seed, position, token, purpose) hashed into a uniform number, and Gumbel-max sampling with it.
 
 Two rounds of the splitmix64 finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"): one
 makes a key per row out of (seed, position, purpose), one mixes that key with a hashed token id. Integers wrap modulo
-2^64 on every device, so the same arguments give the same bits everywhere and no draw depends on any other.
+2^64 on every device, so the same arguments give the same bits everywhere and no token drawn depends on another.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Words = TypeVar("Words", Tensor, NDArray[np.int64])  # int64
 class Purpose(IntEnum):
     """What a number is for. Numbers of different purposes are independent."""
 
-    SAMPLE = 0  # the target draws a token; `coupled` drafters draw with it too
-    ACCEPT = 1  # a draft token is tried
-    RECOVER = 2  # the target draws from what a rejected draft left over
-    DRAFT = 3  # a drafter draws from its own q, for `rejection` and `block`
+    SAMPLE = 0  # the target samples a token; `coupled` drafters sample with it too
+    ACCEPT = 1  # a draft token is accepted or rejected
+    RECOVER = 2  # the target samples from what a rejected draft left over
+    DRAFT = 3  # a drafter samples from its own q, for `rejection` and `block`
 
 
 _MASK_64 = 2**64 - 1
@@ -45,16 +44,16 @@ def row_keys(seeds: Many[int], positions: Many[int], purposes: Many[int]) -> Ten
 
 
 def hash_tokens(tokens: Tensor) -> Tensor:
-    """Token ids as `uniform`, `draw` and `fold` want them: int64, any shape."""
+    """Token ids as `uniform`, `sample` and `fold` want them: int64, any shape."""
     return _mix((tokens.long() + 1) * _signed(_GOLDEN))
 
 
 def fold(keys: Tensor, hashed: Tensor) -> Tensor:
     """The keys one token further down a path, int64. Folding the tokens of a path makes a key that no other path has.
 
-    A drafter that draws for `rejection` or `block` starts from `row_keys(seed, len(seq.tokens), DRAFT)` and folds each
-    drawn token. `block` looks at whole paths before it emits, so noise keyed by position alone would come back in the
-    next step, and in the next branch of a tree, after it had already decided something.
+    A drafter that samples for `rejection` or `block` starts from `row_keys(seed, len(seq.tokens), DRAFT)` and folds
+    each sampled token. `block` looks at whole paths before it emits, so noise keyed by position alone would come back
+    in the next step, and in the next branch of a tree, after it had already decided something.
     """
     return _mix(keys ^ hashed)
 
@@ -74,7 +73,7 @@ def gumbel(keys: Tensor, hashed: Tensor) -> Tensor:
     return uniform(keys, hashed).log_().neg_().log_().neg_()
 
 
-def draw(scores: Tensor, keys: Tensor, hashed: Tensor) -> Tensor:
+def sample(scores: Tensor, keys: Tensor, hashed: Tensor) -> Tensor:
     """One token of each row, int64 [rows], with probability proportional to exp(score): Gumbel-max in float64.
 
     scores float64 [rows, vocab] (any constant may be added to a row, -inf is never drawn), keys [rows], hashed [vocab].
@@ -82,12 +81,12 @@ def draw(scores: Tensor, keys: Tensor, hashed: Tensor) -> Tensor:
     if scores.is_cpu:
         possible = scores > -torch.inf
         if int(possible.sum()) * _SPARSE < scores.numel():
-            return _draw_few(scores, keys, hashed, possible)
+            return _sample_few(scores, keys, hashed, possible)
     return gumbel(keys[:, None], hashed).add_(scores).argmax(-1)
 
 
-def _draw_few(scores: Tensor, keys: Tensor, hashed: Tensor, possible: Tensor) -> Tensor:
-    """The same draw, with noise made only where a score is finite."""
+def _sample_few(scores: Tensor, keys: Tensor, hashed: Tensor, possible: Tensor) -> Tensor:
+    """The same tokens, with noise made only where a score is finite."""
     rows, tokens = possible.nonzero(as_tuple=True)
     noisy = torch.full_like(scores, -torch.inf)
     noisy[rows, tokens] = gumbel(keys[rows], hashed[tokens]) + scores[rows, tokens]

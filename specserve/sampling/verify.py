@@ -1,14 +1,13 @@
-"""Knows how a target's distributions judge a draft, exactly: pure functions of float64 laws and outcomes. Knows
-nothing of logits, parameters, noise or requests.
+"""Verification: how a target's distributions judge a draft, exactly. Pure functions of probabilities and outcomes.
 
 The words. A *draft* is a guess at the next tokens, a chain or a tree; to *propose* is to make one. To *verify* is to
 let the target judge it: a draft token the target agrees with is *accepted*; at the first disagreement the target's own
 token is the *replacement*; after a draft accepted whole comes the *bonus*. To *commit* is to append accepted tokens to
 the sequence, to *keep* is to leave their KV valid, and *cached* counts the tokens with valid KV.
 
-Row 0 judges what follows the last committed token, row j + 1 what follows draft node j. p is the target's law of a row
-after all processing, q what a draft token was drawn from: one-hot for a deterministic node; for siblings drawn without
-replacement each node's own q, renormalised without its elder siblings.
+Row 0 judges what follows the last committed token, row j + 1 what follows draft node j. p is the target's distribution
+in a row after all processing, q what a draft token was sampled from: one-hot for a deterministic node; for siblings
+sampled without replacement each node's own q, renormalised without its elder siblings.
 
 A row whose logits cannot be used is *bad*. It judges nothing, so nodes below it do not exist. A walk that ends on a bad
 row emits that node's token as the last one of its verdict, unkept: the next step meets the row again at its root, and
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specserve.sampling.filters import row_total
+from specserve.ops.fixed_point import row_total
 from specserve.types import Draft
 
 
@@ -63,36 +62,36 @@ def _round(drafts: Many[Draft], starts: Many[int], nodes: list[tuple[int, int]],
         (starts[i] + 1 + int(drafts[i].parents[j]), starts[i] + 1 + j, int(drafts[i].tokens[j])) for i, j in nodes
     ]
     parents, rows, tokens = torch.tensor(numbers, device=device).unbind(1)
-    laws = [q[j].to(device, torch.float64) for i, j in nodes if (q := drafts[i].q) is not None]
-    if not laws:
+    dense = [q[j].to(device, torch.float64) for i, j in nodes if (q := drafts[i].q) is not None]
+    if not dense:
         return Round(parents, rows, tokens, None)
-    q = torch.stack(laws)
-    return Round(parents, rows, tokens, q / row_total(q, 2)[:, None])  # float32 laws miss 1 by 1e-7
+    q = torch.stack(dense)
+    return Round(parents, rows, tokens, q / row_total(q, 2)[:, None])  # sums of float32 miss 1 by 1e-7
 
 
-def judge(laws: Tensor, rounds: Many[Round], bad: Tensor, block: bool) -> Tensor:
-    """How likely each node is to stand when it is tried, float64 [rows] at the nodes' rows; `laws`, p [rows, vocab],
-    become what is left to draw from once all children of a row are rejected.
+def judge(p: Tensor, rounds: Many[Round], bad: Tensor, block: bool) -> Tensor:
+    """How likely each node is to be accepted when it is tried, float64 [rows] at the nodes' rows; `p` [rows, vocab]
+    becomes what is left to sample from once all children of a row are rejected.
 
     `block=False`: rejection sampling (arXiv 2211.17192), siblings in order, each from what its elders left (arXiv
-    2305.09781, 2402.14160). Tried once its parent is accepted, a node stands with probability min(1, p / q);
+    2305.09781, 2402.14160). Tried once its parent is accepted, a node is accepted with min(1, p / q);
     rejected, it leaves max(p - q, 0), normalised.
 
     `block=True`: block verification (arXiv 2403.10444), on trees traversal verification (arXiv 2505.12398). A node's
     weight is the share of the probability of its whole prefix that the target can use: min(1, w p / q), w its
     parent's. A rejected child leaves its parent max(w p - q, 0), which sums to s, and the weight s / (s + 1 - w).
     """
-    chances = laws.new_ones(len(laws))
-    weights = laws.new_ones(len(laws))
+    chances = p.new_ones(len(p))
+    weights = p.new_ones(len(p))
     for trial in rounds:
         weight = weights[trial.parents]
-        wanted = weight[:, None] * laws[trial.parents]  # [nodes, vocab]
+        wanted = weight[:, None] * p[trial.parents]  # [nodes, vocab]
         chances[trial.rows] = _chance(wanted, trial)
         left = _subtract(wanted, trial)
         total = row_total(left, 2)
         # Nothing left means that the child could not fail (p = q): should rounding get here, p stays as it was.
         spent = (total == 0).double()[:, None]
-        laws[trial.parents] = (left + spent * laws[trial.parents]) / (total[:, None] + spent)
+        p[trial.parents] = (left + spent * p[trial.parents]) / (total[:, None] + spent)
         if block:
             after = torch.where(weight < 1, total / (total + 1 - weight), 1.0)
             weights[trial.parents] = torch.where(bad[trial.parents], weight, after)
@@ -118,26 +117,28 @@ def _subtract(wanted: Tensor, trial: Round) -> Tensor:
 
 def walk_coupled(draft: Draft, sampled: Many[int], bad: Many[bool]) -> list[int]:
     """The accepted path: down to the child that is the row's own sample, while there is one. sampled, bad: [rows]."""
+    if not len(draft):
+        return []
     tokens = draft.tokens.tolist()
     return _descend(draft, bad, lambda row, node: tokens[node] == sampled[row])
 
 
-def walk_rejection(draft: Draft, stands: Many[bool], bad: Many[bool]) -> list[int]:
-    """The accepted path: down to the first child that stands, while there is one. stands, bad: [rows]."""
-    return _descend(draft, bad, lambda _, node: stands[node + 1])
+def walk_rejection(draft: Draft, accepts: Many[bool], bad: Many[bool]) -> list[int]:
+    """The accepted path: down to the first child whose trial accepts it, while there is one. accepts, bad: [rows]."""
+    return _descend(draft, bad, lambda _, node: accepts[node + 1])
 
 
-def walk_block(draft: Draft, stands: Many[bool], bad: Many[bool]) -> list[int]:
-    """The accepted path: to the first node, each tried after its children, that stands. stands, bad: [rows]."""
-    return draft.path_to(next((node for node in _leaves_first(draft, bad) if stands[node + 1]), -1))
+def walk_block(draft: Draft, accepts: Many[bool], bad: Many[bool]) -> list[int]:
+    """The accepted path: to the first node, each tried after its children, that is accepted. accepts, bad: [rows]."""
+    return draft.path_to(next((node for node in _leaves_first(draft, bad) if accepts[node + 1]), -1))
 
 
-def _descend(draft: Draft, bad: Many[bool], accepts: Callable[[int, int], bool]) -> list[int]:
+def _descend(draft: Draft, bad: Many[bool], is_accepted: Callable[[int, int], bool]) -> list[int]:
     below = children(draft)
     path: list[int] = []
     row = 0
     while not bad[row]:
-        node = next((node for node in below[row] if accepts(row, node)), None)
+        node = next((node for node in below[row] if is_accepted(row, node)), None)
         if node is None:
             break
         path.append(node)

@@ -27,22 +27,24 @@ from specserve.testing import write_tiny_model
 CONTEXT = 37
 CALLS = {  # of a llama with three layers
     "embed": 1,
-    "add_norm": 6,
-    "linear after add_norm": 3,
-    "rotate": 3,
+    "fused_add_rms_norm": 6,
+    "linear after fused_add_rms_norm": 3,
+    "rope_and_cache": 3,
     "attention": 3,
     "linear after attention": 3,
     "gated": 3,
     "linear after gated": 3,
-    "collect": 1,
+    "gather_rows": 1,
     "norm": 1,
-    "activate": 1,
-    "linear after activate": 1,
+    "quantize_activation": 1,
+    "linear after quantize_activation": 1,
     "argmax": 1,
 }
 HOST = {"host: attention plan, launch", "host: drafter", "host: masks", "host: sampler"}
 HOST |= {"host: scheduler, pack, commit"}
-READING = {name for name in CALLS if name.startswith(("embed", "add_norm", "linear", "gated", "attention", "norm"))}
+READING = {
+    name for name in CALLS if name.startswith(("embed", "fused_add_rms_norm", "linear", "gated", "attention", "norm"))
+}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def test_recorded_ops_have_the_native_programs_own_times(folder: Path, monkeypat
     with small(folder) as llm, VerifySteps(llm, ids_of(llm), [2]) as steps, watched(llm.engine, 64) as runner:
         (parts,) = [runner.parts() for _ in steps.round([2])]
     assert [part.seconds for part in parts] == [float(i) for i in range(len(parts))]
-    native = {"add_norm": "norm"}
+    native = {"fused_add_rms_norm": "norm"}
     ops = [part.name.split(" after ")[0] for part in parts]
     assert [native.get(op, op) for op in ops] == [name for name, _ in replayed[-1]]
 
@@ -149,7 +151,7 @@ class TwoForOne:
         self.ops.append("linear")
 
     def attention(self, q: Any, kv: torch.Tensor, plan: Any, scale: float, window: int | None) -> None:
-        self.ops += ["attention", "activate"]
+        self.ops += ["attention", "quantize_activation"]
 
     @property
     def num_ops(self) -> int:
@@ -175,7 +177,7 @@ def test_what_more_comes_of_a_call_has_its_own_name_and_reads_nothing() -> None:
     assert [(part.name, part.seconds, part.num_bytes) for part in ops.parts(batch)] == [
         ("linear after linear", 1.0, 12),
         ("attention", 2.0, 4 * 2 * 8 * 4),
-        ("activate", 3.0, 0),
+        ("quantize_activation", 3.0, 0),
         ("linear after attention", 4.0, 20),
     ]
 
@@ -185,9 +187,9 @@ def test_a_head_that_shares_a_group_is_quantised_apart(tmp_path: Path) -> None:
     qwen = write_tiny_model(tmp_path / "qwen", "qwen3")  # 48 numbers a kv head, and a scale for each 32
     with small(qwen, quantization="int8") as llm:
         parts = {part["part"]: part for part in profile(llm, ids_of(llm), 1, 1)["parts"]}
-        assert parts["activate"]["calls"] == 1 + 3
-        assert parts["activate"]["bytes"] == 0
-        assert parts["rotate"]["bytes"] == 3 * 2 * 32 * 4  # the norms of q and k, padded
+        assert parts["quantize_activation"]["calls"] == 1 + 3
+        assert parts["quantize_activation"]["bytes"] == 0
+        assert parts["rope_and_cache"]["bytes"] == 3 * 2 * 32 * 4  # the norms of q and k, padded
 
 
 def test_times_are_sorted_into_ops_and_phases(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

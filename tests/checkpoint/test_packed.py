@@ -673,9 +673,9 @@ def test_a_recording_keeps_what_it_points_into() -> None:
         ops.pack_vector(torch.ones(40)),
     )
     ids = torch.tensor([3, 8])
-    wanted = ops.linear(ops.add_norm(ops.embed(ids, table, 1.0), None, None, norm, 1e-5), weight).clone()
+    wanted = ops.linear(ops.fused_add_rms_norm(ops.embed(ids, table, 1.0), None, None, norm, 1e-5), weight).clone()
     with ops.recording() as recording:
-        out = ops.linear(ops.add_norm(ops.embed(ids, table, 1.0), None, None, norm, 1e-5), weight)
+        out = ops.linear(ops.fused_add_rms_norm(ops.embed(ids, table, 1.0), None, None, norm, 1e-5), weight)
     alive = [weakref.ref(tensor) for tensor in (table, weight.memory, norm, ids)]
     del table, weight, norm, ids
     gc.collect()

@@ -153,7 +153,7 @@ def test_every_row_of_every_layer_that_a_drafter_needs(tiny: Path, kernels: str)
         assert told.num_accepted > 10
         assert_states(told, outputs, whole)
     told = tapped(make(tiny, max_num_batched_tokens=16), mixed(6), scripts)
-    assert len(told.starts) > 100, "prompts come in chunks"
+    assert len(told.starts) > 80, "prompts come in chunks"
     assert_states(told, outputs, whole)
     told = tapped(with_blocks(tiny, 14, max_num_batched_tokens=24), mixed(6), scripts, accuracy=0.6)
     assert told.num_preempted > 0

@@ -287,10 +287,10 @@ def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
 
     def poisoned() -> Any:
         out = end()
-        out.logits = out.logits.clone()
+        out.logits, out.best = out.logits.clone(), out.best.clone()
         for each in steps[-1].sampled:
             if each.seq.request_id == "bad" and each.seq.num_output == 5:
-                out.logits[each.logits_start] = torch.nan
+                out.logits[each.logits_start], out.best[each.logits_start] = torch.nan, -1
         return out
 
     engine.scheduler.pick, engine.runner.finish = picked, poisoned  # type: ignore[method-assign]

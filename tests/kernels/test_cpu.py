@@ -209,7 +209,7 @@ def test_linear_is_the_product_of_what_lies_in_memory(
     ops, generator = make(isa, weights), torch.Generator().manual_seed(seed)
     bias = torch.randn(outputs, generator=generator) if biased else None
     weight = ops.pack(torch.randn(outputs, inputs, generator=generator), bias)
-    x = ops.activate(torch.randn(rows, inputs, generator=generator))
+    x = ops.quantize_activation(torch.randn(rows, inputs, generator=generator))
     out = ops.linear(x, weight)
     w = unpacked(weight, weights, inputs)[0][:outputs, :inputs]
     wanted, bound = product(numbers(x), w, bias)
@@ -237,7 +237,7 @@ def test_gated_is_the_product_of_what_lies_in_memory(
     parts = torch.randn(2, inner, inputs, generator=generator)
     biases = torch.randn(2, inner, generator=generator) if biased else (None, None)
     weight = ops.pack_gated(*parts, *biases)
-    x = ops.activate(torch.randn(rows, inputs, generator=generator))
+    x = ops.quantize_activation(torch.randn(rows, inputs, generator=generator))
     tiles = unpacked(weight, weights, inputs)[0]
     tiles = tiles.view(-1, 2, TILE, tiles.shape[1])
     halves = [tiles[:, i].flatten(0, 1)[:inner, :inputs] for i in (0, 1)]
@@ -263,7 +263,7 @@ def test_activations_are_near(isa: str, weights: str, rows: int, width: int, exp
     generator = torch.Generator().manual_seed(seed)
     x = 10.0**exponent * torch.randn(rows, width, generator=generator)
     x[:, : width // 2] *= torch.rand(rows, 1, generator=generator) > 0.3  # groups of zeros
-    out = make(isa, weights).activate(x)
+    out = make(isa, weights).quantize_activation(x)
     assert ((numbers(out) - x).abs() <= rounding(out)).all()
     if weights in ("float32", "bfloat16"):
         assert torch.equal(numbers(out), x.to(getattr(torch, weights)).double())
@@ -278,7 +278,7 @@ def test_activations_are_near(isa: str, weights: str, rows: int, width: int, exp
 @every_set
 def test_activations_next_to_nothing_are_near(isa: str) -> None:
     x = 10.0 ** torch.linspace(-45, -35, 11)[:, None] * torch.randn(11, 64)
-    out = make(isa, "int8").activate(x)
+    out = make(isa, "int8").quantize_activation(x)
     data, _, sums = out.parts
     assert torch.equal(sums, in_groups(data).sum(-1, dtype=torch.int32))
     assert ((numbers(out) - x).abs() <= rounding(out) + 1e-30).all()
@@ -294,7 +294,7 @@ def test_curves_are_exact(isa: str) -> None:
     x = torch.nn.functional.pad(x, (0, -len(x) % TILE)).view(-1, TILE)
     identity = ops.pack_gated(torch.eye(TILE), torch.zeros(TILE, TILE), torch.zeros(TILE), torch.ones(TILE))
     for activation, curve, floor in (("silu", torch.nn.functional.silu, 1e-33), ("gelu_tanh", gelu, 1e-7)):
-        found = numbers(ops.gated(ops.activate(x), identity, activation))
+        found = numbers(ops.gated(ops.quantize_activation(x), identity, activation))
         wanted = curve(x.double())
         assert ((found - wanted).abs() <= 2e-6 * wanted.abs() + floor * x.abs().clamp(max=1)).all()
         assert not found[x == 0].any()
@@ -325,15 +325,15 @@ def test_rowwise_ops_agree_with_the_reference(
     post = torch.randn(hidden) if with_post else None
     packed, packed_post = ops.pack_vector(norm), None if post is None else ops.pack_vector(post)
     found, added, chosen = returned(ops, residual), returned(ops, delta), torch.randint(0, rows, (7,))
-    collected = ops.collect(chosen, found, added, packed_post, 1e-5)
-    read = ops.add_norm(found, added, packed_post, packed, 1e-5)
+    collected = ops.gather_rows(chosen, found, added, packed_post, 1e-5)
+    read = ops.fused_add_rms_norm(found, added, packed_post, packed, 1e-5)
     wanted = residual.clone()
-    wanted_read = REFERENCE.add_norm(wanted, delta, post, norm, 1e-5)
+    wanted_read = REFERENCE.fused_add_rms_norm(wanted, delta, post, norm, 1e-5)
     close(found, wanted)
     close(numbers(read), wanted_read, rounding(read))
     assert torch.equal(collected, found[chosen])
     close(ops.norm(collected, packed, 1e-5), REFERENCE.norm(wanted[chosen], norm, 1e-5))
-    assert same(ops.add_norm(found, None, None, packed, 1e-5), read)
+    assert same(ops.fused_add_rms_norm(found, None, None, packed, 1e-5), read)
     close(ops.softcap(returned(ops, 30 * residual), 6.0), REFERENCE.softcap(30 * residual, 6.0))
 
 
@@ -352,7 +352,7 @@ def test_activate_takes_rows_of_any_origin(isa: str) -> None:
     ops = make(isa)
     for rows in range(1, 60):
         x = torch.randn(2 * rows, 100)[::2]
-        assert torch.equal(numbers(ops.activate(x)), x.double())
+        assert torch.equal(numbers(ops.quantize_activation(x)), x.double())
 
 
 @every_set
@@ -495,8 +495,8 @@ def test_rotation_agrees_with_the_reference(isa: str, step: Step, dtype: torch.d
     plans = [kernels.plan(step.layout, step.block_size) for kernels in (ops, REFERENCE)]
     packed = HeadNorms(ops.pack_vector(norms[0]), ops.pack_vector(norms[1]), 1e-5) if normed else None
     plain = HeadNorms(norms[0], norms[1], 1e-5) if normed else None
-    q = ops.rotate(returned(ops, qkv), packed, rotation, cache, plans[0])
-    wanted = REFERENCE.rotate(qkv, plain, rotation, wanted_kv, plans[1])
+    q = ops.rope_and_cache(returned(ops, qkv), packed, rotation, cache, plans[0])
+    wanted = REFERENCE.rope_and_cache(qkv, plain, rotation, wanted_kv, plans[1])
     close(q, wanted.flatten(1))
     found_kv = read(ops, cache)
     close(found_kv, wanted_kv, 0.0 if dtype == torch.float32 else wanted_kv.double().abs() * 2.0**-8)
@@ -547,14 +547,14 @@ def test_a_row_has_the_same_bits_among_any_rows(
     def run(ops: Any, some: Any) -> list[Any]:
         """Everything between two attentions, and a head."""
         stream = returned(ops, residual[some])
-        x = ops.add_norm(stream, returned(ops, delta[some]), post if with_post else None, norm, 1e-5)
+        x = ops.fused_add_rms_norm(stream, returned(ops, delta[some]), post if with_post else None, norm, 1e-5)
         hidden, logits = ops.norm(stream, norm, 1e-5), ops.linear(x, linear)
         capped = ops.softcap(returned(ops, logits), 5.0)
         return [
             stream,
             x,
             hidden,
-            ops.activate(hidden),
+            ops.quantize_activation(hidden),
             logits,
             ops.gated(x, gated, "silu"),
             capped,
@@ -650,7 +650,10 @@ def split_by_rows(ops: Any) -> Callable[[Any, Any], Tensor]:
             return whole
         left = numbers(x).float()
         left[:, x.width // 2 :] = 0
-        return whole.copy_(linear(ops.activate(left), weight) + linear(ops.activate(numbers(x).float() - left), weight))
+        return whole.copy_(
+            linear(ops.quantize_activation(left), weight)
+            + linear(ops.quantize_activation(numbers(x).float() - left), weight)
+        )
 
     return split
 
@@ -692,9 +695,9 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, weights: str, bad: float)
     broken[4, 37] = bad
 
     def run(x: Tensor) -> list[Any]:
-        read = ops.activate(x)
+        read = ops.quantize_activation(x)
         stream = returned(ops, x)
-        normed = ops.add_norm(stream, returned(ops, delta), norm, norm, 1e-5)
+        normed = ops.fused_add_rms_norm(stream, returned(ops, delta), norm, norm, 1e-5)
         inner = [ops.gated(read, gated, activation) for activation in ("silu", "gelu_tanh")]
         products = [ops.linear(read, linear), ops.linear(normed, linear), *(ops.linear(x, down) for x in inner)]
         return [*products, *inner, normed, ops.norm(stream, norm, 1e-5), read]
@@ -735,7 +738,7 @@ def test_rows_that_do_not_see_a_broken_one_have_the_same_bits(
 
     def run(x: Tensor) -> tuple[Any, Tensor, list[int]]:
         cache, plan = held(ops, step.kv(dtype)), ops.plan(step.layout, step.block_size)
-        q = ops.rotate(returned(ops, x), None, turn, cache, plan)
+        q = ops.rope_and_cache(returned(ops, x), None, turn, cache, plan)
         return ops.attention(q, cache, plan, d**-0.5, step.window), read(ops, cache), ops.broken_rows(plan)
 
     found, cache, broken = run(qkv)
@@ -826,10 +829,10 @@ def test_threads_that_come_late_find_nothing_to_do(isa: str) -> None:
     ops, alone = make(isa, "int8", threads=24), make(isa, "int8")
     matrix = torch.randn(300, 96)
     x, few = torch.randn(40, 9, 96), torch.randint(1, 10, (40,)).tolist()
-    wanted = [alone.linear(alone.activate(rows), alone.pack(matrix)).clone() for rows in x]
+    wanted = [alone.linear(alone.quantize_activation(rows), alone.pack(matrix)).clone() for rows in x]
     rows, weight = returned(ops, x[0].clone()), ops.pack(matrix)
     with ops.recording() as recording:
-        found = ops.linear(ops.activate(rows), weight)
+        found = ops.linear(ops.quantize_activation(rows), weight)
     for turn in range(400):
         which, n = turn % len(x), few[turn % len(x)]
         rows[:n] = x[which, :n]
@@ -845,10 +848,10 @@ def test_between_start_and_finish_the_host_does_something_else(isa: str, threads
     the next start does, and the end of the recording."""
     ops, alone = make(isa, "int8", threads), make(isa, "int8")
     matrix, x = torch.randn(300, 96), torch.randn(6, 9, 96)
-    wanted = [alone.linear(alone.activate(rows), alone.pack(matrix)).clone() for rows in x]
+    wanted = [alone.linear(alone.quantize_activation(rows), alone.pack(matrix)).clone() for rows in x]
     rows, weight = returned(ops, x[0].clone()), ops.pack(matrix)
     with ops.recording() as recording:
-        found = ops.linear(ops.activate(rows), weight)
+        found = ops.linear(ops.quantize_activation(rows), weight)
     recording.finish()
     assert not found.any(), "nothing was started"
     for turn in range(60):
@@ -856,7 +859,7 @@ def test_between_start_and_finish_the_host_does_something_else(isa: str, threads
         rows[:] = x[which]
         recording.start(9, 0, None)
         if which == 1:
-            assert torch.equal(ops.linear(ops.activate(x[0]), weight), wanted[0])
+            assert torch.equal(ops.linear(ops.quantize_activation(x[0]), weight), wanted[0])
         elif which == 2:
             time.sleep(0.002)
         elif which == 3:
@@ -876,9 +879,9 @@ def test_the_other_threads_begin_without_their_caller(isa: str) -> None:
     ops = make(isa, "int8", threads=2)
     matrix, x = torch.randn(300, 96), torch.randn(9, 96)
     weight = ops.pack(matrix)
-    wanted, rows = ops.linear(ops.activate(x), weight).clone(), returned(ops, x)
+    wanted, rows = ops.linear(ops.quantize_activation(x), weight).clone(), returned(ops, x)
     with ops.recording() as recording:
-        found = ops.linear(ops.activate(rows), weight)
+        found = ops.linear(ops.quantize_activation(rows), weight)
     recording.start(9, 0, None)
     until = time.monotonic() + 30
     while not torch.equal(found, wanted):
@@ -892,10 +895,10 @@ def test_the_other_threads_begin_without_their_caller(isa: str) -> None:
 def test_a_profile_runs_every_op_once(isa: str) -> None:
     ops = make(isa, threads=2)
     weight, x = ops.pack(torch.randn(40, 64)), torch.randn(5, 64)
-    wanted, rows = ops.linear(ops.activate(x), weight), returned(ops, x)
+    wanted, rows = ops.linear(ops.quantize_activation(x), weight), returned(ops, x)
     with ops.recording() as recording:
-        found = ops.linear(ops.activate(rows), weight)
-    assert recording.program.names() == ["activate", "linear"]
+        found = ops.linear(ops.quantize_activation(rows), weight)
+    assert recording.program.names() == ["quantize_activation", "linear"]
     assert not found.any(), "recorded, not run"
     assert len(recording.program.profile(4)) == 2
     assert torch.equal(found[:4], wanted[:4])
@@ -910,12 +913,12 @@ def test_two_kernels_work_at_the_same_time() -> None:
     torch.manual_seed(1)
     matrix, x = torch.randn(200, 100), torch.randn(2, 17, 100)
     single = make(SETS[0], "int8")
-    wanted = [single.linear(single.activate(rows), single.pack(matrix)) for rows in x]
+    wanted = [single.linear(single.quantize_activation(rows), single.pack(matrix)) for rows in x]
 
     def work(i: int) -> bool:
         ops = make(SETS[0], "int8", 2)
         weight = ops.pack(matrix)
-        return all(torch.equal(ops.linear(ops.activate(x[i]), weight), wanted[i]) for _ in range(100))
+        return all(torch.equal(ops.linear(ops.quantize_activation(x[i]), weight), wanted[i]) for _ in range(100))
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, (0, 1))) == [True, True]
@@ -929,14 +932,14 @@ def test_threads_end_with_their_kernels() -> None:
 
     x, before = torch.randn(4, 36), count()
     kept = make(SETS[0], threads=4)
-    kept.activate(x)
+    kept.quantize_activation(x)
     assert count() >= before + 3, "or this test would see nothing"
     del kept
     for _ in range(40):
-        make(SETS[0], threads=4).activate(x)
+        make(SETS[0], threads=4).quantize_activation(x)
     assert count() < before + 40, "at most a few that the system has not buried yet"
 
 
 def test_an_unknown_instruction_set_is_named() -> None:
     with pytest.raises(ValueError, match="sse9"):
-        make("sse9").activate(torch.zeros(1, 32))
+        make("sse9").quantize_activation(torch.zeros(1, 32))

@@ -114,9 +114,9 @@ def test_a_tree_node_sees_its_path_as_if_it_were_a_chain(kernels: Kernels) -> No
     qkv = packed_rows(torch.randn(5, HEADS + 2 * KV_HEADS, DIM)).to(kernels.dtype)
     parents = np.array([-1, 0, 0, 1, 2], np.int32)
     tree, tree_kv = kernels.plan(layout([5], [cached], [table], [parents]), BLOCK), make_kv(kernels.dtype)
-    tree_q = kernels.rotate(qkv, None, rotation([140, 141, 141, 142, 142, 0, 0, 0]), tree_kv, tree)
+    tree_q = kernels.rope_and_cache(qkv, None, rotation([140, 141, 141, 142, 142, 0, 0, 0]), tree_kv, tree)
     chain, chain_kv = kernels.plan(layout([3], [cached], [table]), BLOCK), make_kv(kernels.dtype)
-    chain_q = kernels.rotate(qkv[[*path, 0]], None, rotation([140, 141, 142, 0]), chain_kv, chain)
+    chain_q = kernels.rope_and_cache(qkv[[*path, 0]], None, rotation([140, 141, 142, 0]), chain_kv, chain)
     assert torch.equal(tree_q[path], chain_q[:3])
     out = kernels.attention(tree_q, tree_kv, tree, 0.25, None)
     assert torch.equal(kernels.attention(chain_q, chain_kv, chain, 0.25, None)[:3], out[path])
@@ -138,7 +138,7 @@ def test_what_a_row_may_not_see_cannot_reach_it(kernels: Kernels) -> None:
     plan = kernels.plan(layout([2], [cached], [table]), BLOCK)
     qkv = torch.full((4, HEADS + 2 * KV_HEADS, DIM), torch.nan)
     qkv[:2, -KV_HEADS:] = 1.0
-    kernels.rotate(qkv.flatten(1), None, rotation([cached, cached + 1, 0, 0]), dirty, plan)
+    kernels.rope_and_cache(qkv.flatten(1), None, rotation([cached, cached + 1, 0, 0]), dirty, plan)
     assert (dirty[:, :BLOCK] == 0).all(), "padding rows are not stored"
     assert (dirty[1, slots[-2:]] == 1).all()
     assert (dirty[0, slots[-2:]] == 0).all(), "NaN is not stored"
@@ -151,7 +151,7 @@ def test_linear_rows_are_invariant(kernels: Kernels, inputs: int, outputs: int) 
     bias = torch.randn(outputs) if outputs == 96 else None
     matrix = torch.randn(outputs, inputs)
     weight = kernels.pack(matrix, bias)
-    x = kernels.activate(torch.randn(256, inputs))
+    x = kernels.quantize_activation(torch.randn(256, inputs))
     whole = kernels.linear(x, weight)
     right = x.double() @ matrix.to(kernels.dtype).double().T + (0 if bias is None else bias.to(kernels.dtype).double())
     torch.testing.assert_close(whole.double(), right, rtol=tolerance(kernels), atol=tolerance(kernels) * inputs**0.5)
@@ -180,7 +180,7 @@ def _dense(weight: Any) -> Any:
 def test_gated_rows_are_invariant_and_right(kernels: Kernels, activation: str, width: int, biased: bool) -> None:
     gate, up = 0.2 * torch.randn(2, width, 48)
     biases = torch.randn(2, width) if biased else (None, None)
-    weight, x = kernels.pack_gated(gate, up, *biases), kernels.activate(torch.randn(104, 48))
+    weight, x = kernels.pack_gated(gate, up, *biases), kernels.quantize_activation(torch.randn(104, 48))
     whole = kernels.gated(x, weight, activation)
     for start, rows in ((0, 4), (8, 8), (16, 24), (64, 40)):
         assert torch.equal(kernels.gated(x[start : start + rows], weight, activation), whole[start : start + rows])
@@ -214,21 +214,21 @@ def test_adding_norming_and_collecting(kernels: Kernels, width: int, with_post: 
     before, delta, weight = torch.randn(48, width), torch.randn(48, width).to(kernels.dtype), torch.randn(width)
     post = torch.randn(width) if with_post else None
     after = before.clone()
-    read = kernels.add_norm(after, delta, post, kernels.pack_vector(weight), 1e-5)
+    read = kernels.fused_add_rms_norm(after, delta, post, kernels.pack_vector(weight), 1e-5)
     right = before + (_normed(delta, post) if with_post else delta.double())
     torch.testing.assert_close(after.double(), right, rtol=tolerance(kernels), atol=tolerance(kernels))
     torch.testing.assert_close(read.double(), _normed(after, weight), rtol=tolerance(kernels), atol=tolerance(kernels))
     assert read.dtype == kernels.dtype
     few = before[8:12].clone()
-    assert torch.equal(kernels.add_norm(few, delta[8:12], post, weight, 1e-5), read[8:12])
+    assert torch.equal(kernels.fused_add_rms_norm(few, delta[8:12], post, weight, 1e-5), read[8:12])
     assert torch.equal(few, after[8:12])
     rows = torch.tensor([40, 3, 3, 47])
-    collected = kernels.collect(rows, before, delta, post, 1e-5)
+    collected = kernels.gather_rows(rows, before, delta, post, 1e-5)
     assert torch.equal(collected, after[rows])
     hidden = kernels.norm(collected, weight, 1e-5)
     assert hidden.dtype == torch.float32
     assert torch.equal(hidden, read[rows].float()), "the hidden states are what the head reads"
-    assert torch.equal(kernels.add_norm(after.clone(), None, None, weight, 1e-5), read)
+    assert torch.equal(kernels.fused_add_rms_norm(after.clone(), None, None, weight, 1e-5), read)
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -240,7 +240,7 @@ def test_rotating(kernels: Kernels, d: int, normed: bool) -> None:
     qkv = torch.randn(48, HEADS + 2 * KV_HEADS, d).to(kernels.dtype)
     norms = HeadNorms(torch.randn(d), torch.randn(d), 1e-5) if normed else None
     kv = torch.zeros(2, 5 * BLOCK, KV_HEADS, d, dtype=kernels.dtype)
-    q = kernels.rotate(qkv.flatten(1), norms, turn, kv, plan)
+    q = kernels.rope_and_cache(qkv.flatten(1), norms, turn, kv, plan)
     heads = qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
     right = [part.double() for part in heads]
     if norms is not None:
@@ -251,7 +251,9 @@ def test_rotating(kernels: Kernels, d: int, normed: bool) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance(kernels), atol=3 * tolerance(kernels))
     assert not kv[:, : BLOCK + 5].any(), "nothing else is written"
     one, other = kernels.plan(layout([4], [20], [[1, 2]]), BLOCK), torch.zeros_like(kv)
-    assert torch.equal(kernels.rotate(qkv[8:12].flatten(1), norms, rotation(positions[8:12], d), other, one), q[8:12])
+    assert torch.equal(
+        kernels.rope_and_cache(qkv[8:12].flatten(1), norms, rotation(positions[8:12], d), other, one), q[8:12]
+    )
     assert torch.equal(other[:, 2 * BLOCK + 4 : 2 * BLOCK + 8], kv[:, BLOCK + 13 : BLOCK + 17])
 
 

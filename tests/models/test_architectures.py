@@ -228,7 +228,9 @@ def split_by_rows(ops: Any) -> Callable[..., torch.Tensor]:
         numbers = x if isinstance(x, torch.Tensor) else x.parts[0][:, : x.width]
         left = numbers.clone()
         left[:, numbers.shape[1] // 2 :] = 0
-        return whole.copy_(linear(ops.activate(left), weight) + linear(ops.activate(numbers - left), weight))
+        return whole.copy_(
+            linear(ops.quantize_activation(left), weight) + linear(ops.quantize_activation(numbers - left), weight)
+        )
 
     return split
 

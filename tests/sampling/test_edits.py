@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from specserve.engine.request import Limits, Request, sequences
 from specserve.sampling import bad_words
 from specserve.sampling.bad_words import of_ids, of_texts
-from specserve.sampling.filters import process
+from specserve.sampling.edits import edited
 from specserve.sampling.rows import Rows
 from specserve.server.engine.messages import Command, Submit
 from specserve.types import BadWords, Draft, SamplingParams, Sequence
@@ -103,7 +103,7 @@ def test_counts_that_are_kept_up_are_those_made_anew(
         seq.tokens += tokens
         fresh = sequence(seq.tokens, 3, **own)
         rows = [Rows([each], [draft], [0]) for each in (seq, fresh)]
-        assert torch.equal(process(logits, rows[0], None), process(logits, rows[1], None))
+        assert torch.equal(edited(logits, rows[0]), edited(logits, rows[1]))
 
 
 def test_completions_share_what_is_prepared_and_count_for_themselves() -> None:
@@ -115,10 +115,10 @@ def test_completions_share_what_is_prepared_and_count_for_themselves() -> None:
     group = sequences(request, Limits(50, 100, frozenset({0})))
     logits = torch.randn(3, 50)
     rows = Rows(group, [Draft.empty()] * 3, [0, 1, 2])
-    process(logits, rows, None)
+    edited(logits, rows)
     for i, seq in enumerate(group):
         seq.tokens += [8 + i] * (i + 1)
-    together = process(logits, rows, None)
+    together = edited(logits, rows)
     shared = {id(seq.edits.shared) for seq in group}  # type: ignore[attr-defined]
     assert len(shared) == 1
     assert len({id(seq.stop_ids) for seq in group}) == 1
@@ -126,7 +126,7 @@ def test_completions_share_what_is_prepared_and_count_for_themselves() -> None:
     for i, seq in enumerate(group):
         alone = copy.copy(seq)
         alone.edits, alone.parent = None, None
-        assert torch.equal(process(logits[i : i + 1], Rows([alone], [Draft.empty()], [0]), None)[0], together[i])
+        assert torch.equal(edited(logits[i : i + 1], Rows([alone], [Draft.empty()], [0]))[0], together[i])
 
 
 def many_words() -> BadWords:
@@ -154,13 +154,13 @@ def test_what_a_request_asks_for_costs_no_step_much(name: str) -> None:
     seqs = [Sequence("r", i, text, length // 2, asked, i, 10**6, bad_words=words) for i, text in enumerate(texts)]
     rows = Rows(seqs, [Draft.chain([1, 2, 3, 4, 5])] * 16, [*range(0, 96, 6)])
     logits = torch.randn(96, VOCAB)
-    process(logits, rows, None)
+    edited(logits, rows)
     times, copies = [], []
     for _ in range(5):
         for seq in seqs:
             seq.tokens.append(int(random.integers(VOCAB)))
         copies.append(thread_seconds(logits.clone))
-        times.append(thread_seconds(lambda: process(logits, rows, None)))
+        times.append(thread_seconds(lambda: edited(logits, rows)))
     assert min(times) < 3 * min(copies) + 0.03
 
 

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from specserve.sampling.filters import normalise, process, shape
-from specserve.sampling.noise import Purpose, draw, hash_tokens, row_keys
+from specserve.kernels import reference
+from specserve.kernels._torch_sampling import filtered
+from specserve.sampling.edits import edited
+from specserve.sampling.noise import Purpose, hash_tokens, row_keys, sample
 from specserve.sampling.rows import Rows
-from specserve.sampling.sampler import Sampler
+from specserve.sampling.sampler import Sampler, sampling_arrays
 from specserve.types import Draft, Failure, Sequence, TokenLogprobs, Verdict
 
 VOCAB = 61
+OPS = reference.Kernels(torch.device("cpu"), torch.float32)
 MODES = ("coupled", "rejection", "block")
 Make = Callable[..., Sequence]
 
@@ -80,7 +83,7 @@ def _draft(kind: str, seq: Sequence, vocab: int = VOCAB) -> Draft:
         logits = _logits((*seq.tokens, *chain), vocab)
         laws.append(torch.softmax(logits * 0.8, -1))
         keys = row_keys([seq.seed], [len(seq.tokens) + depth], [Purpose.SAMPLE])
-        drawn = draw((logits * 0.8).double()[None], keys, hash_tokens(torch.arange(vocab)))
+        drawn = sample((logits * 0.8).double()[None], keys, hash_tokens(torch.arange(vocab)))
         chain.append(int(logits.argmin() if kind == "bad" else drawn if kind == "dense" else logits.argmax()))
     if kind == "none":
         return Draft.empty()
@@ -101,7 +104,7 @@ def _text(kind: str, own: dict[str, Any], seed: int, sequence: Make, mode: str =
         seq = sequence(tokens, 2, seed, **own)
         draft = _draft(kind, seq)
         logits, rows = _rows_of([seq], [draft])
-        verdict = _one(Sampler(VOCAB, mode, "cpu")(logits, rows, None))
+        verdict = _one(Sampler(VOCAB, mode, OPS)(logits, rows, None))
         tokens, accepted = [*tokens, *verdict.tokens], accepted + len(verdict.path)
     return tokens[:15], accepted
 
@@ -149,7 +152,7 @@ def _batch(
 def test_a_sequence_is_judged_alike_alone_and_among_others(mode: str, vocab: int, sequence: Make) -> None:
     """Verdicts and log-probabilities are equal in every bit, in another order too."""
     seqs, drafts, logits, rows, masks = _batch(sequence, mode, vocab)
-    judge = Sampler(vocab, mode, "cpu")
+    judge = Sampler(vocab, mode, OPS)
     together = judge(logits, rows, masks)
     assert sum(len(v.path) for v in together if isinstance(v, Verdict)) >= 5
     own = [slice(start, start + len(draft) + 1) for start, draft in zip(rows.starts, drafts, strict=True)]
@@ -170,18 +173,21 @@ def test_every_number_of_a_row_is_its_own(vocab: int, sequence: Make) -> None:
     seqs = [sequence([0, 1, 2, 1], 2, i, **own | {"bad_ids": (), "stop_token_ids": []}) for i, own in enumerate(fit)]
     logits = torch.randn(len(seqs), vocab, generator=generator) * 4
     rows = Rows(seqs, [Draft.empty()] * len(seqs), [*range(len(seqs))])
-    together = shape(process(logits, rows, None), [seq.params for seq in seqs])
+    arrays = sampling_arrays(range(len(seqs)), [seq.params for seq in seqs])
+    scores = edited(logits, rows)
+    together, laws = filtered(scores, arrays), OPS.probabilities(scores, arrays, None)
     keys = row_keys([seq.seed for seq in seqs], [4] * len(seqs), [0] * len(seqs))
-    drawn = draw(together, keys, hash_tokens(torch.arange(vocab)))
+    drawn = sample(together, keys, hash_tokens(torch.arange(vocab)))
     torch.set_num_threads(2)
-    threaded = shape(process(logits, rows, None), [seq.params for seq in seqs])
+    threaded = filtered(edited(logits, rows), arrays)
     torch.set_num_threads(1)
     assert torch.equal(threaded, together)
     for i, seq in enumerate(seqs):
-        alone = shape(process(logits[i : i + 1], Rows([seq], [Draft.empty()], [0]), None), [seq.params])
+        own, only = edited(logits[i : i + 1], Rows([seq], [Draft.empty()], [0])), sampling_arrays([0], [seq.params])
+        alone = filtered(own, only)
         assert torch.equal(alone[0], together[i])
-        assert torch.equal(normalise(alone)[0], normalise(together)[i])
-        assert draw(alone, keys[i : i + 1], hash_tokens(torch.arange(vocab))).item() == drawn[i]
+        assert torch.equal(OPS.probabilities(own, only, None)[0], laws[i])
+        assert sample(alone, keys[i : i + 1], hash_tokens(torch.arange(vocab))).item() == drawn[i]
 
 
 BAD_VALUES = {"nan": math.nan, "plus infinity": math.inf, "minus infinity": -math.inf}
@@ -191,7 +197,7 @@ BAD_VALUES = {"nan": math.nan, "plus infinity": math.inf, "minus infinity": -mat
 @pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
 def test_a_bad_row_fails_its_own_sequence(mode: str, value: float, sequence: Make) -> None:
     seqs, _, logits, rows, masks = _batch(sequence, mode, VOCAB)
-    judge = Sampler(VOCAB, mode, "cpu")
+    judge = Sampler(VOCAB, mode, OPS)
     before = judge(logits, rows, masks)
     for victim in range(len(seqs)):
         broken = logits.clone()
@@ -216,7 +222,7 @@ def test_a_bad_draft_row_shortens_and_does_not_fail(mode: str, sequence: Make) -
         seq = sequence([5, 8, 5], 2, seed, **own)
         draft = _draft("good", seq)
         logits, rows = _rows_of([seq], [draft])
-        judge = Sampler(VOCAB, mode, "cpu")
+        judge = Sampler(VOCAB, mode, OPS)
         whole = _one(judge(logits, rows, None))
         logits[2] = value
         cut = _one(judge(logits, rows, None))
@@ -236,12 +242,12 @@ def test_what_forbids_everything_says_so(mode: str, sequence: Make) -> None:
     for temperature in (0.0, 1.0):
         seq = sequence([1, 2, 3], 2, 1, temperature=temperature, **own)
         logits, rows = _rows_of([seq], [Draft.chain([4, 4])])
-        (failed,) = Sampler(VOCAB, mode, "cpu")(logits, rows, None)
+        (failed,) = Sampler(VOCAB, mode, OPS)(logits, rows, None)
         assert isinstance(failed, Failure)
         assert "allowed_token_ids, bad_words" in failed.message
         masks = np.full((3, 2), -1, np.int32)
         masks[0] = 0
-        (failed,) = Sampler(VOCAB, mode, "cpu")(logits, Rows([sequence([1])], rows.drafts, [0]), masks)
+        (failed,) = Sampler(VOCAB, mode, OPS)(logits, Rows([sequence([1])], rows.drafts, [0]), masks)
         assert isinstance(failed, Failure)
         assert "grammar" in failed.message
 
@@ -251,7 +257,7 @@ def test_a_nan_behind_a_mask_is_still_the_models_fault(sequence: Make) -> None:
     logits[0, 7] = math.nan
     for own in ({"temperature": 0.0}, {}):
         seq = sequence([1], 1, 1, allowed_token_ids=[1, 2], **own)
-        (failed,) = Sampler(VOCAB, "coupled", "cpu")(logits, Rows([seq], [Draft.empty()], [0]), None)
+        (failed,) = Sampler(VOCAB, "coupled", OPS)(logits, Rows([seq], [Draft.empty()], [0]), None)
         assert isinstance(failed, Failure)
 
 
@@ -281,7 +287,7 @@ def test_logprobs_are_of_the_raw_row_that_judged_the_token(mode: str, kind: str,
         seq = sequence([5, 8, 5], 2, seed, logprobs=k, **own)
         draft = _draft(kind, seq)
         logits, rows = _rows_of([seq, seq], [draft, draft])
-        both = Sampler(VOCAB, mode, "cpu")(logits, rows, None)
+        both = Sampler(VOCAB, mode, OPS)(logits, rows, None)
         assert both[0] == both[1]
         verdict = both[1]
         assert isinstance(verdict, Verdict)
@@ -291,7 +297,7 @@ def test_logprobs_are_of_the_raw_row_that_judged_the_token(mode: str, kind: str,
             assert _same(entry, _naive_logprobs(_logits((*seq.tokens, *verdict.tokens[:i])), token, k))
         emitted += len(verdict.tokens)
         plain = _one(
-            Sampler(VOCAB, mode, "cpu")(
+            Sampler(VOCAB, mode, OPS)(
                 logits[: len(draft) + 1], Rows([sequence([5, 8, 5], 2, seed, **own)], [draft], [0]), None
             )
         )
@@ -301,7 +307,7 @@ def test_logprobs_are_of_the_raw_row_that_judged_the_token(mode: str, kind: str,
 
 
 def test_scores_equal_reported_logprobs_and_rank_equals_by_id() -> None:
-    judge = Sampler(6, "coupled", "cpu")
+    judge = Sampler(6, "coupled", OPS)
     logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 0.0, -2.0], [0.5, -1.0, -3.0, -1.0, -torch.inf, -1.0]])
     first, second = judge.score(logits, [3, 4], 6)
     assert [*first.top] == [1, 3, 0, 2, 4, 5]
@@ -317,7 +323,7 @@ def test_scores_equal_reported_logprobs_and_rank_equals_by_id() -> None:
 def test_a_broken_prompt_row_scores_as_impossible() -> None:
     logits = torch.zeros(3, 4)
     logits[1, 2] = math.nan
-    good, broken, other = Sampler(4, "coupled", "cpu").score(logits, [1, 1, 2], 2)
+    good, broken, other = Sampler(4, "coupled", OPS).score(logits, [1, 1, 2], 2)
     assert (broken.logprob, broken.rank, broken.top) == (-math.inf, 4, {})
     assert good.logprob == other.logprob == pytest.approx(math.log(0.25))
 
@@ -325,4 +331,4 @@ def test_a_broken_prompt_row_scores_as_impossible() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_judges_nothing_says_nothing(mode: str) -> None:
     """All of its rows were prefill."""
-    assert Sampler(VOCAB, mode, "cpu")(torch.zeros(4, VOCAB), Rows([], [], []), None) == []
+    assert Sampler(VOCAB, mode, OPS)(torch.zeros(4, VOCAB), Rows([], [], []), None) == []

@@ -18,12 +18,15 @@ import pytest
 import torch
 from scipy import stats
 
-from specserve.sampling import edits, filters, noise, sampler as sampler_file, verify
-from specserve.sampling.noise import Purpose, draw, fold, hash_tokens, row_keys
+from specserve.kernels import _torch_sampling, reference
+from specserve.ops import fixed_point
+from specserve.sampling import edits, noise, sampler as sampler_file, verify
+from specserve.sampling.noise import Purpose, fold, hash_tokens, row_keys, sample
 from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
 from specserve.types import Draft, Failure, Ids, Sequence
 
+OPS = reference.Kernels(torch.device("cpu"), torch.float32)
 VOCAB, LENGTH = 4, 3  # texts of LENGTH tokens are compared
 CONTEXT = [1, 2, 0, 2]  # two of prompt, two of output
 HASHED = hash_tokens(torch.arange(VOCAB))
@@ -104,7 +107,7 @@ def _draw_drafts(cell: Cell, seqs: list[Sequence], parents: np.ndarray) -> list[
             own = row_keys(seeds, (positions + depths[node]).tolist(), [kind] * len(seqs))
         else:
             own = keys[parent + 1]
-        tokens.append(draw(laws[-1].log(), own, HASHED))
+        tokens.append(sample(laws[-1].log(), own, HASHED))
         keys.append(fold(own, HASHED[tokens[-1]]))
     every, q = torch.stack(tokens, 1).int().numpy(), torch.stack(laws, 1)
     return [Draft(every[i], parents, q[i]) for i in range(len(seqs))]
@@ -136,7 +139,7 @@ def _step(cell: Cell, judge: Sampler, seqs: list[Sequence], texts: list[Text]) -
 
 def generate(cell: Cell, sequence: Callable[..., Sequence], seeds: range) -> list[Text]:
     """The first LENGTH tokens for every seed."""
-    judge = Sampler(VOCAB, cell.mode, "cpu")
+    judge = Sampler(VOCAB, cell.mode, OPS)
     params = sequence(CONTEXT, 2, **cell.options).params
     texts: list[Text] = [()] * len(seeds)
     while unfinished := [i for i, text in enumerate(texts) if len(text) < LENGTH]:
@@ -217,11 +220,11 @@ def check(cell: Cell, sequence: Callable[..., Sequence], oracle: Oracle) -> None
 
 
 def _home(name: str) -> tuple[ModuleType, str]:
-    """Where a function is looked up by its callers: the sampler has its own name for some of the filters."""
+    """Where a function is looked up by its callers."""
     if name in vars(Sampler):
         return sampler_file, f"Sampler.{name}"
-    first = name.partition(".")[0]
-    return next(module for module in (sampler_file, edits, filters, verify, noise) if first in vars(module)), name
+    first, files = name.partition(".")[0], (sampler_file, edits, _torch_sampling, verify, noise, fixed_point)
+    return next(module for module in files if first in vars(module)), name
 
 
 PENALISED, TOP_P = PENALTIES["penalised"], FILTERS["top-p"]
@@ -233,14 +236,14 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     (
         "siblings share a uniform",
         "_uniforms",
-        "fold(keys[trial.parents], self._hashed[trial.tokens])",
-        "fold(keys[trial.parents], self._hashed[trial.tokens * 0])",
+        "noise.fold(keys[trial.parents], self._hashed[trial.tokens])",
+        "noise.fold(keys[trial.parents], self._hashed[trial.tokens * 0])",
         at("rejection", "tree"),
     ),
     (
         "a parent's uniform used again",
         "_uniforms",
-        "fold(keys[trial.parents], self._hashed[trial.tokens])",
+        "noise.fold(keys[trial.parents], self._hashed[trial.tokens])",
         "keys[trial.parents]",
         at("rejection", "one-hot"),
     ),
@@ -248,7 +251,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     (
         "a node's uniform keyed by its own position and token alone",
         "_uniforms",
-        "keys[trial.rows] = fold(keys[trial.parents], self._hashed[trial.tokens])",
+        "keys[trial.rows] = noise.fold(keys[trial.parents], self._hashed[trial.tokens])",
         "\n".join(
             (
                 "origin = torch.zeros_like(keys) if trial is rounds[0] else origin",
@@ -258,43 +261,57 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
                 "        origin[trial.rows], place[trial.rows] = origin[trial.parents], place[trial.parents] + 1",
                 "        own = [seqs[i].seed for i in origin[trial.rows].tolist()]",
                 "        own = row_keys(own, place[trial.rows].tolist(), [Purpose.ACCEPT] * len(own))",
-                "        keys[trial.rows] = fold(own, self._hashed[trial.tokens])",
+                "        keys[trial.rows] = noise.fold(own, self._hashed[trial.tokens])",
             )
         ),
         Cell("block", "one-hot", False, {"logit_bias": {2: 1.0}}),
     ),
-    ("accepting above the chance", "_judge", "<= chances", ">= chances", at("rejection", "dense")),
-    ("accepting at even odds", "_judge", "<= chances", "<= chances * 0 + 0.5", at("block", "dense")),
+    ("accepting above the chance", "_accept_or_reject", "<= chances", ">= chances", at("rejection", "dense")),
+    ("accepting at even odds", "_accept_or_reject", "<= chances", "<= chances * 0 + 0.5", at("block", "dense")),
     (
         "recovery with the drafter's noise",
-        "_second_pass",
+        "_accept_or_reject",
         "Purpose.RECOVER",
         "Purpose.DRAFT",
         Cell("rejection", "dense", False, {"logit_bias": {1: 1.0}}),
     ),
-    ("recovery from the root", "_second_pass", "start + end for", "start for", at("rejection", "one-hot")),
+    ("recovery from the root", "_accept_or_reject", "left[ends]", "left[starts]", at("rejection", "one-hot")),
     (
         "recovery with one position for all",
-        "_second_pass",
-        "len(rows.seqs[i].tokens) + len(paths[i])",
+        "_accept_or_reject",
+        "len(seq.tokens) + len(path)",
         "0",
         at("rejection", "one-hot"),
     ),
     (
-        "judged before processing",
-        "_first_pass",
-        "self._judge(scores",
-        "self._judge(raw",
+        "judged without a mask",
+        "_accept_or_reject",
+        "sampling_arrays(at, params), masks",
+        "sampling_arrays(at, params), None",
         Cell("rejection", "dense", True, {}),
     ),
-    ("sampled before processing", "_first_pass", "self._sample(scores", "self._sample(raw", ENVELOPE),
-    ("all of a text with one position", "_sample_keys", "+ depth for", "for", at("coupled", "one-hot")),
-    ("seed left out", "_sample_keys", "[seq.seed]", "[0]", at("coupled", "none")),
-    ("rows of another sequence", "_packed_starts", "len(draft) + 1", "len(draft)", at("block", "dense")),
+    (
+        "judged before it is edited",
+        "__call__",
+        "self._accept_or_reject(tokens, scores",
+        "self._accept_or_reject(tokens, logits",
+        Cell("rejection", "dense", False, PENALISED),
+    ),
+    ("sampled before it is edited", "__call__", "self._sample(tokens, scores", "self._sample(tokens, logits", ENVELOPE),
+    ("sampled without a mask", "_sample", "self._hashed, masks", "self._hashed, None", ENVELOPE),
+    ("all of a text with one position", "_sample", "+ depth)", ")", at("coupled", "one-hot")),
+    ("seed left out", "_sample", "(seq.seed)", "(0)", at("coupled", "none")),
+    (
+        "rows of another sequence",
+        "_accept_or_reject",
+        "cumsum([len(draft) + 1",
+        "cumsum([len(draft)",
+        at("block", "dense"),
+    ),
     ("extra token of the wrong row", "last_row", "path[-1] + 1", "path[-1]", at("coupled", "one-hot")),
     ("residual of another law", "_subtract", "trial.q).clamp_(min=0.0)", "trial.q * 0)", at("rejection", "dense")),
-    ("mask at the root alone", "_apply_masks", "bits == 0", "bits[:1].expand_as(bits) == 0", ENVELOPE),
-    ("mask of another bit order", "_bits", 'bitorder="little"', 'bitorder="big"', ENVELOPE),
+    ("mask at the root alone", "_masked", "masks[rows]", "masks[rows * 0]", ENVELOPE),
+    ("mask of another bit order", "_masked", 'bitorder="little"', 'bitorder="big"', ENVELOPE),
     ("drafts not penalised", "_Occurrences.drafted", "added[node + 1, columns[node]] += 1", "pass", REPEATING),
     (
         "siblings penalised",
@@ -306,7 +323,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     ("prompt not repeated", "_Occurrences.__init__", "shared.prompt_ids", "shared.prompt_ids[:0]", ENVELOPE),
     ("repetition always divides", "_Shared.penalised", "logits * repetition", "logits / repetition", ENVELOPE),
     ("presence once per occurrence", "_Shared.penalised", "(counts > 0)", "counts", REPEATING),
-    ("no temperature", "shape", ".div_(temperature)", "", ENVELOPE),
+    ("no temperature", "filtered", ".div_(_column(sampling.temperature, scores.device))", "", ENVELOPE),
     (
         "top-p one token short",
         "_nucleus",
@@ -318,15 +335,15 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
         "top-p of the absolute mass",
         "_nucleus",
         "weights.sum(-1, keepdim=True) * top_p",
-        "top_p * _scale(vocab)",
+        "top_p * 2.0**60",
         Cell("coupled", "none", False, TOP_P),
     ),
-    ("top-k one short", "_apply_top_k", "widths[:, None] - 1", "widths[:, None] - 2", ENVELOPE),
+    ("top-k one short", "_keep_top_k", "widths[:, None] - 1", "widths[:, None] - 2", ENVELOPE),
     (
         "min-p absolute",
-        "_apply_min_p",
-        "math.log(p.min_p)",
-        "-p.min_p",
+        "_keep_min_p",
+        "math.log(p)",
+        "-p",
         Cell("coupled", "none", False, FILTERS["min-p"]),
     ),
     ("law not normalised", "row_total", "/ _scale(most)", "/ _scale(2 * most)", at("rejection", "one-hot")),
@@ -365,5 +382,5 @@ def test_drafts_were_accepted_and_rejected(sequence: Callable[..., Sequence]) ->
             continue
         cell = Cell(mode, draft, False, {})
         seqs = [sequence(CONTEXT, 2, seed) for seed in range(300)]
-        lengths = {len(text) for text in _step(cell, Sampler(VOCAB, mode, "cpu"), seqs, [()] * 300)}
+        lengths = {len(text) for text in _step(cell, Sampler(VOCAB, mode, OPS), seqs, [()] * 300)}
         assert lengths == {1, 2, 3}, (mode, draft)

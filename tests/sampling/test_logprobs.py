@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from specserve.kernels import _torch_sampling, reference
 from specserve.ops import fraction_bits
-from specserve.sampling import logprobs
 from specserve.sampling.logprobs import token_logprobs
 from specserve.types import TokenLogprobs
 
 cpu = pytest.importorskip("specserve.kernels.cpu", exc_type=ImportError)
+OPS = reference.Kernels(torch.device("cpu"), torch.float32)
 KERNELS = {isa: cpu.Kernels(torch.float32, "none", 2, isa) for isa in cpu._native.instruction_sets()}
 
 shapes = st.fixed_dictionaries(
@@ -54,11 +55,11 @@ def test_native_scores_are_those_of_torch_bit_for_bit(isa: str, shape: dict, ks:
     logits, tokens = rows_of(**shape)
     order = [5, 0, 3, 2, 1, 4]
     tokens, native = [tokens[row] for row in order], KERNELS[isa]
-    wanted = token_logprobs(logits, order, tokens, ks)
-    found = token_logprobs(logits, order, tokens, ks, native)
+    wanted = token_logprobs(OPS, logits, order, tokens, ks)
+    found = token_logprobs(native, logits, order, tokens, ks)
     assert list(map(bits, found)) == list(map(bits, wanted))
     for i, row in enumerate(order):
-        (alone,) = token_logprobs(logits[row : row + 1], [0], tokens[i : i + 1], ks[i : i + 1], native)
+        (alone,) = token_logprobs(native, logits[row : row + 1], [0], tokens[i : i + 1], ks[i : i + 1])
         assert bits(alone) == bits(found[i])
 
 
@@ -72,7 +73,7 @@ def bits(entry: TokenLogprobs) -> object:
 def test_scores_are_right(shape: dict, k: int) -> None:
     """Against float64, and one token after the other."""
     logits, tokens = rows_of(**shape)
-    for row, entry in enumerate(token_logprobs(logits, range(6), tokens, [k] * 6)):
+    for row, entry in enumerate(token_logprobs(OPS, logits, range(6), tokens, [k] * 6)):
         scores, token = logits[row].double().tolist(), tokens[row]
         peak = max(scores)
         if not math.isfinite(sum(score for score in scores if score != -math.inf)) or peak == -math.inf:
@@ -88,17 +89,17 @@ def test_scores_are_right(shape: dict, k: int) -> None:
 
 def test_exponentials_are_right_to_their_last_digits_and_one_at_zero() -> None:
     x = torch.linspace(-64, 0, 100_001, dtype=torch.float64)
-    found = logprobs._exp_below_zero(x.clone())
+    found = _torch_sampling._exp_below_zero(x.clone())
     assert found[-1] == 1
     np.testing.assert_allclose(found.numpy(), np.exp(x.numpy()), rtol=2e-14)
-    assert logprobs._exp_below_zero(torch.tensor([-1e9, -math.inf]).double()).tolist() == [found[0]] * 2
+    assert _torch_sampling._exp_below_zero(torch.tensor([-1e9, -math.inf]).double()).tolist() == [found[0]] * 2
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 4096, 151_936, 2**20])
 def test_sums_of_equal_logits_do_not_overflow(vocab: int) -> None:
     assert vocab * 2 ** fraction_bits(vocab) < 2**63
-    for native in (None, *KERNELS.values()):
-        (entry,) = token_logprobs(torch.full((1, vocab), 5.0), [0], [vocab - 1], [1], native)
+    for ops in (OPS, *KERNELS.values()):
+        (entry,) = token_logprobs(ops, torch.full((1, vocab), 5.0), [0], [vocab - 1], [1])
         assert entry.logprob == pytest.approx(-math.log(vocab), abs=1e-6)
         assert (entry.rank, list(entry.top)) == (1, [0])
 
@@ -107,14 +108,17 @@ def test_torch_goes_over_slices_whatever_the_vocabulary() -> None:
     """The same numbers from slices of any size; none larger than it has to be."""
     logits = torch.randn(7, 3000, generator=torch.Generator().manual_seed(0))
     sizes = []
-    work = logprobs._score_slice
+    work = _torch_sampling._score_slice
 
     def watched(raw: torch.Tensor, chosen: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
         sizes.append(raw.numel())
         return work(raw, chosen, k)
 
-    wanted = token_logprobs(logits, range(7), [*range(7)], [5] * 7)
-    with mock.patch.object(logprobs, "_score_slice", watched), mock.patch.object(logprobs, "_SLICE", 7000):
-        assert token_logprobs(logits, range(7), [*range(7)], [5] * 7) == wanted
+    wanted = token_logprobs(OPS, logits, range(7), [*range(7)], [5] * 7)
+    with (
+        mock.patch.object(_torch_sampling, "_score_slice", watched),
+        mock.patch.object(_torch_sampling, "_SLICE", 7000),
+    ):
+        assert token_logprobs(OPS, logits, range(7), [*range(7)], [5] * 7) == wanted
     assert sizes == [6000, 6000, 6000, 3000]
-    assert logprobs._SLICE * 8 <= 2**22
+    assert _torch_sampling._SLICE * 8 <= 2**22

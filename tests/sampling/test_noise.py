@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from specserve.sampling import noise
-from specserve.sampling.noise import Purpose, draw, fold, gumbel, hash_tokens, row_keys, uniform, unit
+from specserve.sampling.noise import Purpose, fold, gumbel, hash_tokens, row_keys, sample, uniform, unit
 
 MANY = 20_000
 
@@ -98,17 +98,17 @@ def test_the_mixer_is_splitmix64() -> None:
     assert [value % 2**64 for value in made.tolist()] == expected
 
 
-def test_draw_follows_the_scores() -> None:
+def test_samples_follow_the_scores() -> None:
     law = np.array([0.5, 0.0, 0.2, 0.05, 0.25])
     scores = torch.tensor(law).log().repeat(MANY, 1)
-    drawn = draw(scores, row_keys(range(MANY), [2] * MANY, [0] * MANY), hash_tokens(torch.arange(5)))
+    drawn = sample(scores, row_keys(range(MANY), [2] * MANY, [0] * MANY), hash_tokens(torch.arange(5)))
     counts = np.bincount(drawn.numpy(), minlength=5)
     assert counts[1] == 0
     assert stats.chisquare(counts[law > 0], law[law > 0] * MANY).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 33, 1000, 4099])
-def test_few_possible_tokens_draw_the_same_bits(vocab: int) -> None:
+def test_few_possible_tokens_sample_the_same_bits(vocab: int) -> None:
     """The path that makes noise for possible tokens alone has to meet the plain one in every bit."""
     keys, hashed = row_keys(range(40), range(40), [0] * 40), hash_tokens(torch.arange(vocab))
     generator = torch.Generator().manual_seed(vocab)
@@ -117,6 +117,6 @@ def test_few_possible_tokens_draw_the_same_bits(vocab: int) -> None:
     scores[:, vocab // 2] = 0.5
     rows, tokens = (scores > -torch.inf).nonzero(as_tuple=True)
     assert torch.equal(gumbel(keys[rows], hashed[tokens]), gumbel(keys[:, None], hashed)[rows, tokens])
-    few = noise._draw_few(scores, keys, hashed, scores > -torch.inf)
+    few = noise._sample_few(scores, keys, hashed, scores > -torch.inf)
     assert torch.equal(few, (gumbel(keys[:, None], hashed) + scores).argmax(-1))
-    assert torch.equal(few, draw(scores, keys, hashed))
+    assert torch.equal(few, sample(scores, keys, hashed))

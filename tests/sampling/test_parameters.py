@@ -13,14 +13,17 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from specserve.errors import ConfigError
-from specserve.sampling import bad_words, edits, filters
-from specserve.sampling.edits import row_depths
-from specserve.sampling.filters import normalise, process, row_total, shape
+from specserve.kernels import _torch_sampling, reference
+from specserve.ops import NO_TOKEN_LEFT
+from specserve.ops.fixed_point import row_total
+from specserve.sampling import bad_words, edits
+from specserve.sampling.edits import edited, row_depths
 from specserve.sampling.rows import Rows
-from specserve.sampling.sampler import Sampler
-from specserve.types import Draft, Failure, SamplingParams, Sequence, Verdict
+from specserve.sampling.sampler import Sampler, sampling_arrays
+from specserve.types import Draft, Failure, Ids, SamplingParams, Sequence, Verdict
 
 VOCAB = 12
+OPS = reference.Kernels(torch.device("cpu"), torch.float32)
 Oracle = Callable[..., np.ndarray | None]
 Make = Callable[..., Sequence]
 
@@ -61,10 +64,18 @@ def drafts(draw: Any) -> Draft:
     return Draft(np.array(tokens, np.int32), np.array(parents, np.int32))
 
 
-def _words(allowed: list[list[bool]]) -> torch.Tensor:
+def _words(allowed: list[list[bool]]) -> Ids:
     rows = np.zeros((len(allowed), 32), np.uint8)
     rows[:, : len(allowed[0])] = allowed
-    return torch.from_numpy(np.packbits(rows, axis=1, bitorder="little").view(np.int32))
+    return np.packbits(rows, axis=1, bitorder="little").view(np.int32)
+
+
+def _filtered(scores: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    return _torch_sampling.filtered(scores, sampling_arrays(range(len(scores)), params))
+
+
+def _probabilities(scores: torch.Tensor, params: list[SamplingParams], masks: Ids | None = None) -> torch.Tensor:
+    return OPS.probabilities(scores, sampling_arrays(range(len(scores)), params), masks)
 
 
 def _path(draft: Draft, row: int) -> list[int]:
@@ -83,21 +94,25 @@ def test_the_law_of_every_row_is_the_oracles(
     allowed = [data.draw(bits) for _ in logits] if masked else None
     raw = torch.tensor(logits)
     before = raw.clone()
-    scores = process(raw, Rows([seq], [draft], [0]), _words(allowed) if allowed else None)
+    masks = _words(allowed) if allowed else None
+    scores = edited(raw, Rows([seq], [draft], [0]))
     assert torch.equal(raw, before), "the caller's logits were changed"
-    laws = normalise(shape(scores, [seq.params] * len(scores))) if seq.params.temperature else None
-    for row, score in enumerate(scores):
+    hashed = torch.zeros(VOCAB, dtype=torch.int64)
+    greedy = sampling_arrays(range(len(scores)), [SamplingParams(temperature=0.0)] * len(scores))
+    best = OPS.sample(scores, greedy, hashed, masks)
+    laws = _probabilities(scores, [seq.params] * len(scores), masks) if seq.params.temperature else None
+    for row in range(len(scores)):
         expected = oracle(logits[row], seq, _path(draft, row), allowed[row] if allowed else None)
         if expected is None:
-            assert (score == -torch.inf).all()
+            assert best[row] == NO_TOKEN_LEFT
         elif laws is None:
-            assert expected[score.argmax()] == 1
+            assert expected[best[row]] == 1
         else:
             np.testing.assert_allclose(laws[row].numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
 def judge(mode: str, vocab: int = VOCAB) -> Sampler:
-    return Sampler(vocab, mode, "cpu")
+    return Sampler(vocab, mode, OPS)
 
 
 def one(verdicts: list[Verdict | Failure]) -> Verdict:
@@ -133,14 +148,14 @@ def test_a_draft_row_is_the_row_of_plain_decoding(parents: list[int], greedy: bo
         draft = Draft(picks, np.array(parents, np.int32))
         logits = torch.randn(len(parents) + 1, VOCAB, generator=generator) * 2
         seq = sequence(tokens, 2, trial, **own)
-        together = process(logits, Rows([seq], [draft], [0]), None)
+        together = edited(logits, Rows([seq], [draft], [0]))
         assert not torch.equal(together, logits)
         for row in range(len(logits)):
             later = sequence([*tokens, *_path(draft, row)], 2, trial, **own)
-            alone = process(logits[row : row + 1], Rows([later], [Draft.empty()], [0]), None)
+            alone = edited(logits[row : row + 1], Rows([later], [Draft.empty()], [0]))
             assert torch.equal(alone[0], together[row])
             if not greedy:
-                shaped = [shape(scores, [seq.params] * len(scores)) for scores in (alone, together)]
+                shaped = [_filtered(scores, [seq.params] * len(scores)) for scores in (alone, together)]
                 assert torch.equal(shaped[0][0], shaped[1][row])
 
 
@@ -150,9 +165,9 @@ def test_prompt_counts_for_repetition_alone(sequence: Make) -> None:
     def rows(**own: float) -> Rows:
         return Rows([sequence([0, 1, 2, 3, 2], 2, **own)], [Draft.empty()], [0])
 
-    assert process(logits, rows(repetition_penalty=2.0), None).tolist() == [[1.0, -4.0, 1.0, -4.0, 1.0]]
-    assert process(logits, rows(presence_penalty=0.5), None).tolist() == [[2.0, -2.0, 1.5, -2.5, 1.0]]
-    assert process(logits, rows(frequency_penalty=0.5), None).tolist() == [[2.0, -2.0, 1.0, -2.5, 1.0]]
+    assert edited(logits, rows(repetition_penalty=2.0)).tolist() == [[1.0, -4.0, 1.0, -4.0, 1.0]]
+    assert edited(logits, rows(presence_penalty=0.5)).tolist() == [[2.0, -2.0, 1.5, -2.5, 1.0]]
+    assert edited(logits, rows(frequency_penalty=0.5)).tolist() == [[2.0, -2.0, 1.0, -2.5, 1.0]]
 
 
 def test_nothing_asked_costs_nothing(sequence: Make) -> None:
@@ -163,19 +178,24 @@ def test_nothing_asked_costs_nothing(sequence: Make) -> None:
         [Draft.chain([4]), Draft.empty()],
         [0, 2],
     )
-    assert process(logits, rows, None) is logits
+    assert edited(logits, rows) is logits
 
 
 def test_one_sequences_parameters_leave_the_other_rows_alone(sequence: Make) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
-    plain, edited = sequence([1, 2, 3], 1), sequence([1, 2, 3], 1, allowed_token_ids=[1, 5], **EVERYTHING)
+    plain, changed = sequence([1, 2, 3], 1), sequence([1, 2, 3], 1, allowed_token_ids=[1, 5], **EVERYTHING)
     drafts = [Draft.chain([1]), Draft.chain([2]), Draft.chain([3])]
-    masks = torch.full((6, 1), -1, dtype=torch.int32)
+    scores = edited(logits, Rows([plain, changed, plain], drafts, [0, 2, 4]))
+    masks = np.full((6, 1), -1, np.int32)
     masks[2:4] = 0b101010
-    scores = process(logits, Rows([plain, edited, plain], drafts, [0, 2, 4]), masks)
-    assert torch.equal(scores[:2], logits[:2])
-    assert torch.equal(scores[4:], logits[4:])
-    assert not torch.equal(scores[2:4], logits[2:4])
+    params = [SamplingParams()] * 6
+    for found, wanted in (
+        (scores, logits),
+        (_probabilities(logits, params, masks), _probabilities(logits, params)),
+    ):
+        assert torch.equal(found[:2], wanted[:2])
+        assert torch.equal(found[4:], wanted[4:])
+        assert not torch.equal(found[2:4], wanted[2:4])
 
 
 some_scores = st.lists(st.sampled_from([-1.0, 0.5, 2.0, -math.inf]), min_size=VOCAB, max_size=VOCAB)
@@ -199,7 +219,7 @@ def test_greedy_rows_under_masks_say_the_same_with_and_without_a_best_token(
     greedy = SamplingParams(temperature=0.0)
     seqs = [Sequence("r", i, [1, 2], 1, greedy, 0, 9) for i in range(2)]
     rows = Rows(seqs, [Draft.chain([3]), Draft.empty()], [0, 2])
-    sampler = Sampler(VOCAB, "coupled", "cpu")
+    sampler = Sampler(VOCAB, "coupled", OPS)
     assert sampler(logits, rows, masks, best) == sampler(logits, rows, masks, None)
 
 
@@ -221,7 +241,7 @@ def test_top_p_of_wide_vocabularies(vocab: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(4, vocab, generator=generator) * spread
     shares = [0.01, 0.5, 0.9, 0.999]
-    kept = shape(logits, [SamplingParams(top_p=share) for share in shares]) > -torch.inf
+    kept = _filtered(logits, [SamplingParams(top_p=share) for share in shares]) > -torch.inf
     for row, share in enumerate(shares):
         law = torch.softmax(logits[row].double(), -1)
         best = law.sort(descending=True).values
@@ -234,7 +254,7 @@ def test_filters_come_in_vllms_order() -> None:
     law = torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]])
 
     def kept(**own: Any) -> int:
-        return int((shape(law.log(), [SamplingParams(**own)]) > -torch.inf).sum())
+        return int((_filtered(law.log(), [SamplingParams(**own)]) > -torch.inf).sum())
 
     assert kept(top_p=0.75) == 3
     assert kept(top_p=0.75, top_k=3) == 2  # 4/9 + 3/9 of what top-k left
@@ -245,14 +265,14 @@ def test_filters_come_in_vllms_order() -> None:
 
 @pytest.mark.parametrize("own", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 1.0}])
 def test_equals_of_the_last_one_kept_stay(own: dict[str, Any]) -> None:
-    kept = shape(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]), [SamplingParams(**own)]) > -torch.inf
+    kept = _filtered(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]), [SamplingParams(**own)]) > -torch.inf
     assert kept.tolist() == [[False, True, True, False, True]]
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e-4])
 def test_a_tiny_temperature_is_greedy_and_not_nan(temperature: float) -> None:
-    shaped = shape(torch.tensor([[1.0, -torch.inf, 3.0, 2.9]]), [SamplingParams(temperature=temperature)])
-    assert normalise(shaped).tolist() == [[0.0, 0.0, 1.0, 0.0]]
+    scores = torch.tensor([[1.0, -torch.inf, 3.0, 2.9]])
+    assert _probabilities(scores, [SamplingParams(temperature=temperature)]).tolist() == [[0.0, 0.0, 1.0, 0.0]]
 
 
 def test_greedy_takes_the_lowest_of_equals(sequence: Make) -> None:
@@ -302,7 +322,7 @@ def test_padding_rows_and_half_precision_are_welcome(sequence: Make) -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'coupled'"):
-        Sampler(4, "copled", "cpu")
+        Sampler(4, "copled", OPS)
 
 
 FAULTS = [
@@ -332,8 +352,8 @@ FAULTS = [
     ),
     (edits, "_Shared.penalised", "logits > 0", "logits < 0", "repetition rewards"),
     (edits, "_Occurrences.drafted", "added[parent + 1]", "added[0]", "penalties forget a part of the path"),
-    (filters, "_apply_masks", "bits == 0", "bits == 1", "mask inverted"),
-    (filters, "_apply_top_k", "best.gather(1, widths[:, None] - 1)", "best[:, -1:]", "another row's top-k"),
+    (_torch_sampling, "_masked", "== 0", "== 1", "mask inverted"),
+    (_torch_sampling, "_keep_top_k", "best.gather(1, widths[:, None] - 1)", "best[:, -1:]", "another row's top-k"),
 ]
 
 
@@ -360,8 +380,8 @@ def check_rows(sequence: Make, oracle: Oracle) -> None:
     logits = random.normal(0, 2, (18, VOCAB)).astype(np.float32)
     logits[:, [0, 1, 5]] += 3  # a stop token and the ends of bad words, all wanted
     allowed = random.random((18, VOCAB)) < 0.8
-    scores = process(torch.from_numpy(logits), Rows(seqs, [draft] * 3, [0, 6, 12]), _words(allowed.tolist()))
-    laws = normalise(shape(scores, [seqs[row // 6].params for row in range(18)])).numpy()
+    scores = edited(torch.from_numpy(logits), Rows(seqs, [draft] * 3, [0, 6, 12]))
+    laws = _probabilities(scores, [seqs[row // 6].params for row in range(18)], _words(allowed.tolist())).numpy()
     for row in range(18):
         expected = oracle(logits[row].tolist(), seqs[row // 6], _path(draft, row % 6), allowed[row].tolist())
         assert expected is not None

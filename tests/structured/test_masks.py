@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from specserve.kernels import reference
 from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.grammar import guide
@@ -176,7 +177,7 @@ def test_whoever_takes_the_best_token_says_the_same_with_the_bits_that_it_needs(
     before = list(state.said)
     few = filled_rows(rows, WORDS, best)
     assert state.said == before
-    sampler = Sampler(VOCAB, "coupled", "cpu")
+    sampler = Sampler(VOCAB, "coupled", reference.Kernels(torch.device("cpu"), torch.float32))
     assert sampler(logits, rows, few, best) == sampler(logits, rows, filled_rows(rows, WORDS), best)
 
 

@@ -1,0 +1,247 @@
+// Samples tokens: temperature, min-p, top-k, top-p and Gumbel noise keyed by row and token, as the reference in
+// kernels/_torch_sampling.py does. Included once per instruction set.
+#pragma once
+
+#include <algorithm>
+
+#include "args.h"
+#include "order.h"
+#include "rowwise.h"
+
+namespace specserve::SPECSERVE_ISA {
+
+constexpr int kNoiseAtOnce = 256;
+constexpr int kMaskWidth = 32;  // tokens of one word of a mask
+constexpr int kNotFinite = -1, kNoTokenLeft = -2;  // as in specserve/ops: what stands in place of a token
+
+// One row's distribution over the tokens that may come, in their order.
+struct Distribution {
+  const float* scores;    // [size]
+  const int32_t* tokens;  // [size], or null where token i is i
+  int size, best;
+  double temperature;
+  float* weights;     // [size, padded to vectors], e^score relative to the best; 0 for what is ruled out
+  float* candidates;  // [size]: scores, the first num_candidates of them
+  int num_candidates;
+
+  int token(int i) const { return tokens ? tokens[i] : i; }
+
+  double log_weight(float score) const { return (double(score) - double(scores[best])) / temperature; }
+};
+
+inline int no_token(float top) { return top == -INFINITY ? kNoTokenLeft : kNotFinite; }
+
+// Where the highest of n scores is first, or why nowhere.
+inline int first_best(const float* x, int n) {
+  F peak = set(-INFINITY);
+  const int whole = n / kLanes * kLanes;
+  for (int i = 0; i < whole; i += kLanes) peak = max(load(x + i), peak);
+  float top = hmax(peak);
+  for (int i = whole; i < n; ++i) top = std::max(top, x[i]);
+  return std::isfinite(top) ? first_equal(x, top) : no_token(top);
+}
+
+// Calls all(first) for every 32 tokens that may all come, some(token) for every other that may, until one says true.
+template <class All, class Some>
+void visit_allowed(const int32_t* mask, int vocab, All all, Some some) {
+  for (int first = 0; first < vocab; first += kMaskWidth) {
+    uint32_t word = uint32_t(mask[first / kMaskWidth]);
+    if (word == ~0u && vocab - first >= kMaskWidth) {
+      if (all(first)) return;
+      continue;
+    }
+    for (; word; word &= word - 1) {
+      const int token = first + __builtin_ctz(word);
+      if (token >= vocab || some(token)) return;
+    }
+  }
+}
+
+// The lowest of the best tokens whose bit is set, or why there is none.
+inline int masked_argmax(const float* scores, int vocab, const int32_t* mask) {
+  static_assert(kMaskWidth % kLanes == 0);
+  F peak = set(-INFINITY);
+  float top = -INFINITY;
+  visit_allowed(
+      mask, vocab,
+      [&](int first) {
+        for (int i = 0; i < kMaskWidth; i += kLanes) peak = max(load(scores + first + i), peak);
+        return false;
+      },
+      [&](int token) {
+        top = std::max(top, scores[token]);
+        return false;
+      });
+  top = std::max(top, hmax(peak));
+  if (!std::isfinite(top)) return no_token(top);
+  int best = -1;
+  const auto is_best = [&](int token) { return scores[token] == top ? (best = token, true) : false; };
+  visit_allowed(
+      mask, vocab,
+      [&](int first) {
+        for (int i = 0; i < kMaskWidth; ++i)
+          if (is_best(first + i)) return true;
+        return false;
+      },
+      is_best);
+  return best;
+}
+
+// Of one row the tokens whose bit is set, and their scores; returns how many they are.
+inline int gather(const int32_t* mask, const float* scores, int vocab, float* kept, int32_t* tokens) {
+  int count = 0;
+  const auto keep = [&](int token) {
+    tokens[count] = token;
+    kept[count++] = scores[token];
+    return false;
+  };
+  const auto keep_all = [&](int first) {
+    for (int i = 0; i < kMaskWidth; ++i) tokens[count + i] = first + i, kept[count + i] = scores[first + i];
+    count += kMaskWidth;
+    return false;
+  };
+  visit_allowed(mask, vocab, keep_all, keep);
+  return count;
+}
+
+inline void set_weights(Distribution& p) {
+  const int padded_size = (p.size + kLanes - 1) / kLanes * kLanes;
+  for (int i = p.size; i < padded_size; ++i) p.weights[i] = -INFINITY;
+  const double top = p.scores[p.best], inverse = 1.0 / p.temperature;
+  for (int i = 0; i < p.size; ++i) p.weights[i] = float((double(p.scores[i]) - top) * inverse);
+  p.weights[p.best] = 0.0f;  // 0 times infinity, where the temperature is next to nothing
+  for (int i = 0; i < padded_size; i += kLanes) store(&p.weights[i], exp(load(&p.weights[i])));
+}
+
+inline void drop_below(Distribution& p, float floor) {
+  for (int i = 0; i < p.size; ++i) p.weights[i] = p.scores[i] < floor ? 0.0f : p.weights[i];
+}
+
+// By eights of the vocabulary, so that tokens which may not come change no sum by their absence.
+inline double total_of(const Distribution& p) {
+  double sums[8] = {};
+  if (p.tokens)
+    for (int i = 0; i < p.size; ++i) sums[p.tokens[i] % 8] += p.weights[i];
+  else
+    for (int i = 0; i < p.size; i += 8)  // beyond it the weights are 0
+      for (int j = 0; j < 8; ++j) sums[j] += p.weights[i + j];
+  for (int n = 4; n; n /= 2)
+    for (int j = 0; j < n; ++j) sums[j] += sums[j + n];
+  return sums[0];
+}
+
+// The scores of what is left and lies within `reach` of the best, unordered.
+inline void take_near(Distribution& p, float reach) {
+  const float floor = p.scores[p.best] - reach;
+  p.num_candidates = 0;
+  for (int i = 0; i < p.size; ++i)
+    if (p.scores[i] >= floor && p.weights[i] > 0) p.candidates[p.num_candidates++] = p.scores[i];
+}
+
+// Looks ever farther from the best until what it sees suffices: sorting a vocabulary takes longer than a step.
+template <class Enough>
+void take_enough(Distribution& p, Enough enough) {
+  for (double reach = 4; reach <= 64; reach *= 2) {  // beyond 104 temperatures no weight is left
+    take_near(p, float(reach * p.temperature));
+    if (enough()) return;
+  }
+  take_near(p, INFINITY);
+}
+
+inline void keep_top_k(Distribution& p, int k) {
+  if (k <= 0 || k >= p.size) return;
+  take_enough(p, [&] { return p.num_candidates >= k; });
+  if (p.num_candidates >= k) drop_below(p, nth_largest(p.candidates, p.num_candidates, k));
+}
+
+inline void keep_top_p(Distribution& p, double top_p) {
+  if (top_p >= 1) return;
+  const double enough = total_of(p) * top_p;
+  const auto mass = [&] {
+    double sum = 0;
+    for (int i = 0; i < p.num_candidates; ++i) sum += std::exp(p.log_weight(p.candidates[i]));
+    return sum;
+  };
+  take_enough(p, [&] { return mass() >= enough; });
+  sort_down(p.candidates, p.num_candidates);
+  double above = 0;
+  for (int i = 0; i < p.num_candidates; ++i) {
+    above += std::exp(p.log_weight(p.candidates[i]));
+    if (above >= enough) return drop_below(p, p.candidates[i]);
+  }
+}
+
+inline void keep_min_p(Distribution& p, double min_p) {
+  if (min_p <= 0) return;
+  const double floor = std::log(min_p);
+  for (int i = 0; i < p.size; ++i)
+    if (p.log_weight(p.scores[i]) < floor) p.weights[i] = 0.0f;
+}
+
+inline uint64_t mix(uint64_t x) {
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+  return x ^ x >> 31;
+}
+
+inline double with_noise(const Distribution& p, int i, uint64_t key, const int64_t* hashed) {
+  const double u = (double(mix(key ^ uint64_t(hashed[p.token(i)])) >> 12) + 0.5) * 0x1p-52;
+  return p.log_weight(p.scores[i]) - std::log(-std::log(u));
+}
+
+// The token with the highest score plus noise. Since -log(u) >= 1 - u, a token can only beat `highest` if 1 - u is below
+// e^(score - highest): most are out without a logarithm.
+inline int gumbel_max(const Distribution& p, uint64_t key, const int64_t* hashed) {
+  int winner = p.best;
+  double highest = with_noise(p, winner, key, hashed);
+  for (int first = 0; first < p.size; first += kNoiseAtOnce) {
+    const int n = std::min(kNoiseAtOnce, p.size - first);
+    const double reach = std::exp(-highest) * (1 + 1e-5);  // weights are rounded
+    int64_t gathered[kNoiseAtOnce];
+    const int64_t* own = hashed + first;
+    if (p.tokens) {
+      for (int i = 0; i < n; ++i) gathered[i] = hashed[p.tokens[first + i]];
+      own = gathered;
+    }
+    uint8_t near[kNoiseAtOnce] = {};
+    for (int i = 0; i < n; ++i) {
+      const uint64_t noise = mix(key ^ uint64_t(own[i])) >> 12;
+      const double miss = (double(int64_t(0xFFFFFFFFFFFFF - noise)) + 0.5) * 0x1p-52;  // 1 - u
+      near[i] = miss < double(p.weights[first + i]) * reach;
+    }
+    for (int i = 0; i < n; ++i) {
+      if (!near[i]) continue;
+      const double at = with_noise(p, first + i, key, hashed);
+      if (at > highest || (at == highest && first + i < winner)) {
+        highest = at;
+        winner = first + i;
+      }
+    }
+  }
+  return p.token(winner);
+}
+
+// The token of row i, or why it has none.
+inline int sample(const SampleArgs& args, int i, const SampleScratch& scratch) {
+  const float* scores = args.scores + args.rows[i] * args.stride;
+  const int num_words = (args.vocab + kMaskWidth - 1) / kMaskWidth;
+  const int32_t* mask = args.masks ? args.masks + args.rows[i] * num_words : nullptr;
+  if (mask && std::all_of(mask, mask + num_words, [](int32_t word) { return word == -1; })) mask = nullptr;
+  if (args.temperature[i] == 0) return mask ? masked_argmax(scores, args.vocab, mask) : first_best(scores, args.vocab);
+  Distribution p;
+  p.scores = mask ? scratch.scores : scores;
+  p.tokens = mask ? scratch.tokens : nullptr;
+  p.size = mask ? gather(mask, scores, args.vocab, scratch.scores, scratch.tokens) : args.vocab;
+  p.weights = scratch.weights;
+  p.candidates = scratch.candidates;
+  p.temperature = args.temperature[i];
+  p.best = first_best(p.scores, p.size);
+  if (p.best < 0) return p.best;
+  set_weights(p);
+  keep_min_p(p, args.min_p[i]);
+  keep_top_k(p, args.top_k[i]);
+  keep_top_p(p, args.top_p[i]);
+  return gumbel_max(p, uint64_t(args.keys[i]), args.hashed);
+}
+
+}  // namespace specserve::SPECSERVE_ISA
