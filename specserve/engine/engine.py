@@ -74,6 +74,7 @@ class Engine:
             seq.order = self._num_arrived
             self._num_arrived += 1
             self.drafters.begin(seq)
+            seq.stats.drafter, seq.stats.longest_draft = self.drafters.name_of(seq), self._longest_draft(seq)
             self.scheduler.add(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Event]:
@@ -114,11 +115,18 @@ class Engine:
         """How many tokens its draft may have. A drafter that the request names drafts although the engine's number is
         0, which stands for those that name none. What a grammar forces is drafted unless the request wants no drafts:
         it is seldom rejected."""
-        forced = self._num_forced(seq)
+        return max(self._num_forced(seq), self._num_proposed(seq))
+
+    def _longest_draft(self, seq: Sequence) -> int:
+        """The highest that `_draft_limit` may ever be."""
+        may_force = seq.grammar is not None and seq.drafter != NONE
+        return max(MOST_FORCED if may_force else 0, self._num_proposed(seq))
+
+    def _num_proposed(self, seq: Sequence) -> int:
         if not self.drafters.can_draft(seq):
-            return forced
+            return 0
         count = self.num_speculative_tokens
-        return max(forced, count if count or seq.drafter is None else DEFAULT_NUM_SPECULATIVE_TOKENS)
+        return count if count or seq.drafter is None else DEFAULT_NUM_SPECULATIVE_TOKENS
 
     def _num_forced(self, seq: Sequence) -> int:
         if seq.grammar is None or seq.drafter == NONE:

@@ -16,8 +16,7 @@ from specserve.engine.outputs import Chunk, Collector, CompletionOutput, Request
 from specserve.errors import InputError, PromptTooLongError
 from specserve.sampling import bad_words
 from specserve.server.engine.client import EngineClient, RefusedError, Subscription
-from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Said, Submit
-from specserve.server.engine.packed import Block, Packed
+from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Submit
 from specserve.server.engine.supervisor import State, Supervisor
 from specserve.server.metrics import Metrics
 from specserve.server.tool_use import ToolUse, constraint, format_for, reader
@@ -65,15 +64,15 @@ class _Answer:
         self.subscription = subscription
         self.client = client
         self._metrics = service.metrics
-        self._said: deque[Said] = deque()  # taken from the subscription and not yet told
-        self._collector = Collector(self.output, ask.params, service.tokenizer, self._stop)
+        self._events: deque[Event] = deque()  # taken from the subscription and not yet passed on
+        self._collector = Collector(self.output, ask.params, service.tokenizer, self._stop, lazily=True)
 
     def take(self, most: int) -> list[Chunk]:
         """What has come since the last time, in so many messages of the engine."""
-        if not self._said:
-            self._said = deque(self.subscription.take())
-        for _ in range(min(len(self._said), most)):
-            self._collector.push(_event(self.output.request_id, self._said.popleft()))
+        if not self._events:
+            self._events = deque(self.subscription.take())
+        for _ in range(min(len(self._events), most)):
+            self._collector.push(self._events.popleft())
         chunks = list(self._collector.chunks)
         self._collector.chunks.clear()
         return chunks
@@ -269,7 +268,7 @@ class Service:
     def _submit(self, ask: Ask, name: str, news: asyncio.Event) -> _Answer:
         assert (ask.bad_words is None) == (not ask.params.bad_words), "prepare makes ids of bad words"
         submit = Submit(
-            id=0,
+            id="",
             prompt_ids=ask.prompt_ids,
             params=ask.params,
             bad_words=ask.bad_words,
@@ -281,8 +280,7 @@ class Service:
         )
         client = self.supervisor.client
         subscription = client.submit(submit, ask.params.n, news)
-        drafter = ask.drafter or ("prediction" if ask.prediction else self.ready.drafter)
-        self.metrics.begin(subscription.number, ask.params.n, len(ask.prompt_ids), drafter)
+        self.metrics.begin(subscription.number, ask.params.n, len(ask.prompt_ids))
         return _Answer(ask, name, client, subscription, self)
 
     def close(self) -> None:
@@ -318,23 +316,3 @@ def num_characters(value: Any, enough: int) -> int:
         elif isinstance(entry, list | tuple):
             left += entry
     return total
-
-
-def _unpacked(blocks: list[Block] | None) -> Any:
-    """As a list whose entries are unpacked when they are looked at."""
-    return None if blocks is None else Packed(blocks)
-
-
-def _event(name: str, said: Said) -> Event:
-    return Event(
-        request_id=name,
-        index=said.index,
-        tokens=said.tokens,
-        logprobs=_unpacked(said.logprobs),
-        prompt_logprobs=_unpacked(said.prompt_logprobs),
-        finish_reason=said.finish_reason,
-        stop_reason=said.stop_reason,
-        error=said.error,
-        error_code=said.error_code,
-        stats=said.stats,
-    )

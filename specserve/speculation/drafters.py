@@ -64,6 +64,10 @@ class Drafters:
         """Whether a draft can come for this sequence, which has begun."""
         return self._host_of[seq].active
 
+    def name_of(self, seq: Sequence) -> str:
+        """The drafter of a sequence that has begun."""
+        return self._host_of[seq].name
+
     def begin(self, seq: Sequence) -> None:
         """Hand a sequence to its drafter, which `require` has made. It hears of one that is scheduled."""
         host = self._own if seq.drafter is None else self._hosts[seq.drafter]

@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
+from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, PromptTooLongError
 from specserve.sampling.bad_words import of_ids
@@ -338,12 +339,12 @@ def test_logprobs_equal_a_prefill_of_the_same_ids(tiny: Path, alone, drafted: bo
     engine.add(Request(id="noise", prompt_ids=prompt(3), params=GREEDY))
     events = [event for event in finish(engine) if event.request_id == "r0"]
     output = ids(events)
-    reported = [entry for event in events for entry in event.logprobs or ()]
-    (scored,) = [event.prompt_logprobs for event in events if event.prompt_logprobs]
+    reported = [entry for event in events for entry in Packed(event.logprobs or ())]
+    (scored,) = [list(Packed(event.prompt_logprobs)) for event in events if event.prompt_logprobs]
     assert output == alone["r0", 0]
     rescoring = Request(id="again", prompt_ids=prompt(0) + output, params=params)
     engine.add(rescoring)
-    (rescored,) = [event.prompt_logprobs for event in finish(engine) if event.prompt_logprobs]
+    (rescored,) = [list(Packed(event.prompt_logprobs)) for event in finish(engine) if event.prompt_logprobs]
     assert rescored[0] is None
     assert rescored == scored + reported
     assert [entry.token for entry in rescored[1:]] == (prompt(0) + output)[1:]

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer as Backend
 
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
+from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.llm import LLM
 from specserve.speculation.base import DraftHost, create
@@ -233,7 +234,7 @@ def first_scores(built: Built) -> dict[int, float]:
     built.engine.add(Request(id="score", prompt_ids=prompt(2), params=asked))
     (event,) = built.engine.step()
     assert event.logprobs is not None
-    return {token: score for token, score in event.logprobs[0].top.items() if token < 280}
+    return {token: score for token, score in Packed(event.logprobs)[0].top.items() if token < 280}
 
 
 # --- the SDK ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from scipy.stats import chisquare
 
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
+from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import NoTokenLeftError
 from specserve.sampling.bad_words import of_ids
@@ -346,9 +347,7 @@ def score(built: Built, text: list[int], token: int) -> float:
     built.engine.add(Request(id="score", prompt_ids=[*text, token], params=asked))
     (event,) = [event for _ in range(1) for event in built.engine.step()]
     assert event.prompt_logprobs is not None
-    entry = event.prompt_logprobs[-1]
-    assert entry is not None
-    return entry.logprob
+    return float(Packed(event.prompt_logprobs)[-1].logprob)
 
 
 def pool(observed: list[int], expected: list[float]) -> tuple[list[float], list[float]]:

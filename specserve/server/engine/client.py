@@ -25,12 +25,12 @@ from specserve.server.engine.messages import (
     Refused,
     Report,
     ResetPrefixCache,
-    Said,
     Stepped,
     Stop,
     Submit,
 )  # fmt: skip
 from specserve.server.engine.pipe import Pipe
+from specserve.types import Event
 
 _log = logging.getLogger(__name__)
 
@@ -44,23 +44,23 @@ class RefusedError(InputError):
 
 
 class Observer(Protocol):
-    """Whoever counts what engines say."""
+    """Counts what engines report."""
 
-    def hear(self, said: Said) -> None: ...
-    def forget(self, number: int) -> None:
-        """Nothing will be said of this request: it was refused."""
+    def notify(self, event: Event) -> None: ...
+    def forget(self, request_id: str) -> None:
+        """This request was refused: it has no events."""
 
     def lost(self) -> None:
-        """Nothing more will be said of any request: the engine is gone."""
+        """The engine is gone: no open request has any more events."""
 
 
 class Subscription:
     """What the engine says of one request, in order. `news` is set whenever there is something to take."""
 
-    def __init__(self, number: int, num_completions: int, news: asyncio.Event) -> None:
+    def __init__(self, number: str, num_completions: int, news: asyncio.Event) -> None:
         self.number = number
         self._left = num_completions
-        self._said: list[Said] = []
+        self._events: list[Event] = []
         self._error: SpecserveError | None = None
         self._news = news
 
@@ -69,23 +69,23 @@ class Subscription:
         """Whether nothing more will come."""
         return self._left == 0 or self._error is not None
 
-    def push(self, said: Said) -> None:
-        self._said.append(said)
-        self._left -= said.finish_reason is not None
+    def push(self, event: Event) -> None:
+        self._events.append(event)
+        self._left -= event.finish_reason is not None
         self._news.set()
 
     def fail(self, error: SpecserveError) -> None:
         self._error = error
         self._news.set()
 
-    def take(self) -> list[Said]:
+    def take(self) -> list[Event]:
         """All that has come since the last time. Raises what ended the request, once everything before was taken."""
-        if self._error is not None and not self._said:
+        if self._error is not None and not self._events:
             raise self._error
-        said, self._said = self._said, []
+        events, self._events = self._events, []
         if self._error is not None:
             self._news.set()
-        return said
+        return events
 
 
 class EngineClient:
@@ -105,7 +105,7 @@ class EngineClient:
         self.failure: Failed | None = None
         self._numbers = numbers
         self._observer = observer
-        self._open: dict[int, Subscription] = {}
+        self._open: dict[str, Subscription] = {}
         self._pipe = Pipe(end)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Report).decode
@@ -124,7 +124,7 @@ class EngineClient:
 
     def submit(self, asked: Submit, num_completions: int, news: asyncio.Event) -> Subscription:
         """Ask for a request; its id is given here."""
-        number = next(self._numbers)
+        number = str(next(self._numbers))
         subscription = Subscription(number, num_completions, news)
         if not self._open:
             self.last_progress = self.last_advanced = time.monotonic()
@@ -196,15 +196,15 @@ class EngineClient:
 
     def _hear(self, report: Report) -> None:
         match report:
-            case Stepped(said=said, gauges=gauges):
-                if said or self.gauges is None or gauges.num_rows != self.gauges.num_rows:
+            case Stepped(events=events, gauges=gauges):
+                if events or self.gauges is None or gauges.num_rows != self.gauges.num_rows:
                     self.last_progress = time.monotonic()
-                if said or self.gauges is None or gauges.num_advanced != self.gauges.num_advanced:
+                if events or self.gauges is None or gauges.num_advanced != self.gauges.num_advanced:
                     self.last_advanced = self.last_progress
                 self.gauges = gauges
-                for each in said:
-                    self._deliver(each)
-                self._loop.call_soon(self._count, said)  # once whoever waits has been told
+                for event in events:
+                    self._deliver(event)
+                self._loop.call_soon(self._count, events)  # once whoever waits has been told
             case Refused():
                 self._observer.forget(report.id)
                 subscription = self._open.pop(report.id, None)
@@ -215,14 +215,14 @@ class EngineClient:
             case Failed():
                 self.failure = report
 
-    def _count(self, said: list[Said]) -> None:
-        for each in said:
-            self._observer.hear(each)
+    def _count(self, events: list[Event]) -> None:
+        for event in events:
+            self._observer.notify(event)
 
-    def _deliver(self, said: Said) -> None:
-        subscription = self._open.get(said.id)
+    def _deliver(self, event: Event) -> None:
+        subscription = self._open.get(event.request_id)
         if subscription is None:
             return
-        subscription.push(said)
+        subscription.push(event)
         if subscription.ended:
-            del self._open[said.id]
+            del self._open[event.request_id]

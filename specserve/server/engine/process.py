@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineConfig
+from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.counters import Counters
-from specserve.engine.engine import MOST_FORCED, Engine
+from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
@@ -40,12 +40,10 @@ from specserve.server.engine.messages import (
     Refused,
     Report,
     ResetPrefixCache,
-    Said,
     Stepped,
     Stop,
     Submit,
 )  # fmt: skip
-from specserve.server.engine.packed import packed
 from specserve.server.engine.pipe import Pipe
 from specserve.speculation.base import NONE, files
 from specserve.types import Event, SamplingParams
@@ -145,8 +143,13 @@ class EngineProcess:
     def _step(self) -> None:
         events = self._engine.step()
         self._report(events)
-        if events and all(map(_is_first, events)):
+        if events and all(map(self._is_first, events)):
             time.sleep(_LET_OTHERS_RUN_S)
+
+    def _is_first(self, event: Event) -> bool:
+        """Whether it has a completion's first token, and more will come."""
+        group = self._engine.requests.get(event.request_id, ())
+        return any(seq.index == event.index and seq.stats.num_steps == 1 for seq in group)
 
     def _use_pause(self) -> None:
         """What the first grammar needs takes a third of a second, in which Python does nothing else."""
@@ -161,7 +164,7 @@ class EngineProcess:
             case Expect():
                 self._awake_until = time.monotonic() + _EXPECTING_S
             case Abort(id=number, index=index):
-                self._abort(str(number), index)
+                self._abort(number, index)
             case Expire(id=number):
                 self._expire(number)
             case ResetPrefixCache():
@@ -171,7 +174,7 @@ class EngineProcess:
 
     def _submit(self, asked: Submit) -> None:
         request = Request(
-            id=str(asked.id),
+            id=asked.id,
             prompt_ids=asked.prompt_ids,
             params=asked.params,
             bad_words=asked.bad_words,
@@ -193,24 +196,23 @@ class EngineProcess:
             self._refuse(request, error)
 
     def _refuse(self, request: Request, error: InputError) -> None:
-        self._wire.send(Refused(int(request.id), str(error), error.param, error.code))
+        self._wire.send(Refused(request.id, str(error), error.param, error.code))
 
     def _abort(self, name: str, index: int | None) -> None:
         """One that waits for its grammar has said nothing, so nobody waits to hear that it ended."""
         if not self._compiling.drop(name):
             self._report(self._engine.abort(name, index))
 
-    def _expire(self, number: int) -> None:
+    def _expire(self, name: str) -> None:
         """What has begun to run is let finish: the work that was put into it would be lost."""
-        name = str(number)
         group = self._engine.requests.get(name, ())
         is_waiting = bool(group) and all(seq.stats.first_scheduled is None for seq in group)
         if self._compiling.drop(name) or is_waiting:
             self._engine.abort(name)
-            self._wire.send(Refused(number, "No request before this one ended in time.", None, QUEUE_TIMEOUT))
+            self._wire.send(Refused(name, "No request before this one ended in time.", None, QUEUE_TIMEOUT))
 
     def _report(self, events: list[Event]) -> None:
-        self._wire.send(Stepped([_said(event) for event in events], self._gauges()))
+        self._wire.send(Stepped(events, self._gauges()))
 
     def _gauges(self) -> Gauges:
         engine, counters, stats = self._engine, self._engine.counters, self._engine.cache.stats
@@ -228,26 +230,6 @@ class EngineProcess:
             num_drafts_dropped=counters.num_drafts_dropped,
             seconds=counters.seconds,
         )
-
-
-def _is_first(event: Event) -> bool:
-    """Whether it has a completion's first token, and more will come."""
-    return event.stats is not None and event.stats.num_steps == 1 and event.finish_reason is None
-
-
-def _said(event: Event) -> Said:
-    return Said(
-        id=int(event.request_id),
-        index=event.index,
-        tokens=event.tokens,
-        logprobs=packed(event.logprobs),
-        prompt_logprobs=packed(event.prompt_logprobs),
-        finish_reason=event.finish_reason,
-        stop_reason=event.stop_reason,
-        error=event.error,
-        error_code=event.error_code,
-        stats=event.stats if event.finish_reason else None,
-    )
 
 
 def main(descriptor: int, memory: int, parent: int) -> int:
@@ -299,8 +281,6 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         max_num_seqs=config.max_num_seqs,
         drafter=config.drafter,
         drafters=sorted({NONE, config.drafter, *files()}),
-        num_forced_tokens=MOST_FORCED,
-        num_spec_tokens=config.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS,
         summary=built.summary,
         about={
             "device": built.device,

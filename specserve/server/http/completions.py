@@ -39,7 +39,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     with server.admission.enter(asked.num_choices):
         ask = await chat_ask(server, asked)
         ask, parser = await server.service.with_tools(ask, tool_use(asked))
-        reply = server.reply(response_id("chatcmpl", asked), asked, ask, tool_parser=parser)
+        reply = server.reply(response_id("chatcmpl", asked), asked, tool_parser=parser)
         call = Call(
             name=reply.id,
             asks=[ask],
@@ -58,7 +58,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     accept(request, asked)
     with server.admission.enter(asked.num_choices):
         asks = await _completion_asks(server, asked)
-        reply = server.reply(response_id("cmpl", asked), asked, asks[0], echo=asked.echo)
+        reply = server.reply(response_id("cmpl", asked), asked, echo=asked.echo)
         call = Call(
             name=reply.id,
             asks=asks,

@@ -34,7 +34,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     with server.admission.enter(chat.num_choices):
         ask = await chat_ask(server, chat, asked.own_names)
         ask, parser = await server.service.with_tools(ask, tool_use(chat))
-        reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, ask, tool_parser=parser)
+        reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             name=reply.id,
             asks=[ask],
@@ -65,7 +65,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     with server.admission.enter(chat.num_choices):
         ask = await chat_ask(server, chat, asked.own_names)
         ask, parser = await server.service.with_tools(ask, tool_use(chat))
-        reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, ask, tool_parser=parser)
+        reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             name=reply.id,
             asks=[ask],

@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
-from specserve.server.engine.packed import Packed, packed
+from specserve.engine.packed import Packed, packed
 from specserve.server.http.context import CONTEXT
 from specserve.server.http.respond import Call, respond
 from specserve.server.options import ServeOptions
