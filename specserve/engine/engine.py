@@ -21,6 +21,7 @@ from specserve.sampling.sampler import Sampler
 from specserve.speculation.base import NONE, DraftHost
 from specserve.speculation.drafters import Drafters
 from specserve.structured import masks
+from specserve.structured.base import Grammar
 from specserve.types import Draft, Event, Failure, Ids, Sequence, Verdict
 
 _BROKEN_KV = (
@@ -62,11 +63,11 @@ class Engine:
         self.drafters.replace(drafter)
         self.num_speculative_tokens = num_speculative_tokens
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises InputError; then nothing of it remains."""
+    def add(self, request: Request, grammar: Grammar | None = None) -> None:
+        """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""
         if request.id in self.requests:
             raise InputError(f"Request id {request.id!r} is in use; every running request needs its own.", "request_id")
-        group = sequences(request, self.limits)
+        group = sequences(request, self.limits, grammar)
         check_beginning(group[0], self.limits.vocab_size)
         self.drafters.require(group[0].drafter)
         self.requests[request.id] = list(group)

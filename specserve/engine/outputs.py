@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specserve.engine.packed import Packed
-from specserve.errors import FailureCode
+from specserve.engine.request import Request
+from specserve.errors import FailureCode, SpecserveError
 from specserve.text.detokenizer import Detokenizer
 from specserve.text.stops import StopString
 from specserve.text.tokenizer import Tokenizer
@@ -66,6 +67,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
+    @classmethod
+    def of(cls, request: Request, prompt: str | None) -> RequestOutput:
+        """Of a request that has not begun; `prompt` is its text."""
+        completions = [CompletionOutput(index) for index in range(request.params.n)]
+        return cls(request.id, prompt, request.prompt_ids, completions)
+
     @property
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
@@ -96,8 +103,11 @@ class Collector:
     def finished(self) -> bool:
         return self.output.finished
 
-    def push(self, event: Event) -> None:
-        """Add an event to the output and the chunk it makes visible to `chunks`. Nothing follows a completion's end."""
+    def push(self, event: Event | SpecserveError) -> None:
+        """Add an event to the output and the chunk it makes visible to `chunks`. Nothing follows a completion's end.
+        Raises the error that ends a request in the place of events."""
+        if isinstance(event, SpecserveError):
+            raise event
         completion = self.output.outputs[event.index]
         if completion.finish_reason is not None:
             return

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -399,7 +400,7 @@ def wishes(alone: dict[tuple[str, int], list[int]]) -> list[Request]:
         output = alone[request.id, 0]
         predicted = {1: tuple(output), 2: tuple(edited(output, 3))}.get(i % 5, ())
         drafter = {3: "ngram", 4: "none"}.get(i % 5)
-        found.append(dataclasses.replace(request, prediction=predicted, drafter=drafter))
+        found.append(msgspec.structs.replace(request, prediction=predicted, drafter=drafter))
     return found
 
 
@@ -537,7 +538,7 @@ def test_every_completion_of_a_request_has_its_drafter(tiny: Path) -> None:
     request = Request(id="n", prompt_ids=prompt(3, 50), params=params)
     outputs = drive(make(tiny), [request])
     engine = make(tiny)
-    engine.add(dataclasses.replace(request, prediction=tuple(outputs["n", 0])))
+    engine.add(msgspec.structs.replace(request, prediction=tuple(outputs["n", 0])))
     seqs = list(engine.requests["n"])
     assert drive(engine, []) == outputs
     assert [seq.stats.num_steps for seq in seqs] == [1 + 2] * 3, "12 tokens: one, then 11 by sixes"
@@ -567,7 +568,7 @@ def test_wrong_wishes_are_refused_and_leave_nothing(tiny: Path, wish: dict[str, 
 
 def test_the_engines_drafter_can_be_replaced_between_requests(tiny: Path, alone) -> None:
     engine = make(tiny)
-    predicted = dataclasses.replace(requests(1)[0], prediction=tuple(alone["r0", 0]))
+    predicted = msgspec.structs.replace(requests(1)[0], prediction=tuple(alone["r0", 0]))
     engine.add(predicted)
     with pytest.raises(ConfigError, match="while no request is running"):
         engine.use(DraftHost(create("ngram", {}), VOCAB, 10.0, "ngram"), 5)

@@ -1,4 +1,5 @@
-"""The messages between the API process and the engine process: msgpack over one private socket.
+"""The messages between the API process and the engine process, beside requests and events, which are sent as they are:
+msgpack over one private socket.
 
 Every message is typed, so bytes that are not one are refused by the decoder; nothing is ever unpickled.
 """
@@ -10,29 +11,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from specserve.types import BadWords, Event, SamplingParams
-
-QUEUE_TIMEOUT = "queue_timeout"  # a code of Refused; the others are InputError's
+from specserve.engine.request import Request
+from specserve.types import Event
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
     """Load, the first of all commands. `options` are EngineConfig's fields."""
 
     options: dict[str, Any]
-
-
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Generate. `id` is the API process's own count: what a client calls its request never gets this far."""
-
-    id: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    bad_words: BadWords | None = None
-    priority: int = 0
-    salt: bytes = b""
-    drafter: str | None = None  # None: the engine's own choice
-    prediction: list[int] = []
-    is_slow: bool = False  # whether params.structured takes long to compile
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
@@ -58,7 +44,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-Command: TypeAlias = Configure | Submit | Expect | Abort | Expire | ResetPrefixCache | Stop
+Command: TypeAlias = Configure | Request | Expect | Abort | Expire | ResetPrefixCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +73,7 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A request that the engine's own checks did not let in, or that waited too long (QUEUE_TIMEOUT)."""
+    """A request that the engine's own checks did not let in, or that waited too long: an InputError."""
 
     id: str
     message: str
