@@ -161,7 +161,7 @@ def test_masks_of_constrained_rows_stay_in_step_with_free_ones(tiny: Path) -> No
     for each in asked:
         alone |= drive(roomy, each)
     built = make(tiny, max_num_batched_tokens=20, max_num_seqs=6)
-    scripts = {tuple(each.prompt_ids): alone[each.id] for each in asked}
+    scripts = {tuple(each.prompt_ids): alone[each.id] for each, _ in asked}
     use(built, ScriptedDrafter(scripts, VOCAB, accuracy=0.7))
     assert drive(built, *asked) == alone
     assert built.engine.counters.num_prefill_chunks > 3, "prompts were to come in pieces"
