@@ -1,8 +1,9 @@
-"""The Python SDK: LLM for scripts, AsyncLLM for servers.
+"""The Python SDK: LLM for scripts, whose engine runs in the calling thread, and AsyncLLM for asyncio, whose engine has
+a thread of its own.
 
-from specserve import LLM, SamplingParams
-with LLM(drafter="ngram") as llm:
-    print(llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams(max_tokens=64))[0].outputs[0].text)
+    from specserve import LLM, SamplingParams
+    with LLM(drafter="ngram") as llm:
+        print(llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams(max_tokens=64))[0].outputs[0].text)
 """
 
 from __future__ import annotations
