@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,21 +43,19 @@ def compiled(compiling: Compiling, asked: Structured, is_slow: bool = False) -> 
     raise AssertionError("it was not compiled")
 
 
-def niceness(name: str) -> list[int]:
-    """Of the threads with such a name."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(name)]
-    return [os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in threads]
+def niceness(pool: ThreadPoolExecutor) -> list[int]:
+    return [os.getpriority(os.PRIO_PROCESS, thread.native_id) for thread in pool._threads]
 
 
 def test_slow_constraints_are_compiled_behind_everything_else(compiling: Compiling) -> None:
     ordinary = os.getpriority(os.PRIO_PROCESS, 0)
     assert compiled(compiling, Structured.choice(["a", "b"])) is not None
-    assert niceness("specserve-grammars") == [ordinary]
-    assert niceness("specserve-slow-grammars") == []
+    assert niceness(compiling._thread) == [ordinary]
+    assert niceness(compiling._background) == []
     words = Structured.choice([f"word {i}" for i in range(1000)])
     assert compiled(compiling, words, is_slow=True) is not None
-    assert niceness("specserve-slow-grammars") == [max(15, ordinary)]
-    assert niceness("specserve-grammars") == [ordinary] == [os.getpriority(os.PRIO_PROCESS, 0)]
+    assert niceness(compiling._background) == [max(15, ordinary)]
+    assert niceness(compiling._thread) == [ordinary] == [os.getpriority(os.PRIO_PROCESS, 0)]
 
 
 class Held(Compiler):

@@ -46,6 +46,7 @@ def held(built: Built) -> Iterator[Held]:
     compiling = Held(built)
     yield compiling
     compiling.may_go_on.set()
+    compiling.close()
 
 
 def asking(name: str, num_tokens: int = 4, **more: object) -> Request:
