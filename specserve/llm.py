@@ -1,5 +1,5 @@
-"""The Python SDK: LLM for scripts, AsyncLLM for servers. Knows prompts, conversations and outputs; the engine does the
-rest.
+"""The Python SDK: LLM for scripts, whose engine runs in the calling thread, and AsyncLLM for asyncio, whose engine has
+a thread of its own.
 
     from specserve import LLM, SamplingParams
     with LLM(drafter="ngram") as llm:
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence as Many
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,11 +20,12 @@ from rich.progress import Progress
 
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.engine.build import Built, build
+from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
 from specserve.engine.inputs import Messages, Prediction, Prompt, Requests
-from specserve.engine.loop import EngineLoop
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
+from specserve.engine.port import LocalPort, ThreadPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.machine.ownership import Ownership
@@ -59,37 +61,29 @@ class LLM:
         self._owner = Ownership()
         threads = torch.get_num_threads()
         try:
-            self._built: Built | None = build(self.config, progress=progress)
+            built = build(self.config, progress=progress)
             self._torch_threads = torch.get_num_threads()
         finally:
             torch.set_num_threads(threads)
-        self.tokenizer = self._built.tokenizer
-        self.device, self.dtype, self.threads = self._built.device, self._built.dtype, self._built.threads
-        self.quantization = self._built.quantization
-        self.summary = self._built.summary
-        self._requests = Requests(self.tokenizer, self._built.compiler)
-        self._collectors: dict[str, Collector] = {}
+        self.tokenizer = built.tokenizer
+        self.device, self.dtype, self.threads = built.device, built.dtype, built.threads
+        self.quantization = built.quantization
+        self.summary = built.summary
+        self._requests = Requests(self.tokenizer)
+        self._port: LocalPort | None = _local(built)
 
     @property
     def engine(self) -> Engine:
         """The engine itself, for tests and measurements; who steps it does so within `exclusive`. Raises EngineError
         after close(), and in a process that was forked since."""
-        self._owner.check()
-        if self._built is None:
-            raise EngineError("This LLM was closed. Make a new one.")
-        return self._built.engine
+        return self._open_port().engine
 
     @contextmanager
     def exclusive(self) -> Iterator[Engine]:
         """The engine to oneself: calls of other threads wait until the block ends, and torch has the engine's number of
         threads. Raises EngineError as `engine` does."""
-        with self._owner:
-            engine, threads = self.engine, torch.get_num_threads()
-            torch.set_num_threads(self._torch_threads)
-            try:
-                yield engine
-            finally:
-                torch.set_num_threads(threads)
+        with self._exclusive_port() as port:
+            yield port.engine
 
     def generate(
         self,
@@ -103,10 +97,9 @@ class LLM:
         """Complete one prompt or many, in order. A prompt is text or a list of token ids; `params` is one for all or
         one for each. Raises InputError for the first bad one, before anything runs."""
         batch = _prompts(prompts)
-        each = _each(params, len(batch))
-        wishes = self._requests.wishes(drafter, prediction)
-        made = [self._requests.of_prompt(p, s, wishes) for p, s in zip(batch, each, strict=True)]
-        return self._run(made, each, progress)
+        fields = self._requests.fields(drafter, prediction)
+        each = zip(batch, _each(params, len(batch)), strict=True)
+        return self._run([self._requests.of_prompt(p, s, **fields) for p, s in each], progress)
 
     def chat(
         self,
@@ -121,10 +114,9 @@ class LLM:
         """Answer one conversation (a list of {"role", "content"}) or a list of them, through the model's chat
         template; `template` goes to it."""
         batch = _conversations(messages)
-        each = _each(params, len(batch))
-        wishes = self._requests.wishes(drafter, prediction)
-        made = [self._requests.of_chat(m, s, wishes, **template) for m, s in zip(batch, each, strict=True)]
-        return self._run(made, each, progress)
+        fields = self._requests.fields(drafter, prediction)
+        each = zip(batch, _each(params, len(batch)), strict=True)
+        return self._run([self._requests.of_chat(m, s, template, **fields) for m, s in each], progress)
 
     def stream(
         self,
@@ -135,9 +127,8 @@ class LLM:
         prediction: Prediction | None = None,
     ) -> Iterator[Chunk]:
         """Complete one prompt and yield its text as it comes. Leaving the loop early aborts the request."""
-        chosen = params or SamplingParams()
-        wishes = self._requests.wishes(drafter, prediction)
-        return self._stream(self._requests.of_prompt(prompt, chosen, wishes), chosen)
+        fields = self._requests.fields(drafter, prediction)
+        return self._stream(self._requests.of_prompt(prompt, params or SamplingParams(), **fields))
 
     def stream_chat(
         self,
@@ -149,9 +140,8 @@ class LLM:
         **template: Any,
     ) -> Iterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
-        chosen = params or SamplingParams()
-        wishes = self._requests.wishes(drafter, prediction)
-        return self._stream(self._requests.of_chat(messages, chosen, wishes, **template), chosen)
+        fields = self._requests.fields(drafter, prediction)
+        return self._stream(self._requests.of_chat(messages, params or SamplingParams(), template, **fields))
 
     def use_drafter(self, name: str, num_speculative_tokens: int | None = None, **options: Any) -> None:
         """Draft with another drafter from now on where a call names none; "none" is plain decoding. Only while nothing
@@ -165,8 +155,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
-        with self.exclusive() as engine:
-            engine.cache.reset_prefix_cache()
+        with self._exclusive_port() as port:
+            port.reset_prefix_cache()
 
     def counters(self) -> Counters:
         """A snapshot of the engine's totals."""
@@ -175,10 +165,10 @@ class LLM:
 
     def close(self) -> None:
         """Free the memory. In a process that was forked since, that is the parent's affair."""
-        if self._built is not None and self._owner.is_here:
+        if self._port is not None and self._owner.is_here:
             with self._owner:
-                self._built.engine.policy.close()
-        self._built = None
+                self._port.close()
+        self._port = None
 
     def __enter__(self) -> LLM:
         return self
@@ -186,17 +176,15 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(
-        self, made: list[tuple[Request, RequestOutput]], params: list[SamplingParams], progress: bool
-    ) -> list[RequestOutput]:
-        with self._collect(made, params) as collectors, _progress_bar(len(made), progress) as show:
+    def _run(self, made: list[tuple[Request, RequestOutput]], progress: bool) -> list[RequestOutput]:
+        with self._submitted(made) as collectors, _progress_bar(len(made), progress) as show:
             while not all(collector.finished for collector in collectors):
                 self._step(collectors)
                 show(sum(collector.finished for collector in collectors))
         return [output for _, output in made]
 
-    def _stream(self, made: tuple[Request, RequestOutput], params: SamplingParams) -> Iterator[Chunk]:
-        with self._collect([made], [params]) as (collector,):
+    def _stream(self, made: tuple[Request, RequestOutput]) -> Iterator[Chunk]:
+        with self._submitted([made]) as (collector,):
             while not collector.finished:
                 self._step([collector])
                 while collector.chunks:
@@ -204,35 +192,44 @@ class LLM:
             yield from collector.chunks  # of the step that another thread took
 
     @contextmanager
-    def _collect(
-        self, made: list[tuple[Request, RequestOutput]], params: list[SamplingParams]
-    ) -> Iterator[list[Collector]]:
+    def _submitted(self, made: list[tuple[Request, RequestOutput]]) -> Iterator[list[Collector]]:
         """Queue requests all together or not at all; whatever still runs at the end is aborted."""
-        engine = self.engine
+        port = self._open_port()
         try:
-            ready = [self._requests.compiled(request) for request, _ in made]
-            collectors = [
-                Collector(output, p, self.tokenizer, engine.abort) for (_, output), p in zip(made, params, strict=True)
-            ]
-            with self.exclusive():
-                for request, collector in zip(ready, collectors, strict=True):
-                    engine.add(request)
-                    self._collectors[request.id] = collector
+            grammars = [port.compile(request) for request, _ in made]
+            collectors = [Collector(output, request.params, self.tokenizer, port.abort) for request, output in made]
+            with self._exclusive_port():
+                for (request, _), grammar, collector in zip(made, grammars, collectors, strict=True):
+                    port.add(request, grammar, collector.push)
             yield collectors
         finally:
             if self._owner.is_here:
                 with self._owner:
                     for request, _ in made:
-                        engine.abort(request.id)
-                        self._collectors.pop(request.id, None)
+                        port.abort(request.id)
 
     def _step(self, awaited: list[Collector]) -> None:
-        """One engine step, unless another thread's made all of `awaited` whole. What it says goes to every stream that
-        is open, whoever asked for the step."""
-        with self.exclusive() as engine:
-            for event in [] if all(collector.finished for collector in awaited) else engine.step():
-                if event.request_id in self._collectors:
-                    self._collectors[event.request_id].push(event)
+        """One engine step, unless another thread's made all of `awaited` whole. Its events go to every stream that is
+        open, whoever asked for the step."""
+        with self._exclusive_port() as port:
+            if not all(collector.finished for collector in awaited):
+                port.step()
+
+    def _open_port(self) -> LocalPort:
+        self._owner.check()
+        if self._port is None:
+            raise EngineError("This LLM was closed. Make a new one.")
+        return self._port
+
+    @contextmanager
+    def _exclusive_port(self) -> Iterator[LocalPort]:
+        with self._owner:
+            port, threads = self._open_port(), torch.get_num_threads()
+            torch.set_num_threads(self._torch_threads)
+            try:
+                yield port
+            finally:
+                torch.set_num_threads(threads)
 
 
 class AsyncLLM:
@@ -248,10 +245,10 @@ class AsyncLLM:
         self.config = EngineConfig(model=model, **options)
         built = build(self.config, progress=progress)
         self.tokenizer, self.summary = built.tokenizer, built.summary
-        self.engine = built.engine  # its counters may be read; everything else belongs to the loop's thread
-        self._requests = Requests(self.tokenizer, built.compiler)
+        self.engine = built.engine  # its counters may be read; everything else belongs to the port's thread
+        self._requests = Requests(self.tokenizer)
         self._owner = Ownership()
-        self._loop = EngineLoop(built.engine)
+        self._port = ThreadPort(_local(built))
 
     async def generate(
         self,
@@ -263,8 +260,8 @@ class AsyncLLM:
         prediction: Prediction | None = None,
     ) -> RequestOutput:
         """Complete one prompt; many calls at once are batched by the engine."""
-        wishes = self._requests.wishes(drafter, prediction, priority)
-        return await self._whole(*self._requests.of_prompt(prompt, params or SamplingParams(), wishes))
+        fields = self._requests.fields(drafter, prediction, priority)
+        return await self._whole(*self._requests.of_prompt(prompt, params or SamplingParams(), **fields))
 
     async def chat(
         self,
@@ -277,8 +274,8 @@ class AsyncLLM:
         **template: Any,
     ) -> RequestOutput:
         """Answer one conversation."""
-        wishes = self._requests.wishes(drafter, prediction, priority)
-        return await self._whole(*self._requests.of_chat(messages, params or SamplingParams(), wishes, **template))
+        fields = self._requests.fields(drafter, prediction, priority)
+        return await self._whole(*self._requests.of_chat(messages, params or SamplingParams(), template, **fields))
 
     def stream(
         self,
@@ -290,8 +287,8 @@ class AsyncLLM:
         prediction: Prediction | None = None,
     ) -> AsyncIterator[Chunk]:
         """Complete one prompt and yield its text as it comes."""
-        wishes = self._requests.wishes(drafter, prediction, priority)
-        return self._stream(*self._requests.of_prompt(prompt, params or SamplingParams(), wishes))
+        fields = self._requests.fields(drafter, prediction, priority)
+        return self._stream(*self._requests.of_prompt(prompt, params or SamplingParams(), **fields))
 
     def stream_chat(
         self,
@@ -304,14 +301,13 @@ class AsyncLLM:
         **template: Any,
     ) -> AsyncIterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
-        wishes = self._requests.wishes(drafter, prediction, priority)
-        return self._stream(*self._requests.of_chat(messages, params or SamplingParams(), wishes, **template))
+        fields = self._requests.fields(drafter, prediction, priority)
+        return self._stream(*self._requests.of_chat(messages, params or SamplingParams(), template, **fields))
 
     async def close(self) -> None:
         """Stop after the step that is running; requests that are still open get an EngineError."""
         if self._owner.is_here:  # else the threads are the parent's
-            await asyncio.to_thread(self._loop.close)
-            self.engine.policy.close()
+            await asyncio.to_thread(self._port.close)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -327,23 +323,21 @@ class AsyncLLM:
 
     async def _stream(self, request: Request, output: RequestOutput) -> AsyncGenerator[Chunk]:
         self._owner.check()
-        collector = Collector(output, request.params, self.tokenizer, self._loop.abort)
+        collector = Collector(output, request.params, self.tokenizer, self._port.abort)
         events: asyncio.Queue[Event | SpecserveError] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        if request.params.structured is not None:
-            request = await asyncio.to_thread(self._requests.compiled, request)
-        self._loop.add(request, lambda event: _hand_over(loop, events, event))
+        self._port.submit(request, partial(_hand_over, asyncio.get_running_loop(), events))
         try:
             while not collector.finished:
-                event = await events.get()
-                if isinstance(event, SpecserveError):
-                    raise event
-                collector.push(event)
+                collector.push(await events.get())
                 while collector.chunks:
                     yield collector.chunks.popleft()
         finally:
             if not collector.finished:
-                self._loop.abort(request.id)
+                self._port.abort(request.id)
+
+
+def _local(built: Built) -> LocalPort:
+    return LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning))
 
 
 def _prompts(prompts: Prompt | Many[Prompt]) -> list[Prompt]:

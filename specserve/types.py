@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 Ids = NDArray[np.int32]
+LogprobBlock = tuple[int, bytes]  # how many entries of log-probabilities, and these as engine.packed packs them
 
 
 @strict_fields("sampling parameter", InputError)
@@ -165,9 +167,8 @@ class BadWords:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence in order. `ids[i]` holds tokens [16 i, 16 i + 16); `hashes` has one chained digest
-    for each leading block that the prefix cache knows; the first `num_drafted` of them have all of the drafter's KV.
-    Written by the cache alone."""
+    """The blocks of one sequence in order. `ids[i]` holds tokens [16 i, 16 i + 16); `hashes` has one chained digest for
+    each leading block that the prefix cache knows; the first `num_drafted` have all KV of the drafter's model, too."""
 
     ids: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
@@ -192,8 +193,9 @@ class SequenceStats:
     drafted_by_position: list[int] = field(default_factory=list)  # [i]: drafts that had a token at depth i
     num_preemptions: int = 0
     num_prefix_cached_tokens: int = 0
-    drafter: str = "none"  # whose drafts it gets
     predicted: bool = False  # whether drafts come from the request's own prediction
+    drafter: str = "none"  # whose drafts it gets
+    longest_draft: int = 0  # tokens that a draft of it may have, unless the request asks for fewer
 
     @property
     def accepted_prediction_tokens(self) -> int:
@@ -352,16 +354,15 @@ class Failure:
     code: FailureCode = "completion_failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What one step did for one sequence: new output tokens, and how it ended if it did. Later steps do not change an
-    event, except for `stats`, which are the sequence's own and final with the last event."""
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """What one step did for one sequence: new output tokens, and how it ended if it did. `stats` are the sequence's
+    own; they come with its last event, and with all events of requests with stop strings, as any may be the last."""
 
     request_id: str
     index: int
     tokens: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # on the first event that has tokens
+    logprobs: list[LogprobBlock] | None = None  # one entry per token
+    prompt_logprobs: list[LogprobBlock] | None = None  # one per prompt token, on the first event that has tokens
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # with finish_reason "error"; so is the next

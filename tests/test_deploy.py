@@ -18,9 +18,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.cli.main import COMMANDS
-from specserve.server.engine.messages import Said
 from specserve.server.metrics import Metrics
-from specserve.types import SequenceStats
+from specserve.types import Event, SequenceStats
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -37,7 +36,7 @@ INSTRUCTIONS = {
 def exposed() -> dict[str, set[str]]:
     """Every sample's name, with its labels."""
     metrics = Metrics("m")
-    metrics.begin(1, 1, 1, "ngram")
+    metrics.begin("1", 1, 1)
     stats = SequenceStats(
         arrived=1.0,
         first_scheduled=1.0,
@@ -49,8 +48,9 @@ def exposed() -> dict[str, set[str]]:
         num_accepted_tokens=1,
         accepted_by_position=[1],
         drafted_by_position=[1],
+        drafter="ngram",
     )
-    metrics.hear(Said(1, 0, [1], finish_reason="stop", stats=stats))
+    metrics.notify(Event("1", 0, [1], finish_reason="stop", stats=stats))
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.exposition(None, 0, True).decode()):
         for sample in family.samples:

@@ -153,7 +153,7 @@ def test_a_predicted_text_is_encoded_without_special_tokens(llm: LLM, monkeypatc
         return [0] * add_special_tokens + encode(text, False)
 
     monkeypatch.setattr(llm.tokenizer, "encode", marked)
-    monkeypatch.setattr(llm.engine, "add", lambda request: (seen.append(request), add(request)))
+    monkeypatch.setattr(llm.engine, "add", lambda request, grammar: (seen.append(request), add(request, grammar)))
     llm.generate(["a", [5, 6]], GREEDY, prediction=text)
     assert [request.prediction for request in seen] == [tuple(encode(text, False))] * 2
     assert seen[0].prompt_ids[0] == 0
@@ -181,7 +181,7 @@ def test_a_call_may_name_its_drafter(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "param", "message"),
+    ("fields", "param", "message"),
     [
         ({"drafter": "ngrma"}, "drafter", "Did you mean 'ngram'"),
         ({"prediction": 5}, "prediction", "prediction is 5; it must be text or a list of token ids"),
@@ -190,10 +190,10 @@ def test_a_call_may_name_its_drafter(llm: LLM) -> None:
         ({"prediction": "x" * 3000}, "prediction", "the context is 256"),
     ],
 )
-def test_wrong_wishes_are_input_errors(llm: LLM, tiny: Path, wishes: dict[str, Any], param: str, message: str) -> None:
+def test_wrong_fields_are_input_errors(llm: LLM, tiny: Path, fields: dict[str, Any], param: str, message: str) -> None:
     for call in (llm.generate, llm.stream):
         with pytest.raises(InputError, match=message) as caught:
-            list(call("fine", GREEDY, **wishes))
+            list(call("fine", GREEDY, **fields))
         assert caught.value.param == param
     assert not llm.engine.has_work
 
@@ -204,7 +204,7 @@ def test_an_empty_prediction_is_none(llm: LLM) -> None:
         assert not output.stats.predicted
 
 
-def test_async_calls_take_wishes_too(tiny: Path, llm: LLM) -> None:
+def test_async_calls_take_them_too(tiny: Path, llm: LLM) -> None:
     (plain,) = llm.generate("abc", GREEDY)[0].outputs
     messages = [{"role": "user", "content": "Hello"}]
     (answer,) = llm.chat(messages, GREEDY)[0].outputs

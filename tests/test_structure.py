@@ -86,7 +86,7 @@ class Module:
 
     @property
     def part(self) -> str:
-        """Its place in LAYERS: `engine` for specserve.engine.loop; __main__ is the cli's."""
+        """Its place in LAYERS: `engine` for specserve.engine.port; __main__ is the cli's."""
         return self.folder if self.folder in PLUG_INS else part_of(self.name)
 
     def where(self, line: int) -> str:
@@ -382,7 +382,7 @@ def plant(tmp_path: Path) -> Plant:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("specserve/cache/pool.py", "import specserve.engine.loop\n"),  # up
+        ("specserve/cache/pool.py", "import specserve.engine.port\n"),  # up
         ("specserve/bench/run.py", "from specserve.server import app\n"),  # sideways
         ("specserve/cache/pool.py", "from specserve.ops import Ops\n"),  # sideways, one row
         ("specserve/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import specserve.llm\n"),
@@ -406,7 +406,7 @@ def test_layers_notices(plant: Plant, path: str, text: str) -> None:
     [
         (
             "specserve/engine/step.py",
-            "import specserve.errors\nimport specserve.cache.pool\nimport specserve.engine.loop\n",
+            "import specserve.errors\nimport specserve.cache.pool\nimport specserve.engine.port\n",
         ),
         ("specserve/speculation/base.py", "import specserve.drafters\n"),  # the folder, not a drafter
         ("specserve/cli/options.py", "import specserve\nimport specserve.llm\nimport specserve.cli.main\n"),

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 
+from specserve.engine.packed import packed
 from specserve.types import Draft, Event, Failure, Sequence, Verdict
 
 
@@ -75,11 +76,11 @@ def event(seq: Sequence, tokens: list[int], failure: Failure | None = None) -> E
         request_id=seq.request_id,
         index=seq.index,
         tokens=tokens,
-        logprobs=None if wants.logprobs is None else seq.logprobs[len(seq.logprobs) - len(tokens) :],
-        prompt_logprobs=list(seq.prompt_logprobs) if first and wants.prompt_logprobs is not None else None,
+        logprobs=None if wants.logprobs is None else packed(seq.logprobs[len(seq.logprobs) - len(tokens) :]),
+        prompt_logprobs=packed(seq.prompt_logprobs) if first and wants.prompt_logprobs is not None else None,
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
         error=None if failure is None else failure.message,
         error_code=None if failure is None else failure.code,
-        stats=seq.stats,
+        stats=seq.stats if seq.finish_reason or wants.stop else None,
     )

@@ -19,6 +19,7 @@ from specserve.sampling.sampler import Sampler
 from specserve.speculation.host import DraftHost
 from specserve.speculation.policy import Policy
 from specserve.structured import masks
+from specserve.structured.base import Grammar
 from specserve.types import Event, Failure, Ids, Sequence, Verdict
 
 _BROKEN_KV = (
@@ -58,11 +59,11 @@ class Engine:
         self.policy.replace(drafter, num_speculative_tokens)
         self.runner.tap(drafter.needs.hidden_layers)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises InputError; then nothing of it remains."""
+    def add(self, request: Request, grammar: Grammar | None = None) -> None:
+        """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""
         if request.id in self.requests:
             raise InputError(f"Request id {request.id!r} is in use; every running request needs its own.", "request_id")
-        group = sequences(request, self.limits)
+        group = sequences(request, self.limits, grammar)
         check_beginning(group[0], self.limits.vocab_size)
         self.policy.admit(group, request.drafter)
         self.requests[request.id] = list(group)

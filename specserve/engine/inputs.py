@@ -1,21 +1,18 @@
-"""Turns what a caller gives (text, ids, conversations, a prediction) into requests. Knows the tokenizer; no engine."""
+"""Turns what a caller gives (text, ids, conversations, a prediction) into requests."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence as Many
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
-from specserve.engine.outputs import CompletionOutput, RequestOutput
+from specserve.engine.outputs import RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import InputError
 from specserve.sampling import bad_words
-from specserve.structured.compiler import Compiler
-from specserve.structured.reasoning import wrapped
 from specserve.text.tokenizer import Tokenizer
-from specserve.types import SamplingParams
+from specserve.types import BadWords, SamplingParams
 
 # Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
@@ -23,68 +20,47 @@ Messages: TypeAlias = Many[Mapping[str, Any]]
 Prediction: TypeAlias = str | list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a call asks for all its prompts beside how they are sampled; the fields are Request's."""
-
-    drafter: str | None
-    prediction: tuple[int, ...]
-    priority: int = 0
+def bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> BadWords | None:
+    """params.bad_words as token ids, None for none. May take a second: the work grows with the texts."""
+    return bad_words.of_texts(params.bad_words, partial(tokenizer.encode, add_special_tokens=False))
 
 
 class Requests:
-    """Makes requests from prompts, each with an id of its own."""
+    """Makes requests from prompts, each with an id of its own, and the outputs they are to fill."""
 
-    def __init__(self, tokenizer: Tokenizer, compiler: Compiler) -> None:
-        self.tokenizer = tokenizer
-        self._compiler = compiler
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._ids = itertools.count()
 
-    def wishes(self, drafter: str | None, prediction: Prediction | None, priority: int = 0) -> Wishes:
-        """A predicted text gets no special tokens: it stands inside an answer. Raises InputError."""
+    def fields(self, drafter: str | None, prediction: Prediction | None, priority: int = 0) -> dict[str, Any]:
+        """Request's fields that are the same for all prompts of a call. A predicted text gets no special tokens: it
+        stands inside an answer. Raises InputError."""
         if isinstance(prediction, str):
-            prediction = self.tokenizer.encode(prediction, add_special_tokens=False)
+            prediction = self._tokenizer.encode(prediction, add_special_tokens=False)
         elif not isinstance(prediction, list | tuple | None):
             raise InputError(f"prediction is {prediction!r}; it must be text or a list of token ids.", "prediction")
-        return Wishes(drafter, tuple(prediction or ()), priority)
+        return {"drafter": drafter, "prediction": tuple(prediction or ()), "priority": priority}
 
-    def of_prompt(self, prompt: Prompt, params: SamplingParams, wishes: Wishes) -> tuple[Request, RequestOutput]:
+    def of_prompt(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> tuple[Request, RequestOutput]:
         if isinstance(prompt, Mapping):
-            return self.of_prompt(_unwrap(prompt), params, wishes)
+            return self.of_prompt(_unwrap(prompt), params, **fields)
         if isinstance(prompt, str):
-            return self._make(prompt, self.tokenizer.encode(prompt), params, wishes)
-        return self._make(None, list(prompt), params, wishes)
+            return self._make(prompt, self._tokenizer.encode(prompt), params, fields)
+        return self._make(None, list(prompt), params, fields)
 
     def of_chat(
-        self, messages: Messages, params: SamplingParams, wishes: Wishes, **template: Any
+        self, messages: Messages, params: SamplingParams, template: Mapping[str, Any], **fields: Any
     ) -> tuple[Request, RequestOutput]:
-        text, ids = self.tokenizer.chat_ids(messages, **template)
-        return self._make(text, ids, params, wishes)
-
-    def compiled(self, request: Request) -> Request:
-        """The request with its grammar, if it is to be structured: behind the reasoning of models that reason. May take
-        a second or more, once for each grammar. Raises RefusedError."""
-        asked = request.params.structured
-        if asked is None:
-            return request
-        grammar = self._compiler.compile(asked)
-        return replace(request, grammar=wrapped(grammar, request.prompt_ids, self.tokenizer.reasoning))
+        """`template` goes to the chat template."""
+        text, ids = self._tokenizer.chat_ids(messages, **template)
+        return self._make(text, ids, params, fields)
 
     def _make(
-        self, text: str | None, ids: list[int], params: SamplingParams, wishes: Wishes
+        self, text: str | None, ids: list[int], params: SamplingParams, fields: Mapping[str, Any]
     ) -> tuple[Request, RequestOutput]:
-        encode = partial(self.tokenizer.encode, add_special_tokens=False)
-        request = Request(
-            id=f"request-{next(self._ids)}",
-            prompt_ids=ids,
-            params=params,
-            bad_words=bad_words.of_texts(params.bad_words, encode),
-            priority=wishes.priority,
-            drafter=wishes.drafter,
-            prediction=wishes.prediction,
-        )
-        completions = [CompletionOutput(index) for index in range(params.n)]
-        return request, RequestOutput(request.id, text, ids, completions)
+        name, words = f"request-{next(self._ids)}", bad_word_ids(params, self._tokenizer)
+        request = Request(id=name, prompt_ids=ids, params=params, bad_words=words, **fields)
+        return request, RequestOutput.of(request, text)
 
 
 def _unwrap(prompt: Mapping[str, Any]) -> str | list[int]:

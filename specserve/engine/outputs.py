@@ -1,4 +1,4 @@
-"""Turns the engine's events into what a caller sees: text, ids, log-probabilities, why it ended. Knows no engine."""
+"""Turns the engine's events into what a caller sees: text, ids, log-probabilities, why it ended."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specserve.errors import FailureCode
+from specserve.engine.packed import Packed
+from specserve.engine.request import Request
+from specserve.errors import FailureCode, SpecserveError
 from specserve.text.detokenizer import Detokenizer
 from specserve.text.stops import StopString
 from specserve.text.tokenizer import Tokenizer
-from specserve.types import Event, FinishReason, SamplingParams, SequenceStats, TokenLogprobs
+from specserve.types import Event, FinishReason, LogprobBlock, SamplingParams, SequenceStats, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
+    @classmethod
+    def of(cls, request: Request, prompt: str | None) -> RequestOutput:
+        """Of a request that has not begun; `prompt` is its text."""
+        completions = [CompletionOutput(index) for index in range(request.params.n)]
+        return cls(request.id, prompt, request.prompt_ids, completions)
+
     @property
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
@@ -72,7 +80,8 @@ class RequestOutput:
 
 class Collector:
     """Follows one request from event to event. `abort(request_id, index)` is called when a stop string ends a
-    completion, which the engine, knowing no text, cannot see."""
+    completion, which the engine, knowing no text, cannot see. `lazily`: log-probabilities stay packed until they are
+    read, in order; else they are lists."""
 
     def __init__(
         self,
@@ -80,10 +89,12 @@ class Collector:
         params: SamplingParams,
         tokenizer: Tokenizer,
         abort: Callable[[str, int], object],
+        lazily: bool = False,
     ) -> None:
         self.output = output
         self.chunks: deque[Chunk] = deque()  # not taken yet
         self._abort = abort
+        self._lazily = lazily
         self._shows_stop = params.include_stop_str_in_output
         stops = [StopString(stop) for stop in params.stop]
         self._texts = [Detokenizer(tokenizer, params, output.prompt_token_ids, stops) for _ in output.outputs]
@@ -92,25 +103,28 @@ class Collector:
     def finished(self) -> bool:
         return self.output.finished
 
-    def push(self, event: Event) -> None:
-        """Add an event to the output and the chunk it makes visible to `chunks`. Nothing follows a completion's end."""
+    def push(self, event: Event | SpecserveError) -> None:
+        """Add an event to the output and the chunk it makes visible to `chunks`. Nothing follows a completion's end.
+        Raises the error that ends a request in the place of events."""
+        if isinstance(event, SpecserveError):
+            raise event
         completion = self.output.outputs[event.index]
         if completion.finish_reason is not None:
             return
         if event.prompt_logprobs is not None:
-            self.output.prompt_logprobs = event.prompt_logprobs
+            self.output.prompt_logprobs = self._scores(event.prompt_logprobs)
         chunk = self._chunk(event)
         _append(completion, chunk)
         self.chunks.append(chunk)
+        if chunk.finish_reason is not None and event.finish_reason is None:
+            self._abort(event.request_id, event.index)
 
     def _chunk(self, event: Event) -> Chunk:
         text = self._texts[event.index]
         step = text.push(self._shown(event))
-        tokens, logprobs, visible = event.tokens, event.logprobs, step.text
+        tokens, logprobs, visible = event.tokens, self._scores(event.logprobs), step.text
         reason, stop = event.finish_reason, event.stop_reason
         if step.stop is not None:
-            if reason is None:
-                self._abort(event.request_id, event.index)
             reason, stop, tokens = "stop", step.stop, tokens[: step.num_kept]
             logprobs = None if logprobs is None else logprobs[: step.num_kept]
         elif reason is not None:
@@ -118,6 +132,10 @@ class Collector:
         stats = event.stats if reason else None
         failure = event.error, event.error_code
         return Chunk(event.request_id, event.index, visible, tokens, logprobs, reason, stop, *failure, stats)
+
+    def _scores(self, blocks: list[LogprobBlock] | None) -> Any:
+        scores = None if blocks is None else Packed(blocks)
+        return scores if scores is None or self._lazily else list(scores)
 
     def _shown(self, event: Event) -> list[int]:
         """The ids that become text: a token that ended the completion is an id and no text, as in vLLM."""

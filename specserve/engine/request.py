@@ -1,4 +1,4 @@
-"""Turns a request into sequences: resolves defaults and limits, checks what only the engine can. Knows no text."""
+"""What a client asks for, and how it becomes sequences: defaults and limits are resolved, ids checked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import secrets
 import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+
+import msgspec
 
 from specserve.errors import InputError, PromptTooLongError
 from specserve.structured.base import Grammar, Guarded
@@ -24,13 +26,14 @@ class Limits:
     eos_ids: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt as ids with its parameters; `bad_words` are those of params as token ids. `priority`: lower is first,
-    within bounds; see the scheduler.
-    `salt` separates prefix caches. `drafter` is the name of its drafter, "none" for plain decoding; None leaves it to
-    the engine. `prediction` is what the answer will mostly be, as ids: without a `drafter` the request drafts from it;
-    a drafter that is named may make use of it or not. `grammar` is params.structured, compiled."""
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+    """One prompt as ids with its parameters; the same in every process. `id` is that of whoever drives the engine: what
+    a client of a server calls its request gets no further than there.
+
+    `bad_words` are those of params as token ids. `priority`: lower is first, within bounds; see the scheduler. `salt`
+    separates prefix caches. `drafter` is the name of its drafter, "none" for plain decoding; None leaves it to the
+    engine. `prediction` is what the answer will mostly be, as ids: without a `drafter` the request drafts from it; a
+    drafter that is named may make use of it or not. `compiles_slowly`: params.structured is known to take long."""
 
     id: str
     prompt_ids: list[int]
@@ -40,18 +43,19 @@ class Request:
     salt: bytes = b""
     drafter: str | None = None
     prediction: tuple[int, ...] = ()
-    grammar: Grammar | None = None
+    compiles_slowly: bool = False
 
 
-def sequences(request: Request, limits: Limits) -> list[Sequence]:
-    """The n sequences of a request. Raises InputError or PromptTooLongError before anything is allocated."""
+def sequences(request: Request, limits: Limits, grammar: Grammar | None = None) -> list[Sequence]:
+    """The n sequences of a request; `grammar` is params.structured, compiled. Raises InputError or
+    PromptTooLongError before anything is allocated."""
     params = request.params
+    assert (grammar is None) == (params.structured is None), "a grammar is what structured asks for"
     params.check_ids(limits.vocab_size)
     _check_prompt(request.prompt_ids, limits)
     _check_prediction(request.prediction, limits)
     space = limits.max_model_len - len(request.prompt_ids)
     seed = secrets.randbits(64) if params.seed is None else params.seed
-    prediction = tuple(request.prediction)
     others = params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
     first: Sequence | None = None
     group: list[Sequence] = []
@@ -68,8 +72,8 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
             bad_words=request.bad_words,
             priority=request.priority,
             salt=request.salt,
-            prediction=prediction,
-            grammar=_started(request),
+            prediction=request.prediction,
+            grammar=_started(grammar),
             parent=first,
             stats=SequenceStats(arrived=time.perf_counter()),
         )
@@ -78,12 +82,11 @@ def sequences(request: Request, limits: Limits) -> list[Sequence]:
     return group
 
 
-def _started(request: Request) -> Guarded | None:
-    assert (request.grammar is None) == (request.params.structured is None), "a grammar is what structured asks for"
-    if request.grammar is None:
+def _started(grammar: Grammar | None) -> Guarded | None:
+    if grammar is None:
         return None
     try:
-        return Guarded(request.grammar.start())
+        return Guarded(grammar.start())
     except Exception as error:  # a backend's own; it may end nothing but this request
         raise InputError(
             f"structured: the grammar cannot begin: {type(error).__name__}: {error}", "structured"

@@ -1,5 +1,5 @@
-"""What the server has done, counted from what the engine says: for /metrics, /stats and the log. Knows the engine's
-messages; knows no HTTP. One thread calls everything."""
+"""What the server has done, counted from the engine's events: for /metrics, /stats and the log. One thread calls
+everything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from specserve.server import metrics_report
-from specserve.server.engine.messages import Gauges, Said
+from specserve.server.engine.messages import Gauges
 from specserve.server.metrics_families import CONTENT_TYPE, Service, exposition
 from specserve.server.metrics_totals import (
     FIRST_TOKEN_BOUNDS,
@@ -21,7 +21,7 @@ from specserve.server.metrics_totals import (
     Traffic,
     Window,
 )
-from specserve.types import FinishReason, SequenceStats
+from specserve.types import Event, FinishReason, SequenceStats
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -33,13 +33,12 @@ _MOST_OPEN = 65_536  # far above any queue; who forgets to end requests here can
 class _Open:
     """A request whose completions have not all ended."""
 
-    __slots__ = ("acceptance", "last_heard", "num_left", "num_prompt_tokens", "num_tokens", "stopped")
+    __slots__ = ("last_event", "num_left", "num_prompt_tokens", "num_tokens", "stopped")
 
-    def __init__(self, num_completions: int, num_prompt_tokens: int, acceptance: Acceptance) -> None:
+    def __init__(self, num_completions: int, num_prompt_tokens: int) -> None:
         self.num_left = num_completions
         self.num_prompt_tokens = num_prompt_tokens  # 0 once they are counted
-        self.acceptance = acceptance
-        self.last_heard: list[float | None] = [None] * num_completions
+        self.last_event: list[float | None] = [None] * num_completions
         self.num_tokens = [0] * num_completions
         self.stopped: set[int] = set()
 
@@ -96,34 +95,33 @@ class Metrics:
         self.ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.refusals: dict[str, int] = dict.fromkeys([*map(str, REFUSALS), "other"], 0)
         self.engines = Engines()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[str, _Open] = {}
         self._line = metrics_report.Line(self.started)
 
-    def begin(self, number: int, num_completions: int, num_prompt_tokens: int, drafter: str) -> None:
-        """A request goes to the engine under this number. `drafter` is one that the engine has loaded, or "none"."""
-        acceptance = self.acceptance.setdefault(drafter, Acceptance())
-        self._open[number] = _Open(num_completions, num_prompt_tokens, acceptance)
+    def begin(self, request_id: str, num_completions: int, num_prompt_tokens: int) -> None:
+        """A request goes to the engine under this id."""
+        self._open[request_id] = _Open(num_completions, num_prompt_tokens)
         if len(self._open) > _MOST_OPEN:
             del self._open[next(iter(self._open))]
 
-    def hear(self, said: Said) -> None:
-        """The engine said this. Also to be called for requests that nobody waits for any more."""
-        request = self._open.get(said.id)
+    def notify(self, event: Event) -> None:
+        """The engine reported this. Also to be called for requests that nobody waits for any more."""
+        request = self._open.get(event.request_id)
         if request is None:
             return
-        if said.tokens:
-            self._count_tokens(request, said.index, len(said.tokens))
-        if said.finish_reason is not None:
-            self._end(request, said)
+        if event.tokens:
+            self._count_tokens(request, event.index, len(event.tokens))
+        if event.finish_reason is not None:
+            self._end(request, event)
 
-    def stopped(self, number: int, index: int) -> None:
+    def stopped(self, request_id: str, index: int) -> None:
         """A stop string has ended this completion: the abort that the engine will report counts as "stop"."""
-        if (request := self._open.get(number)) is not None:
+        if (request := self._open.get(request_id)) is not None:
             request.stopped.add(index)
 
-    def forget(self, number: int) -> None:
-        """The engine has not let the request in: it will say nothing of it."""
-        self._open.pop(number, None)
+    def forget(self, request_id: str) -> None:
+        """The engine has refused the request: it has no events."""
+        self._open.pop(request_id, None)
 
     def lost(self) -> None:
         """The engine has died, and with it everything open. The gauges that it left must not come again."""
@@ -180,8 +178,8 @@ class Metrics:
         flow = self.traffic.at(now)
         flow.num_generated_tokens += count
         flow.num_steps += 1
-        last = request.last_heard[index]
-        request.last_heard[index] = now
+        last = request.last_event[index]
+        request.last_event[index] = now
         request.num_tokens[index] += count
         if last is None:
             self._count_prompt(request, flow)
@@ -193,13 +191,13 @@ class Metrics:
         flow.num_prompt_tokens += request.num_prompt_tokens
         request.num_prompt_tokens = 0
 
-    def _end(self, request: _Open, said: Said) -> None:
-        assert said.finish_reason is not None, "only an end ends"
-        reason = "stop" if said.index in request.stopped else said.finish_reason
+    def _end(self, request: _Open, event: Event) -> None:
+        assert event.finish_reason is not None, "only an end ends"
+        reason = "stop" if event.index in request.stopped else event.finish_reason
         self.ended[reason] += 1
-        if said.stats is not None:
-            request.acceptance.add(said.stats)
-            self.times.add(said.stats, request.num_tokens[said.index], reason in _ENDED_WELL)
+        if event.stats is not None:
+            self.acceptance.setdefault(event.stats.drafter, Acceptance()).add(event.stats)
+            self.times.add(event.stats, request.num_tokens[event.index], reason in _ENDED_WELL)
         request.num_left -= 1
         if request.num_left == 0:
-            del self._open[said.id]
+            del self._open[event.request_id]

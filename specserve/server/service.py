@@ -1,10 +1,10 @@
-"""Requests as the routes see them: prompts in, chunks of text out. Knows the tokenizer and the engine's supervisor;
-knows no HTTP and no JSON."""
+"""What routes need of the engine and the tokenizer: prompts become requests, and events become chunks of text."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -12,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
-from specserve.errors import InputError, PromptTooLongError
-from specserve.sampling import bad_words
-from specserve.server.engine.client import EngineClient, RefusedError, Subscription
-from specserve.server.engine.messages import QUEUE_TIMEOUT, Ready, Said, Submit
-from specserve.server.engine.packed import Block, Packed
+import msgspec
+
+from specserve.engine.inputs import bad_word_ids
+from specserve.engine.outputs import Chunk, Collector, RequestOutput
+from specserve.engine.port import EnginePort, QueueTimeoutError
+from specserve.engine.request import Request
+from specserve.errors import InputError, PromptTooLongError, SpecserveError
+from specserve.server.engine.client import RefusedError
+from specserve.server.engine.messages import Ready
 from specserve.server.engine.supervisor import State, Supervisor
 from specserve.server.metrics import Metrics
 from specserve.server.tool_use import ToolUse, constraint, format_for, reader
@@ -30,7 +33,7 @@ from specserve.structured.spec import Structured
 from specserve.structured.tags import ignored_formats
 from specserve.text.tokenizer import Tokenizer
 from specserve.text.tools import CallFormat
-from specserve.types import BadWords, Event, SamplingParams
+from specserve.types import Event
 
 T = TypeVar("T")
 _AT_ONCE = 128  # of the engine's messages on one call: of a step there are no more, of a backlog
@@ -40,52 +43,64 @@ _FORMAT = re.compile(r'"format"\s*:\s*"')  # of a schema; a tag's own is an obje
 _WORDS = {State.LOADING: "is loading", State.RESTARTING: "has failed and is being started again"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One prompt as ids, and everything that goes with it; the fields are Request's."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request on its way to the engine, with what only this process needs of it."""
 
-    prompt_ids: list[int]
-    params: SamplingParams
-    prompt: str | None = None
-    priority: int = 0
-    salt: bytes = b""
-    drafter: str | None = None
-    prediction: Sequence[int] = ()
-    bad_words: BadWords | None = None  # params.bad_words as ids; see Service.prepare
-    source: str = "structured"  # the request's field that params.structured comes from
-    is_slow: bool = False  # whether params.structured takes long to compile; see Service.prepare
+    request: Request
+    prompt: str | None = None  # as text
+    source: str = "structured"  # the field of the body that params.structured comes from
+
+    def having(self, **fields: Any) -> Prepared:
+        """The same with other fields of its request."""
+        return replace(self, request=msgspec.structs.replace(self.request, **fields))
 
 
 class _Answer:
-    """One prompt's request while it runs."""
+    """One request while it runs; `news` is set whenever there is something to take."""
 
-    def __init__(self, ask: Ask, name: str, client: EngineClient, subscription: Subscription, service: Service) -> None:
-        completions = [CompletionOutput(index) for index in range(ask.params.n)]
-        self.output = RequestOutput(name, ask.prompt, ask.prompt_ids, completions)
-        self.subscription = subscription
-        self.client = client
+    def __init__(self, prepared: Prepared, port: EnginePort, news: asyncio.Event, service: Service) -> None:
+        request = prepared.request
+        self.output = RequestOutput.of(request, prepared.prompt)
+        self._port = port
+        self._news = news
         self._metrics = service.metrics
-        self._said: deque[Said] = deque()  # taken from the subscription and not yet told
-        self._collector = Collector(self.output, ask.params, service.tokenizer, self._stop)
+        self._events: deque[Event | SpecserveError] = deque()  # not taken yet
+        self._collector = Collector(self.output, request.params, service.tokenizer, self._stop, lazily=True)
+        port.submit(request, self._notify)
+        self._metrics.begin(request.id, request.params.n, len(request.prompt_ids))
 
     def take(self, most: int) -> list[Chunk]:
-        """What has come since the last time, in so many messages of the engine."""
-        if not self._said:
-            self._said = deque(self.subscription.take())
-        for _ in range(min(len(self._said), most)):
-            self._collector.push(_event(self.output.request_id, self._said.popleft()))
-        chunks = list(self._collector.chunks)
-        self._collector.chunks.clear()
-        return chunks
+        """What has come since the last time, of so many events. Raises the error that ended the request, once all
+        before it was taken."""
+        events, chunks = self._events, self._collector.chunks
+        for _ in range(min(len(events), most)):
+            if chunks and isinstance(events[0], SpecserveError):
+                self._news.set()
+                break
+            self._collector.push(events.popleft())
+        taken = list(chunks)
+        chunks.clear()
+        return taken
 
-    def _stop(self, name: str, index: int) -> None:
+    def expire(self) -> None:
+        self._port.expire(self.output.request_id)
+
+    def abort(self) -> None:
+        self._port.abort(self.output.request_id)
+
+    def _notify(self, event: Event | SpecserveError) -> None:
+        self._events.append(event)
+        self._news.set()
+
+    def _stop(self, request_id: str, index: int) -> None:
         """A stop string, which the engine cannot see, has ended a completion."""
-        self.client.abort(self.subscription, index)
-        self._metrics.stopped(self.subscription.number, index)
+        self._port.abort(request_id, index)
+        self._metrics.stopped(request_id, index)
 
 
 class Answers:
-    """The requests of one call, one for each prompt. Iterate over what they say; `outputs` grow with it. A context
+    """The requests of one call, one for each prompt. Iterate over their chunks; `outputs` grow with them. A context
     manager: whatever still runs when it is left is aborted."""
 
     def __init__(self, answers: list[_Answer], news: asyncio.Event) -> None:
@@ -94,16 +109,16 @@ class Answers:
         self._news = news
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, Chunk]]]:
-        """What has come since the last time, as (prompt, chunk); nothing after `poke`. Raises EngineError when the
+        """What has come since the last time, as (prompt, chunk); nothing after `wake`. Raises EngineError when the
         engine is gone, and WireError when it refused one of the requests or one has waited too long."""
         while not all(output.finished for output in self.outputs):
             await self._news.wait()
             self._news.clear()
-            said: list[tuple[int, Chunk]] = []
+            chunks: list[tuple[int, Chunk]] = []
             for prompt, answer in enumerate(self._answers):
-                said += [(prompt, chunk) for chunk in _taken(answer, _AT_ONCE - len(said))]
-            yield said
-            if len(said) >= _AT_ONCE:  # there may be more, and others wait too
+                chunks += [(prompt, chunk) for chunk in _taken(answer, _AT_ONCE - len(chunks))]
+            yield chunks
+            if len(chunks) >= _AT_ONCE:  # there may be more, and others wait too
                 self._news.set()
                 await asyncio.sleep(0)
 
@@ -113,29 +128,29 @@ class Answers:
             pass
         return self.outputs
 
-    def poke(self) -> None:
-        """Let whoever iterates look up, though there is nothing new."""
+    def wake(self) -> None:
+        """Wake whoever iterates, though there is nothing new."""
         self._news.set()
 
     def expire(self) -> None:
         """End those that still wait for their first step."""
         for answer in self._answers:
-            answer.client.expire(answer.subscription)
+            answer.expire()
 
     def __enter__(self) -> Answers:
         return self
 
     def __exit__(self, *exception: object) -> None:
         for answer in self._answers:
-            answer.client.abort(answer.subscription)
+            answer.abort()
 
 
 def _taken(answer: _Answer, most: int) -> list[Chunk]:
     try:
         return answer.take(most) if most > 0 else []
     except RefusedError as error:
-        if error.code == QUEUE_TIMEOUT:
-            raise unavailable(f"{error} Send it again.", code=QUEUE_TIMEOUT) from error
+        if error.code == QueueTimeoutError.code:
+            raise unavailable(f"{error} Send it again.", code=error.code) from error
         raise WireError(400, "invalid_request_error", str(error), param=error.param, code=error.code) from error
 
 
@@ -149,8 +164,13 @@ class Service:
         self.supervisor = supervisor
         self.tokenizer = tokenizer
         self.metrics = metrics
+        self._ids = itertools.count()
         self._pool = ThreadPoolExecutor(num_threads, "specserve-text")
         self._long_pool = ThreadPoolExecutor(1, "specserve-long-text")  # so that prompts wait for prompts alone
+
+    def new_id(self) -> str:
+        """Of a request to the engine."""
+        return str(next(self._ids))
 
     @property
     def ready(self) -> Ready:
@@ -205,17 +225,17 @@ class Service:
         megabytes take seconds to tokenize."""
         await self.run(len(text), self._check_length, len(text))
 
-    async def with_tools(self, ask: Ask, use: ToolUse) -> tuple[Ask, Callable[[], AnswerParser] | None]:
-        """What is asked so that calls of tools can be found in the answer, or must be, and what finds them
-        (Reply.tool_parser), None without tools. Raises InputError for a model whose way of writing calls is not
-        known, and for calls that cannot be enforced."""
+    async def with_tools(self, prepared: Prepared, use: ToolUse) -> tuple[Prepared, Callable[[], AnswerParser] | None]:
+        """The request whose answer may have calls of tools, or must, and what finds them (Reply.tool_parser), None
+        without tools. Raises InputError for a model whose way of writing calls is not known, and for calls that cannot
+        be enforced."""
         if not use.tools:
-            return ask, None
-        written = format_for(use, self.tokenizer.call_format)
-        asked = constraint(use, written, ask.params.structured)
-        make = await self.on_thread(self._reader, use, written, ask.prompt or "")
-        params = replace(keeping_delimiters(written, ask.params), structured=asked)
-        return replace(ask, params=params, source="tools" if asked else ask.source), make
+            return prepared, None
+        params, written = prepared.request.params, format_for(use, self.tokenizer.call_format)
+        asked = constraint(use, written, params.structured)
+        make = await self.on_thread(self._reader, use, written, prepared.prompt or "")
+        prepared = prepared.having(params=replace(keeping_delimiters(written, params), structured=asked))
+        return replace(prepared, source="tools" if asked else prepared.source), make
 
     def _reader(self, use: ToolUse, written: CallFormat, prompt: str) -> Callable[[], AnswerParser]:
         """The first loads a parser, and finds out whether the model reasons."""
@@ -228,17 +248,16 @@ class Service:
     async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def prepare(self, ask: Ask, tenant: bytes = b"", client: bytes = b"") -> Ask:
-        """What is to be asked, with its bad words as ids and its prefix cache apart from that of other tenants.
-        `tenant` has the same length for all of them, so no salt that a client may choose leads to another's cache.
-        `client` is who has a turn where constraints wait to be tried; the tenant where there are tenants.
-        Raises InputError for a constraint that cannot be enforced, and WireError, 429, where too many wait."""
-        asked = ask.params.structured
-        is_slow = asked is not None and await self._try(asked, ask.source, tenant or client)
-        size = sum(map(len, ask.params.bad_words))
-        encode = functools.partial(self.tokenizer.encode, add_special_tokens=False)
-        words = await self.run(size, bad_words.of_texts, ask.params.bad_words, encode)
-        return replace(ask, bad_words=words, salt=tenant + ask.salt, is_slow=is_slow)
+    async def prepare(self, prepared: Prepared, tenant: bytes = b"", client: bytes = b"") -> Prepared:
+        """The request with its bad words as ids, and with its prefix cache apart from that of other tenants. `tenant`
+        has the same length for all of them, so no salt that a client may choose leads to another's cache. `client` is
+        who has a turn where constraints wait to be tried; the tenant where there are tenants. Raises InputError for a
+        constraint that cannot be enforced, and WireError, 429, where too many wait."""
+        request = prepared.request
+        asked, words = request.params.structured, request.params.bad_words
+        is_slow = asked is not None and await self._try(asked, prepared.source, tenant or client)
+        ids = await self.run(sum(map(len, words)), bad_word_ids, request.params, self.tokenizer)
+        return prepared.having(bad_words=ids, salt=tenant + request.salt, compiles_slowly=is_slow)
 
     async def _try(self, asked: Structured, source: str, client: bytes) -> bool:
         try:
@@ -246,44 +265,27 @@ class Service:
         except StructureRefusedError as error:
             raise InputError(f"{source}{str(error).removeprefix('structured')}", source) from error
 
-    async def ignored(self, asks: Sequence[Ask]) -> list[str]:
+    async def ignored(self, requests: Sequence[Prepared]) -> list[str]:
         """What of the constraints of prepared requests says nothing of the answer, by name: formats that JSON Schema
         does not define."""
         found: list[str] = []
-        for asked in dict.fromkeys(ask.params.structured for ask in asks):
+        for asked in dict.fromkeys(prepared.request.params.structured for prepared in requests):
             if asked is not None and _FORMAT.search(asked.text):
                 found += await self.run(len(asked.text), ignored_formats, asked)
         return [f"format.{name}" for name in dict.fromkeys(found)]
 
-    def start(self, asks: Sequence[Ask], name: str) -> Answers:
-        """Ask the engine what was prepared; `name` is the answer's. Raises WireError while there is none, and
-        PromptTooLongError; then nothing was asked."""
-        ready = self.ready
-        for ask in asks:
-            if len(ask.prompt_ids) >= ready.max_model_len:
-                reason = f"the context is {ready.max_model_len} tokens and needs room for one more"
-                raise PromptTooLongError(len(ask.prompt_ids), ready.max_model_len - 1, reason)
-        news = asyncio.Event()
-        return Answers([self._submit(ask, name, news) for ask in asks], news)
-
-    def _submit(self, ask: Ask, name: str, news: asyncio.Event) -> _Answer:
-        assert (ask.bad_words is None) == (not ask.params.bad_words), "prepare makes ids of bad words"
-        submit = Submit(
-            id=0,
-            prompt_ids=ask.prompt_ids,
-            params=ask.params,
-            bad_words=ask.bad_words,
-            priority=ask.priority,
-            salt=ask.salt,
-            drafter=ask.drafter,
-            prediction=list(ask.prediction),
-            is_slow=ask.is_slow,
-        )
-        client = self.supervisor.client
-        subscription = client.submit(submit, ask.params.n, news)
-        drafter = ask.drafter or ("prediction" if ask.prediction else self.ready.drafter)
-        self.metrics.begin(subscription.number, ask.params.n, len(ask.prompt_ids), drafter)
-        return _Answer(ask, name, client, subscription, self)
+    def start(self, requests: Sequence[Prepared]) -> Answers:
+        """Submit what was prepared. Raises WireError while there is no engine, and PromptTooLongError; then nothing was
+        submitted."""
+        limit = self.ready.max_model_len
+        for prepared in requests:
+            num_tokens, params = len(prepared.request.prompt_ids), prepared.request.params
+            if num_tokens >= limit:
+                reason = f"the context is {limit} tokens and needs room for one more"
+                raise PromptTooLongError(num_tokens, limit - 1, reason)
+            assert (prepared.request.bad_words is None) == (not params.bad_words), "prepare makes ids of bad words"
+        news, port = asyncio.Event(), self.supervisor.client
+        return Answers([_Answer(prepared, port, news, self) for prepared in requests], news)
 
     def close(self) -> None:
         self.trials.close()
@@ -318,23 +320,3 @@ def num_characters(value: Any, enough: int) -> int:
         elif isinstance(entry, list | tuple):
             left += entry
     return total
-
-
-def _unpacked(blocks: list[Block] | None) -> Any:
-    """As a list whose entries are unpacked when they are looked at."""
-    return None if blocks is None else Packed(blocks)
-
-
-def _event(name: str, said: Said) -> Event:
-    return Event(
-        request_id=name,
-        index=said.index,
-        tokens=said.tokens,
-        logprobs=_unpacked(said.logprobs),
-        prompt_logprobs=_unpacked(said.prompt_logprobs),
-        finish_reason=said.finish_reason,
-        stop_reason=said.stop_reason,
-        error=said.error,
-        error_code=said.error_code,
-        stats=said.stats,
-    )

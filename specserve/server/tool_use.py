@@ -102,7 +102,7 @@ def reader(use: ToolUse, written: CallFormat, prompt: str, reasons: bool = False
     return ToolCalling(written, use.tools, prompt, parallel=use.parallel).parser
 
 
-def told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The conversation of a model whose chat template takes no tools, with a system message that tells of them."""
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     before, after = f"{HERMES.before}NAME{HERMES.between}", HERMES.after

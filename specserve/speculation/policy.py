@@ -75,9 +75,11 @@ class Policy:
         most = self.num_tokens if self.num_tokens or named is None else DEFAULT_NUM_SPECULATIVE_TOKENS
         for seq in group:
             seq.drafter = host.name
-            seq.draft_limit = most
+            seq.draft_limit = most if host.active else 0
             seq.jump_forward = drafter != NONE
             seq.stats.drafter, seq.stats.predicted = host.name, host.name == PREDICTION and bool(seq.prediction)
+            longest = MOST_JUMP_FORWARD if seq.grammar is not None and seq.jump_forward else 0
+            seq.stats.longest_draft = max(longest, seq.draft_limit)
             self._num_seqs[host] += 1
             host.begin(seq)
 

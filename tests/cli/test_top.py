@@ -17,9 +17,9 @@ from rich.console import Console
 from specserve.cli import top as cli_top
 from specserve.cli.main import run
 from specserve.errors import ConfigError
-from specserve.server.engine.messages import Gauges, Said
+from specserve.server.engine.messages import Gauges
 from specserve.server.metrics import Metrics
-from specserve.types import SequenceStats
+from specserve.types import Event, SequenceStats
 
 Handler = Callable[[web.Request], web.Response]
 Outcome = tuple[int, str, str]
@@ -32,13 +32,21 @@ def figures(model: str = "smollm2-135m") -> dict[str, Any]:
     now = 1000.0
     metrics = Metrics(model, lambda: now)
     now = 4700.0
-    metrics.begin(1, 1, 11, "ngram")
-    metrics.begin(2, 1, 5, "none")
+    metrics.begin("1", 1, 11)
+    metrics.begin("2", 1, 5)
     drafted = SequenceStats(
-        4699.0, 4699.0, 4699.25, 4700.0, num_steps=4, num_drafts=3, num_draft_tokens=10, num_accepted_tokens=5
+        4699.0,
+        4699.0,
+        4699.25,
+        4700.0,
+        num_steps=4,
+        num_drafts=3,
+        num_draft_tokens=10,
+        num_accepted_tokens=5,
+        drafter="ngram",
     )
-    metrics.hear(Said(1, 0, [1] * 9, finish_reason="length", stats=drafted))
-    metrics.hear(Said(2, 0, [1], finish_reason="stop", stats=SequenceStats(4699.0, 4699.0, 4699.5, 4700.0, 1)))
+    metrics.notify(Event("1", 0, [1] * 9, finish_reason="length", stats=drafted))
+    metrics.notify(Event("2", 0, [1], finish_reason="stop", stats=SequenceStats(4699.0, 4699.0, 4699.5, 4700.0, 1)))
     metrics.refused(429)
     return metrics.stats(GAUGES, 2, "ready")
 

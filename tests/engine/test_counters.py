@@ -10,6 +10,7 @@ from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.counters import Times
 from specserve.engine.request import Request
+from specserve.structured.base import Grammar
 from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
@@ -51,15 +52,15 @@ def test_the_times_of_a_stretch_are_a_difference(before: list[float], after: lis
     assert total - seen == later
 
 
-def run(built: Built, request: Request) -> None:
-    built.engine.add(request)
+def run(built: Built, request: Request, grammar: Grammar | None = None) -> None:
+    built.engine.add(request, grammar)
     while built.engine.has_work:
         built.engine.step()
 
 
-def bound(built: Built, prompt_ids: list[int], asked: Structured) -> Request:
+def bound(built: Built, prompt_ids: list[int], asked: Structured) -> tuple[Request, Grammar]:
     params = SamplingParams(temperature=0.0, max_tokens=40, structured=asked)
-    return Request(id="bound", prompt_ids=prompt_ids, params=params, grammar=built.compiler.compile(asked))
+    return Request(id="bound", prompt_ids=prompt_ids, params=params), built.compiler.compile(asked)
 
 
 def test_masks_have_a_phase_of_their_own_and_forced_tokens_are_counted(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_masks_have_a_phase_of_their_own_and_forced_tokens_are_counted(tmp_path:
     assert sum(counters.mask_per_step.counts) == 0
     assert counters.num_forced_tokens == 0
     before = counters.snapshot()
-    built.engine.add(bound(built, [5, 6, 7], Structured.choice(["the other stone and the other then"])))
+    built.engine.add(*bound(built, [5, 6, 7], Structured.choice(["the other stone and the other then"])))
     (seq,) = built.engine.requests["bound"]
     while built.engine.has_work:
         built.engine.step()
@@ -90,7 +91,7 @@ def test_only_what_a_grammar_forced_is_counted_as_forced(tmp_path: Path) -> None
     """N-grams draft what the text said before, and that is no forced token although the grammar lets it stand."""
     folder = write_tiny_model(tmp_path, "llama", seed=3)
     built = build(EngineConfig(model=str(folder), dtype="float32", drafter="ngram"))
-    built.engine.add(bound(built, [5, 6, 7] * 5, Structured.regex("[a-z ]{30,}")))
+    built.engine.add(*bound(built, [5, 6, 7] * 5, Structured.regex("[a-z ]{30,}")))
     (seq,) = built.engine.requests["bound"]
     while built.engine.has_work:
         built.engine.step()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -14,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
+from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, PromptTooLongError
 from specserve.sampling.bad_words import of_ids
@@ -347,12 +349,12 @@ def test_logprobs_equal_a_prefill_of_the_same_ids(tiny: Path, alone, drafted: bo
     engine.add(Request(id="noise", prompt_ids=prompt(3), params=GREEDY))
     events = [event for event in finish(engine) if event.request_id == "r0"]
     output = ids(events)
-    reported = [entry for event in events for entry in event.logprobs or ()]
-    (scored,) = [event.prompt_logprobs for event in events if event.prompt_logprobs]
+    reported = [entry for event in events for entry in Packed(event.logprobs or ())]
+    (scored,) = [list(Packed(event.prompt_logprobs)) for event in events if event.prompt_logprobs]
     assert output == alone["r0", 0]
     rescoring = Request(id="again", prompt_ids=prompt(0) + output, params=params)
     engine.add(rescoring)
-    (rescored,) = [event.prompt_logprobs for event in finish(engine) if event.prompt_logprobs]
+    (rescored,) = [list(Packed(event.prompt_logprobs)) for event in finish(engine) if event.prompt_logprobs]
     assert rescored[0] is None
     assert rescored == scored + reported
     assert [entry.token for entry in rescored[1:]] == (prompt(0) + output)[1:]
@@ -407,7 +409,7 @@ def wishes(alone: dict[tuple[str, int], list[int]]) -> list[Request]:
         output = alone[request.id, 0]
         predicted = {1: tuple(output), 2: tuple(edited(output, 3))}.get(i % 5, ())
         drafter = {3: "ngram", 4: "none"}.get(i % 5)
-        found.append(dataclasses.replace(request, prediction=predicted, drafter=drafter))
+        found.append(msgspec.structs.replace(request, prediction=predicted, drafter=drafter))
     return found
 
 
@@ -546,7 +548,7 @@ def test_every_completion_of_a_request_has_its_drafter(tiny: Path) -> None:
     request = Request(id="n", prompt_ids=prompt(3, 50), params=params)
     outputs = drive(make(tiny), [request])
     engine = make(tiny)
-    engine.add(dataclasses.replace(request, prediction=tuple(outputs["n", 0])))
+    engine.add(msgspec.structs.replace(request, prediction=tuple(outputs["n", 0])))
     seqs = list(engine.requests["n"])
     assert drive(engine, []) == outputs
     assert [seq.stats.num_steps for seq in seqs] == [1 + 2] * 3, "12 tokens: one, then 11 by sixes"
@@ -576,7 +578,7 @@ def test_wrong_wishes_are_refused_and_leave_nothing(tiny: Path, wish: dict[str, 
 
 def test_the_engines_drafter_can_be_replaced_between_requests(tiny: Path, alone) -> None:
     engine = make(tiny)
-    predicted = dataclasses.replace(requests(1)[0], prediction=tuple(alone["r0", 0]))
+    predicted = msgspec.structs.replace(requests(1)[0], prediction=tuple(alone["r0", 0]))
     engine.add(predicted)
     with pytest.raises(ConfigError, match="while no request is running"):
         engine.use(DraftHost(create("ngram"), VOCAB, 10.0, "ngram"), 5)

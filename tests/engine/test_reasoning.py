@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer as Backend
 
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
+from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.llm import LLM
 from specserve.speculation.drive import NoTarget
@@ -30,6 +31,7 @@ from specserve.text.reasoning import Reasoning
 from specserve.types import SamplingParams
 
 Outputs = dict[str, list[int]]
+Asked = tuple[Request, Grammar | None]  # with its grammar, compiled
 
 SCHEMA = {
     "type": "object",
@@ -79,7 +81,7 @@ def free(built: Built) -> Outputs:
     for i in range(COUNT):
         endless = dict.fromkeys(built.tokenizer.eos_ids, -100.0) if i % 3 else None
         asked = replace(params(i, None), logit_bias=endless)
-        found |= drive(built, [Request(id=f"r{i}", prompt_ids=prompt(i), params=asked, drafter="none")])
+        found |= drive(built, [(Request(id=f"r{i}", prompt_ids=prompt(i), params=asked, drafter="none"), None)])
     return found
 
 
@@ -91,7 +93,7 @@ def marks(built: Built, free: Outputs, i: int) -> Reasoning:
     return Reasoning((291,), close, (), frozenset(), built.tokenizer.eos_ids)
 
 
-def requests(built: Built, free: Outputs, drafter: str | None = None) -> list[Request]:
+def requests(built: Built, free: Outputs, drafter: str | None = None) -> list[Asked]:
     """Every third one is free."""
     made = []
     for i in range(COUNT):
@@ -99,16 +101,14 @@ def requests(built: Built, free: Outputs, drafter: str | None = None) -> list[Re
         grammar: Grammar | None = None
         if asked is not None:
             grammar = ReasoningGrammar(built.compiler.compile(asked), marks(built, free, i), is_open=True)
-        made.append(
-            Request(id=f"r{i}", prompt_ids=prompt(i), params=params(i, asked), grammar=grammar, drafter=drafter)
-        )
+        made.append((Request(id=f"r{i}", prompt_ids=prompt(i), params=params(i, asked), drafter=drafter), grammar))
     return made
 
 
-def drive(built: Built, asked: list[Request]) -> Outputs:
-    engine, outputs = built.engine, {request.id: [] for request in asked}
-    for request in asked:
-        engine.add(request)
+def drive(built: Built, asked: list[Asked]) -> Outputs:
+    engine, outputs = built.engine, {request.id: [] for request, _ in asked}
+    for request, grammar in asked:
+        engine.add(request, grammar)
     while engine.has_work:
         for event in engine.step():
             assert event.error is None
@@ -128,15 +128,15 @@ def alone(built: Built, free: Outputs) -> Outputs:
 
 def test_the_answer_fits_and_the_reasoning_is_as_it_was(built: Built, free: Outputs, alone: Outputs) -> None:
     ended = 0
-    for request in requests(built, free):
+    for request, grammar in requests(built, free):
         said = alone[request.id]
-        if request.grammar is None:
+        if grammar is None:
             assert said == free[request.id]
             continue
         asked = request.params.structured
         assert asked is not None
-        assert isinstance(request.grammar, ReasoningGrammar)
-        close = request.grammar.reasoning.close
+        assert isinstance(grammar, ReasoningGrammar)
+        close = grammar.reasoning.close
         end = next(at for at in range(len(said) + 1) if tuple(said[at - len(close) : at]) == close and at >= len(close))
         assert said[:end] == free[request.id][:end]
         assert end >= 4
@@ -219,7 +219,7 @@ def test_the_law_of_the_first_token_is_the_models_own_among_what_may_come(tiny: 
         asked = SamplingParams(
             n=64, temperature=1.0, seed=round_ * 7919, max_tokens=2, structured=Structured.choice(["x"])
         )
-        built.engine.add(Request(id="law", prompt_ids=prompt(2), params=asked, grammar=grammar))
+        built.engine.add(Request(id="law", prompt_ids=prompt(2), params=asked), grammar)
         said: dict[int, list[int]] = {i: [] for i in range(64)}
         while built.engine.has_work:
             for event in built.engine.step():
@@ -241,7 +241,7 @@ def first_scores(built: Built) -> dict[int, float]:
     built.engine.add(Request(id="score", prompt_ids=prompt(2), params=asked))
     (event,) = built.engine.step()
     assert event.logprobs is not None
-    return {token: score for token, score in event.logprobs[0].top.items() if token < 280}
+    return {token: score for token, score in Packed(event.logprobs)[0].top.items() if token < 280}
 
 
 # --- the SDK ----------------------------------------------------------------------------------------------------------

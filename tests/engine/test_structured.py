@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import jsonschema_rs
+import msgspec
 import pytest
 from scipy.stats import chisquare
 
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
+from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import NoTokenLeftError
 from specserve.sampling.bad_words import of_ids
@@ -28,6 +30,7 @@ from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
 from specserve.types import Event, SamplingParams
 
 Outputs = dict[str, list[int]]
+Asked = tuple[Request, Grammar | None]  # with its grammar, compiled
 
 SCHEMA = {
     "type": "object",
@@ -79,23 +82,21 @@ def params(i: int, structured: Structured | None) -> SamplingParams:
     )
 
 
-def requests(built: Built, count: int = 8, drafter: str | None = None) -> list[Request]:
+def requests(built: Built, count: int = 8, drafter: str | None = None) -> list[Asked]:
     """Every other one is free."""
     made = []
     for i in range(count):
         asked = ASKED[i // 2 % len(ASKED)] if i % 2 else None
         grammar = None if asked is None else built.compiler.compile(asked)
-        made.append(
-            Request(id=f"r{i}", prompt_ids=prompt(i), params=params(i, asked), grammar=grammar, drafter=drafter)
-        )
+        made.append((Request(id=f"r{i}", prompt_ids=prompt(i), params=params(i, asked), drafter=drafter), grammar))
     return made
 
 
-def drive(built: Built, asked: list[Request]) -> Outputs:
+def drive(built: Built, asked: list[Asked]) -> Outputs:
     """Run to the end; no request may fail, and every invariant of the cache holds after every step."""
-    engine, outputs = built.engine, {request.id: [] for request in asked}
-    for request in asked:
-        engine.add(request)
+    engine, outputs = built.engine, {request.id: [] for request, _ in asked}
+    for request, grammar in asked:
+        engine.add(request, grammar)
     while engine.has_work:
         for event in engine.step():
             assert event.error is None
@@ -184,7 +185,7 @@ def test_what_may_come_is_found_out_while_the_target_works(
     watch(built.engine.runner, "finish")
     asked = SamplingParams(temperature=temperature, seed=1, max_tokens=90, structured=ASKED[0])
     grammar = built.compiler.compile(ASKED[0])
-    built.engine.add(Request(id="one", prompt_ids=prompt(1), params=asked, drafter="none", grammar=grammar))
+    built.engine.add(Request(id="one", prompt_ids=prompt(1), params=asked, drafter="none"), grammar)
     num_tokens = 0
     while built.engine.has_work:
         num_tokens += sum(len(event.tokens) for event in built.engine.step())
@@ -193,12 +194,10 @@ def test_what_may_come_is_found_out_while_the_target_works(
 
 
 def test_forced_tokens_are_drafted_and_accepted(built: Built) -> None:
-    asked = requests(built)[1]
+    asked, grammar = requests(built)[1]
     for drafter, drafts in ((None, True), ("grammar", True), ("none", False)):
-        request = Request(
-            id="f", prompt_ids=asked.prompt_ids, params=asked.params, grammar=asked.grammar, drafter=drafter
-        )
-        built.engine.add(request)
+        request = Request(id="f", prompt_ids=asked.prompt_ids, params=asked.params, drafter=drafter)
+        built.engine.add(request, grammar)
         stats = built.engine.requests["f"][0].stats
         while built.engine.has_work:
             built.engine.step()
@@ -208,9 +207,9 @@ def test_forced_tokens_are_drafted_and_accepted(built: Built) -> None:
 
 
 def test_a_request_may_forbid_drafts_of_what_is_forced(built: Built) -> None:
-    asked = requests(built)[1]
+    asked, grammar = requests(built)[1]
     capped = SamplingParams(temperature=0.0, max_tokens=60, structured=ASKED[0], num_speculative_tokens=0)
-    built.engine.add(Request(id="f", prompt_ids=asked.prompt_ids, params=capped, grammar=asked.grammar))
+    built.engine.add(Request(id="f", prompt_ids=asked.prompt_ids, params=capped), grammar)
     stats = built.engine.requests["f"][0].stats
     while built.engine.has_work:
         built.engine.step()
@@ -219,7 +218,7 @@ def test_a_request_may_forbid_drafts_of_what_is_forced(built: Built) -> None:
 
 def test_completions_of_one_request_stand_in_places_of_their_own(built: Built) -> None:
     several = SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=40, structured=ASKED[1])
-    built.engine.add(Request(id="n", prompt_ids=prompt(3), params=several, grammar=built.compiler.compile(ASKED[1])))
+    built.engine.add(Request(id="n", prompt_ids=prompt(3), params=several), built.compiler.compile(ASKED[1]))
     texts: dict[int, list[int]] = {i: [] for i in range(4)}
     while built.engine.has_work:
         for event in built.engine.step():
@@ -234,12 +233,12 @@ def test_a_grammar_that_fails_ends_its_own_request_and_says_why(built: Built, al
     assert eos is not None
     sentence = [*built.tokenizer.encode("the other stone"), eos]
     grammar: Grammar = LanguageGrammar([sentence, [*sentence[:2], 5, 6, eos]], fault_after)
-    failing = Request(id="bad", prompt_ids=prompt(1), params=params(0, Structured.choice(["x"])), grammar=grammar)
+    failing = Request(id="bad", prompt_ids=prompt(1), params=params(0, Structured.choice(["x"])))
     outputs: Outputs = {}
     errors: dict[str, str] = {}
     codes: set[str | None] = set()
-    for request in [*requests(built), failing]:
-        built.engine.add(request)
+    for each in [*requests(built), (failing, grammar)]:
+        built.engine.add(*each)
     while built.engine.has_work:
         for event in built.engine.step():
             outputs.setdefault(event.request_id, []).extend(event.tokens)
@@ -258,14 +257,13 @@ def test_a_grammar_that_fails_ends_its_own_request_and_says_why(built: Built, al
 def test_where_nothing_may_come_the_request_ends_with_an_error(built: Built) -> None:
     asked = SamplingParams(temperature=0.0, structured=ASKED[2], bad_words=["x"])
     every = of_ids([(token,) for token in range(293)])
-    request = Request(
-        id="x", prompt_ids=prompt(1), params=asked, grammar=built.compiler.compile(ASKED[2]), bad_words=every
-    )
+    grammar = built.compiler.compile(ASKED[2])
+    request = Request(id="x", prompt_ids=prompt(1), params=asked, bad_words=every)
     with pytest.raises(NoTokenLeftError, match=r"the grammar, .* forbid every one"):
-        built.engine.add(request)
+        built.engine.add(request, grammar)
     assert not built.engine.requests, "nothing of it remains"
-    ended = replace(request, bad_words=None, params=replace(asked, min_tokens=16, bad_words=()))
-    built.engine.add(ended)
+    ended = msgspec.structs.replace(request, bad_words=None, params=replace(asked, min_tokens=16, bad_words=()))
+    built.engine.add(ended, grammar)
     events: list[Event] = []
     while built.engine.has_work:
         events += built.engine.step()
@@ -288,9 +286,8 @@ def test_a_grammar_that_comes_to_its_limits_is_the_requests_fault(built: Built) 
             return state
 
     asked = SamplingParams(temperature=0.0, structured=ASKED[2], num_speculative_tokens=0)
-    built.engine.add(
-        Request(id="x", prompt_ids=prompt(1), params=asked, grammar=Limited([[9, 8, 7, 6, 5]]), drafter="none")
-    )
+    request = Request(id="x", prompt_ids=prompt(1), params=asked, drafter="none")
+    built.engine.add(request, Limited([[9, 8, 7, 6, 5]]))
     events: list[Event] = []
     while built.engine.has_work:
         events += built.engine.step()
@@ -317,7 +314,7 @@ def test_the_law_under_a_grammar_is_the_models_own_given_that_it_fits(
         asked = SamplingParams(
             n=64, temperature=1.0, seed=round_ * 7919, max_tokens=30, structured=Structured.choice(["x"])
         )
-        built.engine.add(Request(id="law", prompt_ids=prompt(2), params=asked, grammar=LanguageGrammar(language)))
+        built.engine.add(Request(id="law", prompt_ids=prompt(2), params=asked), LanguageGrammar(language))
         texts: dict[int, list[int]] = {i: [] for i in range(64)}
         while built.engine.has_work:
             for event in built.engine.step():
@@ -354,9 +351,7 @@ def score(built: Built, text: list[int], token: int) -> float:
     built.engine.add(Request(id="score", prompt_ids=[*text, token], params=asked))
     (event,) = [event for _ in range(1) for event in built.engine.step()]
     assert event.prompt_logprobs is not None
-    entry = event.prompt_logprobs[-1]
-    assert entry is not None
-    return entry.logprob
+    return float(Packed(event.prompt_logprobs)[-1].logprob)
 
 
 def pool(observed: list[int], expected: list[float]) -> tuple[list[float], list[float]]:

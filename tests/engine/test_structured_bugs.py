@@ -21,6 +21,7 @@ from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar, LanguageState, ScriptedDrafter, write_tiny_model
 from specserve.types import Draft, Ids, SamplingParams
 
+Asked = tuple[Request, Grammar | None]  # with its grammar, compiled
 VOCAB = 293
 A, B, BAD = 40, 41, 77
 ASKED = Structured.choice(["x"])  # stands for a grammar by hand
@@ -76,18 +77,18 @@ def use(built: Built, drafter: Any, count: int = 6) -> None:
     built.engine.use(DraftHost(drafter, VOCAB, 10.0, "scripted"), count)
 
 
-def request(name: str, grammar: Grammar | None, temperature: float = 0.0, prompt: int = 5, **more: Any) -> Request:
+def request(name: str, grammar: Grammar | None, temperature: float = 0.0, prompt: int = 5, **more: Any) -> Asked:
     structured = None if grammar is None else ASKED
     params = SamplingParams(temperature=temperature, seed=prompt, max_tokens=24, structured=structured, **more)
     ids = [(7 * prompt + 3 * j * j + j) % 280 for j in range(prompt)]
-    return Request(id=name, prompt_ids=ids, params=params, grammar=grammar)
+    return Request(id=name, prompt_ids=ids, params=params), grammar
 
 
-def drive(built: Built, *asked: Request, after_step: Callable[[], None] = lambda: None) -> dict[str, list[int]]:
+def drive(built: Built, *asked: Asked, after_step: Callable[[], None] = lambda: None) -> dict[str, list[int]]:
     """Run all to the end; nobody may fail."""
-    outputs: dict[str, list[int]] = {each.id: [] for each in asked}
+    outputs: dict[str, list[int]] = {each.id: [] for each, _ in asked}
     for each in asked:
-        built.engine.add(each)
+        built.engine.add(*each)
     while built.engine.has_work:
         for event in built.engine.step():
             assert event.error is None
@@ -108,7 +109,7 @@ def test_a_draft_violates_the_grammar_at_position_j(tiny: Path, position: int, t
     built = make(tiny)
     (alone,) = drive(built, request("a", pairs(built), temperature)).values()
     use(built, SaysDrafter(lambda said: [*alone[len(said) :][:position], BAD, A, B]))
-    built.engine.add(request("a", pairs(built), temperature))
+    built.engine.add(*request("a", pairs(built), temperature))
     (seq,) = built.engine.requests["a"]
     tokens: list[int] = []
     while built.engine.has_work:
@@ -138,7 +139,7 @@ def test_a_matcher_is_not_advanced_after_it_ended(tiny: Path, kind: str) -> None
     built = make(tiny)
     outputs = drive(built, *(request(f"r{i}", pairs(built), i % 2, prompt=4 + i) for i in range(6)))
     if kind != "none":
-        scripts = {tuple(request("", None, prompt=4 + i).prompt_ids): [*outputs[f"r{i}"], A, B, A] for i in range(6)}
+        scripts = {tuple(request("", None, prompt=4 + i)[0].prompt_ids): [*outputs[f"r{i}"], A, B, A] for i in range(6)}
         use(built, ScriptedDrafter(scripts, VOCAB, accuracy=0.9, decoys=2 if kind == "tree" else 0))
     again = drive(built, *(request(f"r{i}", pairs(built), i % 2, prompt=4 + i) for i in range(6)))
     assert again == outputs
@@ -155,7 +156,7 @@ def test_masks_of_constrained_rows_stay_in_step_with_free_ones(tiny: Path) -> No
     for each in asked:
         alone |= drive(roomy, each)
     built = make(tiny, max_num_batched_tokens=20, max_num_seqs=6)
-    scripts = {tuple(each.prompt_ids): alone[each.id] for each in asked}
+    scripts = {tuple(each.prompt_ids): alone[each.id] for each, _ in asked}
     use(built, ScriptedDrafter(scripts, VOCAB, accuracy=0.7))
     assert drive(built, *asked) == alone
     assert built.engine.counters.num_prefill_chunks > 3, "prompts were to come in pieces"
@@ -189,7 +190,7 @@ def test_white_space_is_bounded(tiny: Path) -> None:
     assert len(blank) > 2
     bias = dict.fromkeys(blank, 100.0)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=90, structured=asked, logit_bias=bias)
-    spaced = Request(id="w", prompt_ids=[5, 6, 7], params=params, grammar=built.compiler.compile(asked))
+    spaced = Request(id="w", prompt_ids=[5, 6, 7], params=params), built.compiler.compile(asked)
     (tokens,) = drive(built, spaced).values()
     text = built.tokenizer.decode(tokens, skip_special_tokens=True)
     assert "  " not in text
@@ -228,7 +229,7 @@ def test_one_requests_type_error_ends_that_request_alone(tiny: Path, broken: str
     sentences = [tuple(sentence) for sentence in pairs(built).sentences]
     errors, outputs = {}, dict[str, list[int]]()
     for each in (good[0], request("bad", BrokenGrammar(sentences, broken)), good[1]):
-        built.engine.add(each)
+        built.engine.add(*each)
     while built.engine.has_work:
         for event in built.engine.step():
             outputs.setdefault(event.request_id, []).extend(event.tokens)
@@ -253,14 +254,16 @@ SCHEMA = Structured.json(
 )
 
 
-def schema_requests(built: Built, count: int = 6) -> list[Request]:
+def schema_requests(built: Built, count: int = 6) -> list[Asked]:
     grammar = built.compiler.compile(SCHEMA)
     return [
-        Request(
-            id=f"r{i}",
-            prompt_ids=request("", None, prompt=4 + i).prompt_ids,
-            params=SamplingParams(temperature=i % 2, seed=i, max_tokens=60, structured=SCHEMA),
-            grammar=grammar,
+        (
+            Request(
+                id=f"r{i}",
+                prompt_ids=request("", None, prompt=4 + i)[0].prompt_ids,
+                params=SamplingParams(temperature=i % 2, seed=i, max_tokens=60, structured=SCHEMA),
+            ),
+            grammar,
         )
         for i in range(count)
     ]
@@ -288,7 +291,7 @@ def test_a_state_after_a_partly_accepted_draft_is_one_from_the_beginning(tiny: P
     """A matcher that is rolled back too little, too much, or not at all masks the rest of the text wrongly."""
     built, checked = make(tiny), [0]
     alone = drive(built, *schema_requests(built))
-    scripts = {tuple(each.prompt_ids): alone[each.id] for each in schema_requests(built)}
+    scripts = {tuple(each.prompt_ids): alone[each.id] for each, _ in schema_requests(built)}
     use(built, ScriptedDrafter(scripts, VOCAB, accuracy=0.6, decoys=2 if kind == "tree" else 0))
 
     def check() -> None:

@@ -480,7 +480,7 @@ def generated(folder: Path, backend: str, drafter: str, asked: Structured) -> li
     grammar = built.compiler.compile(asked)
     for i in range(4):
         params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=60, structured=asked)
-        built.engine.add(Request(id=str(i), prompt_ids=[3 + i, 7], params=params, grammar=grammar, drafter=drafter))
+        built.engine.add(Request(id=str(i), prompt_ids=[3 + i, 7], params=params, drafter=drafter), grammar)
     outputs: dict[str, list[int]] = {str(i): [] for i in range(4)}
     while built.engine.has_work:
         for event in built.engine.step():

@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.server import metrics as metrics_module
-from specserve.server.engine.messages import Gauges, Said
+from specserve.server.engine.messages import Gauges
 from specserve.server.metrics import CONTENT_TYPE, Metrics
 from specserve.server.metrics_totals import (
     FIRST_TOKEN_BOUNDS,
@@ -24,7 +24,7 @@ from specserve.server.metrics_totals import (
     Traffic,
     Window,
 )
-from specserve.types import SequenceStats
+from specserve.types import Event, SequenceStats
 
 MODEL = "smollm2-135m"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -121,27 +121,27 @@ def value(metrics: Metrics, name: str, of: Gauges | None = None, **labels: str) 
 
 def play(metrics: Metrics, clock: Clock) -> None:
     """Two requests. The first has two completions, one drafted to its length and one aborted; the second is plain."""
-    metrics.begin(7, num_completions=2, num_prompt_tokens=11, drafter="ngram")
-    metrics.begin(8, num_completions=1, num_prompt_tokens=5, drafter="none")
+    metrics.begin("7", num_completions=2, num_prompt_tokens=11)
+    metrics.begin("8", num_completions=1, num_prompt_tokens=5)
     clock.now = 1000.5
-    metrics.hear(Said(7, 0, [1, 2, 3]))
-    metrics.hear(Said(7, 1, [1]))
+    metrics.notify(Event("7", 0, [1, 2, 3]))
+    metrics.notify(Event("7", 1, [1]))
     clock.now = 1000.625
-    metrics.hear(Said(7, 0, [4, 5]))
+    metrics.notify(Event("7", 0, [4, 5]))
     clock.now = 1000.75
     drafted = SequenceStats(
         arrived=1000.0, first_scheduled=1000.125, first_token=1000.5, finished=1000.75, num_steps=3, num_drafts=3,
         num_draft_tokens=9, num_accepted_tokens=4, num_forced_tokens=5, num_accepted_forced_tokens=3,
-        accepted_by_position=[2, 2, 0], drafted_by_position=[3, 3, 3],
+        accepted_by_position=[2, 2, 0], drafted_by_position=[3, 3, 3], drafter="ngram",
     )  # fmt: skip
-    metrics.hear(Said(7, 0, [6, 7], finish_reason="length", stats=drafted))
+    metrics.notify(Event("7", 0, [6, 7], finish_reason="length", stats=drafted))
     aborted = SequenceStats(
         arrived=1000.0, first_scheduled=1000.125, first_token=1000.5, finished=1000.75, num_steps=1, num_drafts=1,
-        num_draft_tokens=4, accepted_by_position=[0] * 4, drafted_by_position=[1] * 4,
+        num_draft_tokens=4, accepted_by_position=[0] * 4, drafted_by_position=[1] * 4, drafter="ngram",
     )  # fmt: skip
-    metrics.hear(Said(7, 1, [], finish_reason="abort", stats=aborted))
+    metrics.notify(Event("7", 1, [], finish_reason="abort", stats=aborted))
     plain = SequenceStats(arrived=1000.0, first_scheduled=1000.0, first_token=1000.75, finished=1000.75, num_steps=1)
-    metrics.hear(Said(8, 0, [9], finish_reason="stop", stats=plain))
+    metrics.notify(Event("8", 0, [9], finish_reason="stop", stats=plain))
 
 
 def test_names_types_and_labels_are_those_that_tools_read(metrics: Metrics, clock: Clock) -> None:
@@ -283,11 +283,11 @@ def test_percentiles_are_values_that_were_seen(values: list[int]) -> None:
 def test_a_stop_string_is_a_stop(metrics: Metrics) -> None:
     stats = SequenceStats(arrived=1000.0, first_scheduled=1000.0, first_token=1000.25, finished=1001.0)
     for number in (1, 2):
-        metrics.begin(number, 1, 4, "none")
-    metrics.stopped(1, 0)
-    metrics.stopped(99, 0)
+        metrics.begin(str(number), 1, 4)
+    metrics.stopped("1", 0)
+    metrics.stopped("99", 0)
     for number in (1, 2):
-        metrics.hear(Said(number, 0, [], finish_reason="abort", stats=stats))
+        metrics.notify(Event(str(number), 0, [], finish_reason="abort", stats=stats))
     found = samples(metrics)
     assert labelled(found, "request_success_total") == {"stop": 1, "length": 0, "abort": 1, "error": 0}
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 1
@@ -297,32 +297,32 @@ def test_what_is_unknown_or_over_is_ignored(metrics: Metrics, clock: Clock) -> N
     play(metrics, clock)
     before = metrics.exposition(None, 0, True)
     for number in (7, 8, 99):
-        metrics.hear(Said(number, 0, [1, 2], finish_reason="stop", stats=SequenceStats(num_steps=1)))
-    metrics.forget(99)
+        metrics.notify(Event(str(number), 0, [1, 2], finish_reason="stop", stats=SequenceStats(num_steps=1)))
+    metrics.forget("99")
     assert metrics.exposition(None, 0, True) == before
 
 
 def test_a_request_that_was_not_let_in_is_no_end(metrics: Metrics) -> None:
-    metrics.begin(1, 3, 4, "none")
-    metrics.forget(1)
+    metrics.begin("1", 3, 4)
+    metrics.forget("1")
     metrics.lost()
     assert set(labelled(samples(metrics), "request_success_total").values()) == {0}
 
 
 def test_an_abort_in_the_queue_has_no_times(metrics: Metrics) -> None:
-    metrics.begin(1, 1, 4, "none")
-    metrics.hear(Said(1, 0, [], finish_reason="abort", stats=SequenceStats(arrived=1000.0, finished=1001.0)))
+    metrics.begin("1", 1, 4)
+    metrics.notify(Event("1", 0, [], finish_reason="abort", stats=SequenceStats(arrived=1000.0, finished=1001.0)))
     found = samples(metrics)
     assert {found[f"vllm:{name}_seconds_count", ()] for name in TIMES} == {0}
     assert found["vllm:prompt_tokens_total", ()] == 0
 
 
 def test_a_lost_engine_ends_all_that_is_open_as_errors(metrics: Metrics) -> None:
-    metrics.begin(1, 3, 4, "none")
-    metrics.begin(2, 1, 4, "none")
-    metrics.hear(Said(1, 1, [5], finish_reason="stop", stats=SequenceStats()))
+    metrics.begin("1", 3, 4)
+    metrics.begin("2", 1, 4)
+    metrics.notify(Event("1", 1, [5], finish_reason="stop", stats=SequenceStats()))
     metrics.lost()
-    metrics.hear(Said(1, 0, [5], finish_reason="stop", stats=SequenceStats()))
+    metrics.notify(Event("1", 0, [5], finish_reason="stop", stats=SequenceStats()))
     assert labelled(samples(metrics), "request_success_total") == {"stop": 1, "length": 0, "abort": 0, "error": 3}
 
 
@@ -372,8 +372,8 @@ def test_memory_is_bounded(metrics: Metrics, clock: Clock, monkeypatch: pytest.M
     def use(first: int) -> int:
         for number in range(first, first + 3000):
             clock.now += 0.3
-            metrics.begin(number, 2, 3, "ngram")
-            metrics.hear(Said(number, 0, [1], finish_reason="stop", stats=stats))
+            metrics.begin(str(number), 2, 3)
+            metrics.notify(Event(str(number), 0, [1], finish_reason="stop", stats=stats))
             metrics.refused(number)
         return size_of(metrics)
 
@@ -406,19 +406,19 @@ def size_of(thing: Any) -> int:
 
 
 def test_a_step_costs_little(metrics: Metrics) -> None:
-    """Counted in function calls and lines, which do not depend on the machine: one `hear` a sequence and step."""
-    metrics.begin(1, 1, 3, "none")
-    metrics.hear(Said(1, 0, [1]))
-    said = Said(1, 0, [1, 2])
+    """Counted in function calls and lines, which do not depend on the machine: one `notify` a sequence and step."""
+    metrics.begin("1", 1, 3)
+    metrics.notify(Event("1", 0, [1]))
+    event = Event("1", 0, [1, 2])
     events: list[str] = []
 
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        events.append(event)
+    def trace(frame: Any, what: str, argument: Any) -> Any:
+        events.append(what)
         return trace
 
     sys.settrace(trace)
     try:
-        metrics.hear(said)
+        metrics.notify(event)
     finally:
         sys.settrace(None)
     assert events.count("call") <= 6
@@ -487,10 +487,10 @@ def test_stats_after_a_script(metrics: Metrics, clock: Clock) -> None:
 
 def test_rates_are_of_the_last_seconds(metrics: Metrics, clock: Clock) -> None:
     """5 tokens every quarter of a second, for a minute; then none."""
-    metrics.begin(1, 1, 4, "none")
+    metrics.begin("1", 1, 4)
     clock.now = 1000.125
     while clock.now < 1060:
-        metrics.hear(Said(1, 0, [0] * 5))
+        metrics.notify(Event("1", 0, [0] * 5))
         clock.now += 0.25
     clock.now = 1060.0
     assert metrics.stats(None, 0, "ready")["tokens"]["generated_per_s"] == pytest.approx(20.0)
@@ -534,11 +534,11 @@ def test_the_line_tells_of_the_time_since_the_last_one(metrics: Metrics, clock: 
 
 def test_the_line_comes_while_a_request_is_open(metrics: Metrics, clock: Clock) -> None:
     """One that makes no progress is what an operator has to see."""
-    metrics.begin(1, 1, 4, "none")
+    metrics.begin("1", 1, 4)
     for _ in range(2):
         clock.now += 10
         assert metrics.status_line(gauges()) == "running 2, waiting 1, KV 25%, 0.0 tokens/s out, 0.0 in"
-    metrics.hear(Said(1, 0, [], finish_reason="abort"))
+    metrics.notify(Event("1", 0, [], finish_reason="abort"))
     assert metrics.status_line(None) is not None
     assert metrics.status_line(None) is None
 

@@ -567,7 +567,9 @@ def scored(*ids: int) -> list[TokenLogprobs]:
 
 
 def result(with_logprobs: bool, num_completions: int = 1) -> RequestOutput:
-    stats = SequenceStats(arrived=1.0, first_token=2.0, finished=3.0, num_steps=1)
+    """With log-probabilities it also tells of drafts."""
+    longest = 2 if with_logprobs else 0
+    stats = SequenceStats(arrived=1.0, first_token=2.0, finished=3.0, num_steps=1, longest_draft=longest)
     completions = [
         CompletionOutput(i, "ab", [97, 98], scored(97, 98) if with_logprobs else None, "stop", "x", stats=stats)
         for i in range(num_completions)
@@ -592,12 +594,11 @@ REPLIES = [
         created=1,
         model="tiny",
         vocabulary=Letters(),
-        num_spec_tokens=k,
         echo=e,
         return_token_ids=i,
         include_usage=u,
     )
-    for k, e, i, u in itertools.product([0, 2], [False, True], [False, True], [False, True])
+    for e, i, u in itertools.product([False, True], [False, True], [False, True])
 ]
 
 

@@ -183,6 +183,7 @@ def stream_bytes(steps: Sequence[tuple[str, int]] = STEPS, rate: float = 40.0, d
         num_draft_tokens=2 * drafts,
         num_accepted_tokens=drafts,
         accepted_by_position=[3, 2, 1, 1] if drafts else [],
+        longest_draft=4 if drafts else 0,
     )
     output = RequestOutput("r", None, [1, 2], [CompletionOutput(0, token_ids=[5] * num_tokens, stats=stats)])
     asked = Reply(
@@ -190,7 +191,6 @@ def stream_bytes(steps: Sequence[tuple[str, int]] = STEPS, rate: float = 40.0, d
         created=1,
         model="tiny",
         vocabulary=None,  # type: ignore[arg-type]  # nobody asks for log-probabilities
-        num_spec_tokens=4 if drafts else 0,
         return_token_ids=True,
         include_usage=True,
     )

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from specserve.engine.request import Request
 from specserve.errors import InputError
 from specserve.server.engine.supervisor import State
 from specserve.server.metrics import Metrics
-from specserve.server.service import Ask, Service
+from specserve.server.service import Prepared, Service
 from specserve.server.tool_use import ToolUse
 from specserve.server.trials import Trials
 from specserve.server.wire.answer import Arguments, Call, Text
@@ -33,8 +34,8 @@ def service(folder: Path, template: str, **stated: Any) -> Service:
     return Service(supervisor, Tokenizer(folder), Metrics("tiny"), Trials(folder))
 
 
-def ask(prompt: str = "") -> Ask:
-    return Ask(prompt_ids=[1], params=SamplingParams(max_tokens=5), prompt=prompt)
+def prepared(prompt: str = "") -> Prepared:
+    return Prepared(Request(id="0", prompt_ids=[1], params=SamplingParams(max_tokens=5)), prompt)
 
 
 def test_calls_are_found_after_the_prompt_as_it_is(tmp_path: Path) -> None:
@@ -44,15 +45,15 @@ def test_calls_are_found_after_the_prompt_as_it_is(tmp_path: Path) -> None:
     async def run() -> None:
         prompt, ids = await made.chat_ids([{"role": "user", "content": "<|end|>"}], tools=None)
         assert (prompt, ids) == made.tokenizer.chat_ids([{"role": "user", "content": "<|end|>"}])
-        asked, parser = await made.with_tools(ask(prompt), ToolUse(TOOLS))
-        assert asked == ask(prompt)
+        asked, parser = await made.with_tools(prepared(prompt), ToolUse(TOOLS))
+        assert asked == prepared(prompt)
         assert parser is not None
         first = parser()
         assert first.push(answer) + first.finish() == [Text(answer)], "the prompt has begun the reasoning"
         second = parser()
         parts = second.push(f"</think>{answer}") + second.finish()
         assert [type(part) for part in parts] == [Text, Call, Arguments]
-        assert await made.with_tools(ask(), ToolUse([])) == (ask(), None)
+        assert await made.with_tools(prepared(), ToolUse([])) == (prepared(), None)
 
     asyncio.run(run())
     made.close()
@@ -62,8 +63,8 @@ def test_special_tokens_that_delimit_calls_stay_in_the_text(tmp_path: Path) -> N
     end = "<|end|>"
     fields = {"tool_calls": {"open": end, "content": "json"}, "content": {"content": "text"}}
     made = service(tmp_path, "{{ tools }}", response_template={"start_anchor": "a", "fields": fields})
-    asked, parser = asyncio.run(made.with_tools(ask(), ToolUse(TOOLS)))
-    assert asked.params == SamplingParams(max_tokens=5, skip_special_tokens=False)
+    asked, parser = asyncio.run(made.with_tools(prepared(), ToolUse(TOOLS)))
+    assert asked.request.params == SamplingParams(max_tokens=5, skip_special_tokens=False)
     assert parser is not None
     made.close()
 
@@ -71,6 +72,6 @@ def test_special_tokens_that_delimit_calls_stay_in_the_text(tmp_path: Path) -> N
 def test_a_model_whose_calls_nobody_knows_takes_no_tools(tmp_path: Path) -> None:
     made = service(tmp_path, "{{ tools }}")
     with pytest.raises(InputError, match=r'chat template is of no known family.*tool_choice "none"') as caught:
-        asyncio.run(made.with_tools(ask(), ToolUse(TOOLS)))
+        asyncio.run(made.with_tools(prepared(), ToolUse(TOOLS)))
     assert caught.value.param == "tools"
     made.close()

@@ -1,10 +1,8 @@
-"""The API process's end of the socket: sends commands, and hands what the engine says to whoever asked. Knows messages
-and asyncio; knows no process and no HTTP."""
+"""The engine as the API process sees it: an EnginePort over the socket."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import socket
 import time
@@ -12,7 +10,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from specserve.errors import EngineError, InputError, SpecserveError
+from specserve.engine.port import Listener, Listeners
+from specserve.engine.request import Request
+from specserve.errors import EngineError, InputError
 from specserve.server.engine.messages import (
     Abort,
     Command,
@@ -25,12 +25,11 @@ from specserve.server.engine.messages import (
     Refused,
     Report,
     ResetPrefixCache,
-    Said,
     Stepped,
     Stop,
-    Submit,
 )  # fmt: skip
 from specserve.server.engine.pipe import Pipe
+from specserve.types import Event
 
 _log = logging.getLogger(__name__)
 
@@ -44,74 +43,39 @@ class RefusedError(InputError):
 
 
 class Observer(Protocol):
-    """Whoever counts what engines say."""
+    """Counts what engines report."""
 
-    def hear(self, said: Said) -> None: ...
-    def forget(self, number: int) -> None:
-        """Nothing will be said of this request: it was refused."""
+    def notify(self, event: Event) -> None: ...
+    def forget(self, request_id: str) -> None:
+        """This request was refused: it has no events."""
 
     def lost(self) -> None:
-        """Nothing more will be said of any request: the engine is gone."""
-
-
-class Subscription:
-    """What the engine says of one request, in order. `news` is set whenever there is something to take."""
-
-    def __init__(self, number: int, num_completions: int, news: asyncio.Event) -> None:
-        self.number = number
-        self._left = num_completions
-        self._said: list[Said] = []
-        self._error: SpecserveError | None = None
-        self._news = news
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come."""
-        return self._left == 0 or self._error is not None
-
-    def push(self, said: Said) -> None:
-        self._said.append(said)
-        self._left -= said.finish_reason is not None
-        self._news.set()
-
-    def fail(self, error: SpecserveError) -> None:
-        self._error = error
-        self._news.set()
-
-    def take(self) -> list[Said]:
-        """All that has come since the last time. Raises what ended the request, once everything before was taken."""
-        if self._error is not None and not self._said:
-            raise self._error
-        said, self._said = self._said, []
-        if self._error is not None:
-            self._news.set()
-        return said
+        """The engine is gone: no open request has any more events."""
 
 
 class EngineClient:
-    """One incarnation of the engine as the API process sees it: from `bind` to `close`.
+    """One engine process, an EnginePort for requests whose ids no other has had.
 
     `gauges` is the engine after its last step. `last_progress` is time.monotonic() of the last sign that it moves while
-    requests are open: a beat of its pulse inside a step, a step that ran rows or said something, an answer, or a new
-    request to none; `last_advanced` that of the last step that brought a sequence further than it had been.
-    `observer` hears all that is said of any request, also of those that nobody waits for any more. `is_deaf`: what the
-    engine says is not heard any more, for a fault on this side, or a message that is none.
+    requests are open: a beat of its pulse inside a step, a step that ran rows or had events, or a new request to none;
+    `last_advanced` that of the last step that brought a sequence further than it had been. `observer` gets all events,
+    also of requests that nobody waits for any more. `is_broken`: messages are not read any more, after a fault on this
+    side, or one that is none.
     """
 
-    def __init__(self, end: socket.socket, numbers: itertools.count[int], observer: Observer) -> None:
+    def __init__(self, end: socket.socket, observer: Observer) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gauges: Gauges | None = None
         self.last_progress = self.last_advanced = time.monotonic()
         self.failure: Failed | None = None
-        self._numbers = numbers
         self._observer = observer
-        self._open: dict[int, Subscription] = {}
+        self._open = Listeners()
         self._pipe = Pipe(end)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Report).decode
-        self.is_deaf = False
+        self.is_broken = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._pipe, self._listen)
+        self._loop.add_reader(self._pipe, self._read)
 
     @property
     def num_open(self) -> int:
@@ -122,33 +86,28 @@ class EngineClient:
         """Tell the engine what to load; the first thing that it is told."""
         self._send(Configure(options))
 
-    def submit(self, asked: Submit, num_completions: int, news: asyncio.Event) -> Subscription:
-        """Ask for a request; its id is given here."""
-        number = next(self._numbers)
-        subscription = Subscription(number, num_completions, news)
+    def submit(self, request: Request, listener: Listener) -> None:
         if not self._open:
             self.last_progress = self.last_advanced = time.monotonic()
-        self._open[number] = subscription
-        self._send(msgspec.structs.replace(asked, id=number))
-        return subscription
+        self._open.add(request, listener)
+        self._send(request)
 
     def expect(self) -> None:
         """Tell an engine that rests of a request that is about to come."""
         if not self._open:
             self._send(Expect())
 
-    def abort(self, subscription: Subscription, index: int | None = None) -> None:
-        """End a request, or one of its completions. Nothing more is heard of one that is aborted whole."""
-        if subscription.number not in self._open:
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Of a request that is aborted whole the listener gets nothing more."""
+        if request_id not in self._open:
             return
         if index is None:
-            del self._open[subscription.number]
-        self._send(Abort(subscription.number, index))
+            self._open.end(request_id)
+        self._send(Abort(request_id, index))
 
-    def expire(self, subscription: Subscription) -> None:
-        """End a request if it still waits for its first step; it then raises RefusedError."""
-        if subscription.number in self._open:
-            self._send(Expire(subscription.number))
+    def expire(self, request_id: str) -> None:
+        if request_id in self._open:
+            self._send(Expire(request_id))
 
     def reset_prefix_cache(self) -> None:
         self._send(ResetPrefixCache())
@@ -159,9 +118,7 @@ class EngineClient:
 
     def fail(self, error: EngineError) -> None:
         """Tell everybody who waits that the engine is gone."""
-        for subscription in self._open.values():
-            subscription.fail(error)
-        self._open.clear()
+        self._open.end_all(error)
         if not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # looked at, so that a start that nobody waits for any more is no warning
@@ -181,48 +138,38 @@ class EngineClient:
         if not self._pipe.is_behind:
             self._loop.remove_writer(self._pipe)
 
-    def _listen(self) -> None:
-        """Hear some of what has come: an engine that is quicker than this must not keep everybody else from the event
+    def _read(self) -> None:
+        """Read some of what has come: an engine that is quicker than this must not keep everybody else from the event
         loop. That one has gone is for others to notice."""
         try:
             for message in self._pipe.receive():
-                self._hear(self._decode(message))
+                self._take(self._decode(message))
         except EOFError:
             self._loop.remove_reader(self._pipe)
         except Exception:
             _log.exception("What the engine says cannot be read.")
-            self.is_deaf = True
+            self.is_broken = True
             self._loop.remove_reader(self._pipe)
 
-    def _hear(self, report: Report) -> None:
+    def _take(self, report: Report) -> None:
         match report:
-            case Stepped(said=said, gauges=gauges):
-                if said or self.gauges is None or gauges.num_rows != self.gauges.num_rows:
+            case Stepped(events=events, gauges=gauges):
+                if events or self.gauges is None or gauges.num_rows != self.gauges.num_rows:
                     self.last_progress = time.monotonic()
-                if said or self.gauges is None or gauges.num_advanced != self.gauges.num_advanced:
+                if events or self.gauges is None or gauges.num_advanced != self.gauges.num_advanced:
                     self.last_advanced = self.last_progress
                 self.gauges = gauges
-                for each in said:
-                    self._deliver(each)
-                self._loop.call_soon(self._count, said)  # once whoever waits has been told
+                for event in events:
+                    self._open.notify(event)
+                self._loop.call_soon(self._count, events)  # once whoever waits has been told
             case Refused():
                 self._observer.forget(report.id)
-                subscription = self._open.pop(report.id, None)
-                if subscription is not None:
-                    subscription.fail(RefusedError(report))
+                self._open.end(report.id, RefusedError(report))
             case Ready():
                 self.ready.set_result(report)
             case Failed():
                 self.failure = report
 
-    def _count(self, said: list[Said]) -> None:
-        for each in said:
-            self._observer.hear(each)
-
-    def _deliver(self, said: Said) -> None:
-        subscription = self._open.get(said.id)
-        if subscription is None:
-            return
-        subscription.push(said)
-        if subscription.ended:
-            del self._open[said.id]
+    def _count(self, events: list[Event]) -> None:
+        for event in events:
+            self._observer.notify(event)

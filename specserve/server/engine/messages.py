@@ -1,4 +1,5 @@
-"""What the API process and the engine process say to each other: msgpack over one private socket. Knows neither side.
+"""The messages between the API process and the engine process, beside requests and events, which are sent as they are:
+msgpack over one private socket.
 
 Every message is typed, so bytes that are not one are refused by the decoder; nothing is ever unpickled.
 """
@@ -10,11 +11,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from specserve.errors import FailureCode
-from specserve.server.engine.packed import Block
-from specserve.types import BadWords, FinishReason, SamplingParams, SequenceStats
-
-QUEUE_TIMEOUT = "queue_timeout"  # a code of Refused; the others are InputError's
+from specserve.engine.request import Request
+from specserve.types import Event
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
@@ -23,33 +21,19 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     options: dict[str, Any]
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Generate. `id` is the API process's own count: what a client calls its request never gets this far."""
-
-    id: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    bad_words: BadWords | None = None
-    priority: int = 0
-    salt: bytes = b""
-    drafter: str | None = None  # None: the engine's own choice
-    prediction: list[int] = []
-    is_slow: bool = False  # whether params.structured takes long to compile
-
-
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
     """A request is about to come: its prompt is being tokenized."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    id: int
+    id: str
     index: int | None = None  # which completion; None: all
 
 
 class Expire(msgspec.Struct, frozen=True, tag="expire"):
     """End a request if none of its completions has begun to run; it is then refused."""
 
-    id: int
+    id: str
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
@@ -60,22 +44,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-Command: TypeAlias = Configure | Submit | Expect | Abort | Expire | ResetPrefixCache | Stop
-
-
-class Said(msgspec.Struct, frozen=True, array_like=True):
-    """types.Event on the wire: what one step said for one completion. `stats` come with the last."""
-
-    id: int
-    index: int
-    tokens: list[int]
-    logprobs: list[Block] | None = None  # packed, as those of a whole prompt come in one message
-    prompt_logprobs: list[Block] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
-    error_code: FailureCode | None = None
-    stats: SequenceStats | None = None
+Command: TypeAlias = Configure | Request | Expect | Abort | Expire | ResetPrefixCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +68,14 @@ class Gauges:
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     """One message a step, however many sequences it had."""
 
-    said: list[Said]
+    events: list[Event]
     gauges: Gauges
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A request that the engine's own checks did not let in, or that waited too long (QUEUE_TIMEOUT)."""
+    """A request that the engine's own checks did not let in, or that waited too long: an InputError."""
 
-    id: int
+    id: str
     message: str
     param: str | None = None
     code: str | None = None
@@ -114,16 +83,13 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The engine takes requests. `drafters` are the names that a request may ask for, `drafter` the engine's own;
-    `num_spec_tokens` the longest draft it makes, `num_forced_tokens` that of tokens that a grammar forces. `phases` are
-    the seconds that its start took, in order."""
+    `phases` are the seconds that its start took, in order."""
 
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
     drafter: str
     drafters: list[str]
-    num_spec_tokens: int
-    num_forced_tokens: int
     summary: str
     about: dict[str, str]
     phases: dict[str, float]

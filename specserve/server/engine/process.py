@@ -1,4 +1,4 @@
-"""The engine's process: one thread that obeys, steps and reports. Knows the engine and the messages; knows no HTTP.
+"""The engine's process: one thread that obeys commands, steps and reports.
 
     python -m specserve.server.engine.process SOCKET MEMORY PARENT
 
@@ -14,22 +14,22 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineConfig
+from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
+from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
-from specserve.engine.engine import Engine
+from specserve.engine.port import LocalPort
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
 from specserve.registry import DRAFTERS
-from specserve.server.engine.compiling import Compiling
 from specserve.server.engine.messages import (
-    QUEUE_TIMEOUT,
     Abort,
     Command,
     Configure,
@@ -41,15 +41,11 @@ from specserve.server.engine.messages import (
     Refused,
     Report,
     ResetPrefixCache,
-    Said,
     Stepped,
     Stop,
-    Submit,
 )  # fmt: skip
-from specserve.server.engine.packed import packed
 from specserve.server.engine.pipe import Pipe
 from specserve.speculation.lookup import NONE
-from specserve.speculation.policy import MOST_JUMP_FORWARD
 from specserve.types import Event, SamplingParams
 
 # After a step that gave everybody their first token: where all cores compute, the processes that carry it to the client
@@ -57,7 +53,6 @@ from specserve.types import Event, SamplingParams
 _LET_OTHERS_RUN_S = 0.001
 _SWITCH_S = 0.0005  # for Python's 0.005, so long would a step wait each time that a grammar is compiled beside it
 _IDLE_MS = 1000
-_COMPILING_MS = 1
 _BEHIND_MS = 10
 _EXPECTING_S = 0.003  # most prompts are tokenized in less
 _LINGER_S = 1.0
@@ -116,13 +111,12 @@ class Wire:
 
 
 class EngineProcess:
-    """Steps the engine while there is work, and obeys between steps."""
+    """Carries commands from the wire to the engine, and its events back after each step."""
 
-    def __init__(self, wire: Wire, built: Built) -> None:
+    def __init__(self, wire: Wire, port: LocalPort) -> None:
         self._wire = wire
-        self._engine: Engine = built.engine
-        self._compiling = Compiling(built.compiler, built.tokenizer.reasoning)
-        self._has_compiled = False
+        self._port = port
+        self._events: list[Event] = []  # not sent yet
         self._stopping = False
         self._awake_until = 0.0  # time.monotonic()
 
@@ -132,90 +126,53 @@ class EngineProcess:
             commands = self._wire.commands(wait_ms)
             for command in commands:
                 self._obey(command)
-            for request, error in self._compiling.done():
-                self._add(request) if error is None else self._refuse(request, error)
-            if self._engine.has_work:
-                self._step()
+            if self._port.step() or self._events:
+                self._report()
             elif not commands and wait_ms == _IDLE_MS:
-                self._use_pause()
+                self._port.prepare()  # a third of a second, in which Python does nothing else
 
     def _wait_ms(self) -> int:
-        if self._engine.has_work or time.monotonic() < self._awake_until:
+        if time.monotonic() < self._awake_until:
             return 0
-        return _COMPILING_MS if self._compiling else _IDLE_MS
-
-    def _step(self) -> None:
-        events = self._engine.step()
-        self._report(events)
-        if events and all(map(_is_first, events)):
-            time.sleep(_LET_OTHERS_RUN_S)
-
-    def _use_pause(self) -> None:
-        """What the first grammar needs takes a third of a second, in which Python does nothing else."""
-        if not self._has_compiled:
-            self._has_compiled = True
-            self._compiling.prepare()
+        wait_s = self._port.wait_s
+        return _IDLE_MS if wait_s is None else int(1000 * wait_s)
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit():
-                self._submit(command)
+            case Request():
+                self._port.submit(command, partial(self._notify, command.id))
             case Expect():
                 self._awake_until = time.monotonic() + _EXPECTING_S
-            case Abort(id=number, index=index):
-                self._abort(str(number), index)
-            case Expire(id=number):
-                self._expire(number)
+            case Abort():
+                self._port.abort(command.id, command.index)
+            case Expire():
+                self._port.expire(command.id)
             case ResetPrefixCache():
-                self._engine.cache.reset_prefix_cache()
+                self._port.reset_prefix_cache()
             case Stop():
                 self._stopping = True
 
-    def _submit(self, asked: Submit) -> None:
-        request = Request(
-            id=str(asked.id),
-            prompt_ids=asked.prompt_ids,
-            params=asked.params,
-            bad_words=asked.bad_words,
-            priority=asked.priority,
-            salt=asked.salt,
-            drafter=asked.drafter,
-            prediction=tuple(asked.prediction),
-        )
-        if request.params.structured is None:
-            self._add(request)
+    def _notify(self, request_id: str, event: Event | SpecserveError) -> None:
+        if isinstance(event, Event):
+            self._events.append(event)
         else:
-            self._has_compiled = True
-            self._compiling.add(request, asked.is_slow)
+            assert isinstance(event, InputError), "an engine that fails ends this process"
+            self._wire.send(Refused(request_id, str(event), event.param, event.code))
 
-    def _add(self, request: Request) -> None:
-        try:
-            self._engine.add(request)
-        except InputError as error:
-            self._refuse(request, error)
+    def _report(self) -> None:
+        events, self._events = self._events, []
+        self._wire.send(Stepped(events, self._gauges()))
+        if events and all(map(self._is_first, events)):
+            time.sleep(_LET_OTHERS_RUN_S)
 
-    def _refuse(self, request: Request, error: InputError) -> None:
-        self._wire.send(Refused(int(request.id), str(error), error.param, error.code))
-
-    def _abort(self, name: str, index: int | None) -> None:
-        """One that waits for its grammar has said nothing, so nobody waits to hear that it ended."""
-        if not self._compiling.drop(name):
-            self._report(self._engine.abort(name, index))
-
-    def _expire(self, number: int) -> None:
-        """What has begun to run is let finish: the work that was put into it would be lost."""
-        name = str(number)
-        group = self._engine.requests.get(name, ())
-        is_waiting = bool(group) and all(seq.stats.first_scheduled is None for seq in group)
-        if self._compiling.drop(name) or is_waiting:
-            self._engine.abort(name)
-            self._wire.send(Refused(number, "No request before this one ended in time.", None, QUEUE_TIMEOUT))
-
-    def _report(self, events: list[Event]) -> None:
-        self._wire.send(Stepped([_said(event) for event in events], self._gauges()))
+    def _is_first(self, event: Event) -> bool:
+        """Whether it has a completion's first token, and more will come."""
+        group = self._port.engine.requests.get(event.request_id, ())
+        return any(seq.index == event.index and seq.stats.num_steps == 1 for seq in group)
 
     def _gauges(self) -> Gauges:
-        engine, counters, stats = self._engine, self._engine.counters, self._engine.cache.stats
+        engine = self._port.engine
+        counters, stats = engine.counters, engine.cache.stats
         return Gauges(
             num_running=len(engine.scheduler.running),
             num_waiting=len(engine.scheduler.waiting),
@@ -232,26 +189,6 @@ class EngineProcess:
         )
 
 
-def _is_first(event: Event) -> bool:
-    """Whether it has a completion's first token, and more will come."""
-    return event.stats is not None and event.stats.num_steps == 1 and event.finish_reason is None
-
-
-def _said(event: Event) -> Said:
-    return Said(
-        id=int(event.request_id),
-        index=event.index,
-        tokens=event.tokens,
-        logprobs=packed(event.logprobs),
-        prompt_logprobs=packed(event.prompt_logprobs),
-        finish_reason=event.finish_reason,
-        stop_reason=event.stop_reason,
-        error=event.error,
-        error_code=event.error_code,
-        stats=event.stats if event.finish_reason else None,
-    )
-
-
 def main(descriptor: int, memory: int, parent: int) -> int:
     """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
     end_with(parent)
@@ -265,11 +202,12 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         built = build(config)
         built.engine.runner.ops.watch(Pulse(memory))
         loaded = time.perf_counter()
-        _warm_up(built.engine)
+        port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning))
+        _warm_up(port)
         phases = {"load": loaded - begun, "warm-up": time.perf_counter() - loaded}
         gc.freeze()  # what was loaded stays; to look at all of it takes 0.1 s, in which nobody gets a token
         wire.send(_ready(built, config, phases))
-        EngineProcess(wire, built).run()
+        EngineProcess(wire, port).run()
         return 0
     except SpecserveError as error:
         wire.send(Failed(str(error), isinstance(error, _HOPELESS)))
@@ -281,16 +219,21 @@ def main(descriptor: int, memory: int, parent: int) -> int:
     return 1
 
 
-def _warm_up(engine: Engine) -> None:
+def _warm_up(port: LocalPort) -> None:
     """Two steps, so that the first request does not pay for what is made once; nothing of them remains. Raises
     ModelError for weights that make no logits: they hold NaN or are infinite."""
-    engine.add(Request(id="warm-up", prompt_ids=[0], params=SamplingParams(max_tokens=2, ignore_eos=True)))
-    while engine.has_work:
-        for event in engine.step():
-            if event.error is not None:
-                raise ModelError(f"The model cannot compute its first token, so its weights are broken. {event.error}")
-    engine.cache.reset_prefix_cache()
-    engine.counters = Counters()
+    events: list[Event | SpecserveError] = []
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    port.submit(Request(id="warm-up", prompt_ids=[0], params=params), events.append)
+    while port.step():
+        pass
+    for event in events:
+        if isinstance(event, SpecserveError):
+            raise event
+        if event.error is not None:
+            raise ModelError(f"The model cannot compute its first token, so its weights are broken. {event.error}")
+    port.reset_prefix_cache()
+    port.engine.counters = Counters()
 
 
 def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Ready:
@@ -301,8 +244,6 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         max_num_seqs=config.max_num_seqs,
         drafter=config.drafter,
         drafters=sorted({NONE, config.drafter, *DRAFTERS.files()}),
-        num_forced_tokens=MOST_JUMP_FORWARD,
-        num_spec_tokens=config.num_speculative_tokens or DEFAULT_NUM_SPECULATIVE_TOKENS,
         summary=built.summary,
         about={
             "device": built.device,

@@ -4,7 +4,6 @@ another. Knows processes; knows no HTTP and nothing of what is asked."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import subprocess
 import time
@@ -49,8 +48,8 @@ class Patience:
 class Supervisor:
     """One engine after another, in processes of their own that die with this one.
 
-    `observer` hears what any of them says, and when one is gone. `options` are EngineConfig's fields; the processes
-    come from `nest`.
+    `observer` gets the events of all of them, and is told when one is gone. `options` are EngineConfig's fields; the
+    processes come from `nest`.
 
     `finished` is done when there will be no engine any more: its exception says why, None after `close`.
     """
@@ -68,7 +67,6 @@ class Supervisor:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._patience = patience or Patience()
         self._observer = observer
-        self._numbers = itertools.count()
         self._options = dict(options)
         self._nest = nest or Nest()
         self._client: EngineClient | None = None
@@ -139,7 +137,7 @@ class Supervisor:
         """Start an engine and watch it until it is gone; why it is."""
         try:
             child = self._nest.take()
-            self._client = EngineClient(child.end, self._numbers, self._observer)
+            self._client = EngineClient(child.end, self._observer)
         except OSError as error:  # no descriptors, no memory
             return f"The engine's process cannot be started: {error}."
         self._process = child.process
@@ -188,7 +186,7 @@ class Supervisor:
         if self.state is not State.READY:
             late = now - begun > patience.start_s
             return f"The engine was not ready after {patience.start_s:.0f} s." if late else None
-        if self._client.is_deaf:
+        if self._client.is_broken:
             return "What the engine says cannot be read."
         if not self._client.num_open:
             return None

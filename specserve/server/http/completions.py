@@ -1,24 +1,25 @@
-"""POST /v1/chat/completions and /v1/completions: from the request's fields to what the engine is asked. Knows OpenAI's
-two endpoints."""
+"""POST /v1/chat/completions and /v1/completions: from the fields of a body to requests to the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
 
+from specserve.engine.request import Request
 from specserve.errors import InputError, PromptTooLongError
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context
 from specserve.server.http.respond import Call, ignore, respond
-from specserve.server.service import Ask
-from specserve.server.tool_use import ToolUse, told
+from specserve.server.service import Prepared
+from specserve.server.tool_use import ToolUse, describe_tools
+from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
 from specserve.server.wire.responses import chat_body, completion_body
@@ -37,12 +38,10 @@ async def chat(request: web.Request) -> web.StreamResponse:
     asked: ChatCompletionRequest = await parsed(request, _read_chat)
     accept(request, asked)
     with server.admission.enter(asked.num_choices):
-        ask = await chat_ask(server, asked)
-        ask, parser = await server.service.with_tools(ask, tool_use(asked))
-        reply = server.reply(response_id("chatcmpl", asked), asked, ask, tool_parser=parser)
+        prepared, parser = await prepare_chat(server, asked)
+        reply = server.reply(response_id("chatcmpl", asked), asked, tool_parser=parser)
         call = Call(
-            name=reply.id,
-            asks=[ask],
+            requests=[prepared],
             stream=asked.stream,
             body=lambda outputs, now: chat_body(reply, outputs[0], now),
             events=lambda outputs: ChatStream(reply, outputs[0]),
@@ -57,11 +56,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     asked: CompletionRequest = await parsed(request, _read_completion)
     accept(request, asked)
     with server.admission.enter(asked.num_choices):
-        asks = await _completion_asks(server, asked)
-        reply = server.reply(response_id("cmpl", asked), asked, asks[0], echo=asked.echo)
+        reply = server.reply(response_id("cmpl", asked), asked, echo=asked.echo)
         call = Call(
-            name=reply.id,
-            asks=asks,
+            requests=await _prepare_completions(server, asked),
             stream=asked.stream,
             body=functools.partial(completion_body, reply),
             events=functools.partial(CompletionStream, reply),
@@ -83,16 +80,20 @@ def response_id(prefix: str, asked: SamplingFields) -> str:
     return f"{prefix}-{asked.request_id or secrets.token_hex(12)}"
 
 
-async def chat_ask(server: Context, asked: ChatCompletionRequest, own_names: Mapping[str, str] = _AS_SENT) -> Ask:
-    """A conversation as the engine is asked for its next message. `own_names` are those of the fields that were sent,
-    where they are not chat's."""
+async def prepare_chat(
+    server: Context, asked: ChatCompletionRequest, own_names: Mapping[str, str] = _AS_SENT
+) -> tuple[Prepared, Callable[[], AnswerParser] | None]:
+    """The request for a conversation's next message, and what finds calls of tools in it. `own_names` are those of the
+    fields that were sent, where they are not chat's."""
     server.service.expect()
     conversation, template = conversation_of(server, asked)
     prompt, ids = await server.service.chat_prompt(conversation, **template)
     predicted = asked.prediction.content if asked.prediction else ""
     prediction = await _prediction_ids(server, predicted) if predicted else []
-    ask = _ask(asked, ids, prompt, prediction)
-    return replace(ask, source=own_names.get(ask.source, ask.source))
+    prepared = _prepare(server, asked, ids, prompt, prediction)
+    prepared = replace(prepared, source=own_names.get(prepared.source, prepared.source))
+    tools = ToolUse(asked.callable_tools, asked.must_call, asked.parallel_tool_calls)
+    return await server.service.with_tools(prepared, tools)
 
 
 def conversation_of(server: Context, asked: ChatCompletionRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -101,11 +102,7 @@ def conversation_of(server: Context, asked: ChatCompletionRequest) -> tuple[list
     conversation, template = asked.conversation(), asked.template_options()
     if not asked.must_call or server.service.tokenizer.takes_tools:
         return conversation, template
-    return told(conversation, asked.tools), {**template, "tools": None}
-
-
-def tool_use(asked: ChatCompletionRequest) -> ToolUse:
-    return ToolUse(asked.callable_tools, asked.must_call, asked.parallel_tool_calls)
+    return describe_tools(conversation, asked.tools), {**template, "tools": None}
 
 
 async def _prediction_ids(server: Context, text: str) -> list[int]:
@@ -120,25 +117,27 @@ async def _prediction_ids(server: Context, text: str) -> list[int]:
     return await server.service.encode(text, add_special_tokens=False)
 
 
-async def _completion_asks(server: Context, asked: CompletionRequest) -> list[Ask]:
+async def _prepare_completions(server: Context, asked: CompletionRequest) -> list[Prepared]:
     prompts = [prompt for prompt in asked.prompt if isinstance(prompt, str)]
     if not prompts:
-        return [_ask(asked, ids, None) for ids in asked.prompt if not isinstance(ids, str)]
+        return [_prepare(server, asked, ids, None) for ids in asked.prompt if not isinstance(ids, str)]
     server.service.expect()
     for prompt in prompts:
         await server.service.check_length(prompt)
     encoded = await asyncio.gather(*map(server.service.encode, prompts))
-    return [_ask(asked, ids, prompt) for ids, prompt in zip(encoded, prompts, strict=True)]
+    return [_prepare(server, asked, ids, prompt) for ids, prompt in zip(encoded, prompts, strict=True)]
 
 
-def _ask(asked: SamplingFields, ids: list[int], prompt: str | None, prediction: Sequence[int] = ()) -> Ask:
-    return Ask(
+def _prepare(
+    server: Context, asked: SamplingFields, ids: list[int], prompt: str | None, prediction: Sequence[int] = ()
+) -> Prepared:
+    request = Request(
+        id=server.service.new_id(),
         prompt_ids=ids,
         params=asked.sampling_params,
-        prompt=prompt,
         priority=asked.priority,
         salt=asked.salt,
         drafter=asked.speculative.drafter if asked.speculative else None,
-        prediction=prediction,
-        source=asked.constraint[0] if asked.constraint else "structured",
+        prediction=tuple(prediction),
     )
+    return Prepared(request, prompt, asked.constraint[0] if asked.constraint else "structured")

@@ -1,4 +1,4 @@
-"""What all routes of one server share. Knows no route."""
+"""What all routes of one server share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from aiohttp import web
 
 from specserve.server.admission import Admission, Bodies
-from specserve.server.engine.messages import Ready
 from specserve.server.options import PRIORITY, ServeOptions
-from specserve.server.service import Ask, Service
+from specserve.server.service import Service
 from specserve.server.wire.errors import model_not_found
 from specserve.server.wire.fields import MAX_COUNT, Limits
 from specserve.server.wire.responses import Reply
+from specserve.server.wire.sampling_fields import SamplingFields
 
 _MOST_BODIES = 8  # of the largest size that are in memory at once
 
@@ -56,28 +56,18 @@ class Context:
         if name is not None and name not in self.names:
             raise model_not_found(name, self.names)
 
-    def reply(self, response_id: str, asked: Any, ask: Ask, **own: Any) -> Reply:
-        """What the bodies of an answer to `asked`, a request with sampling fields that has become `ask`, share."""
+    def reply(self, response_id: str, asked: SamplingFields, **own: Any) -> Reply:
+        """What the bodies of the response to these fields share."""
         return Reply(
             id=response_id,
             created=int(time.time()),
             model=self.names[0],
             vocabulary=self.service.tokenizer,
-            num_spec_tokens=_longest_draft(self.service.ready, ask),
             return_token_ids=asked.return_token_ids,
             include_usage=asked.include_usage,
             skip_special_tokens=asked.skip_special_tokens,
             **own,
         )
-
-
-def _longest_draft(ready: Ready, ask: Ask) -> int:
-    """0 where nothing can draft. What a grammar forces is drafted by an engine that drafts nothing else, too."""
-    if ask.drafter == "none":
-        return 0
-    drafter = ask.drafter or ("prediction" if ask.prediction else ready.drafter)
-    drafted = 0 if drafter == "none" else ready.num_spec_tokens
-    return drafted if ask.params.structured is None else max(drafted, ready.num_forced_tokens)
 
 
 CONTEXT = web.AppKey("specserve", Context)

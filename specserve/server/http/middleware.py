@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from specserve.server.http.context import context
-from specserve.server.http.respond import CHUNKED, IGNORED, OUTPUTS, TENANT, json_response, told
+from specserve.server.http.respond import CHUNKED, IGNORED, OUTPUTS, TENANT, json_response, public_error
 from specserve.server.logs import log_request, request_id
 from specserve.server.wire.anthropic import anthropic_error
 from specserve.server.wire.errors import (
@@ -87,7 +87,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except web.HTTPException as error:
         failure = _http_failure(request, error)
     except Exception as error:
-        failure = told(error)
+        failure = public_error(error)
     return error_response(request, failure)
 
 

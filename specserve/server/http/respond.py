@@ -1,5 +1,4 @@
-"""Answers a call, whole or as a stream, within its deadlines; whoever leaves is aborted. Knows the engine's answers and
-HTTP; knows no endpoint."""
+"""Answers a call, whole or as a stream, within its deadlines; whoever leaves is aborted."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 from specserve.engine.outputs import Chunk, RequestOutput
-from specserve.server.engine.messages import QUEUE_TIMEOUT
+from specserve.engine.port import QueueTimeoutError
 from specserve.server.http.context import ARRIVED, context
-from specserve.server.service import Answers, Ask
+from specserve.server.service import Answers, Prepared
 from specserve.server.wire.errors import INTERNAL_ERROR, WireError, unavailable, wire_error
 from specserve.server.wire.fields import header_names
 from specserve.server.wire.json_pieces import json_pieces, json_text
@@ -37,10 +36,9 @@ TENANT = web.RequestKey("tenant", bytes)  # digest of the request's API key, whe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What is asked of the engine, and how its outputs become a body, or events when `stream` is true."""
+    """The requests of a call, and how their outputs become a body, or events when `stream` is true."""
 
-    name: str
-    asks: Sequence[Ask]
+    requests: Sequence[Prepared]
     stream: bool
     body: Callable[[Sequence[RequestOutput], float], Mapping[str, Any]]
     events: Callable[[Sequence[RequestOutput]], Stream]
@@ -52,10 +50,10 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
     server, options = context(request), context(request).options
     last_start, end = _deadline(request, options.queue_timeout_s), _deadline(request, options.request_timeout_s)
     async with asyncio.timeout_at(end):
-        asks = await _prepared(request, call.asks, last_start)
-        if names := await server.service.ignored(asks):
+        requests = await _prepared(request, call.requests, last_start)
+        if names := await server.service.ignored(requests):
             ignore(request, names)
-    with server.service.start(asks, call.name) as answers, _expiring(answers, last_start):
+    with server.service.start(requests) as answers, _expiring(answers, last_start):
         request[OUTPUTS] = answers.outputs
         if call.stream:
             return await _Streaming(request, call, answers, end).run()
@@ -92,7 +90,7 @@ def ignore(request: web.Request, names: Sequence[str]) -> None:
     request[IGNORED] = ",".join([*([request[IGNORED]] if IGNORED in request else []), header_names(names)])
 
 
-def told(error: Exception) -> WireError:
+def public_error(error: Exception) -> WireError:
     """What the client is told about an error; the log has what it is not told."""
     failure = wire_error(error)
     if failure.code == INTERNAL_ERROR:
@@ -109,15 +107,15 @@ def _deadline(request: web.Request, seconds: float) -> float | None:
     return request.get(ARRIVED, asyncio.get_running_loop().time()) + seconds if seconds else None
 
 
-async def _prepared(request: web.Request, asks: Sequence[Ask], last_start: float | None) -> list[Ask]:
+async def _prepared(request: web.Request, requests: Sequence[Prepared], last_start: float | None) -> list[Prepared]:
     """Raises WireError for a constraint that is not tried by the time at which the engine should begin."""
     service, client = context(request).service, (request.remote or "").encode()
     try:
         async with asyncio.timeout_at(last_start):
-            return [await service.prepare(ask, request.get(TENANT, b""), client) for ask in asks]
+            return [await service.prepare(each, request.get(TENANT, b""), client) for each in requests]
     except TimeoutError:
         why = "Other constraints are tried before this one's, or it takes long itself. Send the request again."
-        raise unavailable(why, code=QUEUE_TIMEOUT) from None
+        raise unavailable(why, code=QueueTimeoutError.code) from None
 
 
 @contextmanager
@@ -137,12 +135,12 @@ def _expiring(answers: Answers, last_start: float | None) -> Iterator[None]:
 def _pinging(answers: Answers) -> Iterator[None]:
     """Lets whoever follows the answers look up from time to time, however silent they are."""
 
-    async def poke() -> None:
+    async def wake() -> None:
         while True:
             await asyncio.sleep(PING_S)
-            answers.poke()
+            answers.wake()
 
-    pings = asyncio.create_task(poke())
+    pings = asyncio.create_task(wake())
     try:
         yield
     finally:
@@ -183,7 +181,7 @@ class _Streaming:
             if not self._has_sent:
                 raise
             self._response.force_close()
-            await self._send([b"".join(self._stream.frames(event)) for event in self._stream.fail(told(error))])
+            await self._send([b"".join(self._stream.frames(event)) for event in self._stream.fail(public_error(error))])
         await self._response.write_eof()
         return self._response
 

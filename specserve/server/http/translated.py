@@ -9,7 +9,7 @@ import secrets
 from aiohttp import web
 
 from specserve.server.http.bodies import parsed
-from specserve.server.http.completions import chat_ask, conversation_of, tool_use
+from specserve.server.http.completions import conversation_of, prepare_chat
 from specserve.server.http.context import context
 from specserve.server.http.respond import Call, ignore, json_response, respond
 from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest
@@ -32,12 +32,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
     asked: MessagesRequest = await parsed(request, _read_messages)
     chat = await _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
-        ask = await chat_ask(server, chat, asked.own_names)
-        ask, parser = await server.service.with_tools(ask, tool_use(chat))
-        reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, ask, tool_parser=parser)
+        prepared, parser = await prepare_chat(server, chat, asked.own_names)
+        reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
-            name=reply.id,
-            asks=[ask],
+            requests=[prepared],
             stream=asked.stream,
             body=lambda outputs, now: message_body(reply, outputs[0], now, reply.answer_parser()),
             events=lambda outputs: MessageStream(reply, outputs[0], reply.answer_parser()),
@@ -63,12 +61,10 @@ async def responses(request: web.Request) -> web.StreamResponse:
     asked: ResponsesRequest = await parsed(request, _read_responses)
     chat = await _accepted(request, asked)
     with server.admission.enter(chat.num_choices):
-        ask = await chat_ask(server, chat, asked.own_names)
-        ask, parser = await server.service.with_tools(ask, tool_use(chat))
-        reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, ask, tool_parser=parser)
+        prepared, parser = await prepare_chat(server, chat, asked.own_names)
+        reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
-            name=reply.id,
-            asks=[ask],
+            requests=[prepared],
             stream=asked.stream,
             body=lambda outputs, now: response_body(reply, asked, outputs[0], now, reply.answer_parser()),
             events=lambda outputs: ResponseStream(reply, asked, outputs[0], reply.answer_parser()),

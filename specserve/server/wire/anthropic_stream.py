@@ -48,7 +48,7 @@ def message_body(reply: Reply, output: RequestOutput, now: float, parser: Answer
         **_message(reply, [_block(item) for item in items]),
         **_reasons(completion, items),
         "usage": _usage(output),
-        "metrics": metrics([output], reply.num_spec_tokens, now),
+        "metrics": metrics([output], now),
     }
 
 
@@ -61,7 +61,7 @@ class MessageStream(ItemStream):
             "type": "message_delta",
             "delta": _reasons(self._output.outputs[0], self._items),
             "usage": _usage(self._output),
-            "metrics": metrics([self._output], self._reply.num_spec_tokens, now),
+            "metrics": metrics([self._output], now),
         }
         return [json_text(delta), json_text({"type": "message_stop"})]
 

@@ -149,7 +149,7 @@ def _ended(
         incomplete_details={"reason": "max_output_tokens"} if cut else None,
         output=list(items),
         usage=_usage(output),
-        metrics=metrics([output], reply.num_spec_tokens, now),
+        metrics=metrics([output], now),
     )
 
 

@@ -34,15 +34,13 @@ from specserve.server.wire.usage import metrics, usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What all bodies of one response share. `created` is in seconds since 1970; `num_spec_tokens` the longest draft
-    the engine makes, 0 without a drafter; `tool_parser` makes what finds calls of tools in one completion, None where
-    none are looked for; the rest is as in the request."""
+    """What all bodies of one response share. `created` is in seconds since 1970; `tool_parser` makes what finds calls
+    of tools in one completion, None where none are looked for; the rest is as in the request."""
 
     id: str
     created: int
     model: str
     vocabulary: Vocabulary
-    num_spec_tokens: int = 0
     echo: bool = False
     return_token_ids: bool = False
     include_usage: bool = False
@@ -55,7 +53,7 @@ class Reply:
 
     def totals(self, outputs: Sequence[RequestOutput], now: float) -> Totals:
         """`usage` and `metrics`; `now` is time.perf_counter()."""
-        return {"usage": usage(outputs), "metrics": metrics(outputs, self.num_spec_tokens, now)}
+        return {"usage": usage(outputs), "metrics": metrics(outputs, now)}
 
     def answer_parser(self) -> AnswerParser:
         """What tells one completion's calls from its text."""

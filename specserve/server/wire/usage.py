@@ -1,5 +1,4 @@
-"""What a request used and how its drafts fared, as `usage` and `metrics` of a response. Knows counts and times, and
-no text."""
+"""What a request used and how its drafts fared, as `usage` and `metrics` of a response."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ def usage(outputs: Sequence[RequestOutput]) -> Usage:
     }
 
 
-def metrics(outputs: Sequence[RequestOutput], num_spec_tokens: int, now: float) -> Metrics:
-    """`metrics` at a response's root. `num_spec_tokens` is the longest draft the engine makes, 0 without a drafter;
-    `now` is time.perf_counter(), the end of what the engine has not ended yet: a stop string is found outside of it.
+def metrics(outputs: Sequence[RequestOutput], now: float) -> Metrics:
+    """`metrics` at a response's root; without `speculative_decoding` where there could be no drafts. `now` is
+    time.perf_counter(), the end of what the engine has not ended yet: a stop string is found outside of it.
 
     Times span all completions, in ms: from arrival to the first token, from there to the last, from arrival to the
     first step. tokens_per_second counts the tokens after each completion's first; null where there are none.
@@ -40,26 +39,25 @@ def metrics(outputs: Sequence[RequestOutput], num_spec_tokens: int, now: float) 
     first = min((s.first_token for s in stats if s.first_token is not None), default=now)
     finished = max(now if s.finished is None else s.finished for s in stats)
     num_later = sum(max(0, len(completion.token_ids) - 1) for completion in _completions(outputs))
-    told: Metrics = {
+    found: Metrics = {
         "time_to_first_token_ms": 1e3 * (first - arrived),
         "generation_time_ms": 1e3 * (finished - first),
         "queue_time_ms": 1e3 * (scheduled - arrived),
         "tokens_per_second": num_later / (finished - first) if num_later and finished > first else None,
     }
-    if num_spec_tokens:
-        told["speculative_decoding"] = speculative_decoding(stats, num_spec_tokens)
-    return told
+    if any(s.longest_draft for s in stats):
+        found["speculative_decoding"] = speculative_decoding(stats)
+    return found
 
 
-def speculative_decoding(stats: Sequence[SequenceStats], num_spec_tokens: int) -> SpeculativeDecoding:
+def speculative_decoding(stats: Sequence[SequenceStats]) -> SpeculativeDecoding:
     """How the drafts of these sequences fared. A step is a verify step, one without a draft too, so the mean acceptance
-    length is the tokens that a step emitted. histogram[j] counts the steps that accepted j tokens, j = 0 .. k."""
+    length is the tokens that a step emitted. histogram[j] counts the steps that accepted j tokens, j = 0 .. k, the
+    longest draft that any of them may have."""
+    num_spec_tokens = max(s.longest_draft for s in stats)
     num_steps = sum(s.num_steps for s in stats)
     num_drafted = sum(s.num_draft_tokens for s in stats)
     accepted = [sum(_at(s.accepted_by_position, i) for s in stats) for i in range(num_spec_tokens)]
-    assert all(len(s.accepted_by_position) <= num_spec_tokens for s in stats), (
-        "a draft was longer than the engine makes"
-    )
     at_least = [num_steps, *accepted, 0]  # steps that accepted at least j
     return {
         "mean_acceptance_length": 1.0 + sum(accepted) / num_steps if num_steps else 1.0,

@@ -14,9 +14,10 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
+from specserve.engine.request import Request
 from specserve.errors import EngineError
 from specserve.server.engine.client import EngineClient
-from specserve.server.engine.messages import Expect, Failed, ResetPrefixCache, Stop, Submit
+from specserve.server.engine.messages import Expect, Failed, ResetPrefixCache, Stop
 from specserve.server.engine.pipe import Pipe
 from specserve.server.engine.process import Wire
 from specserve.types import SamplingParams
@@ -140,8 +141,8 @@ def test_an_engine_stops_with_the_other_end() -> None:
     wire.close()
 
 
-class Deaf:
-    """An observer that wants to hear nothing."""
+class Silent:
+    """An observer that ignores everything."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
@@ -152,7 +153,7 @@ def test_commands_that_an_engine_does_not_read_yet() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client = EngineClient(ours, itertools.count(), Deaf())
+        client = EngineClient(ours, Silent())
         client.configure({"text": "x" * LARGE})
         for _ in range(100):
             client.reset_prefix_cache()
@@ -175,14 +176,14 @@ def test_an_engine_that_rests_is_told_of_what_is_about_to_come() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client, wire = EngineClient(ours, itertools.count(), Deaf()), Wire(theirs)
+        client, wire = EngineClient(ours, Silent()), Wire(theirs)
         client.expect()
         assert wire.commands(0) == [Expect()]
-        asked = Submit(id=0, prompt_ids=[1], params=SamplingParams())
-        subscription = client.submit(asked, 1, asyncio.Event())
+        request = Request(id="7", prompt_ids=[1], params=SamplingParams())
+        client.submit(request, [].append)
         client.expect()
-        assert [type(command).__name__ for command in wire.commands(0)] == ["Submit"]
-        client.abort(subscription)
+        assert [type(command).__name__ for command in wire.commands(0)] == ["Request"]
+        client.abort("7")
         client.expect()
         assert [type(command).__name__ for command in wire.commands(0)] == ["Abort", "Expect"]
         client.close()
@@ -196,16 +197,16 @@ def test_what_is_left_behind_by_an_engine_that_has_gone() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client, wire = EngineClient(ours, itertools.count(), Deaf()), Wire(theirs)
-        asked = Submit(id=0, prompt_ids=[1], params=SamplingParams())
-        subscription = client.submit(asked, 1, asyncio.Event())
-        client.abort(subscription, 0)
-        assert [type(command).__name__ for command in wire.commands(0)] == ["Submit", "Abort"]
+        client, wire = EngineClient(ours, Silent()), Wire(theirs)
+        request = Request(id="7", prompt_ids=[1], params=SamplingParams())
+        client.submit(request, [].append)
+        client.abort("7", 0)
+        assert [type(command).__name__ for command in wire.commands(0)] == ["Request", "Abort"]
         client.fail(EngineError("gone"))
         client.close()
-        client.abort(subscription, 0)
-        client.abort(subscription)
-        client.expire(subscription)
+        client.abort("7", 0)
+        client.abort("7")
+        client.expire("7")
         assert wire.commands(0) == [Stop()]
         wire.close()
 
@@ -217,12 +218,12 @@ def test_bytes_that_are_no_report() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client, other = EngineClient(ours, itertools.count(), Deaf()), Pipe(theirs)
+        client, other = EngineClient(ours, Silent()), Pipe(theirs)
         other.send(msgspec.msgpack.encode(Failed("first")))
         other.send(b"\xc1")
         other.send(msgspec.msgpack.encode(Failed("second")))
         async with asyncio.timeout(60):
-            while not client.is_deaf:
+            while not client.is_broken:
                 await asyncio.sleep(0.01)
         assert client.failure == Failed("first")
         client.close()

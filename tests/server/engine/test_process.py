@@ -34,11 +34,8 @@ def test_it_stays_awake_for_a_request_that_is_about_to_come(monkeypatch: pytest.
     wire = Script(Expect())
     pauses: list[float] = []
     monkeypatch.setattr(process.time, "monotonic", lambda: wire.now)
-    built: Any = SimpleNamespace(
-        engine=SimpleNamespace(has_work=False), compiler=None, tokenizer=SimpleNamespace(reasoning=None)
-    )
-    engine = EngineProcess(wire, built)  # type: ignore[arg-type]
-    monkeypatch.setattr(engine._compiling, "prepare", lambda: pauses.append(wire.now))
+    port: Any = SimpleNamespace(wait_s=None, step=lambda: False, prepare=lambda: pauses.append(wire.now))
+    engine = EngineProcess(wire, port)  # type: ignore[arg-type]
     engine.run()
     awake = wire.waits.count(0)
     assert wire.waits == [1000, *[0] * awake, 1000, 1000]

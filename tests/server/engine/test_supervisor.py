@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from specserve.engine.request import Request
 from specserve.errors import EngineError
 from specserve.llm import LLM
 from specserve.server.engine.supervisor import Patience, State, Supervisor
 from specserve.server.metrics import Metrics
-from specserve.server.service import Ask, Service
+from specserve.server.service import Answers, Prepared, Service
 from specserve.server.trials import Trials
 from specserve.server.wire.errors import WireError
 from specserve.testing import write_tiny_model
@@ -55,8 +56,13 @@ async def running(folder: Path, patience: Patience = PATIENCE, **options: Any) -
         service.close()
 
 
+def start(service: Service, prompt_ids: list[int], params: SamplingParams) -> Answers:
+    request = Request(id=service.new_id(), prompt_ids=prompt_ids, params=params)
+    return service.start([Prepared(request)])
+
+
 async def answer(service: Service, params: SamplingParams = GREEDY) -> list[int]:
-    with service.start([Ask(prompt_ids=PROMPT, params=params)], "canary") as running:
+    with start(service, PROMPT, params) as running:
         return (await running.whole())[0].outputs[0].token_ids
 
 
@@ -95,7 +101,7 @@ def test_a_request_that_is_wrong_is_refused_alone(folder: Path, expected: list[i
         async with running(folder) as service:
             good = asyncio.create_task(answer(service))
             with pytest.raises(WireError, match="token id 100000") as caught:
-                await service.start([Ask(prompt_ids=[100_000], params=GREEDY)], "bad").whole()
+                await start(service, [100_000], GREEDY).whole()
             assert caught.value.param == "prompt"
             assert await good == expected
             assert service.supervisor.num_restarts == 0
@@ -107,7 +113,7 @@ def test_an_answer_that_is_left_is_aborted(folder: Path) -> None:
     async def play() -> None:
         async with running(folder) as service:
             client = service.supervisor.client
-            with service.start([Ask(prompt_ids=PROMPT, params=ENDLESS)], "left") as left:
+            with start(service, PROMPT, ENDLESS) as left:
                 async for _ in left:
                     break
             assert client.num_open == 0
@@ -153,7 +159,7 @@ def test_a_lost_engine_is_told_and_replaced(
     async def play() -> None:
         async with running(folder) as service:
             pid = service.supervisor.pid
-            open_ = [service.start([Ask(prompt_ids=PROMPT, params=ENDLESS)], str(i)) for i in range(6)]
+            open_ = [start(service, PROMPT, ENDLESS) for i in range(6)]
             async for _ in open_[0]:
                 break
             await fault(service)
@@ -161,7 +167,7 @@ def test_a_lost_engine_is_told_and_replaced(
                 assert isinstance(result, EngineError)
                 assert words in str(result)
             with pytest.raises(WireError, match="being started again"):
-                service.start([Ask(prompt_ids=PROMPT, params=GREEDY)], "early")
+                start(service, PROMPT, GREEDY)
             await running_again(service, pid)
             assert await answer(service) == expected
             assert service.supervisor.num_restarts == 1
@@ -207,7 +213,7 @@ def test_an_engine_whose_steps_lead_nowhere_is_replaced(
             pid = service.supervisor.pid
             monkeypatch.delenv("PYTHONPATH")
             with pytest.raises(EngineError, match="brought no request further"):
-                await service.start([Ask(prompt_ids=PROMPT * 100, params=GREEDY)], "long").whole()
+                await start(service, PROMPT * 100, GREEDY).whole()
             await running_again(service, pid)
 
     asyncio.run(play())
@@ -218,7 +224,7 @@ def test_a_prompt_of_many_silent_steps_is_no_livelock(long_folder: Path) -> None
         options = {"max_num_batched_tokens": 4}
         async with patient(long_folder, Patience(loop_s=0.3), **options) as service:
             begun = time.monotonic()
-            await service.start([Ask(prompt_ids=PROMPT * 1000, params=GREEDY)], "long").whole()
+            await start(service, PROMPT * 1000, GREEDY).whole()
             assert time.monotonic() - begun > 0.6, "it is silent for longer than a livelock may be"
             assert service.supervisor.num_restarts == 0
 
@@ -234,7 +240,7 @@ def test_a_long_step_is_no_hang(long_folder: Path) -> None:
         async with patient(long_folder, patience, **options) as service:
             begun, pid = time.monotonic(), service.supervisor.pid
             params = SamplingParams(temperature=0, max_tokens=1)
-            await service.start([Ask(prompt_ids=PROMPT * 4000, params=params)], "long").whole()
+            await start(service, PROMPT * 4000, params).whole()
             gauges = service.supervisor.client.gauges
             assert gauges is not None
             assert gauges.num_steps <= 3
@@ -249,7 +255,7 @@ def test_a_hang_inside_a_long_step_is_noticed(long_folder: Path) -> None:
         options = {"max_num_batched_tokens": 16384, "max_step_ms": 1e6}
         async with patient(long_folder, PATIENCE, **options) as service:
             pid = service.supervisor.pid
-            long = service.start([Ask(prompt_ids=PROMPT * 4000, params=GREEDY)], "long")
+            long = start(service, PROMPT * 4000, GREEDY)
             before = processor_s(pid)
             await until(lambda: processor_s(pid) > before + 0.3)
             await _hang(service)
@@ -268,7 +274,7 @@ def test_a_pause_of_everything_is_no_hang(folder: Path) -> None:
     async def play() -> None:
         async with running(folder) as service:
             pid = service.supervisor.pid
-            with service.start([Ask(prompt_ids=PROMPT, params=ENDLESS)], "paused") as paused:
+            with start(service, PROMPT, ENDLESS) as paused:
                 async for _ in paused:
                     break
                 os.kill(pid or 0, signal.SIGSTOP)
@@ -292,7 +298,7 @@ def test_an_engine_that_cannot_be_understood_is_replaced(folder: Path, expected:
 
             client._decode = garbled
             with pytest.raises(EngineError, match="cannot be read"):
-                await service.start([Ask(prompt_ids=PROMPT, params=ENDLESS)], "unheard").whole()
+                await start(service, PROMPT, ENDLESS).whole()
             await running_again(service, pid)
             assert await answer(service) == expected
 

@@ -1,4 +1,4 @@
-"""From a request to what the engine is asked: the engine hears of it before its prompt is tokenized."""
+"""From a body to requests: the engine is told to expect them before their prompts are tokenized."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ class Service:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    def new_id(self) -> str:
+        return "0"
+
+    async def with_tools(self, prepared: Any, use: Any) -> Any:
+        return prepared, None
+
     def expect(self) -> None:
         self.calls.append("expect")
 
@@ -44,7 +50,7 @@ def server() -> Any:
 def test_a_conversation() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
     told = server()
-    asyncio.run(completions.chat_ask(told, read(ChatCompletionRequest, body, LIMITS)))
+    asyncio.run(completions.prepare_chat(told, read(ChatCompletionRequest, body, LIMITS)))
     assert told.service.calls == ["expect", "tokenize"]
 
 
@@ -52,11 +58,11 @@ def test_texts() -> None:
     """Once, however many they are."""
     told = server()
     request = read(CompletionRequest, b'{"prompt": ["x", "y"]}', LIMITS)
-    asyncio.run(completions._completion_asks(told, request))
+    asyncio.run(completions._prepare_completions(told, request))
     assert told.service.calls == ["expect", "tokenize", "tokenize"]
 
 
 def test_ids_are_there_already() -> None:
     told = server()
-    asyncio.run(completions._completion_asks(told, read(CompletionRequest, b'{"prompt": [1, 2]}', LIMITS)))
+    asyncio.run(completions._prepare_completions(told, read(CompletionRequest, b'{"prompt": [1, 2]}', LIMITS)))
     assert told.service.calls == []

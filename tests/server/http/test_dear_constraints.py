@@ -46,7 +46,7 @@ def trial_seconds(api: int) -> float:
 
     found = used(api, 13)  # those that are gone
     for worker in children(api):
-        if b"constraint.worker" in Path(f"/proc/{worker}/cmdline").read_bytes():
+        if b"structured.worker" in Path(f"/proc/{worker}/cmdline").read_bytes():
             found += used(worker, 11) + sum(used(copy, 11) for copy in children(worker))
     return found / os.sysconf("SC_CLK_TCK")
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
-from specserve.server.engine.packed import Packed, packed
+from specserve.engine.packed import Packed, packed
 from specserve.server.http.context import CONTEXT
 from specserve.server.http.respond import Call, respond
 from specserve.server.options import ServeOptions
@@ -81,7 +81,7 @@ class Answers:
         ]
         yield [*rest, (0, Chunk("r", 0, "", [], None, "length", stats=STATS))]
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         pass
 
 
@@ -92,18 +92,18 @@ def each(entries: Any) -> Iterator[Any]:
 
 def application(output: RequestOutput, stream: bool, make: Callable[[Reply], dict[str, Any]]) -> web.Application:
     @contextmanager
-    def start(asks: Any, name: str) -> Iterator[Any]:
+    def start(requests: Any) -> Iterator[Any]:
         yield Answers(output)
 
     async def on_thread(function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, function)
 
-    async def ignored(asks: Any) -> list[str]:
+    async def ignored(requests: Any) -> list[str]:
         return []
 
     async def handler(request: web.Request) -> web.StreamResponse:
         reply = Reply(id="x", created=1, model="tiny", vocabulary=Words(), echo=bool(output.prompt_token_ids))
-        return await respond(request, Call(name="x", asks=[], stream=stream, **make(reply)))
+        return await respond(request, Call(requests=[], stream=stream, **make(reply)))
 
     app = web.Application()
     service = SimpleNamespace(start=start, on_thread=on_thread, ignored=ignored)

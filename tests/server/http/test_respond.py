@@ -36,7 +36,7 @@ class Answers:
     def expire(self) -> None:
         raise AssertionError("nothing waits here")
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         pass
 
 
@@ -60,14 +60,14 @@ def application(num_chunks: int, error: Exception) -> web.Application:
     answers: Any = Answers(num_chunks, error)
 
     @contextmanager
-    def start(asks: Any, name: str) -> Any:
+    def start(requests: Any) -> Any:
         yield answers
 
-    async def ignored(asks: Any) -> list[str]:
+    async def ignored(requests: Any) -> list[str]:
         return []
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        return await respond(request, Call(name="x", asks=[], stream=True, body=dict, events=lambda _: Events()))  # type: ignore[arg-type, return-value]
+        return await respond(request, Call(requests=[], stream=True, body=dict, events=lambda _: Events()))  # type: ignore[arg-type, return-value]
 
     app = web.Application(middlewares=[tell])
     service = SimpleNamespace(start=start, ignored=ignored, metrics=SimpleNamespace(refused=lambda status: None))

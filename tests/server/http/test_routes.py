@@ -101,9 +101,12 @@ def test_many_prompts_in_one_call(server: Any) -> None:
 def test_a_stop_string_ends_it(server: Any) -> None:
     text = server.post("/v1/completions", COMPLETION).json["choices"][0]["text"]
     stop = text[len(text) // 2 :][:3]
-    choice = server.post("/v1/completions", {**COMPLETION, "stop": stop}).json["choices"][0]
+    answer = server.post("/v1/completions", {**COMPLETION, "stop": stop, "speculative": {"drafter": "ngram"}}).json
+    (choice,) = answer["choices"]
     assert choice["text"] == text[: text.index(stop)]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] > 0, "what the engine had reported until then"
+    assert 0 < answer["metrics"]["time_to_first_token_ms"] < 60_000
 
 
 def test_models(server: Any) -> None:

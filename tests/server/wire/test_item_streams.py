@@ -73,7 +73,7 @@ class Brackets:
 
 
 def reply(id: str = "x_1") -> Reply:
-    return Reply(id=id, created=1_700_000_000, model="tiny", vocabulary=Words(), num_spec_tokens=2)
+    return Reply(id=id, created=1_700_000_000, model="tiny", vocabulary=Words())
 
 
 def stats(**changed: Any) -> SequenceStats:
@@ -90,6 +90,7 @@ def stats(**changed: Any) -> SequenceStats:
         "accepted_by_position": [2, 0],
         "drafted_by_position": [3, 3],
         "num_prefix_cached_tokens": 2,
+        "longest_draft": 2,
     }
     return SequenceStats(**fields | changed)
 

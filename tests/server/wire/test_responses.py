@@ -37,7 +37,7 @@ HEAD = {"id": "x-1", "created": 1_700_000_000, "model": "tiny"}
 
 
 def reply(**chosen: Any) -> Reply:
-    return Reply(**HEAD, vocabulary=Words(), num_spec_tokens=4, **chosen)
+    return Reply(**HEAD, vocabulary=Words(), **chosen)
 
 
 def stats(**changed: Any) -> SequenceStats:
@@ -54,6 +54,7 @@ def stats(**changed: Any) -> SequenceStats:
         "accepted_by_position": [2, 1, 0],
         "drafted_by_position": [3, 3, 1],
         "num_prefix_cached_tokens": 2,
+        "longest_draft": 4,
     }
     return SequenceStats(**{"predicted": True} | fields | changed)
 
@@ -254,20 +255,22 @@ def test_drafts_that_no_prediction_gave_are_no_predicted_tokens() -> None:
 
 def test_without_a_drafter_there_is_nothing_to_say_about_drafts() -> None:
     plain = stats(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0, accepted_by_position=[], num_steps=3)
+    plain.longest_draft = 0
     outputs = [output(ended(stats=plain))]
-    assert "speculative_decoding" not in metrics(outputs, 0, NOW)
+    assert "speculative_decoding" not in metrics(outputs, NOW)
     assert usage(outputs)["completion_tokens_details"] == {
         "accepted_prediction_tokens": 0,
         "rejected_prediction_tokens": 0,
     }
-    silent = speculative_decoding([plain], 2)
+    plain.longest_draft = 2
+    silent = speculative_decoding([plain])
     assert silent["acceptance_histogram"] == [3, 0, 0]
     assert (silent["mean_acceptance_length"], silent["draft_acceptance_rate"]) == (1.0, 0.0)
 
 
 def test_times_of_what_the_engine_has_not_ended_reach_until_now() -> None:
-    assert metrics([output(ended(stats=stats(finished=None)))], 4, 13.5)["generation_time_ms"] == 3000.0
-    one = metrics([output(ended(ids=(END,), stats=stats(finished=10.5)))], 4, NOW)
+    assert metrics([output(ended(stats=stats(finished=None)))], 13.5)["generation_time_ms"] == 3000.0
+    one = metrics([output(ended(ids=(END,), stats=stats(finished=10.5)))], NOW)
     assert (one["generation_time_ms"], one["tokens_per_second"]) == (0.0, None)
 
 
@@ -286,9 +289,10 @@ def test_the_histogram_adds_up(data: st.DataObject, k: int) -> None:
                 num_draft_tokens=drafted,
                 num_accepted_tokens=sum(accepted),
                 accepted_by_position=by_position,
+                longest_draft=k,
             )
         )
-    told = speculative_decoding(made, k)
+    told = speculative_decoding(made)
     steps = list(itertools.chain(*runs))
     assert told["acceptance_histogram"] == [steps.count(j) for j in range(k + 1)]
     assert told["num_spec_steps"] == len(steps)

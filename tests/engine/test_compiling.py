@@ -1,16 +1,18 @@
-"""Constraints that the engine's process compiles beside its steps."""
+"""Constraints that are compiled beside the engine's steps."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from specserve.engine.compiling import Compiling
 from specserve.engine.request import Request
-from specserve.server.engine.compiling import Compiling
+from specserve.errors import InputError
 from specserve.structured.base import Grammar, RefusedError
 from specserve.structured.compiler import Compiler
 from specserve.structured.spec import Structured
@@ -26,36 +28,34 @@ def compiling(tmp_path: Path) -> Compiling:
     return Compiling(Compiler(lambda: vocabulary(tokenizer, tokenizer.vocab_size)), None)
 
 
-def asking(name: str, asked: Structured) -> Request:
-    return Request(id=name, prompt_ids=[1], params=SamplingParams(structured=asked))
+def asking(name: str, asked: Structured, is_slow: bool = False) -> Request:
+    return Request(id=name, prompt_ids=[1], params=SamplingParams(structured=asked), compiles_slowly=is_slow)
 
 
-def compiled(compiling: Compiling, asked: Structured, is_slow: bool = False) -> Request:
-    compiling.add(asking("1", asked), is_slow)
+def compiled(compiling: Compiling, asked: Structured, is_slow: bool = False) -> Grammar | None:
+    compiling.add(asking("1", asked, is_slow))
     end = time.monotonic() + 30
     while time.monotonic() < end:
-        for request, error in compiling.done():
-            assert error is None
-            return request
+        for _, found in compiling.done():
+            assert not isinstance(found, InputError)
+            return found
         time.sleep(0.001)
     raise AssertionError("it was not compiled")
 
 
-def niceness(name: str) -> list[int]:
-    """Of the threads with such a name."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(name)]
-    return [os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in threads]
+def niceness(pool: ThreadPoolExecutor) -> list[int]:
+    return [os.getpriority(os.PRIO_PROCESS, thread.native_id) for thread in pool._threads]
 
 
 def test_slow_constraints_are_compiled_behind_everything_else(compiling: Compiling) -> None:
     ordinary = os.getpriority(os.PRIO_PROCESS, 0)
-    assert compiled(compiling, Structured.choice(["a", "b"])).grammar is not None
-    assert niceness("specserve-grammars") == [ordinary]
-    assert niceness("specserve-slow-grammars") == []
+    assert compiled(compiling, Structured.choice(["a", "b"])) is not None
+    assert niceness(compiling._thread) == [ordinary]
+    assert niceness(compiling._background) == []
     words = Structured.choice([f"word {i}" for i in range(1000)])
-    assert compiled(compiling, words, is_slow=True).grammar is not None
-    assert niceness("specserve-slow-grammars") == [max(15, ordinary)]
-    assert niceness("specserve-grammars") == [ordinary] == [os.getpriority(os.PRIO_PROCESS, 0)]
+    assert compiled(compiling, words, is_slow=True) is not None
+    assert niceness(compiling._background) == [max(15, ordinary)]
+    assert niceness(compiling._thread) == [ordinary] == [os.getpriority(os.PRIO_PROCESS, 0)]
 
 
 class Held(Compiler):
@@ -78,9 +78,10 @@ def test_what_is_dropped_before_it_has_begun_is_not_compiled(is_slow: bool) -> N
     compiler = Held()
     compiling = Compiling(compiler, None)
     for name in ("a", "b", "c", "d"):
-        compiling.add(asking(name, Structured.regex(name)), is_slow)
+        compiling.add(asking(name, Structured.regex(name), is_slow))
     compiler.begun.acquire()
-    assert [compiling.drop(name) for name in ("a", "b", "c", "b", "x")] == [True, True, True, False, False]
+    dropped = [compiling.drop(name) for name in ("a", "b", "c", "b", "x")]
+    assert [request and request.id for request in dropped] == ["a", "b", "c", None, None]
     for _ in range(2):
         compiler.may_go_on.release()
     end = time.monotonic() + 30
@@ -96,6 +97,6 @@ def test_what_is_known_does_not_wait_behind_slow_ones(compiling: Compiling) -> N
     may_end = threading.Event()
     compiling._background.submit(may_end.wait, 60)
     try:
-        assert compiled(compiling, known, is_slow=True).grammar is not None
+        assert compiled(compiling, known, is_slow=True) is not None
     finally:
         may_end.set()

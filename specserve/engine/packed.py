@@ -1,35 +1,33 @@
-"""Log-probabilities as they travel from the engine: packed, and unpacked by whoever looks at them. As objects those of
-a token and its 20 best take 3 KB, packed a tenth of that."""
+"""Log-probabilities as events carry them: packed, in blocks that are unpacked when they are read. As objects those of a
+token and its 20 best take 3 KB, packed a tenth of that."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, overload
 
 import msgspec
 
-from specserve.types import TokenLogprobs
+from specserve.types import LogprobBlock, TokenLogprobs
 
-_AT_ONCE = 64  # entries that are unpacked at once
-
-Block: TypeAlias = tuple[int, bytes]  # how many entries, and the entries
+_BLOCK_ENTRIES = 64
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(list[TokenLogprobs | None]).decode
 
 
-def packed(entries: Sequence[TokenLogprobs | None] | None) -> list[Block] | None:
-    """Entries as they are sent; None stays None."""
+def packed(entries: Sequence[TokenLogprobs | None] | None) -> list[LogprobBlock] | None:
+    """Entries as blocks; None stays None."""
     if entries is None:
         return None
-    parts = [entries[at : at + _AT_ONCE] for at in range(0, len(entries), _AT_ONCE)]
+    parts = [entries[at : at + _BLOCK_ENTRIES] for at in range(0, len(entries), _BLOCK_ENTRIES)]
     return [(len(part), _pack(part)) for part in parts]
 
 
 class Packed(Sequence[Any]):
     """A list of TokenLogprobs, and None where the prompt's first token has none, made of blocks. Read it in order."""
 
-    def __init__(self, blocks: Iterable[Block] = ()) -> None:
+    def __init__(self, blocks: Iterable[LogprobBlock] = ()) -> None:
         self._blocks = list(blocks)
 
     def __len__(self) -> int:

@@ -1,0 +1,226 @@
+"""How requests reach an engine and events come back. `EnginePort` is the contract: here are the engine of this process
+and one on a thread of its own; server/engine/client.py has the one behind a socket."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from specserve.engine.compiling import Compiling
+from specserve.engine.request import Request
+from specserve.errors import EngineError, InputError, SpecserveError
+from specserve.structured.base import Grammar
+from specserve.types import Event
+
+if TYPE_CHECKING:
+    from specserve.engine.engine import Engine
+
+_COMPILING_S = 0.001  # between two looks at what is compiled, while nothing else is done
+
+Listener: TypeAlias = Callable[[Event | SpecserveError], object]
+
+
+class EnginePort(Protocol):
+    """Takes requests, each with a listener: that gets the events of all its completions in order, or after any of them
+    the error that ends it, an InputError where the engine refuses it and an EngineError where the engine is gone. A
+    listener must return soon; it may call the port."""
+
+    def submit(self, request: Request, listener: Listener) -> None: ...
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its completions, at any moment; an unknown id has just ended."""
+
+    def expire(self, request_id: str) -> None:
+        """Refuse a request of which no completion has begun to run: QueueTimeoutError."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes that no running request uses."""
+
+
+class QueueTimeoutError(InputError):
+    """The request waited too long for its first step."""
+
+    code = "queue_timeout"
+
+    def __init__(self) -> None:
+        super().__init__("No request before this one ended in time.")
+
+
+class Listeners:
+    """Who listens to which request, until all of its completions have ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[Listener, list[int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def add(self, request: Request, listener: Listener) -> None:
+        self._open[request.id] = listener, [request.params.n]
+
+    def notify(self, event: Event) -> None:
+        found = self._open.get(event.request_id)
+        if found is None:
+            return
+        listener, num_left = found
+        if event.finish_reason is not None:
+            num_left[0] -= 1
+            if not num_left[0]:
+                del self._open[event.request_id]
+        listener(event)
+
+    def end(self, request_id: str, error: SpecserveError | None = None) -> None:
+        """No more events; the listener gets the error, if there is one."""
+        found = self._open.pop(request_id, None)
+        if found is not None and error is not None:
+            found[0](error)
+
+    def end_all(self, error: SpecserveError) -> None:
+        for request_id in list(self._open):
+            self.end(request_id, error)
+
+
+class LocalPort:
+    """An engine in this process, and the only caller of Engine.step. One thread at a time calls everything but
+    `compile`; events come in calls of `step` and `abort`."""
+
+    def __init__(self, engine: Engine, compiling: Compiling) -> None:
+        self.engine = engine
+        self.compile = compiling.compile
+        self.prepare = compiling.prepare
+        self._compiling = compiling
+        self._listeners = Listeners()
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long there is nothing to do for `step`; None: until something else is called."""
+        if self.engine.has_work:
+            return 0.0
+        return _COMPILING_S if self._compiling else None
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """One with a grammar joins in when that is compiled."""
+        if request.params.structured is not None:
+            self._listeners.add(request, listener)
+            self._compiling.add(request)
+            return
+        try:
+            self.add(request, None, listener)
+        except InputError as error:
+            listener(error)
+
+    def add(self, request: Request, grammar: Grammar | None, listener: Listener) -> None:
+        """As `submit`, with a grammar from `compile`. Raises InputError; then nothing of the request remains."""
+        self.engine.add(request, grammar)
+        self._listeners.add(request, listener)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        waiting = self._compiling.drop(request_id)
+        indices = range(waiting.params.n) if waiting else ()
+        events = [Event(request_id, i, [], finish_reason="abort") for i in indices]
+        for event in events or self.engine.abort(request_id, index):
+            self._listeners.notify(event)
+
+    def expire(self, request_id: str) -> None:
+        """What has begun to run is let finish: the work that was put into it would be lost."""
+        group = self.engine.requests.get(request_id, ())
+        is_waiting = bool(group) and all(seq.stats.first_scheduled is None for seq in group)
+        if self._compiling.drop(request_id) or is_waiting:
+            self.engine.abort(request_id)
+            self._listeners.end(request_id, QueueTimeoutError())
+
+    def reset_prefix_cache(self) -> None:
+        self.engine.cache.reset_prefix_cache()
+
+    def step(self) -> bool:
+        """Let in whose grammar is ready, and take one step if there is work; whether one was taken."""
+        for request, found in self._compiling.done():
+            try:
+                if isinstance(found, InputError):
+                    raise found
+                self.engine.add(request, found)
+            except InputError as error:
+                self._listeners.end(request.id, error)
+        if not self.engine.has_work:
+            return False
+        for event in self.engine.step():
+            self._listeners.notify(event)
+        return True
+
+    def fail(self, error: EngineError) -> None:
+        """Tell everybody that nothing more will come."""
+        self._listeners.end_all(error)
+
+    def close(self) -> None:
+        self._compiling.close()
+        self.engine.policy.close()
+
+
+class ThreadPort:
+    """A LocalPort on a thread of its own, which steps while there is work. Any thread may call it; listeners are called
+    on the engine's. If the engine fails, every listener gets the EngineError and no request is taken any more."""
+
+    def __init__(self, port: LocalPort) -> None:
+        self._port = port
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._failure: EngineError | None = None
+        self._closing = threading.Lock()  # nothing is queued after the queue was drained for the last time
+        self._thread = threading.Thread(target=self._run, name="specserve-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Raises the EngineError of an engine that has failed or was closed."""
+        with self._closing:
+            if self._failure is not None:
+                raise self._failure
+            self._commands.put(lambda: self._port.submit(request, listener))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self._commands.put(lambda: self._port.abort(request_id, index))
+
+    def expire(self, request_id: str) -> None:
+        self._commands.put(lambda: self._port.expire(request_id))
+
+    def reset_prefix_cache(self) -> None:
+        self._commands.put(self._port.reset_prefix_cache)
+
+    def close(self) -> None:
+        """Stop after the step that is running; waits for the thread."""
+        self._commands.put(None)
+        self._thread.join()
+        self._port.close()
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._port.step()
+            self._fail(EngineError("The engine was closed."))
+        except Exception as error:
+            self._fail(EngineError(f"The engine failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _obey(self) -> bool:
+        """Carry out all commands; waits while there is nothing to step. False: close."""
+        while True:
+            wait_s = self._port.wait_s
+            try:
+                command = self._commands.get(block=wait_s != 0.0, timeout=wait_s)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _fail(self, error: EngineError) -> None:
+        """Tell everybody, also those whose request still waits in the queue."""
+        with self._closing:
+            self._failure = error
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
+        self._port.fail(error)
