@@ -1,5 +1,4 @@
-"""The nouns: what is asked, what is being generated, what was guessed, what the target said. No behaviour beyond
-their own invariants; no device tensors except a draft's distributions.
+"""The nouns: what is asked, what is being generated, what was guessed, what the target said.
 
 Words, used everywhere: *draft* a guess at the next tokens, a chain or a tree; *propose* make one; *verify* let the
 target judge it; *accept* a draft token the target agrees with; *replacement* the target's own token at the first
