@@ -62,7 +62,7 @@ class _Activation:
 class Recording:
     """A program and the tensors it works on."""
 
-    def __init__(self, team: _native.Team, instruction_set: str) -> None:
+    def __init__(self, team: _native.ThreadPool, instruction_set: str) -> None:
         self.program = _native.Program(team, instruction_set)
         self.buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self.used: list[object] = []  # what else the program points into
@@ -105,7 +105,7 @@ class Kernels:
         unquantised = "bfloat16" if dtype == torch.bfloat16 else "float32"
         self._format = _FORMATS[unquantised if quantization == "none" else quantization]
         self._kind = min(self._format, _INT8)
-        self._team = _native.Team(threads)
+        self._team = _native.ThreadPool(threads)
         self._drawer = _native.Drawer(self._team, self.instruction_set)
         self._recording: Recording | None = None
         self._tape: Tape | None = None
@@ -204,14 +204,14 @@ class Kernels:
         out = self._activation("add_norm", rows, hidden, self._kind)
         assert _is_padded(residual), "a residual comes from embed"
         with self._program(rows, residual, delta, post, weight) as program:
-            program.norm(_at(residual), _at(delta), _at(post), _at(weight), eps, hidden, out.native)
+            program.fused_add_rms_norm(_at(residual), _at(delta), _at(post), _at(weight), eps, hidden, out.native)
         return out
 
     def collect(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         hidden = residual.shape[1]
         out = self._floats("collect", len(rows), hidden)
         with self._program(0, rows, residual, delta, post, collected=len(rows)) as program:
-            program.collect(_at(rows), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
+            program.gather_rows(_at(rows), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
         return out[:, :hidden]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -219,7 +219,7 @@ class Kernels:
         out = self._activation("norm", rows, hidden, _FLOAT32)
         x = _padded(x)
         with self._program(rows, x, weight) as program:
-            program.norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
+            program.fused_add_rms_norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
         return out.parts[0][:, :hidden]
 
     def activate(self, x: Tensor) -> _Activation:
@@ -228,7 +228,7 @@ class Kernels:
     def _activated(self, x: Tensor, width: int) -> _Activation:
         out = self._activation("activate", len(x), width, self._kind)
         with self._program(len(x), x) as program:
-            program.activate(x.data_ptr(), out.native)
+            program.quantize_activation(x.data_ptr(), out.native)
         return out
 
     def linear(self, x: _Activation, weight: _Weight) -> Tensor:
@@ -280,7 +280,7 @@ class Kernels:
         positions, cos, sin = rotation.positions.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
         assert _is_padded(qkv), "queries come from linear"
         with self._program(len(qkv), qkv, norms, rotation, kv, plan=plan) as program:
-            program.rotate(
+            program.rope_and_cache(
                 qkv.data_ptr(), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, q.data_ptr(),
                 *self._cache(kv),
             )  # fmt: skip

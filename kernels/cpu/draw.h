@@ -19,7 +19,7 @@ struct Race {
   const int32_t* tokens;  // [size], or null where token i is i
   int size, best;
   double temperature;
-  float* weights;     // [size, padded to vectors]
+  float* weights;     // [size, padded]
   float* candidates;  // [size]: scores, the first num_candidates of them
   int num_candidates;
 
@@ -38,7 +38,7 @@ inline int first_best(const float* x, int n) {
 }
 
 inline void weigh_all(Race& race) {
-  const int padded_size = (race.size + kLanes - 1) / kLanes * kLanes;
+  const int padded_size = int(padded(race.size));  // whole vectors, and whole eights for total_of
   for (int i = race.size; i < padded_size; ++i) race.weights[i] = -INFINITY;
   const double top = race.scores[race.best], inverse = 1.0 / race.temperature;
   for (int i = 0; i < race.size; ++i) race.weights[i] = float((double(race.scores[i]) - top) * inverse);
