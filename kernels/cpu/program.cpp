@@ -156,7 +156,7 @@ void Program::gather_rows(const GatherRowsArgs& args) {
 }
 
 void Program::rows_from(const int64_t* count) {
-  rows_ = [count](const Rows&) { return int(*count); };
+  rows_ = [count](const Rows& rows) { return count ? int(*count) : rows.step; };
 }
 
 int Program::Count::take(uint32_t pass, int most, int limit) {

@@ -74,7 +74,7 @@ class Program {
   void gather_rows(const GatherRowsArgs& args);  // ops after it work on the gathered rows
 
   // Ops after it work on as many rows as `count` holds when they run, an op before them having written it: no more than
-  // their buffers hold.
+  // their buffers hold. Null: on those of the step again.
   void rows_from(const int64_t* count);
 
   void run(const Rows& rows);
