@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _PLAIN_FLOAT32, _PLAIN_BFLOAT16, _GROUPS = range(3)  # as Cache in kernels/cpu/args.h
-_LANES = 16  # tokens of a group
+_SLOT_GROUP = 16  # slots interleaved in memory
 _TILE = 32
 _ALIGNMENT = 64
 
@@ -16,7 +16,7 @@ def layout_of(kv: Tensor) -> int:
     """Which layout a cache [2, slots, kv_heads, d] has."""
     if kv.dtype == torch.float32:
         return _PLAIN_FLOAT32
-    return _PLAIN_BFLOAT16 if kv.shape[1] % _LANES or kv.shape[3] % _TILE else _GROUPS
+    return _PLAIN_BFLOAT16 if kv.shape[1] % _SLOT_GROUP or kv.shape[3] % _TILE else _GROUPS
 
 
 def places(kv: Tensor, slots: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ def places(kv: Tensor, slots: Tensor) -> Tensor:
     slot, head, i = slots[:, None, None], torch.arange(kv_heads)[:, None], torch.arange(d)
     if layout_of(kv) != _GROUPS:
         return ((slot * kv_heads + head) * d + i).expand(2, -1, -1, -1)
-    start, place = (slot // _LANES * kv_heads + head) * d * _LANES, slot % _LANES
-    return start + torch.stack((i // 2 * 2 * _LANES + 2 * place + i % 2, place // 2 * 2 * d + 2 * i + place % 2))
+    start, place = (slot // _SLOT_GROUP * kv_heads + head) * d * _SLOT_GROUP, slot % _SLOT_GROUP
+    return start + torch.stack((i // 2 * 2 * _SLOT_GROUP + 2 * place + i % 2, place // 2 * 2 * d + 2 * i + place % 2))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -64,7 +64,7 @@ class _Activation:
 class Recording:
     """A program and the tensors it works on."""
 
-    def __init__(self, team: _native.Team, instruction_set: str) -> None:
+    def __init__(self, team: _native.ThreadPool, instruction_set: str) -> None:
         self.program = _native.Program(team, instruction_set)
         self.buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self.used: list[object] = []  # what else the program points into
@@ -116,14 +116,14 @@ class Kernels:
         unquantised = "bfloat16" if dtype == torch.bfloat16 else "float32"
         self._format = _FORMATS[unquantised if quantization == "none" else quantization]
         self._kind = min(self._format, _INT8)
-        self._team = _native.Team(threads)
-        self._row_sampler = _native.RowSampler(self._team, self.instruction_set)
+        self._thread_pool = _native.ThreadPool(threads)
+        self._row_sampler = _native.RowSampler(self._thread_pool, self.instruction_set)
         self._recording: Recording | None = None
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         assert self._recording is None, "one recording at a time"
-        self._recording = Recording(self._team, self.instruction_set)
+        self._recording = Recording(self._thread_pool, self.instruction_set)
         try:
             yield self._recording
         finally:
@@ -131,7 +131,7 @@ class Kernels:
 
     def watch(self, pulse: Pulse) -> None:
         self._pulse = pulse  # keeps the memory
-        self._team.set_pulse(pulse.address)
+        self._thread_pool.set_pulse(pulse.address)
 
     # Weights
 
@@ -206,14 +206,14 @@ class Kernels:
         out = self._activation("fused_add_rms_norm", rows, hidden, self._kind)
         assert _is_padded(residual), "a residual comes from embed"
         with self._program(rows, residual, delta, post, weight) as program:
-            program.norm(_at(residual), _at(delta), _at(post), _at(weight), eps, hidden, out.native)
+            program.fused_add_rms_norm(_at(residual), _at(delta), _at(post), _at(weight), eps, hidden, out.native)
         return out
 
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         hidden = residual.shape[1]
         out = self._floats("gather_rows", len(rows), hidden)
         with self._program(0, rows, residual, delta, post, collected=len(rows)) as program:
-            program.collect(_at(rows), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
+            program.gather_rows(_at(rows), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
         return out[:, :hidden]
 
     def tap(self, layer: int, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
@@ -228,7 +228,7 @@ class Kernels:
         out = self._activation("norm", rows, hidden, _FLOAT32)
         x = _padded(x)
         with self._program(rows, x, weight) as program:
-            program.norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
+            program.fused_add_rms_norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
         return out.parts[0][:, :hidden]
 
     def quantize_activation(self, x: Tensor) -> _Activation:
@@ -237,7 +237,7 @@ class Kernels:
     def _activated(self, x: Tensor, width: int) -> _Activation:
         out = self._activation("quantize_activation", len(x), width, self._kind)
         with self._program(len(x), x) as program:
-            program.activate(x.data_ptr(), out.native)
+            program.quantize_activation(x.data_ptr(), out.native)
         return out
 
     def linear(self, x: _Activation, weight: _Weight) -> Tensor:
@@ -287,7 +287,7 @@ class Kernels:
         positions, cos, sin = rotation.positions.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
         assert _is_padded(qkv), "queries come from linear"
         with self._program(len(qkv), qkv, norms, rotation, kv, plan=plan) as program:
-            program.rotate(
+            program.rope_and_cache(
                 qkv.data_ptr(), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, q.data_ptr(),
                 *self._cache(kv),
             )  # fmt: skip
@@ -307,7 +307,7 @@ class Kernels:
     def plan(self, rows: AttentionRows, block_size: int) -> _native.Plan:
         parents = [[] if tree is None else tree.tolist() for tree in rows.parents]
         # So few rows of a sequence at once that even one kv head's work is shared by all threads.
-        together = max(_MIN_ROWS_TOGETHER, rows.query_starts[-1] // self._team.threads)
+        together = max(_MIN_ROWS_TOGETHER, rows.query_starts[-1] // self._thread_pool.threads)
         return _native.Plan(rows.query_starts, rows.cached, rows.block_tables, parents, block_size, together)
 
     def broken_rows(self, plan: _native.Plan) -> list[int]:
@@ -318,7 +318,7 @@ class Kernels:
     def read_bandwidth(self) -> float:
         """Bytes a second at which all threads together read memory, at best."""
         memory = _zeros((_BANDWIDTH_BYTES,), torch.uint8)
-        return _native.read_bandwidth(self._team, memory.data_ptr(), len(memory), _BANDWIDTH_PASSES)
+        return _native.read_bandwidth(self._thread_pool, memory.data_ptr(), len(memory), _BANDWIDTH_PASSES)
 
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
         (key_from, value_from), (key_to, value_to) = places(kvs[0], sources), places(kvs[0], targets)
@@ -339,7 +339,7 @@ class Kernels:
             self._recording.used.extend(uses)
             yield self._recording.program
             return
-        program = _native.Program(self._team, self.instruction_set)
+        program = _native.Program(self._thread_pool, self.instruction_set)
         yield program
         program.run(rows, collected, plan)
 

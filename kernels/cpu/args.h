@@ -1,4 +1,4 @@
-// What the ops of a step are told: plain structs that every instruction set's kernels share. Knows no threads.
+// What the ops of a step are told: plain structs that every instruction set's kernels share.
 //
 // Float rows are padded to a multiple of 32 columns with zeros, and every kernel keeps those zeros.
 #pragma once
@@ -8,10 +8,13 @@
 
 namespace specserve {
 
-constexpr int kLanes = 16;   // floats in one vector of simd_*.h
-constexpr int kTile = 32;    // outputs that one pass over the inputs computes
-constexpr int kGroup = 32;   // inputs that share one scale
-constexpr int kChunk = 64;   // logical tokens that attention reduces at a time
+// How numbers lie in memory, and in which order they are added, on every instruction set. The width of a machine's vectors
+// is none of these: it is kLanes of simd_*.h.
+constexpr int kTile = 32;         // outputs that packed weights hold interleaved
+constexpr int kGroup = 32;        // inputs that share one scale
+constexpr int kSlotGroup = 16;    // slots that Cache::kBfloat16Groups holds interleaved
+constexpr int kChunk = 64;        // logical tokens that attention reduces at a time
+constexpr int kPartialSums = 16;  // number i is added to partial sum i % kPartialSums; those then in halves, i and i + n
 
 inline int64_t padded(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
 
@@ -55,7 +58,7 @@ struct LinearArgs {
   float* out;         // [rows, outputs]
 };
 
-// How the cache holds keys and values; see context.h. Groups need a whole number of kLanes slots and head_dim % kTile == 0.
+// How the cache holds keys and values; see context.h. Groups need a multiple of kSlotGroup slots and head_dim % kTile == 0.
 enum class Cache : int { kFloat32 = 0, kBfloat16 = 1, kBfloat16Groups = 2 };
 
 enum class Gate : int { kSilu = 0, kGeluTanh = 1 };
@@ -79,7 +82,7 @@ struct EmbedArgs {
 };
 
 // residual += delta, normed first if there is post_weight; out = rms_norm(residual) * weight.
-struct NormArgs {
+struct FusedAddRmsNormArgs {
   float* residual;
   const float* delta;        // or null
   const float* post_weight;  // or null
@@ -89,8 +92,8 @@ struct NormArgs {
   Activation out;
 };
 
-// out = residual[rows] + delta[rows], as NormArgs has it.
-struct CollectArgs {
+// out = residual[rows] + delta[rows], as FusedAddRmsNormArgs has it.
+struct GatherRowsArgs {
   const int64_t* rows;
   const float* residual;
   const float* delta;
@@ -100,7 +103,7 @@ struct CollectArgs {
   float* out;
 };
 
-struct RotateArgs {
+struct RopeAndCacheArgs {
   const float* qkv;  // [rows, stride]: q heads, k heads, v heads
   int stride, heads, kv_heads, head_dim;
   const float* q_norm;  // [head_dim] or null
@@ -137,7 +140,7 @@ struct AttentionArgs {
   Activation out;  // float32 if one kv head's share of a row is not a multiple of kTile
 };
 
-struct ActivateArgs {
+struct QuantizeActivationArgs {
   const float* x;
   int width;
   Activation out;
@@ -183,12 +186,12 @@ struct Kernels {
   void (*linear)(const LinearArgs&, int rows, int begin, int end, Ahead&);
   void (*gated)(const GatedArgs&, int rows, int begin, int end, Ahead&);
   void (*embed)(const EmbedArgs&, int begin, int end);
-  void (*norm)(const NormArgs&, int begin, int end, float* scratch);
-  void (*collect)(const CollectArgs&, int begin, int end);
+  void (*fused_add_rms_norm)(const FusedAddRmsNormArgs&, int begin, int end, float* scratch);
+  void (*gather_rows)(const GatherRowsArgs&, int begin, int end);
   // broken[row] is set where a key or a value is not finite.
-  void (*rotate)(const RotateArgs&, const int64_t* slots, std::atomic<bool>* broken, int begin, int end, float* scratch);
+  void (*rope_and_cache)(const RopeAndCacheArgs&, const int64_t* slots, std::atomic<bool>* broken, int begin, int end, float* scratch);
   void (*attention)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, void* scratch, Ahead&);
-  void (*activate)(const ActivateArgs&, int begin, int end);
+  void (*quantize_activation)(const QuantizeActivationArgs&, int begin, int end);
   void (*softcap)(float* x, int width, float cap, int begin, int end);
   int (*sample)(const SampleArgs&, int row, const SampleScratch&);
   void (*score)(const ScoreArgs&, int begin, int end);
@@ -200,11 +203,5 @@ constexpr int kMaxHead = 1024;  // head_dim, at most
 
 // Bytes of scratch that attention needs for kRowBlock rows.
 int64_t attention_scratch_bytes(int share, int head_dim);
-
-extern const Kernels kPortable;
-#ifdef SPECSERVE_X86
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
-#endif
 
 }  // namespace specserve

@@ -11,7 +11,10 @@
 
 namespace specserve::SPECSERVE_ISA {
 
-constexpr int kSlice = 4;        // vectors of a head's numbers in registers
+constexpr int kChunkVectors = kChunk / kLanes;
+constexpr int kAtOnce = 4;         // of these, summed at a time
+constexpr int kSlice = 2 * kTile;  // of a head's numbers, summed at a time
+static_assert(kChunk % kPartialSums == 0 && kChunkVectors % kAtOnce == 0 && kBfloat16Queries <= kQueries);
 constexpr int64_t kFetchedBytes = 1024;  // of the weights that follow, with every query of a chunk: memory rests meanwhile
 
 inline void load_queries(const AttentionArgs& args, int first_row, int kv_head, const Workspace& w) {
@@ -30,70 +33,77 @@ inline void load_queries(const AttentionArgs& args, int first_row, int kv_head, 
 // scores[q, t] = q . key t, for Q queries.
 template <int Q, bool is_bfloat16>
 void score(const Context& c, const Workspace& w, int first) {
-  F sum[Q][kSubs];
-  for (auto& s : sum)
-    for (F& lane : s) lane = zero();
   const int steps = is_bfloat16 ? w.width / 2 : w.width;
-  for (int i = 0; i < steps; ++i) {
-    for (int s = 0; s < kSubs; ++s) {
-      const float* key = c.keys[s] + i * kLanes;
-      for (int q = 0; q < Q; ++q) {
-        const float* at = w.q + int64_t(first + q) * w.width + i;
-        sum[q][s] = is_bfloat16 ? dot2(sum[q][s], load_bytes(key), spread(at)) : fma(load(key), set(*at), sum[q][s]);
-      }
+  for (int begin = 0; begin < kChunkVectors; begin += kAtOnce) {
+    const float* keys[kAtOnce];
+    for (int v = 0; v < kAtOnce; ++v) {
+      const int token = (begin + v) * kLanes;
+      keys[v] = c.keys[token / kSlotGroup] + token % kSlotGroup;
     }
+    F sum[Q][kAtOnce];
+    for (auto& s : sum)
+      for (F& lane : s) lane = zero();
+    for (int i = 0; i < steps; ++i)
+      for (int v = 0; v < kAtOnce; ++v) {
+        const float* key = keys[v] + i * kSlotGroup;
+        for (int q = 0; q < Q; ++q) {
+          const float* at = w.q + int64_t(first + q) * w.width + i;
+          sum[q][v] = is_bfloat16 ? dot2(sum[q][v], load_bytes(key), spread(at)) : fma(load(key), set(*at), sum[q][v]);
+        }
+      }
+    for (int q = 0; q < Q; ++q)
+      for (int v = 0; v < kAtOnce; ++v) store(w.scores + int64_t(first + q) * kChunk + (begin + v) * kLanes, sum[q][v]);
   }
-  for (int q = 0; q < Q; ++q)
-    for (int s = 0; s < kSubs; ++s) store(w.scores + int64_t(first + q) * kChunk + s * kLanes, sum[q][s]);
 }
 
 // Scores into probabilities relative to the running maximum; sums are rescaled where that rises. False: nothing is seen.
-inline bool soften(const Workspace& w, int query, int start, float scale, int window, bool is_bfloat16) {
+inline bool softmax_chunk(const Workspace& w, int query, int start, float scale, int window, bool is_bfloat16) {
   const int last = w.last[query], first = window ? last - window + 1 : 0;
   if (last < start || first >= start + kChunk) return false;
   float* scores = w.scores + int64_t(query) * kChunk;
   for (int t = 0; t < first - start; ++t) scores[t] = -INFINITY;
   for (int t = std::max(0, last + 1 - start); t < kChunk; ++t) scores[t] = -INFINITY;
-  F p[kSubs];
+  F p[kChunkVectors];
   F peak = set(-INFINITY);
-  for (int s = 0; s < kSubs; ++s) {
-    p[s] = mul(load(scores + s * kLanes), set(scale));
-    peak = max(peak, p[s]);
+  for (int v = 0; v < kChunkVectors; ++v) {
+    p[v] = mul(load(scores + v * kLanes), set(scale));
+    peak = max(peak, p[v]);
   }
   const float before = w.top[query], top = std::max(before, hmax(peak));
-  F total = zero();
-  for (int s = 0; s < kSubs; ++s) {
-    p[s] = exp(sub(p[s], set(top)));
-    total = add(total, p[s]);
+  PartialSums sums;
+  for (int v = 0; v < kChunkVectors; ++v) {
+    p[v] = exp(sub(p[v], set(top)));
+    F& sum = sums.v[v % PartialSums::kVectors];
+    sum = add(sum, p[v]);
     if (is_bfloat16)
-      store_bfloat((uint16_t*)scores + s * kLanes, p[s]);
+      store_bfloat((uint16_t*)scores + v * kLanes, p[v]);
     else
-      store(scores + s * kLanes, p[s]);
+      store(scores + v * kLanes, p[v]);
   }
   if (top != before) {
     const float shrink = before == -INFINITY ? 0.0f : std::exp(before - top);
-    float* sums = w.sums + int64_t(query) * w.width;
-    for (int i = 0; i < w.width; i += kLanes) store(sums + i, mul(load(sums + i), set(shrink)));
+    float* values = w.sums + int64_t(query) * w.width;
+    for (int i = 0; i < w.width; i += kLanes) store(values + i, mul(load(values + i), set(shrink)));
     w.total[query] *= shrink;
     w.top[query] = top;
   }
-  w.total[query] += hsum(total);
+  w.total[query] += sums.total();
   return true;
 }
 
 // sums[q] += probabilities . values, for Q queries and some vectors of numbers.
 template <int Q, int vectors, bool is_bfloat16>
 void weigh_vectors(const Context& c, const Workspace& w, const int* queries, int column) {
-  constexpr int steps = is_bfloat16 ? kLanes / 2 : kLanes;
+  constexpr int steps = is_bfloat16 ? kSlotGroup / 2 : kSlotGroup;
   F sum[Q][vectors];
   for (int q = 0; q < Q; ++q)
     for (int v = 0; v < vectors; ++v) sum[q][v] = load(w.sums + int64_t(queries[q]) * w.width + column + v * kLanes);
-  for (int s = 0; s < kSubs; ++s)
+  for (int g = 0; g < kGroups; ++g)
     for (int t = 0; t < steps; ++t)
       for (int v = 0; v < vectors; ++v) {
-        const float* value = c.values[s] + t * w.width + column + v * kLanes;
+        const float* value = c.values[g] + t * w.width + column + v * kLanes;
         for (int q = 0; q < Q; ++q) {
-          const float* p = w.scores + int64_t(queries[q]) * kChunk + s * steps + t;
+          const float* p = w.scores + int64_t(queries[q]) * kChunk + g * steps + t;
           sum[q][v] = is_bfloat16 ? dot2(sum[q][v], load_bytes(value), spread(p)) : fma(load(value), set(*p), sum[q][v]);
         }
       }
@@ -103,8 +113,8 @@ void weigh_vectors(const Context& c, const Workspace& w, const int* queries, int
 
 template <int Q, bool is_bfloat16>
 void weigh(const Context& c, const Workspace& w, const int* queries, int column) {
-  if ((w.width - column) / kLanes >= kSlice) return weigh_vectors<Q, kSlice, is_bfloat16>(c, w, queries, column);
-  weigh_vectors<Q, kSlice / 2, is_bfloat16>(c, w, queries, column);
+  if (w.width - column >= kSlice) return weigh_vectors<Q, kSlice / kLanes, is_bfloat16>(c, w, queries, column);
+  weigh_vectors<Q, kTile / kLanes, is_bfloat16>(c, w, queries, column);
 }
 
 template <int Q = kQueries>
@@ -124,14 +134,14 @@ void weigh_some(const Context& c, const Workspace& w, const int* queries, int n,
 // Queries [first, last) against the chunk that begins at logical index `start`.
 inline void reduce(const AttentionArgs& args, const Context& c, const Workspace& w, int start, int first, int last, Ahead& ahead) {
   const bool is_bfloat16 = args.cache != Cache::kFloat32;
-  each_block(last - first, kQueries, [&](int from, int to) {
+  each_block(last - first, is_bfloat16 ? kBfloat16Queries : kQueries, [&](int from, int to) {
     score_some(c, w, first + from, to - from, is_bfloat16);
     int seen[kQueries], n = 0;
     for (int q = first + from; q < first + to; ++q) {
-      if (soften(w, q, start, args.scale, args.window, is_bfloat16)) seen[n++] = q;
+      if (softmax_chunk(w, q, start, args.scale, args.window, is_bfloat16)) seen[n++] = q;
       fetch<false>(ahead, kFetchedBytes);
     }
-    for (int column = 0; n && column < w.width; column += kSlice * kLanes)
+    for (int column = 0; n && column < w.width; column += kSlice)
       weigh_some(c, w, seen, n, column, is_bfloat16);
   });
 }

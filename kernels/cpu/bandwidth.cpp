@@ -51,18 +51,18 @@ Sum widest() {
 
 }  // namespace
 
-double read_bandwidth(Team& team, uint8_t* memory, int64_t bytes, int passes) {
+double read_bandwidth(ThreadPool& pool, uint8_t* memory, int64_t bytes, int passes) {
   using Clock = std::chrono::steady_clock;
-  const int64_t share = bytes / team.threads() / kStep * kStep;
+  const int64_t share = bytes / pool.threads() / kStep * kStep;
   const Sum sum = widest();
   std::atomic<uint64_t> seen{0};
-  team.run({[&](int thread) { std::memset(memory + thread * share, thread + 1, share); }});
+  pool.run({[&](int thread) { std::memset(memory + thread * share, thread + 1, share); }});
   double best = 0;
   for (int pass = 0; pass < passes; ++pass) {
     const Clock::time_point begun = Clock::now();
-    team.run({[&](int thread) { seen += sum(memory + thread * share, memory + (thread + 1) * share); }});
+    pool.run({[&](int thread) { seen += sum(memory + thread * share, memory + (thread + 1) * share); }});
     const double seconds = std::chrono::duration<double>(Clock::now() - begun).count();
-    best = std::max(best, double(share * team.threads()) / seconds);
+    best = std::max(best, double(share * pool.threads()) / seconds);
   }
   [[maybe_unused]] volatile uint64_t needed = seen;  // else the compiler might leave the sums out
   return best;

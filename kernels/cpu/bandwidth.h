@@ -1,14 +1,14 @@
-// How fast memory can be read: what a step that reads every weight once cannot beat. Knows no kernels.
+// How fast memory can be read: what a step that reads every weight once cannot beat.
 #pragma once
 
 #include <cstdint>
 
-#include "team.h"
+#include "thread_pool.h"
 
 namespace specserve {
 
-// Bytes a second at which the team reads `memory`, which it first fills: the best of several passes. `bytes` is many
+// Bytes a second at which the pool reads `memory`, which it first fills: the best of several passes. `bytes` is many
 // times what the caches hold; `memory` begins at a multiple of 64.
-double read_bandwidth(Team& team, uint8_t* memory, int64_t bytes, int passes);
+double read_bandwidth(ThreadPool& pool, uint8_t* memory, int64_t bytes, int passes);
 
 }  // namespace specserve

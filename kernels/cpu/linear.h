@@ -7,115 +7,122 @@
 
 namespace specserve::SPECSERVE_ISA {
 
+constexpr int kVectors = kTile / kLanes;  // of the outputs of a tile
+constexpr int kBytes = 4 * kLanes;        // of a vector
+
+// A vector for each of the outputs of R rows.
+template <int R, class V>
+using Tile = V[R][kVectors];
+
 template <int R>
-void store_sums(const F (&sum)[R][2], float* out) {
+void clear(Tile<R, F>& sum) {
+  for (auto& row : sum)
+    for (F& some : row) some = zero();
+}
+
+template <int R>
+void store_sums(const Tile<R, F>& sum, float* out) {
   for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) store(out + r * kTile + half * kLanes, sum[r][half]);
+    for (int v = 0; v < kVectors; ++v) store(out + r * kTile + v * kLanes, sum[r][v]);
 }
 
 // R rows from `row` on of one tile, into out [R, kTile].
 template <int R>
 void tile_float32(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
-  F sum[R][2];
-  for (auto& s : sum) s[0] = s[1] = zero();
+  Tile<R, F> sum;
+  clear<R>(sum);
   const float* w = (const float*)tile;
   const float* in = (const float*)x.data + int64_t(row) * x.width;
   for (int i = 0; i < weight.inputs; ++i, w += kTile) {
-    const F left = load(w), right = load(w + kLanes);
     fetch(ahead, kTile * sizeof(float));
     for (int r = 0; r < R; ++r) {
       const F value = set(in[int64_t(r) * x.width + i]);
-      sum[r][0] = fma(left, value, sum[r][0]);
-      sum[r][1] = fma(right, value, sum[r][1]);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(load(w + v * kLanes), value, sum[r][v]);
     }
   }
-  store_sums(sum, out);
+  store_sums<R>(sum, out);
 }
 
 template <int R>
 void tile_bfloat16(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
-  F sum[R][2];
-  for (auto& s : sum) s[0] = s[1] = zero();
+  Tile<R, F> sum;
+  clear<R>(sum);
   const uint16_t* in = (const uint16_t*)x.data + int64_t(row) * x.width;
-  for (int i = 0; i < weight.inputs; i += 2, tile += 128) {
-    const Bytes left = load_bytes(tile), right = load_bytes(tile + 64);
-    fetch(ahead, 128);
+  for (int i = 0; i < weight.inputs; i += 2, tile += 4 * kTile) {
+    fetch(ahead, 4 * kTile);
     for (int r = 0; r < R; ++r) {
       const Bytes pair = spread(in + int64_t(r) * x.width + i);
-      sum[r][0] = dot2(sum[r][0], left, pair);
-      sum[r][1] = dot2(sum[r][1], right, pair);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = dot2(sum[r][v], load_bytes(tile + v * kBytes), pair);
     }
   }
-  store_sums(sum, out);
+  store_sums<R>(sum, out);
 }
 
 template <int R>
 void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
-  F sum[R][2];
-  for (auto& s : sum) s[0] = s[1] = zero();
+  Tile<R, F> sum;
+  clear<R>(sum);
   const int groups = weight.inputs / kGroup, stride = x.width / kGroup;
   const int8_t* in = (const int8_t*)x.data + int64_t(row) * x.width;
   const float* scales = x.scales + int64_t(row) * stride;
   const int32_t* sums = x.sums + int64_t(row) * stride;
-  for (int g = 0; g < groups; ++g, tile += 64 + kTile * kGroup) {
-    I dots[R][2];
+  for (int g = 0; g < groups; ++g, tile += 2 * kTile + kTile * kGroup) {
+    const uint8_t* weights = tile + 2 * kTile;
+    Tile<R, I> dots;
     for (int r = 0; r < R; ++r)
-      dots[r][0] = dots[r][1] = iset(kUnsignedWeights ? -128 * sums[int64_t(r) * stride + g] : 0);
-    fetch(ahead, 64 + kTile * kGroup);
+      for (I& dot : dots[r]) dot = iset(kUnsignedWeights ? -128 * sums[int64_t(r) * stride + g] : 0);
+    fetch(ahead, 2 * kTile + kTile * kGroup);
 #pragma GCC unroll 8
-    for (int j = 0; j < kGroup / 4; ++j) {
-      const Bytes left = load_bytes(tile + 64 + 128 * j), right = load_bytes(tile + 128 + 128 * j);
+    for (int j = 0; j < kGroup / 4; ++j)
       for (int r = 0; r < R; ++r) {
         const Bytes four = spread(in + int64_t(r) * x.width + g * kGroup + 4 * j);
-        dots[r][0] = dot4(dots[r][0], left, four);
-        dots[r][1] = dot4(dots[r][1], right, four);
+        for (int v = 0; v < kVectors; ++v)
+          dots[r][v] = dot4(dots[r][v], load_bytes(weights + 4 * kTile * j + v * kBytes), four);
       }
-    }
-    const F left = load_half((const uint16_t*)tile), right = load_half((const uint16_t*)tile + kLanes);
     for (int r = 0; r < R; ++r) {
       const F scale = set(scales[int64_t(r) * stride + g]);
-      sum[r][0] = fma(to_float(dots[r][0]), mul(left, scale), sum[r][0]);
-      sum[r][1] = fma(to_float(dots[r][1]), mul(right, scale), sum[r][1]);
+      for (int v = 0; v < kVectors; ++v)
+        sum[r][v] = fma(to_float(dots[r][v]), mul(load_half((const uint16_t*)tile + v * kLanes), scale), sum[r][v]);
     }
   }
-  store_sums(sum, out);
+  store_sums<R>(sum, out);
 }
 
 template <int R>
 void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
-  F sum[R][2];
-  for (auto& s : sum) s[0] = s[1] = zero();
+  Tile<R, F> sum;
+  clear<R>(sum);
   const int groups = weight.inputs / kGroup, stride = x.width / kGroup;
   const int8_t* in = (const int8_t*)x.data + int64_t(row) * x.width;
   const float* scales = x.scales + int64_t(row) * stride;
   const int32_t* sums = x.sums + int64_t(row) * stride;
-  for (int g = 0; g < groups; ++g, tile += 128 + kTile * kGroup / 2) {
-    I dots[R][2];
-    for (auto& d : dots) d[0] = d[1] = iset(0);
-    fetch(ahead, 128 + kTile * kGroup / 2);
+  for (int g = 0; g < groups; ++g, tile += 4 * kTile + kTile * kGroup / 2) {
+    const uint8_t* weights = tile + 4 * kTile;
+    const uint16_t* half = (const uint16_t*)tile;
+    Tile<R, I> dots;
+    for (auto& row : dots)
+      for (I& dot : row) dot = iset(0);
+    fetch(ahead, 4 * kTile + kTile * kGroup / 2);
 #pragma GCC unroll 4
-    for (int j = 0; j < kGroup / 8; ++j) {
-      const Bytes left = load_bytes(tile + 128 + 128 * j), right = load_bytes(tile + 192 + 128 * j);
-      const Bytes left_low = low_nibbles(left), left_high = high_nibbles(left);
-      const Bytes right_low = low_nibbles(right), right_high = high_nibbles(right);
+    for (int j = 0; j < kGroup / 8; ++j)
       for (int r = 0; r < R; ++r) {
         const int8_t* at = in + int64_t(r) * x.width + g * kGroup + 4 * j;
         const Bytes low = spread(at), high = spread(at + kGroup / 2);
-        dots[r][0] = dot4_unsigned(dot4_unsigned(dots[r][0], left_low, low), left_high, high);
-        dots[r][1] = dot4_unsigned(dot4_unsigned(dots[r][1], right_low, low), right_high, high);
+        for (int v = 0; v < kVectors; ++v) {
+          const Bytes pairs = load_bytes(weights + 4 * kTile * j + v * kBytes);
+          dots[r][v] = dot4_unsigned(dot4_unsigned(dots[r][v], low_nibbles(pairs), low), high_nibbles(pairs), high);
+        }
       }
-    }
-    const uint16_t* half = (const uint16_t*)tile;
-    const F left = load_half(half), right = load_half(half + kLanes);
-    const F left_min = load_half(half + 2 * kLanes), right_min = load_half(half + 3 * kLanes);
     for (int r = 0; r < R; ++r) {
       const F scale = set(scales[int64_t(r) * stride + g]);
       const F total = mul(scale, set(float(sums[int64_t(r) * stride + g])));
-      sum[r][0] = fma(left_min, total, fma(to_float(dots[r][0]), mul(left, scale), sum[r][0]));
-      sum[r][1] = fma(right_min, total, fma(to_float(dots[r][1]), mul(right, scale), sum[r][1]));
+      for (int v = 0; v < kVectors; ++v) {
+        const F step = mul(load_half(half + v * kLanes), scale), low = load_half(half + kTile + v * kLanes);
+        sum[r][v] = fma(low, total, fma(to_float(dots[r][v]), step, sum[r][v]));
+      }
     }
   }
-  store_sums(sum, out);
+  store_sums<R>(sum, out);
 }
 
 template <int R>

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bandwidth.h"
+#include "isa.h"
 #include "pack.h"
 #include "pauses.h"
 #include "program.h"
@@ -25,30 +26,14 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// The fastest first.
-std::vector<const Kernels*> supported() {
-  std::vector<const Kernels*> found;
-#ifdef SPECSERVE_X86
-  __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-  if (has_avx512 && has_avx2) found.push_back(&kAvx512);
-  if (has_avx2) found.push_back(&kAvx2);
-#endif
-  found.push_back(&kPortable);
-  return found;
-}
-
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
-  for (const Kernels* kernels : supported()) names.emplace_back(kernels->name);
+  for (const Kernels* kernels : supported_kernels()) names.emplace_back(kernels->name);
   return names;
 }
 
 const Kernels& kernels_named(const std::string& name) {
-  for (const Kernels* kernels : supported())
+  for (const Kernels* kernels : supported_kernels())
     if (kernels->name == name) return *kernels;
   throw std::invalid_argument("this machine has no instruction set " + name);
 }
@@ -64,10 +49,10 @@ Activation activation(int kind, int width, Address data, Address scales, Address
 // Samples and scores rows with a thread pool, in memory that it keeps: so much of it costs more to ask for than to use.
 class RowSampler {
  public:
-  RowSampler(std::shared_ptr<Team> team, const Kernels& kernels) : team_(std::move(team)), kernels_(kernels) {}
+  RowSampler(std::shared_ptr<ThreadPool> pool, const Kernels& kernels) : pool_(std::move(pool)), kernels_(kernels) {}
 
   void sample(const SampleArgs& args, int count, int64_t* out) {
-    const size_t size = padded(args.vocab), num_threads = team_->threads();
+    const size_t size = padded(args.vocab), num_threads = pool_->threads();
     if (tokens_.size() < size * num_threads) {
       floats_.resize(3 * size * num_threads);
       tokens_.resize(size * num_threads);
@@ -88,12 +73,12 @@ class RowSampler {
   void each(int count, Use use) {
     if (count == 1) return use(0, 0);  // waking the others takes as long
     std::atomic<int> next{0};
-    team_->run({[&](int thread) {
+    pool_->run({[&](int thread) {
       for (int row; (row = next.fetch_add(1)) < count;) use(row, thread);
     }});
   }
 
-  std::shared_ptr<Team> team_;
+  std::shared_ptr<ThreadPool> pool_;
   const Kernels& kernels_;
   std::vector<float> floats_;
   std::vector<int32_t> tokens_;
@@ -108,22 +93,22 @@ std::shared_ptr<const Plan> of(const SharedPlan* shared) { return shared ? share
 
 void bind_program(nb::module_& m) {
   nb::class_<Program>(m, "Program")
-      .def("__init__", [](Program* self, std::shared_ptr<Team> team, const std::string& isa) {
-        new (self) Program(std::move(team), kernels_named(isa));
+      .def("__init__", [](Program* self, std::shared_ptr<ThreadPool> pool, const std::string& isa) {
+        new (self) Program(std::move(pool), kernels_named(isa));
       })
       .def("embed",
            [](Program& p, Address ids, Address table, bool is_bfloat16, int hidden, float scale, Address out) {
              p.embed({at<int64_t>(ids), at<void>(table), is_bfloat16, hidden, int(padded(hidden)), scale, at<float>(out)});
            })
-      .def("norm",
+      .def("fused_add_rms_norm",
            [](Program& p, Address residual, Address delta, Address post, Address weight, float eps, int hidden,
               const Activation& out) {
-             p.norm({at<float>(residual), at<float>(delta), at<float>(post), at<float>(weight), eps, hidden,
+             p.fused_add_rms_norm({at<float>(residual), at<float>(delta), at<float>(post), at<float>(weight), eps, hidden,
                      int(padded(hidden)), out});
            })
-      .def("collect",
+      .def("gather_rows",
            [](Program& p, Address rows, Address residual, Address delta, Address post, float eps, int hidden, Address out) {
-             p.collect({at<int64_t>(rows), at<float>(residual), at<float>(delta), at<float>(post), eps, hidden,
+             p.gather_rows({at<int64_t>(rows), at<float>(residual), at<float>(delta), at<float>(post), eps, hidden,
                         int(padded(hidden)), at<float>(out)});
            })
       .def("tap",
@@ -135,10 +120,10 @@ void bind_program(nb::module_& m) {
                         Address out) { p.linear({w, x, at<float>(bias), at<float>(out)}); })
       .def("gated", [](Program& p, const Weight& w, const Activation& x, Address bias, int gate,
                        const Activation& out) { p.gated({w, x, at<float>(bias), Gate(gate), out}); })
-      .def("rotate",
+      .def("rope_and_cache",
            [](Program& p, Address qkv, int heads, int kv_heads, int head_dim, Address q_norm, Address k_norm, float eps,
               Address positions, Address cos, Address sin, Address q, int cache, Address keys, Address values) {
-             p.rotate({at<float>(qkv), int(padded((heads + 2 * kv_heads) * head_dim)), heads, kv_heads, head_dim,
+             p.rope_and_cache({at<float>(qkv), int(padded((heads + 2 * kv_heads) * head_dim)), heads, kv_heads, head_dim,
                        at<float>(q_norm), at<float>(k_norm), eps, at<int64_t>(positions), at<float>(cos), at<float>(sin),
                        at<float>(q), int(padded(heads * head_dim)), Cache(cache), at<void>(keys), at<void>(values)});
            })
@@ -148,23 +133,24 @@ void bind_program(nb::module_& m) {
              p.attention({at<float>(q), int(padded(heads * head_dim)), heads, kv_heads, head_dim, Cache(cache),
                           at<void>(keys), at<void>(values), scale, window, out});
            })
-      .def("activate",
-           [](Program& p, Address x, const Activation& out) { p.activate({at<float>(x), out.width, out}); })
+      .def("quantize_activation",
+           [](Program& p, Address x, const Activation& out) { p.quantize_activation({at<float>(x), out.width, out}); })
       .def("softcap", [](Program& p, Address x, int width, float cap) { p.softcap(at<float>(x), int(padded(width)), cap); })
+      .def("rows_from", [](Program& p, Address count) { p.rows_from(at<int64_t>(count)); })
       .def("argmax", [](Program& p, Address x, int n, Address best) { p.argmax(at<float>(x), n, at<int64_t>(best)); })
       .def(
           "run",
-          [](Program& p, int rows, int collected, const SharedPlan* plan) { p.run({rows, collected, of(plan)}); },
-          "rows"_a, "collected"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+          [](Program& p, int rows, int gathered, const SharedPlan* plan) { p.run({rows, gathered, of(plan)}); },
+          "rows"_a, "gathered"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "start",
-          [](Program& p, int rows, int collected, const SharedPlan* plan) { p.start({rows, collected, of(plan)}); },
-          "rows"_a, "collected"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+          [](Program& p, int rows, int gathered, const SharedPlan* plan) { p.start({rows, gathered, of(plan)}); },
+          "rows"_a, "gathered"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
       .def("finish", &Program::finish, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "profile",
-          [](Program& p, int rows, int collected, const SharedPlan* plan) { return p.profile({rows, collected, of(plan)}); },
-          "rows"_a, "collected"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
+          [](Program& p, int rows, int gathered, const SharedPlan* plan) { return p.profile({rows, gathered, of(plan)}); },
+          "rows"_a, "gathered"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
       .def("names", [](const Program& p) { return std::vector<std::string>(p.names().begin(), p.names().end()); });
 }
 
@@ -186,13 +172,13 @@ NB_MODULE(_native, m) {
   nb::class_<Activation>(m, "Activation").def_ro("width", &Activation::width);
   m.def("weight", &weight);
   m.def("activation", &activation);
-  nb::class_<Team>(m, "Team")
+  nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>())
-      .def_prop_ro("threads", &Team::threads)
-      .def("set_pulse", [](Team& team, Address counter) { team.set_pulse(at<uint64_t>(counter)); });
+      .def_prop_ro("threads", &ThreadPool::threads)
+      .def("set_pulse", [](ThreadPool& pool, Address counter) { pool.set_pulse(at<uint64_t>(counter)); });
   m.def("read_bandwidth",
-        [](Team& team, Address memory, int64_t bytes, int passes) {
-          return read_bandwidth(team, at<uint8_t>(memory), bytes, passes);
+        [](ThreadPool& pool, Address memory, int64_t bytes, int passes) {
+          return read_bandwidth(pool, at<uint8_t>(memory), bytes, passes);
         },
         nb::call_guard<nb::gil_scoped_release>());
   m.def("pause_often", &pause_often);
@@ -212,8 +198,8 @@ NB_MODULE(_native, m) {
       });
   nb::class_<RowSampler>(m, "RowSampler")
       .def("__init__",
-           [](RowSampler* self, std::shared_ptr<Team> team, const std::string& isa) {
-             new (self) RowSampler(std::move(team), kernels_named(isa));
+           [](RowSampler* self, std::shared_ptr<ThreadPool> pool, const std::string& isa) {
+             new (self) RowSampler(std::move(pool), kernels_named(isa));
            })
       .def(
           "sample",

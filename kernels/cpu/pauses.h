@@ -1,4 +1,4 @@
-// For a process that computes beside others and has time: it gives its core up often. Knows signals; knows no work.
+// For a process that computes beside others and has time: it gives its core up often.
 #pragma once
 
 #include <cstdint>

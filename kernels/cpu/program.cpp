@@ -1,4 +1,4 @@
-// Records ops and shares each of them out among the threads of a team.
+// Records ops and shares each of them out among the threads of a pool.
 #include "program.h"
 
 #include <algorithm>
@@ -54,47 +54,43 @@ void Plan::add_paths(int s, const std::vector<int32_t>& parents) {
   }
 }
 
-Program::Program(std::shared_ptr<Team> team, const Kernels& kernels)
-    : team_(std::move(team)), kernels_(kernels), lanes_(team_->threads()) {}
+Program::Program(std::shared_ptr<ThreadPool> pool, const Kernels& kernels)
+    : pool_(std::move(pool)), kernels_(kernels), parts_(pool_->threads()) {}
 
 Program::~Program() {
-  if (team_->is_orphaned()) return;
+  if (pool_->is_orphaned()) return;
   finish();
-  team_->run({[](int) {}});  // nobody is in here after it
+  pool_->run({[](int) {}});  // nobody is in here after it
 }
 
 void Program::add(const char* name, Op op, int64_t scratch_bytes) {
-  for (int thread = 0; thread < team_->threads(); ++thread) {
-    Lane& lane = lanes_[thread];
+  for (int thread = 0; thread < pool_->threads(); ++thread) {
+    Part& part = parts_[thread];
     const int begin = share(op.num_items, thread), end = share(op.num_items, thread + 1);
-    if (begin < end) lane.weights.push_back({op.weights + begin * op.item_bytes, op.weights + end * op.item_bytes});
-    lane.num_read.push_back(int(lane.weights.size()));
-    lane.taken = std::vector<Count>(ops_.size() + 1);
-    if (scratch_bytes > int64_t(lane.scratch.size())) lane.scratch.resize(scratch_bytes);
+    if (begin < end) part.weights.push_back({op.weights + begin * op.item_bytes, op.weights + end * op.item_bytes});
+    part.num_read.push_back(int(part.weights.size()));
+    part.taken = std::vector<Count>(ops_.size() + 1);
+    if (scratch_bytes > int64_t(part.scratch.size())) part.scratch.resize(scratch_bytes);
   }
   ops_.push_back(std::move(op));
   names_.push_back(name);
+  items_ = std::vector<Count>(ops_.size() + 1);
   done_ = std::vector<Count>(ops_.size());
 }
 
-std::function<int(const Rows&)> Program::rows_here() const {
-  if (collected_) return [](const Rows& rows) { return rows.collected; };
-  return [](const Rows& rows) { return rows.step; };
-}
-
 void Program::embed(const EmbedArgs& args) {
-  add("embed", {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.embed(args, begin, end); }});
+  add("embed", {rows_, [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.embed(args, begin, end); }});
 }
 
-void Program::norm(const NormArgs& args) {
+void Program::fused_add_rms_norm(const FusedAddRmsNormArgs& args) {
   const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) {
-    kernels_.norm(args, begin, end, (float*)scratch);
+    kernels_.fused_add_rms_norm(args, begin, end, (float*)scratch);
   };
-  add("norm", {rows_here(), run}, args.width * sizeof(float));
+  add("fused_add_rms_norm", {rows_, run}, args.width * sizeof(float));
 }
 
 void Program::linear(const LinearArgs& args) {
-  const auto count = rows_here();
+  const auto count = rows_;
   const auto items = [args, count](const Rows& rows) { return count(rows) ? args.weight.outputs / kTile : 0; };
   const auto run = [this, args, count](const Rows& rows, int begin, int end, void*, Ahead& ahead) {
     kernels_.linear(args, count(rows), begin, end, ahead);
@@ -103,7 +99,7 @@ void Program::linear(const LinearArgs& args) {
 }
 
 void Program::gated(const GatedArgs& args) {
-  const auto count = rows_here();
+  const auto count = rows_;
   const auto items = [args, count](const Rows& rows) { return count(rows) ? args.weight.outputs / kTile / 2 : 0; };
   const auto run = [this, args, count](const Rows& rows, int begin, int end, void*, Ahead& ahead) {
     kernels_.gated(args, count(rows), begin, end, ahead);
@@ -111,11 +107,11 @@ void Program::gated(const GatedArgs& args) {
   add("gated", {items, run, args.weight.data, 2 * args.weight.tile_bytes, args.weight.outputs / kTile / 2});
 }
 
-void Program::rotate(const RotateArgs& args) {
+void Program::rope_and_cache(const RopeAndCacheArgs& args) {
   const int heads = args.heads + 2 * args.kv_heads;
   const auto items = [heads](const Rows& rows) { return rows.plan->rows() * heads; };
   const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch, Ahead&) {
-    kernels_.rotate(args, rows.plan->slots(), rows.plan->broken(), begin, end, (float*)scratch);
+    kernels_.rope_and_cache(args, rows.plan->slots(), rows.plan->broken(), begin, end, (float*)scratch);
   };
   add("rope_and_cache", {items, run}, 2 * args.head_dim * sizeof(float));
 }
@@ -132,33 +128,39 @@ void Program::attention(const AttentionArgs& args) {
   add("attention", {items, run}, attention_scratch_bytes(args.heads / args.kv_heads, args.head_dim));
 }
 
-void Program::activate(const ActivateArgs& args) {
-  add("quantize_activation",
-      {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.activate(args, begin, end); }});
+void Program::quantize_activation(const QuantizeActivationArgs& args) {
+  const auto run = [this, args](const Rows&, int begin, int end, void*, Ahead&) {
+    kernels_.quantize_activation(args, begin, end);
+  };
+  add("quantize_activation", {rows_, run});
 }
 
 void Program::softcap(float* x, int width, float cap) {
   const auto run = [this, x, width, cap](const Rows&, int begin, int end, void*, Ahead&) {
     kernels_.softcap(x, width, cap, begin, end);
   };
-  add("softcap", {rows_here(), run});
+  add("softcap", {rows_, run});
 }
 
 void Program::argmax(const float* x, int n, int64_t* best) {
   const auto run = [this, x, n, best](const Rows&, int begin, int end, void*, Ahead&) {
     kernels_.argmax(x, int(padded(n)), n, best, begin, end);
   };
-  add("argmax", {rows_here(), run});
+  add("argmax", {rows_, run});
 }
 
-void Program::collect(const CollectArgs& args) {
-  collected_ = true;
+void Program::gather_rows(const GatherRowsArgs& args) {
+  rows_ = [](const Rows& rows) { return rows.gathered; };
   add("gather_rows",
-      {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.collect(args, begin, end); }});
+      {rows_, [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.gather_rows(args, begin, end); }});
 }
 
-void Program::tap(const CollectArgs& args) {
-  add("tap", {rows_here(), [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.collect(args, begin, end); }});
+void Program::tap(const GatherRowsArgs& args) {
+  add("tap", {rows_, [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.gather_rows(args, begin, end); }});
+}
+
+void Program::rows_from(const int64_t* count) {
+  rows_ = [count](const Rows& rows) { return count ? int(*count) : rows.step; };
 }
 
 int Program::Count::take(uint32_t pass, int most, int limit) {
@@ -171,49 +173,65 @@ int Program::Count::take(uint32_t pass, int most, int limit) {
   }
 }
 
-void Program::Count::add(uint32_t pass, int items) {
+int Program::Count::add(uint32_t pass, int items) {
   for (uint64_t value = value_.load(std::memory_order_relaxed);;) {
     const uint32_t before = uint32_t(value >> 32) == pass ? uint32_t(value) : 0;
     const uint64_t wanted = uint64_t(pass) << 32 | (before + items);
-    if (value_.compare_exchange_weak(value, wanted, std::memory_order_acq_rel, std::memory_order_relaxed)) return;
+    if (value_.compare_exchange_weak(value, wanted, std::memory_order_acq_rel, std::memory_order_relaxed))
+      return int(before) + items;
   }
 }
 
-bool Program::Count::has(uint32_t pass, int items) const {
+void Program::Count::set(uint32_t pass, int items) {
+  value_.store(uint64_t(pass) << 32 | uint32_t(items), std::memory_order_release);
+}
+
+int Program::Count::get(uint32_t pass) const {
   const uint64_t value = value_.load(std::memory_order_acquire);
   const int32_t newer = int32_t(uint32_t(value >> 32) - pass);
-  return newer > 0 || (newer == 0 && int(uint32_t(value)) >= items) || items == 0;
+  return newer > 0 ? 0 : newer < 0 ? -1 : int(uint32_t(value));
+}
+
+// Says how many items the op has, whose predecessors are complete, and where it has none the next one too. One thread calls
+// it: whoever completed the op before. A thread that comes late finds the number as it was then, whatever has become of
+// what it was computed from.
+void Program::count_items(int index, const Pass& pass) {
+  const int end = int(ops_.size());
+  for (int items = 0; !items && index <= end; ++index) {
+    items = index < end ? std::max(0, ops_[index].items(pass.rows)) : 0;
+    items_[index].set(pass.number, items);
+  }
 }
 
 // First the thread's own share, then what the others have left of theirs; then waits until all of the op is computed. Only
 // those are waited for who are computing: a thread that lost its core leaves its share to the others.
 void Program::work(int index, const Pass& pass, int thread) {
   const Op& op = ops_[index];
-  const int items = pass.items[index], threads = team_->threads();
+  const int items = items_[index].get(pass.number), threads = pool_->threads();
   const int piece = std::max(1, items / (threads * kPiecesPerThread));
   Ahead ahead = idle(index, thread);
   int computed = 0;
   for (int turn = 0; turn < threads; ++turn) {
     const int owner = (thread + turn) % threads, first = share(items, owner), last = share(items, owner + 1);
-    Count& taken = lanes_[owner].taken[index];
+    Count& taken = parts_[owner].taken[index];
     for (int at; (at = taken.take(pass.number, piece, last - first)) >= 0;) {
       const int begin = first + at, end = std::min(begin + piece, last);
       if (op.weights) ahead = reading(index, thread, begin, turn ? end : last, lead_of(pass.rows));
-      op.run(pass.rows, begin, end, lanes_[thread].scratch.data(), ahead);
+      op.run(pass.rows, begin, end, parts_[thread].scratch.data(), ahead);
       computed += end - begin;
-      team_->beat(thread);
+      pool_->beat(thread);
     }
   }
-  if (computed) done_[index].add(pass.number, computed);
-  for (Wait wait; !done_[index].has(pass.number, items);) wait.once();
+  if (computed && done_[index].add(pass.number, computed) == items) count_items(index + 1, pass);
+  for (Wait wait; items_[index + 1].get(pass.number) < 0;) wait.once();
 }
 
 // The place `lead` bytes after item `begin`, for a thread that reads up to item `end` and then its shares of later ops.
 Ahead Program::reading(int index, int thread, int begin, int end, int lead) const {
   const Op& op = ops_[index];
-  const std::vector<Stretch>& weights = lanes_[thread].weights;
+  const std::vector<Stretch>& weights = parts_[thread].weights;
   Ahead ahead{op.weights + begin * op.item_bytes, op.weights + end * op.item_bytes,
-              weights.data() + lanes_[thread].num_read[index], weights.data() + weights.size()};
+              weights.data() + parts_[thread].num_read[index], weights.data() + weights.size()};
   for (; lead >= ahead.end - ahead.at && ahead.next < ahead.last; ++ahead.next) {
     lead -= int(ahead.end - ahead.at);
     ahead.at = ahead.next->begin;
@@ -225,26 +243,26 @@ Ahead Program::reading(int index, int thread, int begin, int end, int lead) cons
 
 // What an op that reads no weights may ask for: the thread's share of the next op that does, and no more.
 Ahead Program::idle(int index, int thread) const {
-  const Lane& lane = lanes_[thread];
-  if (lane.num_read[index] == int(lane.weights.size())) return {};
-  const Stretch& next = lane.weights[lane.num_read[index]];
+  const Part& part = parts_[thread];
+  if (part.num_read[index] == int(part.weights.size())) return {};
+  const Stretch& next = part.weights[part.num_read[index]];
   return {next.begin, next.end, nullptr, nullptr};
 }
 
 void Program::fetch_first(int thread) const {
-  if (lanes_[thread].weights.empty()) return;
-  const Stretch& first = lanes_[thread].weights[0];
+  if (parts_[thread].weights.empty()) return;
+  const Stretch& first = parts_[thread].weights[0];
   for (int64_t i = 0; i < std::min<int64_t>(kMaxLead, first.end - first.begin); i += 64) __builtin_prefetch(first.begin + i);
 }
 
 // While the host works, the threads that wait for it bring what the next step reads first closer, for themselves and the
 // caller's thread. A thread may have to do it for two.
 bool Program::fetch_next(int thread, int turn) const {
-  const int threads = team_->threads(), helpers = threads - 1;
+  const int threads = pool_->threads(), helpers = threads - 1;
   const int64_t offset = turn * kFetchedAtOnce;
-  for (int lane = thread - 1; lane < threads; lane += helpers) {
+  for (int owner = thread - 1; owner < threads; owner += helpers) {
     int64_t before = 0;
-    for (const Stretch& stretch : lanes_[lane].weights) {
+    for (const Stretch& stretch : parts_[owner].weights) {
       const int64_t bytes = stretch.end - stretch.begin, first = offset - before;
       for (int64_t i = first; i >= 0 && i < std::min(bytes, first + kFetchedAtOnce); i += 64)
         __builtin_prefetch(stretch.begin + i, 0, 2);
@@ -256,9 +274,8 @@ bool Program::fetch_next(int thread, int turn) const {
 }
 
 std::shared_ptr<const Program::Pass> Program::begin(const Rows& rows) {
-  auto pass = std::make_shared<Pass>(Pass{++number_, rows, {}});
-  pass->items.reserve(ops_.size());
-  for (const Op& op : ops_) pass->items.push_back(op.items(rows));
+  auto pass = std::make_shared<const Pass>(Pass{++number_, rows});
+  count_items(0, *pass);
   return pass;
 }
 
@@ -271,11 +288,11 @@ Job Program::job(const Rows& rows) {
   return {run, false, [this](int thread, int turn) { return fetch_next(thread, turn); }};
 }
 
-void Program::run(const Rows& rows) { team_->run(job(rows)); }
+void Program::run(const Rows& rows) { pool_->run(job(rows)); }
 
 void Program::start(const Rows& rows) {
   finish();  // what somebody has left
-  started_ = team_->begin(job(rows));
+  started_ = pool_->begin(job(rows));
 }
 
 void Program::finish() {
@@ -285,7 +302,7 @@ void Program::finish() {
 std::vector<double> Program::profile(const Rows& rows) {
   using Clock = std::chrono::steady_clock;
   std::vector<double> seconds;
-  team_->run({[this, &seconds, pass = begin(rows)](int thread) {
+  pool_->run({[this, &seconds, pass = begin(rows)](int thread) {
     fetch_first(thread);
     Clock::time_point begun = Clock::now();
     for (int i = 0; i < int(ops_.size()); ++i) {
@@ -301,7 +318,7 @@ std::vector<double> Program::profile(const Rows& rows) {
 
 int64_t attention_scratch_bytes(int share, int head_dim) {
   const int64_t width = padded(head_dim), queries = int64_t(kRowBlock) * share;
-  const int64_t floats = queries * (2 * width + kChunk + 3) + 2 * width * kChunk + int64_t(share) * head_dim + 16 * kLanes;
+  const int64_t floats = queries * (2 * width + kChunk + 3) + 2 * width * kChunk + int64_t(share) * head_dim + 10 * kTile;
   return floats * int64_t(sizeof(float));
 }
 

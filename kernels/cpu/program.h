@@ -1,4 +1,9 @@
-// A recorded step: ops in order, run by a team without any Python in between. Knows pointers and shapes, not models.
+// A recorded step: ops in order, run by a thread pool without any Python in between.
+//
+// To add an op: what it is told, a struct in args.h; its kernel, a function of a header that kernels.cpp includes and lists
+// in Kernels; a method of Program, which says how many work items the op has and how to compute some of them; a line in
+// module.cpp for Python. An op is asked for its number of items when those before it are complete, so that it may depend
+// on what they computed (`rows_from`). kernels.cpp says how to add an instruction set.
 #pragma once
 
 #include <atomic>
@@ -7,7 +12,7 @@
 #include <vector>
 
 #include "args.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace specserve {
 
@@ -43,35 +48,39 @@ class Plan {
   std::unique_ptr<std::atomic<bool>[]> broken_;
 };
 
-// How many rows the ops of a program have: those of the step, and those collected from it.
+// How many rows the ops of a program have: those of the step, and those gathered from it.
 struct Rows {
-  int step = 0, collected = 0;
+  int step = 0, gathered = 0;
   std::shared_ptr<const Plan> plan;
 };
 
 class Program {
  public:
-  Program(std::shared_ptr<Team> team, const Kernels& kernels);
+  Program(std::shared_ptr<ThreadPool> pool, const Kernels& kernels);
   ~Program();
   Program(const Program&) = delete;  // ops point to it
   Program& operator=(const Program&) = delete;
 
   // Ops run in the order of these calls. Pointers stay the caller's and outlive the program.
   void embed(const EmbedArgs& args);
-  void norm(const NormArgs& args);
+  void fused_add_rms_norm(const FusedAddRmsNormArgs& args);
   void linear(const LinearArgs& args);
   void gated(const GatedArgs& args);
-  void rotate(const RotateArgs& args);
+  void rope_and_cache(const RopeAndCacheArgs& args);
   void attention(const AttentionArgs& args);
-  void activate(const ActivateArgs& args);
+  void quantize_activation(const QuantizeActivationArgs& args);
   void softcap(float* x, int width, float cap);
   void argmax(const float* x, int n, int64_t* best);  // x [rows, n padded]
-  void collect(const CollectArgs& args);  // ops after it work on the collected rows
-  void tap(const CollectArgs& args);      // the same of all rows, and ops after it work on all rows
+  void gather_rows(const GatherRowsArgs& args);  // ops after it work on the gathered rows
+  void tap(const GatherRowsArgs& args);          // the same of all rows, and ops after it work on all rows
+
+  // Ops after it work on as many rows as `count` holds when they run, an op before them having written it: no more than
+  // their buffers hold. Null: on those of the step again.
+  void rows_from(const int64_t* count);
 
   void run(const Rows& rows);
 
-  // As run, in two: `start` lets the team's other threads begin, `finish` does what they have left. Between them its caller
+  // As run, in two: `start` lets the pool's other threads begin, `finish` does what they have left. Between them its caller
   // does something else, and leaves alone what the ops read and write.
   void start(const Rows& rows);
   void finish();
@@ -81,8 +90,9 @@ class Program {
   const std::vector<const char*>& names() const { return names_; }
 
  private:
+  using RowCount = std::function<int(const Rows&)>;
   struct Op {
-    std::function<int(const Rows&)> items;  // pieces of work that threads share
+    RowCount items;  // pieces of work that threads share
     std::function<void(const Rows&, int begin, int end, void* scratch, Ahead& ahead)> run;
     const uint8_t* weights = nullptr;  // what the items read, one after the other
     int64_t item_bytes = 0;
@@ -92,46 +102,48 @@ class Program {
   struct Pass {
     uint32_t number;
     Rows rows;
-    std::vector<int> items;  // of each op
   };
   // A number of items in the newest pass that has changed it: nothing has to be reset, and whoever is late notices.
   class Count {
    public:
     // Adds at most `most` while it is below `limit`; how many were there, or -1: nothing is left.
     int take(uint32_t pass, int most, int limit);
-    void add(uint32_t pass, int items);
-    // Whether there are `items`, or a newer pass has begun.
-    bool has(uint32_t pass, int items) const;
+    // Returns how many there are then.
+    int add(uint32_t pass, int items);
+    void set(uint32_t pass, int items);
+    // What was set in this pass; 0 where a newer one has begun, -1 where nothing was set yet.
+    int get(uint32_t pass) const;
 
    private:
     std::atomic<uint64_t> value_{0};  // pass << 32 | items
   };
   // One thread's part in all ops.
-  struct Lane {
+  struct Part {
     std::vector<Stretch> weights;        // its shares of them, in the order of the ops
     std::vector<int> num_read;           // of each op, how many of these it and those before it read
     std::vector<Count> taken;            // of each op, items of its share, by anybody
     std::vector<uint8_t> scratch;
   };
   void add(const char* name, Op op, int64_t scratch_bytes = 0);
-  std::function<int(const Rows&)> rows_here() const;
   std::shared_ptr<const Pass> begin(const Rows& rows);
+  void count_items(int index, const Pass& pass);
   Job job(const Rows& rows);
   void work(int index, const Pass& pass, int thread);
   Ahead reading(int index, int thread, int begin, int end, int lead) const;
   Ahead idle(int index, int thread) const;
   void fetch_first(int thread) const;
   bool fetch_next(int thread, int turn) const;
-  int share(int items, int thread) const { return int(int64_t(items) * thread / team_->threads()); }
+  int share(int items, int thread) const { return int(int64_t(items) * thread / pool_->threads()); }
 
-  std::shared_ptr<Team> team_;
+  std::shared_ptr<ThreadPool> pool_;
   const Kernels& kernels_;
-  bool collected_ = false;
+  RowCount rows_ = [](const Rows& rows) { return rows.step; };  // of an op that is added now
   std::vector<Op> ops_;
   std::vector<const char*> names_;
-  std::vector<Lane> lanes_;
-  std::vector<Count> done_;  // of each op, items that are computed
-  uint32_t number_ = 0;      // of the newest pass
+  std::vector<Part> parts_;  // of each thread
+  std::vector<Count> items_ = std::vector<Count>(1);  // of each op, set when those before it are complete; at the end one more
+  std::vector<Count> done_;   // of each op, items that are computed
+  uint32_t number_ = 0;       // of the newest pass
   std::shared_ptr<const Job> started_;
 };
 

@@ -1,5 +1,4 @@
-// What happens to rows one by one: embedding, norms, quantised activations. Included once per
-// instruction set, after its simd header.
+// What happens to rows one by one: embedding, norms, quantized activations.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +7,25 @@
 #include "args.h"
 
 namespace specserve::SPECSERVE_ISA {
+
+static_assert(kTile % kLanes == 0 && kGroup % kLanes == 0 && kSlotGroup % kLanes == 0 && kPartialSums % kLanes == 0,
+              "tiles, groups and partial sums are whole vectors");
+
+// Partial sums of a row's numbers, whatever the width of a vector: number i belongs to i % kPartialSums.
+struct PartialSums {
+  static constexpr int kVectors = kPartialSums / kLanes;
+  F v[kVectors];
+
+  PartialSums() {
+    for (F& some : v) some = zero();
+  }
+  float total() const {
+    PartialSums left = *this;
+    for (int n = kVectors / 2; n; n /= 2)
+      for (int i = 0; i < n; ++i) left.v[i] = add(left.v[i], left.v[i + n]);
+    return hsum(left.v[0]);
+  }
+};
 
 // e^x to within 2 units in the last place, exactly 1 at 0 and 0 far below: powers of two times a Taylor polynomial of the
 // rest, which is at most ln(2) / 2.
@@ -47,29 +65,43 @@ inline void fetch(Ahead& ahead, int64_t bytes) {
   ahead.end = ahead.next++->end;
 }
 
-constexpr float kNothing = 1e-30f;  // what is smaller is quantised to 0: its inverse might be infinite
+constexpr float kNothing = 1e-30f;  // what is smaller is quantized to 0: its inverse might be infinite
 
 inline float mean_square(const float* x, int width, int n) {
-  F sum = zero();
-  for (int i = 0; i < width; i += kLanes) sum = fma(load(x + i), load(x + i), sum);
-  return hsum(sum) / float(n);
+  PartialSums sums;
+  for (int i = 0; i < width; i += kPartialSums)
+    for (int v = 0; v < PartialSums::kVectors; ++v) {
+      const F some = load(x + i + v * kLanes);
+      sums.v[v] = fma(some, some, sums.v[v]);
+    }
+  return sums.total() / float(n);
 }
 
 // Symmetric integers of at most 127 for one group. What is not finite makes the scale NaN: it must not vanish.
-inline void quantise_group(const float* x, int8_t* out, float* scale, int32_t* sum) {
-  const F a = load(x), b = load(x + kLanes);
-  const float peak = hmax(max(abs(a), abs(b)));
-  if (any_nan(a, b) || !std::isfinite(peak)) {
+inline void quantize_group(const float* x, int8_t* out, float* scale, int32_t* sum) {
+  constexpr int kVectors = kGroup / kLanes;
+  F all[kVectors], largest = zero();
+  bool is_nan = false;
+  for (int v = 0; v < kVectors; ++v) {
+    all[v] = load(x + v * kLanes);
+    is_nan |= any_nan(all[v]);
+    largest = max(largest, abs(all[v]));
+  }
+  const float peak = hmax(largest);
+  if (is_nan || !std::isfinite(peak)) {
     std::memset(out, 0, kGroup);
     *sum = 0;
     *scale = NAN;
     return;
   }
   const F inverse = set(peak > kNothing ? 127.0f / peak : 0.0f);
-  const I low = to_int(mul(a, inverse)), high = to_int(mul(b, inverse));
-  store_int8(out, low);
-  store_int8(out + kLanes, high);
-  *sum = hsum(iadd(low, high));
+  I total = iset(0);
+  for (int v = 0; v < kVectors; ++v) {
+    const I n = to_int(mul(all[v], inverse));
+    store_int8(out + v * kLanes, n);
+    total = iadd(total, n);
+  }
+  *sum = hsum(total);
   *scale = peak / 127.0f;
 }
 
@@ -78,7 +110,7 @@ inline void store_tile(const Activation& out, int row, int column, const float* 
   const int64_t at = int64_t(row) * out.width + column;
   if (out.kind == Kind::kInt8) {
     const int64_t group = at / kGroup;
-    quantise_group(x, (int8_t*)out.data + at, out.scales + group, out.sums + group);
+    quantize_group(x, (int8_t*)out.data + at, out.scales + group, out.sums + group);
   } else if (out.kind == Kind::kBfloat16) {
     for (int i = 0; i < kTile; i += kLanes) store_bfloat((uint16_t*)out.data + at + i, load(x + i));
   } else {
@@ -86,7 +118,7 @@ inline void store_tile(const Activation& out, int row, int column, const float* 
   }
 }
 
-inline void activate(const ActivateArgs& args, int begin, int end) {
+inline void quantize_activation(const QuantizeActivationArgs& args, int begin, int end) {
   for (int row = begin; row < end; ++row)
     for (int i = 0; i < args.width; i += kTile) store_tile(args.out, row, i, args.x + int64_t(row) * args.width + i);
 }
@@ -119,7 +151,7 @@ inline void add_delta(const float* residual, const float* delta, const float* po
   }
 }
 
-inline void norm(const NormArgs& args, int begin, int end, float* scratch) {
+inline void fused_add_rms_norm(const FusedAddRmsNormArgs& args, int begin, int end, float* scratch) {
   for (int row = begin; row < end; ++row) {
     float* residual = args.residual + int64_t(row) * args.width;
     const float* delta = args.delta ? args.delta + int64_t(row) * args.width : nullptr;
@@ -131,7 +163,7 @@ inline void norm(const NormArgs& args, int begin, int end, float* scratch) {
   }
 }
 
-inline void collect(const CollectArgs& args, int begin, int end) {
+inline void gather_rows(const GatherRowsArgs& args, int begin, int end) {
   for (int i = begin; i < end; ++i) {
     const int64_t from = args.rows[i] * args.width;
     const float* delta = args.delta ? args.delta + from : nullptr;
@@ -161,7 +193,7 @@ inline float peak_of(const float* x, int n) {
   const int whole = n / kLanes * kLanes;
   for (int i = 0; i < whole; i += kLanes) {
     const F some = load(x + i);
-    has_nan |= any_nan(some, some);
+    has_nan |= any_nan(some);
     lanes = max(lanes, some);
   }
   float peak = hmax(lanes);

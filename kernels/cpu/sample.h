@@ -105,7 +105,7 @@ inline int gather(const int32_t* mask, const float* scores, int vocab, float* ke
 }
 
 inline void set_weights(Distribution& p) {
-  const int padded_size = (p.size + kLanes - 1) / kLanes * kLanes;
+  const int padded_size = int(padded(p.size));  // whole vectors, and whole eights for total_of
   for (int i = p.size; i < padded_size; ++i) p.weights[i] = -INFINITY;
   const double top = p.scores[p.best], inverse = 1.0 / p.temperature;
   for (int i = 0; i < p.size; ++i) p.weights[i] = float((double(p.scores[i]) - top) * inverse);

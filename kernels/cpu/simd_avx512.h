@@ -1,4 +1,4 @@
-// Sixteen lanes in one register: AVX-512 with VNNI and BF16.
+// Vectors of sixteen floats: AVX-512 with VNNI and BF16.
 #pragma once
 
 #include <immintrin.h>
@@ -8,11 +8,14 @@
 
 namespace specserve::SPECSERVE_ISA {
 
+constexpr int kLanes = 16;  // floats in a vector
 using F = __m512;
 using I = __m512i;
+using Bytes = __m512i;  // kLanes times 4 bytes
 constexpr bool kUnsignedWeights = true;  // dot4 reads int8 weights as stored, offset by 128
 constexpr int kMaxRows = 8;              // rows that share the registers of one tile
-constexpr int kQueries = 6;              // query rows that share those of attention
+constexpr int kQueries = 6;              // query rows that share those of attention, of float32
+constexpr int kBfloat16Queries = 6;      // and where the cache is bfloat16: at most as many
 
 inline F zero() { return _mm512_setzero_ps(); }
 inline F set(float x) { return _mm512_set1_ps(x); }
@@ -27,9 +30,10 @@ inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F abs(F a) { return _mm512_abs_ps(a); }
 inline float hmax(F a) { return _mm512_reduce_max_ps(a); }
+// Sums add lane i and lane i + kLanes / 2, then the halves of what is left, and so on.
 inline float hsum(F a) { return _mm512_reduce_add_ps(a); }
 inline int32_t hsum(I a) { return _mm512_reduce_add_epi32(a); }
-inline bool any_nan(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0; }
+inline bool any_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
 
 inline I iset(int32_t x) { return _mm512_set1_epi32(x); }
 inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
@@ -45,7 +49,6 @@ inline F load_bfloat(const uint16_t* p) {
 }
 inline void store_bfloat(uint16_t* p, F a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a)); }
 
-using Bytes = __m512i;  // 16 lanes of 4 bytes
 inline Bytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 inline Bytes spread(const void* p) {
   int32_t four;
@@ -60,7 +63,7 @@ inline I dot4_unsigned(I sum, Bytes weights, Bytes x) { return _mm512_dpbusd_epi
 // Each lane: sum += its two bfloat16 weights times its two activations.
 inline F dot2(F sum, Bytes weights, Bytes x) { return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x); }
 
-// 16 rows of 16 words, from rows[i] + start on, into 16 columns `stride` words apart: out[j * stride + i] = word j of row i.
+// As the one in context.h.
 inline void transpose(const uint16_t* const* rows, int start, uint32_t* out, int stride) {
   __m512i a[16], b[16];
   for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + start);
@@ -83,15 +86,6 @@ inline void transpose(const uint16_t* const* rows, int start, uint32_t* out, int
     _mm512_storeu_si512(out + j * stride, low);
     _mm512_storeu_si512(out + (j + 8) * stride, high);
   }
-}
-
-// out[i] = even[i] and above it odd[i], for 32 words.
-inline void interleave(const uint16_t* even, const uint16_t* odd, uint32_t* out) {
-  const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
-  const __m512i low = _mm512_cvtepu16_epi32(_mm256_set_epi16(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-  const __m512i order = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(32)), 16));
-  _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, order, b));
-  _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi16(a, _mm512_add_epi16(order, _mm512_set1_epi16(16)), b));
 }
 
 }  // namespace specserve::SPECSERVE_ISA

@@ -1,4 +1,4 @@
-// Sixteen lanes in an array: standard C++, for every other machine.
+// Vectors that are arrays: standard C++, for every other machine.
 #pragma once
 
 #include <cmath>
@@ -7,46 +7,51 @@
 
 namespace specserve::SPECSERVE_ISA {
 
+#ifndef SPECSERVE_LANES
+#define SPECSERVE_LANES 16
+#endif
+constexpr int kLanes = SPECSERVE_LANES;
 struct F {
-  float v[16];
+  float v[kLanes];
 };
 struct I {
-  int32_t v[16];
+  int32_t v[kLanes];
 };
 struct Bytes {
-  uint8_t v[64];
+  uint8_t v[4 * kLanes];
 };
 constexpr bool kUnsignedWeights = true;
 constexpr int kMaxRows = 2;
 constexpr int kQueries = 2;
+constexpr int kBfloat16Queries = 2;
 
-#define SPECSERVE_LANES(expression)          \
-  {                                          \
-    F r;                                     \
-    for (int i = 0; i < 16; ++i) r.v[i] = expression; \
-    return r;                                \
+#define SPECSERVE_EACH(expression)                        \
+  {                                                       \
+    F r;                                                  \
+    for (int i = 0; i < kLanes; ++i) r.v[i] = expression; \
+    return r;                                             \
   }
 
-inline F zero() SPECSERVE_LANES(0.0f)
-inline F set(float x) SPECSERVE_LANES(x)
-inline F load(const float* p) SPECSERVE_LANES(p[i])
+inline F zero() SPECSERVE_EACH(0.0f)
+inline F set(float x) SPECSERVE_EACH(x)
+inline F load(const float* p) SPECSERVE_EACH(p[i])
 inline void store(float* p, F x) { std::memcpy(p, x.v, sizeof x.v); }
-inline F add(F a, F b) SPECSERVE_LANES(a.v[i] + b.v[i])
-inline F sub(F a, F b) SPECSERVE_LANES(a.v[i] - b.v[i])
-inline F mul(F a, F b) SPECSERVE_LANES(a.v[i] * b.v[i])
-inline F div(F a, F b) SPECSERVE_LANES(a.v[i] / b.v[i])
-inline F fma(F a, F b, F c) SPECSERVE_LANES(a.v[i] * b.v[i] + c.v[i])
-inline F max(F a, F b) SPECSERVE_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i])
-inline F min(F a, F b) SPECSERVE_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i])
-inline F abs(F a) SPECSERVE_LANES(std::fabs(a.v[i]))
-inline F to_float(I a) SPECSERVE_LANES(float(a.v[i]))
-inline F scale_by_power(F a, F n) SPECSERVE_LANES(std::ldexp(a.v[i], int(n.v[i])))
+inline F add(F a, F b) SPECSERVE_EACH(a.v[i] + b.v[i])
+inline F sub(F a, F b) SPECSERVE_EACH(a.v[i] - b.v[i])
+inline F mul(F a, F b) SPECSERVE_EACH(a.v[i] * b.v[i])
+inline F div(F a, F b) SPECSERVE_EACH(a.v[i] / b.v[i])
+inline F fma(F a, F b, F c) SPECSERVE_EACH(a.v[i] * b.v[i] + c.v[i])
+inline F max(F a, F b) SPECSERVE_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+inline F min(F a, F b) SPECSERVE_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i])
+inline F abs(F a) SPECSERVE_EACH(std::fabs(a.v[i]))
+inline F to_float(I a) SPECSERVE_EACH(float(a.v[i]))
+inline F scale_by_power(F a, F n) SPECSERVE_EACH(std::ldexp(a.v[i], int(n.v[i])))
 
 template <class T, class V>
 inline T halve(const V& x, T (*join)(T, T)) {
-  T h[16];
-  for (int i = 0; i < 16; ++i) h[i] = x.v[i];
-  for (int n = 8; n; n /= 2)
+  T h[kLanes];
+  for (int i = 0; i < kLanes; ++i) h[i] = x.v[i];
+  for (int n = kLanes / 2; n; n /= 2)
     for (int i = 0; i < n; ++i) h[i] = join(h[i], h[i + n]);
   return h[0];
 }
@@ -59,9 +64,9 @@ inline float hsum(F a) {
 inline int32_t hsum(I a) {
   return halve<int32_t>(a, [](int32_t x, int32_t y) { return x + y; });
 }
-inline bool any_nan(F a, F b) {
+inline bool any_nan(F a) {
   bool found = false;
-  for (int i = 0; i < 16; ++i) found |= std::isnan(a.v[i]) || std::isnan(b.v[i]);
+  for (float x : a.v) found |= std::isnan(x);
   return found;
 }
 
@@ -71,19 +76,19 @@ inline I iset(int32_t x) {
   return r;
 }
 inline I iadd(I a, I b) {
-  for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];
+  for (int i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
   return a;
 }
 inline I to_int(F a) {  // a number that does not fit becomes the smallest, as on x86
   I r;
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < kLanes; ++i) {
     const float x = std::nearbyint(a.v[i]);
     r.v[i] = x >= -2147483648.0f && x < 2147483648.0f ? int32_t(x) : INT32_MIN;
   }
   return r;
 }
 inline void store_int8(int8_t* p, I a) {
-  for (int i = 0; i < 16; ++i) p[i] = int8_t(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
+  for (int i = 0; i < kLanes; ++i) p[i] = int8_t(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);
 }
 
 inline float from_bits(uint32_t bits) {
@@ -97,25 +102,25 @@ inline float from_half(uint16_t h) {
   // Moving the exponent by a product handles numbers below the normal range too.
   return from_bits(sign | magnitude << 13) * from_bits(0x77800000);
 }
-inline F load_half(const uint16_t* p) SPECSERVE_LANES(from_half(p[i]))
-inline F load_bfloat(const uint16_t* p) SPECSERVE_LANES(from_bits(uint32_t(p[i]) << 16))
+inline F load_half(const uint16_t* p) SPECSERVE_EACH(from_half(p[i]))
+inline F load_bfloat(const uint16_t* p) SPECSERVE_EACH(from_bits(uint32_t(p[i]) << 16))
 inline uint16_t to_bfloat(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   return std::isnan(x) ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 inline void store_bfloat(uint16_t* p, F x) {
-  for (int i = 0; i < 16; ++i) p[i] = to_bfloat(x.v[i]);
+  for (int i = 0; i < kLanes; ++i) p[i] = to_bfloat(x.v[i]);
 }
 
 inline Bytes load_bytes(const void* p) {
   Bytes r;
-  std::memcpy(r.v, p, 64);
+  std::memcpy(r.v, p, sizeof r.v);
   return r;
 }
 inline Bytes spread(const void* p) {
   Bytes r;
-  for (int i = 0; i < 16; ++i) std::memcpy(r.v + 4 * i, p, 4);
+  for (int i = 0; i < kLanes; ++i) std::memcpy(r.v + 4 * i, p, 4);
   return r;
 }
 inline Bytes low_nibbles(Bytes a) {
@@ -127,33 +132,21 @@ inline Bytes high_nibbles(Bytes a) {
   return a;
 }
 inline I dot4(I sum, Bytes weights, Bytes x) {
-  for (int i = 0; i < 64; ++i) sum.v[i / 4] += weights.v[i] * int8_t(x.v[i]);
+  for (int i = 0; i < 4 * kLanes; ++i) sum.v[i / 4] += weights.v[i] * int8_t(x.v[i]);
   return sum;
 }
 inline I dot4_unsigned(I sum, Bytes weights, Bytes x) { return dot4(sum, weights, x); }
 inline F dot2(F sum, Bytes weights, Bytes x) {
-  uint32_t w[16], y[16];
-  std::memcpy(w, weights.v, 64);
-  std::memcpy(y, x.v, 64);
-  for (int i = 0; i < 16; ++i) {
+  uint32_t w[kLanes], y[kLanes];
+  std::memcpy(w, weights.v, sizeof w);
+  std::memcpy(y, x.v, sizeof w);
+  for (int i = 0; i < kLanes; ++i) {
     sum.v[i] += from_bits(w[i] << 16) * from_bits(y[i] << 16);
     sum.v[i] += from_bits(w[i] & 0xffff0000) * from_bits(y[i] & 0xffff0000);
   }
   return sum;
 }
 
-
-// 16 rows of 16 words, from rows[i] + start on, into 16 columns `stride` words apart: out[j * stride + i] = word j of row i.
-inline void transpose(const uint16_t* const* rows, int start, uint32_t* out, int stride) {
-  for (int i = 0; i < 16; ++i)
-    for (int j = 0; j < 16; ++j) std::memcpy(out + j * stride + i, rows[i] + start + 2 * j, 4);
-}
-
-// out[i] = even[i] and above it odd[i], for 32 words.
-inline void interleave(const uint16_t* even, const uint16_t* odd, uint32_t* out) {
-  for (int i = 0; i < 32; ++i) out[i] = uint32_t(even[i]) | uint32_t(odd[i]) << 16;
-}
-
 }  // namespace specserve::SPECSERVE_ISA
 
-#undef SPECSERVE_LANES
+#undef SPECSERVE_EACH

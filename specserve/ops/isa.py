@@ -18,7 +18,7 @@ def choose_isa(asked: str, available: Sequence[str], kernels: str) -> str:
     Raises ConfigError, naming `kernels`, for one that is not among those available.
     """
     name, source = (asked, "--isa") if asked != "auto" else (os.environ.get(VARIABLE) or "auto", VARIABLE)
-    if name not in ISAS:
+    if name not in (*ISAS, *available):
         raise ConfigError(f"{source}: " + unknown("value", name, ISAS))
     if name != "auto" and name not in available:
         found = f"Use auto, or what they have: {', '.join(available)}." if available else "Only those of CPUs have any."

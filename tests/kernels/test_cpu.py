@@ -530,6 +530,15 @@ def test_slots_are_copied(isa: str, step: Step, dtype: torch.dtype, data: st.Dat
 # A row's bits depend on that row alone
 
 
+def between_attentions(ops: Any, residual: Tensor, delta: Tensor, weight: Any, gated: Any, norm: Any, post: Any) -> Any:
+    """All that happens to rows there, and a head."""
+    stream = returned(ops, residual)
+    x = ops.fused_add_rms_norm(stream, returned(ops, delta), post, norm, 1e-5)
+    hidden, logits = ops.norm(stream, norm, 1e-5), ops.linear(x, weight)
+    capped, act = ops.softcap(returned(ops, logits), 5.0), ops.quantize_activation(hidden)
+    return [stream, x, hidden, act, logits, ops.gated(x, gated, "silu"), capped, ops.argmax(logits)]
+
+
 @every_set
 @every_format
 @examples(20)
@@ -541,30 +550,15 @@ def test_a_row_has_the_same_bits_among_any_rows(
     residual, delta = torch.randn(2, rows, hidden)
     matrices, biases, vectors = torch.randn(3, inner, hidden), torch.randn(3, inner), torch.randn(2, hidden)
     alone, together = make(isa, weights), make(isa, weights, threads=data.draw(st.integers(1, 3)))
-    linear, gated = alone.pack(matrices[0], biases[0]), alone.pack_gated(*matrices[1:], *biases[1:])
+    weight, gated = alone.pack(matrices[0], biases[0]), alone.pack_gated(*matrices[1:], *biases[1:])
     norm, post = (alone.pack_vector(vector) for vector in vectors)
+    packed = weight, gated, norm, post if with_post else None
 
-    def run(ops: Any, some: Any) -> list[Any]:
-        """Everything between two attentions, and a head."""
-        stream = returned(ops, residual[some])
-        x = ops.fused_add_rms_norm(stream, returned(ops, delta[some]), post if with_post else None, norm, 1e-5)
-        hidden, logits = ops.norm(stream, norm, 1e-5), ops.linear(x, linear)
-        capped = ops.softcap(returned(ops, logits), 5.0)
-        return [
-            stream,
-            x,
-            hidden,
-            ops.quantize_activation(hidden),
-            logits,
-            ops.gated(x, gated, "silu"),
-            capped,
-            ops.argmax(logits),
-        ]
-
-    whole = run(together, slice(None))
+    whole = between_attentions(together, residual, delta, *packed)
     some = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9))
     for few in ([data.draw(st.integers(0, rows - 1))], some):
-        assert all(same(x, y, few) for x, y in zip(run(alone, few), whole, strict=True))
+        found = between_attentions(alone, residual[few], delta[few], *packed)
+        assert all(same(x, y, few) for x, y in zip(found, whole, strict=True))
 
 
 @every_set
@@ -590,6 +584,45 @@ def test_attention_of_a_row_has_the_same_bits_in_any_step(
         assert same(
             ops.attention(q, held(ops, chain), plan, 1.5 * step.d**-0.5, step.window), whole, slice(row, row + 1)
         )
+
+
+# Instruction sets that round alike, with vectors of different widths, and the formats for which they do: AVX-512 adds
+# products of bfloat16 in pairs. The sanitizer's build has the portable kernels in vectors of four, too.
+WIDTHS = {("avx512", "avx2"): ("float32", "int8", "int4"), ("portable", "narrow"): FORMATS}
+other_width = pytest.mark.parametrize(
+    ("isa", "other", "weights"),
+    [(*pair, weights) for pair, formats in WIDTHS.items() if set(pair) <= set(SETS) for weights in formats],
+)
+
+
+@other_width
+@examples(20)
+@given(rows=st.integers(1, 12), hidden=sizes, inner=sizes, with_post=st.booleans(), seed=seeds)
+def test_rows_have_the_same_bits_in_vectors_of_any_width(
+    isa: str, other: str, weights: str, rows: int, hidden: int, inner: int, with_post: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    residual, delta = torch.randn(2, rows, hidden)
+    matrices, biases, vectors = torch.randn(3, inner, hidden), torch.randn(3, inner), torch.randn(2, hidden)
+    matrices /= hidden**0.5
+    results = []
+    for ops in (make(isa, weights), make(other, weights)):
+        norm, post = (ops.pack_vector(vector) for vector in vectors)
+        weight, gated = ops.pack(matrices[0], biases[0]), ops.pack_gated(*matrices[1:], *biases[1:])
+        results.append(between_attentions(ops, residual, delta, weight, gated, norm, post if with_post else None))
+    assert all(same(x, y) for x, y in zip(*results, strict=True))
+
+
+@other_width
+@examples(20)
+@given(step=steps, data=st.data())
+def test_attention_has_the_same_bits_in_vectors_of_any_width(
+    isa: str, other: str, weights: str, step: Step, data: st.DataObject
+) -> None:
+    """AVX-512 adds products of bfloat16 in pairs here too."""
+    dtype = torch.float32 if isa == "avx512" else data.draw(dtypes)
+    one, two = (with_cache_of(name, weights, dtype) for name in (isa, other))
+    assert same(step.attend(one, held(one, step.kv(dtype))), step.attend(two, held(two, step.kv(dtype))))
 
 
 ODD = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 77}
@@ -842,6 +875,36 @@ def test_threads_that_come_late_find_nothing_to_do(isa: str) -> None:
 
 
 @every_set
+@pytest.mark.parametrize("threads", [1, 2, 24])
+def test_an_op_has_as_many_rows_as_one_before_it_found(isa: str, threads: int) -> None:
+    """Twice in a recording, each time in the same memory, so that a thread that comes late finds another number there;
+    also none, and then ops that have the rows of the step again."""
+    ops = make(isa, threads=threads)
+    choices, rows = [returned(ops, torch.zeros(1, 20)) for _ in range(2)], torch.randn(2, 19, 40)
+    streams, last = [returned(ops, part) for part in rows], returned(ops, torch.ones(1, 40))
+    capped = [ops.softcap(returned(ops, part), 2.0) for part in rows]
+    with ops.recording() as recording:
+        for choice, stream in zip(choices, streams, strict=True):
+            count = ops.argmax(choice)
+            recording.program.rows_from(count.data_ptr())
+            ops.softcap(stream, 2.0)
+            recording.program.rows_from(0)
+        ops.softcap(last, 2.0)
+    for turn in range(60):
+        counts = turn % 20, turn * 7 % 20
+        last.fill_(1.0)
+        for choice, stream, part, n in zip(choices, streams, rows, counts, strict=True):
+            stream.copy_(part)
+            choice.zero_()[0, n] = 1.0
+        recording.start(1, 0, None)
+        recording.finish()
+        for stream, part, wanted, n in zip(streams, rows, capped, counts, strict=True):
+            assert torch.equal(stream[:n], wanted[:n])
+            assert torch.equal(stream[n:], part[n:]), "rows that nobody asked for"
+        assert not bool((last == 1.0).any())
+
+
+@every_set
 @pytest.mark.parametrize("threads", [1, 2, 9])
 def test_between_start_and_finish_the_host_does_something_else(isa: str, threads: int) -> None:
     """Nothing, other work of the same threads, or so much that the others have done all; or it forgets to finish: then
@@ -905,7 +968,7 @@ def test_a_profile_runs_every_op_once(isa: str) -> None:
     assert not found[4].any(), "a row that was not asked for"
 
 
-# Teams
+# Thread pools
 
 
 def test_two_kernels_work_at_the_same_time() -> None:

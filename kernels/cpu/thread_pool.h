@@ -1,4 +1,4 @@
-// A persistent team of threads that runs one job at a time: it spins for a moment between jobs and then sleeps.
+// A persistent pool of threads that runs one job at a time: it spins for a moment between jobs and then sleeps.
 #pragma once
 
 #include <atomic>
@@ -39,17 +39,17 @@ class Wait {
   int turns_ = 0;
 };
 
-class Team {
+class ThreadPool {
  public:
-  explicit Team(int threads);  // at least 1; the calling thread is one of them
-  ~Team();
-  Team(const Team&) = delete;
-  Team& operator=(const Team&) = delete;
+  explicit ThreadPool(int threads);  // at least 1; the calling thread is one of them
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const { return threads_; }
 
   // Where threads count up what they have done, each in a cache line of its own of the 64 at `pulse`, which outlives the
-  // team. Null: nobody watches.
+  // pool. Null: nobody watches.
   void set_pulse(volatile uint64_t* pulse) { pulse_ = pulse; }
   void beat(int thread) const {
     if (!pulse_) return;
@@ -60,7 +60,7 @@ class Team {
   // Whether this process was forked since: the threads are the parent's, and who waits for them here waits for ever.
   bool is_orphaned() const;
 
-  // Runs the job, which must not throw. One caller at a time. Throws where the team is orphaned, as `begin` does.
+  // Runs the job, which must not throw. One caller at a time. Throws where the pool is orphaned, as `begin` does.
   void run(Job job);
 
   // Lets the other threads begin with a job that does not need all. The caller's part is `run(0)` of what is returned.

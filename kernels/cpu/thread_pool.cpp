@@ -1,5 +1,5 @@
 // Threads that wait for a job, and for each other within one.
-#include "team.h"
+#include "thread_pool.h"
 
 #include <unistd.h>
 
@@ -15,11 +15,11 @@ constexpr char kOrphaned[] = "these kernels were made before a fork, and their t
 
 }  // namespace
 
-Team::Team(int threads) : threads_(threads), process_(getpid()) {
+ThreadPool::ThreadPool(int threads) : threads_(threads), process_(getpid()) {
   for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
 }
 
-Team::~Team() {
+ThreadPool::~ThreadPool() {
   if (is_orphaned()) {
     for (std::thread& worker : workers_) worker.detach();
     (void)wake_.release();
@@ -34,9 +34,9 @@ Team::~Team() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-bool Team::is_orphaned() const { return getpid() != process_; }
+bool ThreadPool::is_orphaned() const { return getpid() != process_; }
 
-void Team::run(Job job) {
+void ThreadPool::run(Job job) {
   if (is_orphaned()) throw std::runtime_error(kOrphaned);  // before the lock, which may be another thread's
   std::lock_guard<std::mutex> only(one_caller_);
   const auto shared = begin(std::move(job));
@@ -44,7 +44,7 @@ void Team::run(Job job) {
   if (shared->needs_all) barrier();
 }
 
-std::shared_ptr<const Job> Team::begin(Job job) {
+std::shared_ptr<const Job> ThreadPool::begin(Job job) {
   if (is_orphaned()) throw std::runtime_error(kOrphaned);
   auto shared = std::make_shared<const Job>(std::move(job));
   std::lock_guard<std::mutex> lock(mutex_);  // whoever was about to sleep is asleep now
@@ -54,7 +54,7 @@ std::shared_ptr<const Job> Team::begin(Job job) {
   return shared;
 }
 
-void Team::barrier() {
+void ThreadPool::barrier() {
   const unsigned phase = phase_.load(std::memory_order_acquire);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
     arrived_.store(0, std::memory_order_relaxed);
@@ -64,8 +64,8 @@ void Team::barrier() {
   for (Wait wait; phase_.load(std::memory_order_acquire) == phase;) wait.once();
 }
 
-// Returns when there is a job after number `seen`; false: the team is stopping.
-bool Team::await(unsigned seen) {
+// Returns when there is a job after number `seen`; false: the pool is stopping.
+bool ThreadPool::await(unsigned seen) {
   const auto until = std::chrono::steady_clock::now() + kSpin;
   while (std::chrono::steady_clock::now() < until) {
     Wait wait;
@@ -79,7 +79,7 @@ bool Team::await(unsigned seen) {
   return !stopping_;
 }
 
-void Team::work(int index) {
+void ThreadPool::work(int index) {
   for (unsigned seen = 0; await(seen);) {
     std::shared_ptr<const Job> job;
     {

@@ -1,4 +1,4 @@
-// What happens between the product that makes queries, keys and values and attention. Included once per instruction set.
+// What happens between the product that makes queries, keys and values and attention.
 #pragma once
 
 #include "args.h"
@@ -34,7 +34,7 @@ inline void clear_broken(Cache cache, float* x, int d, std::atomic<bool>& broken
 
 // Item = row * heads of qkv + head. q is rotated into args.q, k rotated and v as it is into the cache. What is not finite
 // is stored as zeros, and its row is broken: attention multiplies what a row does not see by 0, which would be NaN.
-inline void rotate(const RotateArgs& args, const int64_t* slots, std::atomic<bool>* broken, int begin, int end, float* scratch) {
+inline void rope_and_cache(const RopeAndCacheArgs& args, const int64_t* slots, std::atomic<bool>* broken, int begin, int end, float* scratch) {
   const int d = args.head_dim, half = d / 2, all = args.heads + 2 * args.kv_heads;
   float* turned = scratch + d;
   for (int item = begin; item < end; ++item) {

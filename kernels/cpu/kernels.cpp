@@ -1,0 +1,24 @@
+// One instruction set's kernels: this file is compiled once for each, with SPECSERVE_ISA as its name.
+//
+// To add one: simd_NAME.h, which says how many floats its vectors have and what can be done with them (simd_avx512.h
+// explains each function); a line in CMakeLists.txt with its compiler flags; two in isa.cpp, which recognise a processor
+// that has it. How weights and keys lie in memory and the order of sums stay as they are: rowwise.h checks that they
+// are whole vectors.
+#include SPECSERVE_SIMD
+// after the vectors it computes with
+#include "attention.h"
+#include "linear.h"
+#include "rope_and_cache.h"
+#include "rowwise.h"
+#include "sample.h"
+#include "score.h"
+
+#define SPECSERVE_TEXT(name) #name
+#define SPECSERVE_NAME(name) SPECSERVE_TEXT(name)
+
+namespace specserve::SPECSERVE_ISA {
+
+extern const Kernels kKernels = {SPECSERVE_NAME(SPECSERVE_ISA), linear, gated, embed, fused_add_rms_norm, gather_rows,
+                                 rope_and_cache, attention, quantize_activation, softcap, sample, score, argmax};
+
+}
