@@ -21,7 +21,7 @@ from specserve.bench.verify_cost import WARM_UP_ROUNDS, VerifySteps, verify_cost
 from specserve.cli.main import run
 from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM
-from specserve.runtime.batch import Batch
+from specserve.runtime.pack import StepInput
 from specserve.testing import write_tiny_model
 from specserve.types import Draft, SamplingParams
 
@@ -66,9 +66,9 @@ def batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, i
     seen: list[tuple[int, int, int]] = []
     start = llm.engine.runner.start
 
-    def spy(batch: Batch) -> None:
-        seen.append((batch.query_starts[-1], batch.cached[0], batch.rows.num_rows))
-        start(batch)
+    def spy(inputs: StepInput) -> None:
+        seen.append((inputs.query_starts[-1], inputs.cached[0], len(inputs.logit_rows)))
+        start(inputs)
 
     monkeypatch.setattr(llm.engine.runner, "start", spy)
     return seen
@@ -100,7 +100,9 @@ def test_a_round_does_not_need_the_prefix_cache(folder: Path, monkeypatch: pytes
 @pytest.mark.parametrize("draft", [lambda n: Draft.empty(), lambda n: Draft.chain([0] * (n - 1))])
 def test_a_draft_that_leaves_rows_out_is_noticed(llm: LLM, monkeypatch: pytest.MonkeyPatch, draft: Any) -> None:
     with VerifySteps(llm, ids_of(llm), [4]) as steps:
-        monkeypatch.setattr(module._WrongDrafter, "propose", lambda self, seqs, budget: [draft(n) for n in budget])
+        monkeypatch.setattr(
+            module._WrongDrafter, "propose", lambda self, requests: [draft(most) for _, most in requests]
+        )
         with pytest.raises(AssertionError, match="fills its budget"):
             list(steps.round([4]))
 
@@ -109,7 +111,7 @@ def test_a_draft_that_is_right_is_noticed(llm: LLM, monkeypatch: pytest.MonkeyPa
     said = llm.generate([ids_of(llm)], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))[0]
     right = Draft.chain(said.outputs[0].token_ids[1:3])
     with VerifySteps(llm, ids_of(llm), [3]) as steps:
-        monkeypatch.setattr(module._WrongDrafter, "propose", lambda self, seqs, budget: [right])
+        monkeypatch.setattr(module._WrongDrafter, "propose", lambda self, requests: [right])
         with pytest.raises(AssertionError, match="no token of the draft is right"):
             list(steps.round([3]))
 
@@ -125,8 +127,8 @@ def test_afterwards_the_engine_is_as_before(llm: LLM) -> None:
     assert not llm.engine.has_work
     assert llm.engine.runner is runner
     assert runner.model.ops is ops  # type: ignore[attr-defined]
-    assert not llm.engine.drafters.active
-    assert llm.engine.num_speculative_tokens == llm.config.num_speculative_tokens
+    assert not llm.engine.policy._own.active
+    assert llm.engine.policy.num_tokens == llm.config.num_speculative_tokens
     assert llm.generate("The assert statement", greedy)[0].outputs[0].token_ids == before
 
 

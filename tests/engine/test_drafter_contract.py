@@ -3,14 +3,15 @@ whatever happens to a sequence."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -259,7 +260,7 @@ def test_its_kv_survives_preemption_and_chunks(tiny: Path, expected: Any, tree: 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_its_kv_survives_forks(tiny: Path, tinier: Path, eager: bool) -> None:
-    request = Request(id="n", prompt_ids=prompt(3, 45), params=replace(SEEDED, n=3))
+    request = Request(id="n", prompt_ids=prompt(3, 45), params=dataclasses.replace(SEEDED, n=3))
     wanted = drive(make(tiny), [request])
     engine, drafter = drafting(tiny, tinier, drafter_options={"eager": eager})
     assert drive(engine, [request]) == wanted

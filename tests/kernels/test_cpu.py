@@ -31,7 +31,7 @@ from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
 from specserve.ops import HeadNorms, Rotation
 from specserve.ops.isa import choose_isa
-from specserve.runtime.graph import EagerStep, RecordedStep
+from specserve.runtime.graph import EagerForward, RecordedForward
 from specserve.testing import Feed, PagedDecoder, random_weights, tiny_config, unequal_rows
 
 if importlib.util.find_spec("specserve.kernels._native") is None and os.environ.get("SPECSERVE_REQUIRE_NATIVE") != "1":
@@ -810,13 +810,14 @@ def test_a_sequence_that_breaks_breaks_alone(isa: str, weights: str, bad: float)
 
 
 def batch(steps: SimpleNamespace, tokens: list[int], positions: list[int], num_judged: int) -> Any:
-    """One step as specserve.runtime.batch.Batch; the last rows are judged, in reverse."""
+    """One step as specserve.runtime.pack.StepInput; the last rows are judged, in reverse."""
     rows = list(range(steps.num_rows))[::-1][:num_judged]
     ids = {"token_ids": tokens, "positions": positions, "logit_rows": rows}
     return SimpleNamespace(**vars(steps), **{name: np.array(values, np.int64) for name, values in ids.items()})
 
 
 BROKEN = 7
+TAPS = (0, 2)  # layers whose outputs are shown
 TREE = np.array([-1, 0, 0, 1, 2], np.int32)
 # lengths, cached, sequences, parents, and how many rows are judged
 SCRIPT: list[tuple[list[int], list[int], list[int], list[Any], int]] = [
@@ -839,7 +840,7 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
     shape = (2, 10 * 16, spec.num_kv_heads, spec.head_dim)
     eager_kv = [torch.randn(shape).to(model.ops.dtype) for _ in range(spec.num_layers)]
     recorded_kv = [layer.clone() for layer in eager_kv]
-    eager, recorded = EagerStep(model, eager_kv), RecordedStep(model, model.ops, recorded_kv, 40, 40)
+    eager, recorded = EagerForward(model, eager_kv, TAPS), RecordedForward(model, model.ops, recorded_kv, TAPS, 40, 40)
     for lengths, cached, seqs, parents, num_judged in SCRIPT:
         rows = layout(lengths, cached, [tables[s] for s in seqs], parents)
         tokens = torch.randint(10, spec.vocab_size, (rows.num_rows,)).tolist()
@@ -850,8 +851,9 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
         for step in (eager, recorded):
             step.start(one, model.ops.plan(one, 16))
         wanted, found = eager.finish(), recorded.finish()
-        assert [len(part) for part in found] == [num_judged] * 3
-        assert all(same(x, y) for x, y in zip(found, wanted, strict=True))
+        assert [len(part) for part in found[:3]] == [num_judged] * 3
+        assert [len(tap) for tap in found.taps] == [rows.num_rows] * 2
+        assert all(same(x, y) for x, y in zip([*found[:3], *found.taps], [*wanted[:3], *wanted.taps], strict=True))
         assert bool(found[1].isfinite().all()) == (rows.num_rows < 40)
         assert all(same(x, y) for x, y in zip(recorded_kv, eager_kv, strict=True))
 
