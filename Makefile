@@ -9,6 +9,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= smollm2-135m
 PYTEST_FLAGS ?=
+# Tests run in several processes, but for those that measure what one server costs, which run alone behind them. pytest's
+# status 5 is that PYTEST_FLAGS picked none of a part.
+PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+PYTEST := $(VENV)/bin/python -m pytest -q
+IN_PARTS = @$(1) $(PYTEST) -n $(PROCESSES) --dist loadfile -m "not alone" --durations=20 $(PYTEST_FLAGS) || first=$$?; \
+  test $${first:-0} = 0 -o $${first:-0} = 5 || exit $$first; \
+  $(1) $(PYTEST) -m alone --durations=5 tests/server/http $(PYTEST_FLAGS) || second=$$?; \
+  test $${second:-0} = 0 -o \( $${second:-0} = 5 -a $${first:-0} = 0 \)
 CONTRACT_FLAGS ?=
 SERVE_FLAGS ?=
 
@@ -72,13 +80,13 @@ pytest: $(STAMP) ## Run the tests; PYTEST_FLAGS="-k name -x" picks some.
 	@echo "== model $(MODEL), whose tests may not be skipped"
 	@$(BIN)/specserve pull $(MODEL)
 	@echo "== pytest"
-	@SPECSERVE_REQUIRE_MODEL=1 $(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+	$(call IN_PARTS,SPECSERVE_REQUIRE_MODEL=1)
 
 pytest-avx2: $(STAMP) ## Run the tests of kernels, models and the engine again as on a CPU without AVX-512.
 ifneq ($(HAS_AVX512),)
 	@$(BIN)/specserve pull $(MODEL)
 	@echo "== pytest, AVX-512 hidden"
-	@$(HIDE_AVX512) SPECSERVE_REQUIRE_MODEL=1 $(BIN)/python -m pytest -q $(OF_THE_CPU) $(PYTEST_FLAGS)
+	@$(HIDE_AVX512) SPECSERVE_REQUIRE_MODEL=1 $(PYTEST) -n $(PROCESSES) --dist loadfile $(OF_THE_CPU) $(PYTEST_FLAGS)
 else
 	@echo "== no AVX-512 that could be hidden"
 endif

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 MIB = 2**20
 FIRST_PIECE = 293  # the ids of conftest's PIECES: behind those of the small tokenizer
 

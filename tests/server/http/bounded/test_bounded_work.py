@@ -13,6 +13,8 @@ import pytest
 
 from specserve.testing import tiny_tokenizer
 
+pytestmark = pytest.mark.alone
+
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # no two of them are merged into one token
 
 
