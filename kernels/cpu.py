@@ -96,7 +96,6 @@ class Kernels:
     name = "cpu"
     row_multiple = 1
     has_own_threads = True
-    can_record = True
     device = torch.device("cpu")
 
     @classmethod

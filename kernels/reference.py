@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch.nn import functional as F
 
 import specserve.kernels._torch_sampling as _sampling
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, HeadNorms, Recording, Rotation, RowScores, SamplingArrays
+from specserve.ops import AttentionRows, HeadNorms, Rotation, RowScores, SamplingArrays
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import PackedCache, Source, uncached
@@ -106,7 +105,6 @@ class Kernels:
     row_multiple = 4
     quantization = "none"
     has_own_threads = False
-    can_record = False
     layout = None
 
     @classmethod
@@ -253,8 +251,8 @@ class Kernels:
         kv.index_copy_(1, plan.write_slots, written.masked_fill_(~finite, 0))
         return qk[:, :-kv_heads]
 
-    def recording(self) -> AbstractContextManager[Recording]:
-        raise NotImplementedError("the reference records nothing; see can_record")
+    def recording(self) -> None:
+        """torch runs op by op."""
 
     def plan(self, rows: AttentionRows, block_size: int) -> _Plan:
         runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]

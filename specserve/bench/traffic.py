@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from time import perf_counter
@@ -96,9 +96,13 @@ class WatchedOps:
         value = getattr(self._ops, name)
         return partial(self._note, name, value) if name in OPS else value
 
+    def recording(self) -> AbstractContextManager[_Profiled] | None:
+        plain = self._ops.recording()
+        return None if plain is None else self._profiled(plain)
+
     @contextmanager
-    def recording(self) -> Iterator[_Profiled]:
-        with self._ops.recording() as recording:
+    def _profiled(self, plain: AbstractContextManager[Any]) -> Iterator[_Profiled]:
+        with plain as recording:
             self._recording = _Profiled(recording)
             yield self._recording
 

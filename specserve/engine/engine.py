@@ -12,9 +12,8 @@ from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError, InputError
-from specserve.runtime.pack import ScoredPrompt, Step, StepInput, pack
+from specserve.runtime.pack import ScoredPrompt, Step, StepInput, num_logit_rows, pack
 from specserve.runtime.runner import Output, Runner
-from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.host import DraftHost
 from specserve.speculation.policy import Policy
@@ -120,16 +119,15 @@ class Engine:
     ) -> dict[Sequence, Verdict | Failure]:
         """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
         sampled = step.sampled
-        rows = Rows([s.seq for s in sampled], [s.draft for s in sampled], [s.logits_start for s in sampled])
-        results = self.sampler(out.logits, rows, allowed, out.best) if sampled else []
-        start = rows.num_rows
+        results = self.sampler(out.logits, sampled, allowed, out.best) if sampled else []
+        start = num_logit_rows(sampled)
         for prompt in scored:
             stop, seq = start + len(prompt.tokens), prompt.seq
             scores = self.sampler.score(out.logits[start:stop], prompt.tokens, seq.params.prompt_logprobs or 0)
             seq.prompt_logprobs += [None] * (not seq.prompt_logprobs)  # nothing predicts the first token
             seq.prompt_logprobs += scores
             start = stop
-        return dict(zip((s.seq for s in sampled), results, strict=True))
+        return dict(zip((each.seq for each in sampled), results, strict=True))
 
     def _keep(
         self, step: Step, results: dict[Sequence, Verdict | Failure]

@@ -115,7 +115,6 @@ class Ops(Protocol):
     instruction_set: str  # as in config.ISAS; "" where there is no choice, as on a GPU
     quantization: str  # how weights are stored, as in config.QUANTIZATIONS
     has_own_threads: bool  # torch's would spin beside them for what little is left to torch
-    can_record: bool
 
     @property
     def layout(self) -> str | None:
@@ -212,6 +211,6 @@ class Ops(Protocol):
     def broken_rows(self, plan: Any) -> list[int]:
         """The rows of a step that has run whose keys or values were NaN or infinite in any layer, ascending."""
 
-    def recording(self) -> AbstractContextManager[Recording]:
+    def recording(self) -> AbstractContextManager[Recording] | None:
         """Within it ops are recorded rather than run; their plan is None, their tensors have as many rows as will ever
-        be run. Only if can_record."""
+        be run. None where a device runs them one by one."""

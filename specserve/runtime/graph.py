@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.ops import Ops
+from specserve.ops import Ops, Recording
 from specserve.runtime.pack import StepInput
 
 
@@ -69,12 +70,18 @@ class RecordedForward:
     returns is valid until the next step."""
 
     def __init__(
-        self, model: Model, ops: Ops, kv: list[Tensor], taps: tuple[int, ...], max_rows: int, max_logit_rows: int
+        self,
+        model: Model,
+        recording: AbstractContextManager[Recording],
+        kv: list[Tensor],
+        taps: tuple[int, ...],
+        max_rows: int,
+        max_logit_rows: int,
     ) -> None:
         self._inputs = np.zeros((2, max_rows), np.int64)  # ids, positions
         self._logit_rows = np.zeros(max_logit_rows, np.int64)
         self._points_into = model, kv  # and nothing else keeps the weights
-        with ops.recording() as self._recording:
+        with recording as self._recording:
             ids, positions = torch.from_numpy(self._inputs)
             self._outputs = Outputs(*model.forward(ids, positions, torch.from_numpy(self._logit_rows), kv, None, taps))
         self._views: dict[tuple[int, int], Outputs] = {}  # of the outputs' first rows: slicing takes time
@@ -102,7 +109,8 @@ class RecordedForward:
 def captured(
     model: Model, ops: Ops, kv: list[Tensor], taps: tuple[int, ...], max_rows: int, max_logit_rows: int
 ) -> Forward:
-    """The model's step in the fastest form that `ops` have."""
-    if ops.can_record:
-        return RecordedForward(model, ops, kv, taps, max_rows, max_logit_rows)
-    return EagerForward(model, kv, taps)
+    """The model's step: recorded, where `ops` record."""
+    recording = ops.recording()
+    if recording is None:
+        return EagerForward(model, kv, taps)
+    return RecordedForward(model, recording, kv, taps, max_rows, max_logit_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,11 @@ class Step:
     @property
     def sampled(self) -> list[ScheduledSeq]:
         return [each for each in self.seqs if each.sampled]
+
+
+def num_logit_rows(sampled: Iterable[ScheduledSeq]) -> int:
+    """How many rows of logits these sequences have together."""
+    return sum(len(each.draft) + 1 for each in sampled)
 
 
 @dataclass(slots=True)

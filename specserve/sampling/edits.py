@@ -7,6 +7,7 @@ A row after a draft token counts the draft tokens on its path as output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from functools import cached_property
 
 import numpy as np
@@ -14,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.runtime.pack import num_logit_rows
 from specserve.sampling import bad_words
-from specserve.sampling.rows import Rows
-from specserve.types import Draft, Ids, SamplingParams, Sequence
+from specserve.types import Draft, Ids, SamplingParams, ScheduledSeq, Sequence
 
 Int64s = NDArray[np.int64]
 
@@ -37,22 +38,23 @@ def _has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
-def edited(logits: Tensor, rows: Rows) -> Tensor:
+def edited(logits: Tensor, sampled: Many[ScheduledSeq]) -> Tensor:
     """Logits [rows or more, vocab] with the edits of all sequences, float32 [rows, vocab]; `logits` itself if there are
     none."""
-    if not any(map(changes_logits, rows.seqs)):
+    if not any(changes_logits(each.seq) for each in sampled):
         return logits
-    scores = logits[: rows.num_rows].to(torch.float32, copy=True)
-    for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
-        if changes_logits(seq):
-            _edit(scores[start : start + len(draft) + 1], seq, draft)
+    num_rows = num_logit_rows(sampled)
+    scores = logits[:num_rows].to(torch.float32, copy=True)
+    for each in sampled:
+        if changes_logits(each.seq):
+            _edit(scores[each.logits_start : each.logits_start + len(each.draft) + 1], each.seq, each.draft)
     return scores
 
 
 def leaves_none(seq: Sequence, mask: Ids | None, vocab_size: int) -> bool:
     """Whether what a sequence asks for forbids every token that could come next. mask int32 [words] or None: its
     grammar's bits."""
-    scores = edited(torch.zeros(1, vocab_size), Rows([seq], [Draft.empty()], [0]))
+    scores = edited(torch.zeros(1, vocab_size), [ScheduledSeq(seq, 0, 1, sampled=True)])
     seq.edits = None  # they were made for this device
     may_come = scores[0].isfinite().numpy()
     if mask is not None:

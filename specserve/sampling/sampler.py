@@ -12,12 +12,12 @@ from torch import Tensor
 from specserve.config import VERIFICATIONS
 from specserve.errors import ConfigError, unknown
 from specserve.ops import NO_TOKEN_LEFT, Ops, SamplingArrays
+from specserve.runtime.pack import num_logit_rows
 from specserve.sampling import noise, verify
 from specserve.sampling.edits import changes_logits, edited, row_depths
 from specserve.sampling.logprobs import token_logprobs
 from specserve.sampling.noise import Purpose, row_keys
-from specserve.sampling.rows import Rows
-from specserve.types import Draft, Failure, Ids, SamplingParams, Sequence, TokenLogprobs, Verdict
+from specserve.types import Failure, Ids, SamplingParams, ScheduledSeq, TokenLogprobs, Verdict
 
 NO_TOKEN = (
     "No token may come at position {}: the grammar, allowed_token_ids, bad_words and min_tokens together forbid every "
@@ -62,57 +62,60 @@ class Sampler:
         self._hashed = noise.hash_tokens(torch.arange(vocab_size, device=ops.device))  # [vocab]
 
     def __call__(
-        self, logits: Tensor, rows: Rows, masks: Ids | None, best: Tensor | None = None
+        self, logits: Tensor, sampled: Many[ScheduledSeq], masks: Ids | None, best: Tensor | None = None
     ) -> list[Verdict | Failure]:
-        """One verdict for each sequence of `rows`, in order, or the reason why it cannot go on.
+        """One verdict for each sequence, in order, or the reason why it cannot go on.
 
-        logits float32 [rows.num_rows or more, vocab_size]; what follows the last row is padding. masks int32 [num_rows,
-        ceil(vocab_size / 32)], bits of the tokens that may come. Draft tokens are below vocab_size; q, where there is
-        one, is finite, not negative and sums to 1 in each row. What follows a token that ends the sequence is for the
-        caller to trim. `best` is ops.argmax(logits), where that is known.
+        logits float32 [rows, vocab_size], of which each sequence has len(draft) + 1 from its logits_start on; what
+        follows the last of them is padding. masks int32 [rows without padding, ceil(vocab_size / 32)], bits of the
+        tokens that may come. Draft tokens are below vocab_size; q, where there is one, is finite, not negative and sums
+        to 1 in each row. What follows a token that ends the sequence is for the caller to trim. `best` is
+        ops.argmax(logits), where that is known.
         """
-        num_rows, vocab_size = logits.shape
-        assert vocab_size == self.vocab_size, "logits are not of this vocabulary"
-        assert num_rows >= rows.num_rows, "logits are not of this batch"
-        assert masks is None or masks.shape == (rows.num_rows, -(-self.vocab_size // 32)), "masks are not of this batch"
-        scores = edited(logits, rows)
+        num_rows = num_logit_rows(sampled)
+        assert logits.shape[1] == self.vocab_size, "logits are not of this vocabulary"
+        assert len(logits) >= num_rows, "logits are not of this batch"
+        assert masks is None or masks.shape == (num_rows, -(-self.vocab_size // 32)), "masks are not of this batch"
+        scores = edited(logits, sampled)
         tokens: list[int] = (self._ops.argmax(logits) if best is None else best).tolist()
-        self._sample(tokens, scores, rows, masks)
-        tried = [i for i, pair in enumerate(zip(rows.seqs, rows.drafts, strict=True)) if self._is_tried(*pair)]
-        paths = self._accept_or_reject(tokens, scores, rows, masks, tried) if tried else {}
+        self._sample(tokens, scores, sampled, masks)
+        tried = [each for each in sampled if self._is_tried(each)]
+        paths = self._accept_or_reject(tokens, scores, tried, masks) if tried else {}
         found: list[Verdict | Failure] = []
-        for i, (seq, draft, start) in enumerate(zip(rows.seqs, rows.drafts, rows.starts, strict=True)):
-            own = tokens[start : start + len(draft) + 1]
+        for each in sampled:
+            draft = each.draft
+            own = tokens[each.logits_start : each.logits_start + len(draft) + 1]
             if own[0] < 0:
-                found.append(_failure(own[0], len(seq.tokens)))
+                found.append(_failure(own[0], len(each.seq.tokens)))
                 continue
             bad = [token < 0 for token in own]
-            path = paths[i] if i in paths else verify.walk_coupled(draft, own, bad)
+            path = paths[each] if each in paths else verify.walk_coupled(draft, own, bad)
             found.append(Verdict(*verify.conclude(draft, path, bad, own[verify.last_row(path)])))
-        return self._with_logprobs(logits, rows, found)
+        return self._with_logprobs(logits, sampled, found)
 
     def score(self, logits: Tensor, tokens: list[int], k: int) -> list[TokenLogprobs]:
         """How likely the model found tokens[i] under logits[i] [rows, vocab_size], with the k best: for prompts. See
         token_logprobs."""
         return token_logprobs(self._ops, logits, range(len(tokens)), tokens, [k] * len(tokens))
 
-    def _is_tried(self, seq: Sequence, draft: Draft) -> bool:
+    def _is_tried(self, each: ScheduledSeq) -> bool:
         """Whether the draft is accepted or rejected node by node, rather than compared with samples of the target."""
-        return self.verification != "coupled" and seq.params.temperature > 0 and len(draft) > 0
+        return self.verification != "coupled" and each.seq.params.temperature > 0 and len(each.draft) > 0
 
-    def _sample(self, tokens: list[int], scores: Tensor, rows: Rows, masks: Ids | None) -> None:
+    def _sample(self, tokens: list[int], scores: Tensor, sampled: Many[ScheduledSeq], masks: Ids | None) -> None:
         """Put the token of each row, or why it has none, in place of the best by raw logits. Greedy rows mostly keep
         it, and are searched only where it may not come; so are those of tried drafts, to see whether any token may."""
         at: list[int] = []
         params: list[SamplingParams] = []
         seeds: list[int] = []
         positions: list[int] = []
-        for seq, draft, start in zip(rows.seqs, rows.drafts, rows.starts, strict=True):
-            is_drawn = seq.params.temperature > 0 and not self._is_tried(seq, draft)
+        for each in sampled:
+            seq = each.seq
+            is_drawn = seq.params.temperature > 0 and not self._is_tried(each)
             is_changed = is_drawn or changes_logits(seq)
             if not is_changed and masks is None:
                 continue
-            for row, depth in enumerate(row_depths(draft), start):
+            for row, depth in enumerate(row_depths(each.draft), each.logits_start):
                 best = tokens[row]
                 if best < 0 or (not is_changed and masks is not None and masks.item(row, best // 32) >> best % 32 & 1):
                     continue
@@ -123,66 +126,71 @@ class Sampler:
         if at:
             is_noisy = any(own is not _GREEDY for own in params)
             keys = row_keys(seeds, positions, [Purpose.SAMPLE] * len(at)).numpy() if is_noisy else None
-            sampled = self._ops.sample(scores, sampling_arrays(at, params, keys), self._hashed, masks)
-            for row, token in zip(at, sampled.tolist(), strict=True):
+            found = self._ops.sample(scores, sampling_arrays(at, params, keys), self._hashed, masks)
+            for row, token in zip(at, found.tolist(), strict=True):
                 tokens[row] = token
 
     def _accept_or_reject(
-        self, tokens: list[int], scores: Tensor, rows: Rows, masks: Ids | None, tried: list[int]
-    ) -> dict[int, list[int]]:
+        self, tokens: list[int], scores: Tensor, tried: list[ScheduledSeq], masks: Ids | None
+    ) -> dict[ScheduledSeq, list[int]]:
         """The accepted path of each tried draft. The token after it is put into `tokens`: a bonus from p, a replacement
         from what the rejected children left of it, with noise that neither their trial nor their drafter has used."""
-        seqs, drafts = [rows.seqs[i] for i in tried], [rows.drafts[i] for i in tried]
-        at = [rows.starts[i] + row for i in tried for row in range(len(rows.drafts[i]) + 1)]
-        params = [rows.seqs[i].params for i in tried for _ in range(len(rows.drafts[i]) + 1)]
+        drafts = [each.draft for each in tried]
+        at = [each.logits_start + row for each in tried for row in range(len(each.draft) + 1)]
+        params = [each.seq.params for each in tried for _ in range(len(each.draft) + 1)]
         starts = [0, *np.cumsum([len(draft) + 1 for draft in drafts])[:-1].tolist()]  # in `at`
         bad = [tokens[row] < 0 for row in at]
         left = self._ops.probabilities(scores, sampling_arrays(at, params), masks)
         rounds = verify.plan(drafts, starts, left.device)
         chances = verify.judge(left, rounds, torch.tensor(bad, device=left.device), self.verification == "block")
-        accepts = (self._uniforms(seqs, starts, rounds, len(at)) <= chances).tolist()
+        accepts = (self._uniforms(tried, starts, rounds, len(at)) <= chances).tolist()
         walk = verify.walk_block if self.verification == "block" else verify.walk_rejection
-        paths: dict[int, list[int]] = {}
+        paths: dict[ScheduledSeq, list[int]] = {}
         ends: list[int] = []
         positions: list[int] = []
         purposes: list[Purpose] = []
-        for i, seq, draft, start in zip(tried, seqs, drafts, starts, strict=True):
+        for each, draft, start in zip(tried, drafts, starts, strict=True):
             own = slice(start, start + len(draft) + 1)
-            path = paths[i] = walk(draft, accepts[own], bad[own])
+            path = paths[each] = walk(draft, accepts[own], bad[own])
             end = verify.last_row(path)
             ends.append(start + end)
-            positions.append(len(seq.tokens) + len(path))
+            positions.append(len(each.seq.tokens) + len(path))
             purposes.append(Purpose.RECOVER if end - 1 in draft.parents else Purpose.SAMPLE)
-        keys = row_keys([seq.seed for seq in seqs], positions, purposes).to(left.device)
+        keys = row_keys([each.seq.seed for each in tried], positions, purposes).to(left.device)
         for end, token in zip(ends, noise.sample(left[ends].log_(), keys, self._hashed).tolist(), strict=True):
             if not bad[end]:
                 tokens[at[end]] = token
         return paths
 
-    def _uniforms(self, seqs: list[Sequence], starts: list[int], rounds: list[verify.Round], num_rows: int) -> Tensor:
+    def _uniforms(
+        self, tried: list[ScheduledSeq], starts: list[int], rounds: list[verify.Round], num_rows: int
+    ) -> Tensor:
         """The uniform of each node at its row, keyed by the step's first position and the node's whole path. Keyed by
         its own position and token alone, a node that `block` tried in vain would meet the same number a step later."""
         keys = torch.zeros(num_rows, dtype=torch.int64, device=self._hashed.device)
-        first = [len(seq.tokens) for seq in seqs]
-        keys[starts] = row_keys([seq.seed for seq in seqs], first, [Purpose.ACCEPT] * len(seqs)).to(keys.device)
+        first = [len(each.seq.tokens) for each in tried]
+        seeds = [each.seq.seed for each in tried]
+        keys[starts] = row_keys(seeds, first, [Purpose.ACCEPT] * len(tried)).to(keys.device)
         for trial in rounds:
             keys[trial.rows] = noise.fold(keys[trial.parents], self._hashed[trial.tokens])
         return noise.unit(keys)
 
-    def _with_logprobs(self, logits: Tensor, rows: Rows, found: list[Verdict | Failure]) -> list[Verdict | Failure]:
+    def _with_logprobs(
+        self, logits: Tensor, sampled: Many[ScheduledSeq], found: list[Verdict | Failure]
+    ) -> list[Verdict | Failure]:
         """Add what the model itself thought of each emitted token, read from the row that judged it."""
         asking = [
-            (i, v, k)
-            for i, v in enumerate(found)
-            if isinstance(v, Verdict) and (k := rows.seqs[i].params.logprobs) is not None
+            (i, verdict, k, each.logits_start)
+            for i, (each, verdict) in enumerate(zip(sampled, found, strict=True))
+            if isinstance(verdict, Verdict) and (k := each.seq.params.logprobs) is not None
         ]
         if not asking:
             return found
-        at = [rows.starts[i] + row for i, verdict, _ in asking for row in (0, *(node + 1 for node in verdict.path))]
-        tokens = [token for _, verdict, _ in asking for token in verdict.tokens]
-        ks = [k for _, verdict, k in asking for _ in verdict.tokens]
+        at = [start + row for _, verdict, _, start in asking for row in (0, *(node + 1 for node in verdict.path))]
+        tokens = [token for _, verdict, _, _ in asking for token in verdict.tokens]
+        ks = [k for _, verdict, k, _ in asking for _ in verdict.tokens]
         entries = iter(token_logprobs(self._ops, logits, at, tokens, ks))
-        for i, verdict, _ in asking:
+        for i, verdict, _, _ in asking:
             found[i] = Verdict(verdict.tokens, verdict.path, [next(entries) for _ in verdict.tokens])
         return found
 

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from specserve.runtime.pack import num_logit_rows
 from specserve.sampling.edits import changes_logits
 from specserve.types import Draft, Failure, GuardedState, Ids, ScheduledSeq, Sequence
 
@@ -58,7 +59,7 @@ class Masks:
     def _made(self, own: slice) -> Ids:
         """Some of the rows, which are whole at first."""
         if self._bits is None:
-            num_rows = sum(len(each.draft) + 1 for each in self._sampled)
+            num_rows = num_logit_rows(self._sampled)
             self._bits = np.empty((num_rows, self._num_words), np.int32)
             self._bits.fill(-1)
         return self._bits[own]

@@ -840,7 +840,10 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
     shape = (2, 10 * 16, spec.num_kv_heads, spec.head_dim)
     eager_kv = [torch.randn(shape).to(model.ops.dtype) for _ in range(spec.num_layers)]
     recorded_kv = [layer.clone() for layer in eager_kv]
-    eager, recorded = EagerForward(model, eager_kv, TAPS), RecordedForward(model, model.ops, recorded_kv, TAPS, 40, 40)
+    eager, recorded = (
+        EagerForward(model, eager_kv, TAPS),
+        RecordedForward(model, model.ops.recording(), recorded_kv, TAPS, 40, 40),
+    )
     for lengths, cached, seqs, parents, num_judged in SCRIPT:
         rows = layout(lengths, cached, [tables[s] for s in seqs], parents)
         tokens = torch.randint(10, spec.vocab_size, (rows.num_rows,)).tolist()

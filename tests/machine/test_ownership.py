@@ -144,6 +144,6 @@ def test_torchs_threads_are_the_callers_own_between_steps(tiny: Path) -> None:
             next(stream := llm.stream([5, 6], GREEDY))
             assert torch.get_num_threads() == 3
             stream.close()
-            assert seen == {1 if llm.engine.runner.ops.can_record else 2}
+            assert seen == {1 if llm.engine.runner.ops.has_own_threads else 2}
     finally:
         torch.set_num_threads(before)

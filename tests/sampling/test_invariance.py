@@ -14,11 +14,12 @@ import torch
 
 from specserve.kernels import reference
 from specserve.kernels._torch_sampling import filtered
+from specserve.runtime.pack import num_logit_rows
 from specserve.sampling.edits import edited
 from specserve.sampling.noise import Purpose, hash_tokens, row_keys, sample
-from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler, sampling_arrays
-from specserve.types import Draft, Failure, Sequence, TokenLogprobs, Verdict
+from specserve.testing import scheduled
+from specserve.types import Draft, Failure, ScheduledSeq, Sequence, TokenLogprobs, Verdict
 
 VOCAB = 61
 OPS = reference.Kernels(torch.device("cpu"), torch.float32)
@@ -33,7 +34,7 @@ def _logits(text: tuple[int, ...], vocab: int = VOCAB) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng([vocab, *text]).normal(0, spread, vocab).astype(np.float32))
 
 
-def _rows_of(seqs: list[Sequence], drafts: list[Draft], vocab: int = VOCAB) -> tuple[torch.Tensor, Rows]:
+def _rows_of(seqs: list[Sequence], drafts: list[Draft], vocab: int = VOCAB) -> tuple[torch.Tensor, list[ScheduledSeq]]:
     """What the model says about each row, and the rows."""
     logits = [
         _logits((*seq.tokens, *(int(draft.tokens[i]) for i in draft.path_to(node))), vocab)
@@ -41,7 +42,7 @@ def _rows_of(seqs: list[Sequence], drafts: list[Draft], vocab: int = VOCAB) -> t
         for node in range(-1, len(draft))
     ]
     starts = np.cumsum([0, *(len(draft) + 1 for draft in drafts)])[:-1].tolist()
-    return torch.stack(logits), Rows(seqs, drafts, starts)
+    return torch.stack(logits), scheduled(seqs, drafts, starts)
 
 
 def _one(verdicts: list[Verdict | Failure]) -> Verdict:
@@ -136,12 +137,12 @@ def test_without_a_draft_the_mode_does_not_matter(mode: str, sequence: Make) -> 
 
 def _batch(
     sequence: Make, mode: str, vocab: int
-) -> tuple[list[Sequence], list[Draft], torch.Tensor, Rows, torch.Tensor]:
+) -> tuple[list[Sequence], list[Draft], torch.Tensor, list[ScheduledSeq], torch.Tensor]:
     kinds = itertools.cycle(KINDS)
     seqs = [sequence([i, 5, 8, 5, i + 1], 2, 1000 + i, **own) for i, own in enumerate(MIX)]
     drafts = [_draft(next(kinds), seq, vocab) for seq in seqs]
     logits, rows = _rows_of(seqs, drafts, vocab)
-    masks = torch.full((rows.num_rows, -(-vocab // 32)), -1, dtype=torch.int32)
+    masks = torch.full((num_logit_rows(rows), -(-vocab // 32)), -1, dtype=torch.int32)
     generator = torch.Generator().manual_seed(1)
     masks[::7] = torch.randint(-(2**31), 2**31, masks[::7].shape, generator=generator).int() | 0b1000100010
     return seqs, drafts, logits, rows, masks.numpy()
@@ -155,13 +156,13 @@ def test_a_sequence_is_judged_alike_alone_and_among_others(mode: str, vocab: int
     judge = Sampler(vocab, mode, OPS)
     together = judge(logits, rows, masks)
     assert sum(len(v.path) for v in together if isinstance(v, Verdict)) >= 5
-    own = [slice(start, start + len(draft) + 1) for start, draft in zip(rows.starts, drafts, strict=True)]
+    own = [slice(each.logits_start, each.logits_start + len(each.draft) + 1) for each in rows]
     for i, seq in enumerate(seqs):
-        assert judge(logits[own[i]], Rows([seq], [drafts[i]], [0]), masks[own[i]]) == [together[i]]
+        assert judge(logits[own[i]], scheduled([seq], [drafts[i]], [0]), masks[own[i]]) == [together[i]]
     order = np.random.default_rng(0).permutation(len(seqs)).tolist()
     at = torch.cat([torch.arange(own[i].start, own[i].stop) for i in order])
     starts = np.cumsum([0, *(len(drafts[i]) + 1 for i in order)])[:-1].tolist()
-    shuffled = judge(logits[at], Rows([seqs[i] for i in order], [drafts[i] for i in order], starts), masks[at])
+    shuffled = judge(logits[at], scheduled([seqs[i] for i in order], [drafts[i] for i in order], starts), masks[at])
     assert shuffled == [together[i] for i in order]
 
 
@@ -172,7 +173,7 @@ def test_every_number_of_a_row_is_its_own(vocab: int, sequence: Make) -> None:
     fit = [own for own in MIX if not {"logit_bias", "allowed_token_ids"} & set(own) and own.get("temperature", 1) > 0]
     seqs = [sequence([0, 1, 2, 1], 2, i, **own | {"bad_ids": (), "stop_token_ids": []}) for i, own in enumerate(fit)]
     logits = torch.randn(len(seqs), vocab, generator=generator) * 4
-    rows = Rows(seqs, [Draft.empty()] * len(seqs), [*range(len(seqs))])
+    rows = scheduled(seqs, [Draft.empty()] * len(seqs), [*range(len(seqs))])
     arrays = sampling_arrays(range(len(seqs)), [seq.params for seq in seqs])
     scores = edited(logits, rows)
     together, laws = filtered(scores, arrays), OPS.probabilities(scores, arrays, None)
@@ -183,7 +184,10 @@ def test_every_number_of_a_row_is_its_own(vocab: int, sequence: Make) -> None:
     torch.set_num_threads(1)
     assert torch.equal(threaded, together)
     for i, seq in enumerate(seqs):
-        own, only = edited(logits[i : i + 1], Rows([seq], [Draft.empty()], [0])), sampling_arrays([0], [seq.params])
+        own, only = (
+            edited(logits[i : i + 1], scheduled([seq], [Draft.empty()], [0])),
+            sampling_arrays([0], [seq.params]),
+        )
         alone = filtered(own, only)
         assert torch.equal(alone[0], together[i])
         assert torch.equal(OPS.probabilities(own, only, None)[0], laws[i])
@@ -202,9 +206,9 @@ def test_a_bad_row_fails_its_own_sequence(mode: str, value: float, sequence: Mak
     for victim in range(len(seqs)):
         broken = logits.clone()
         if value == -math.inf:
-            broken[rows.starts[victim]] = value
+            broken[rows[victim].logits_start] = value
         else:
-            broken[rows.starts[victim], 1 + victim] = value
+            broken[rows[victim].logits_start, 1 + victim] = value
         after = judge(broken, rows, masks)
         failed = after.pop(victim)
         assert isinstance(failed, Failure), MIX[victim]
@@ -247,7 +251,7 @@ def test_what_forbids_everything_says_so(mode: str, sequence: Make) -> None:
         assert "allowed_token_ids, bad_words" in failed.message
         masks = np.full((3, 2), -1, np.int32)
         masks[0] = 0
-        (failed,) = Sampler(VOCAB, mode, OPS)(logits, Rows([sequence([1])], rows.drafts, [0]), masks)
+        (failed,) = Sampler(VOCAB, mode, OPS)(logits, scheduled([sequence([1])], [rows[0].draft], [0]), masks)
         assert isinstance(failed, Failure)
         assert "grammar" in failed.message
 
@@ -257,7 +261,7 @@ def test_a_nan_behind_a_mask_is_still_the_models_fault(sequence: Make) -> None:
     logits[0, 7] = math.nan
     for own in ({"temperature": 0.0}, {}):
         seq = sequence([1], 1, 1, allowed_token_ids=[1, 2], **own)
-        (failed,) = Sampler(VOCAB, "coupled", OPS)(logits, Rows([seq], [Draft.empty()], [0]), None)
+        (failed,) = Sampler(VOCAB, "coupled", OPS)(logits, scheduled([seq], [Draft.empty()], [0]), None)
         assert isinstance(failed, Failure)
 
 
@@ -298,7 +302,7 @@ def test_logprobs_are_of_the_raw_row_that_judged_the_token(mode: str, kind: str,
         emitted += len(verdict.tokens)
         plain = _one(
             Sampler(VOCAB, mode, OPS)(
-                logits[: len(draft) + 1], Rows([sequence([5, 8, 5], 2, seed, **own)], [draft], [0]), None
+                logits[: len(draft) + 1], scheduled([sequence([5, 8, 5], 2, seed, **own)], [draft], [0]), None
             )
         )
         assert plain.tokens == verdict.tokens
@@ -331,4 +335,4 @@ def test_a_broken_prompt_row_scores_as_impossible() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_judges_nothing_says_nothing(mode: str) -> None:
     """All of its rows were prefill."""
-    assert Sampler(VOCAB, mode, OPS)(torch.zeros(4, VOCAB), Rows([], [], []), None) == []
+    assert Sampler(VOCAB, mode, OPS)(torch.zeros(4, VOCAB), scheduled([], [], []), None) == []

@@ -22,8 +22,8 @@ from specserve.kernels import _torch_sampling, reference
 from specserve.ops import fixed_point
 from specserve.sampling import edits, noise, sampler as sampler_file, verify
 from specserve.sampling.noise import Purpose, fold, hash_tokens, row_keys, sample
-from specserve.sampling.rows import Rows
 from specserve.sampling.sampler import Sampler
+from specserve.testing import scheduled
 from specserve.types import Draft, Failure, Ids, Sequence
 
 OPS = reference.Kernels(torch.device("cpu"), torch.float32)
@@ -130,7 +130,7 @@ def _step(cell: Cell, judge: Sampler, seqs: list[Sequence], texts: list[Text]) -
     starts = np.cumsum([0, *(len(draft) + 1 for draft in drafts)])[:-1].tolist()
     logits, masks = _inputs(cell, texts, drafts)
     longer = []
-    for text, said in zip(texts, judge(logits, Rows(seqs, drafts, starts), masks), strict=True):
+    for text, said in zip(texts, judge(logits, scheduled(seqs, drafts, starts), masks), strict=True):
         assert not isinstance(said, Failure)
         assert len(said.tokens) == len(said.path) + 1
         longer.append((*text, *said.tokens))

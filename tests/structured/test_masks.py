@@ -12,12 +12,12 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from specserve.kernels import reference
-from specserve.sampling.rows import Rows
+from specserve.runtime.pack import num_logit_rows
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.grammar import guide
 from specserve.structured import masks
 from specserve.structured.base import Guarded
-from specserve.testing import LanguageGrammar, LanguageState
+from specserve.testing import LanguageGrammar, LanguageState, scheduled
 from specserve.types import Draft, Ids, SamplingParams, ScheduledSeq, Sequence
 
 VOCAB, EOS = 40, 39
@@ -45,19 +45,14 @@ def trees(draw: st.DrawFn) -> Draft:
     )
 
 
-def filled_rows(rows: Rows, num_words: int, best: Tensor | None = None) -> Ids | None:
+def filled_rows(rows: list[ScheduledSeq], num_words: int, best: Tensor | None = None) -> Ids | None:
     """Without `best`, those of sequences that take others than their best tokens."""
     if best is None:
-        rows = Rows([_sampled(seq) for seq in rows.seqs], rows.drafts, rows.starts)
-        best = torch.full((rows.num_rows,), -1)
-    made = masks.Masks(scheduled(rows), num_words)
+        rows = [replace(each, seq=_sampled(each.seq)) for each in rows]
+        best = torch.full((num_logit_rows(rows),), -1)
+    made = masks.Masks(rows, num_words)
     made.fill()
     return made.finish(best)
-
-
-def scheduled(rows: Rows) -> list[ScheduledSeq]:
-    found = zip(rows.seqs, rows.drafts, rows.starts, strict=True)
-    return [ScheduledSeq(seq, 0, 1, True, draft, logits_start=start) for seq, draft, start in found]
 
 
 def _sampled(seq: Sequence) -> Sequence:
@@ -93,7 +88,7 @@ def test_each_row_is_what_a_walk_from_scratch_says(language: list[list[int]], dr
     seq, state = guided(language, said)
     free = Sequence("f", 0, [7], 1, SamplingParams(), 0, 99)
     before = list(state.said)
-    filled = filled_rows(Rows([free, seq], [Draft.chain([1, 2]), draft], [0, 3]), WORDS)
+    filled = filled_rows(scheduled([free, seq], [Draft.chain([1, 2]), draft], [0, 3]), WORDS)
     assert filled is not None
     rows = filled
     assert (rows[:3] == -1).all(), "a free row may become anything"
@@ -154,7 +149,7 @@ def test_a_draft_that_may_stand_whole_is_not_touched() -> None:
 
 def test_nobody_with_a_grammar_means_no_masks() -> None:
     free = Sequence("f", 0, [7], 1, SamplingParams(), 0, 99)
-    assert filled_rows(Rows([free], [Draft.chain([1])], [0]), WORDS) is None
+    assert filled_rows(scheduled([free], [Draft.chain([1])], [0]), WORDS) is None
 
 
 @given(sentences, trees(), st.integers(0, 4), st.integers(0, 2**32 - 1), st.booleans())
@@ -168,8 +163,8 @@ def test_whoever_takes_the_best_token_says_the_same_with_the_bits_that_it_needs(
     greedy.params = SamplingParams(temperature=0.0)
     free = Sequence("f", 0, [7], 1, SamplingParams(temperature=0.0), 0, 99)
     draft = Draft.chain(tree.tokens.tolist()) if likes_chain else tree
-    rows = Rows([free, greedy, sampled], [Draft.chain([1]), draft, tree], [0, 2, 3 + len(draft)])
-    logits = torch.randn(rows.num_rows, VOCAB, generator=noise)
+    rows = scheduled([free, greedy, sampled], [Draft.chain([1]), draft, tree], [0, 2, 3 + len(draft)])
+    logits = torch.randn(num_logit_rows(rows), VOCAB, generator=noise)
     logits[:, :4] += 3  # so that some best tokens may come
     for row, token in enumerate(draft.tokens.tolist(), 2):
         logits[row, token] += 3
@@ -184,13 +179,13 @@ def test_whoever_takes_the_best_token_says_the_same_with_the_bits_that_it_needs(
 def test_bits_are_made_from_the_first_row_on_whose_best_token_may_not_come() -> None:
     seq, _ = guided([[1, 2, 3, 3], [1, 2, 0, 3]])
     seq.params = SamplingParams(temperature=0.0)
-    rows = Rows([seq], [Draft.chain([1, 2, 3])], [0])
+    rows = scheduled([seq], [Draft.chain([1, 2, 3])], [0])
     assert filled_rows(rows, WORDS, torch.tensor([1, 2, 0, 9])) is None, "none is needed behind what departs"
     assert filled_rows(rows, WORDS, torch.tensor([1, 2, 3, 3, 77])) is None
     filled = filled_rows(rows, WORDS, torch.tensor([1, 9, 3, 3]))
     assert filled is not None
     assert [bits(row) if row.min() != -1 else None for row in filled] == [None, {2}, {0, 3}, {3}]
-    ending = Rows([seq], [Draft.chain([1, 2, 3, 3, EOS, 1])], [0])
+    ending = scheduled([seq], [Draft.chain([1, 2, 3, 3, EOS, 1])], [0])
     filled = filled_rows(ending, WORDS, torch.tensor([1, 2, 3, 3, EOS, 1, 1]))
     assert filled is not None
     assert [row.any() for row in filled] == [True] * 5 + [False] * 2, "nothing comes behind the end"
@@ -203,7 +198,7 @@ def test_bits_are_made_from_the_first_row_on_whose_best_token_may_not_come() -> 
 def test_whoever_takes_another_token_than_the_best_gets_all_bits(params: dict[str, Any]) -> None:
     seq, _ = guided([[1, 2]])
     seq.params = SamplingParams(**params)
-    filled = filled_rows(Rows([seq], [Draft.empty()], [0]), WORDS, torch.tensor([1]))
+    filled = filled_rows(scheduled([seq], [Draft.empty()], [0]), WORDS, torch.tensor([1]))
     assert filled is not None
     assert bits(filled[0]) == {1}
 
@@ -213,7 +208,7 @@ def test_a_grammar_that_fails_closes_its_own_rows_and_says_why(fault_after: int)
     failing, _ = guided([[1, 2, 3]], fault_after=fault_after)
     whole, state = guided([[1, 2, 3]])
     draft = Draft.chain([1, 2])
-    filled = filled_rows(Rows([failing, whole], [draft, draft], [0, 3]), WORDS)
+    filled = filled_rows(scheduled([failing, whole], [draft, draft], [0, 3]), WORDS)
     assert filled is not None
     rows = filled
     assert failing.grammar is not None

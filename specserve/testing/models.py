@@ -1,9 +1,7 @@
-"""Public test doubles: tiny random models in real model folders, a decoder driven by hand over paged KV, and a drafter
-whose luck is scripted. Knows files and contracts; knows no engine."""
+"""Tiny random models with a real paged cache, and what their rows must have in common."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence as Many
@@ -21,8 +19,6 @@ from specserve.errors import ConfigError, unknown
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
 from specserve.models.spec import DecoderSpec
-from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
-from specserve.structured import walk
 from specserve.types import Draft, Ids
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|pad|>")
@@ -259,142 +255,3 @@ def _trees(paged: PagedDecoder, prompt: list[int], alone: Tensor) -> dict[str, t
         "tree in a batch": (paged.step(Feed(9, prompt[:8]), Feed(11, tokens, parents))[1][path], wanted),
         "chain after trees": (paged.chunks(10, prompt[30:], 4), alone[30:]),
     }
-
-
-class ScriptedDrafter:
-    """A drafter that knows the answer and errs on purpose: for tests of everything around drafters.
-
-    `scripts` maps a prompt's token ids to the output a recorded run gave; other prompts get empty drafts. Each drafted
-    token is the right one with probability `accuracy`, else another of `vocab_size`; what follows an error is again
-    from the script. With `decoys` > 0 the draft is a tree: every level has that many wrong siblings, in random order,
-    and goes on below the scripted one. Errors depend on (seed, position) alone, not on calls before.
-
-    `live` holds the sequences between begin and end; `num_drafted` and `num_accepted` count tokens.
-    """
-
-    needs = Needs()
-
-    def __init__(
-        self,
-        scripts: Mapping[tuple[int, ...], Many[int]],
-        vocab_size: int,
-        *,
-        accuracy: float = 1.0,
-        decoys: int = 0,
-        seed: int = 0,
-    ) -> None:
-        if not 0 <= accuracy <= 1 or decoys < 0 or vocab_size < decoys + 2:
-            raise ConfigError(
-                f"accuracy {accuracy} must lie in 0..1, decoys {decoys} be at least 0, and vocab_size {vocab_size} "
-                "leave room for a planted error beside them."
-            )
-        self.scripts = scripts
-        self.vocab_size = vocab_size
-        self.accuracy = accuracy
-        self.decoys = decoys
-        self.seed = seed
-        self.live: set[SequenceView] = set()
-        self.num_drafted = 0
-        self.num_accepted = 0
-
-    def begin(self, seq: SequenceView) -> None:
-        self.live.add(seq)
-
-    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        assert self.live.issuperset(seq for seq, _ in requests), "a sequence that has not begun, or has ended"
-        drafts = [self._draft(seq, room) for seq, room in requests]
-        self.num_drafted += sum(len(draft) for draft in drafts)
-        return drafts
-
-    def observe(self, step: StepReport) -> None:
-        assert self.live.issuperset(each.seq for each in step.seqs), "a sequence that has not begun, or has ended"
-        for each in step.seqs:
-            self.num_accepted += 0 if each.verdict is None else len(each.verdict.path)
-
-    def end(self, seq: SequenceView) -> None:
-        assert seq in self.live, "end without begin"
-        self.live.remove(seq)
-
-    def _draft(self, seq: SequenceView, budget: int) -> Draft:
-        script = self.scripts.get(tuple(seq.tokens[: seq.num_prompt]), ())
-        tokens: list[int] = []
-        parents: list[int] = []
-        above = -1
-        num_output = len(seq.tokens) - seq.num_prompt
-        for depth, right in enumerate(itertools.islice(script, num_output, None)):
-            room = budget - len(tokens)
-            if room <= 0:
-                break
-            siblings, main = self._level(len(seq.tokens) + depth, right, min(self.decoys, room - 1))
-            parents += [above] * len(siblings)
-            above = len(tokens) + main
-            tokens += siblings
-        return Draft(np.asarray(tokens, np.int32), np.asarray(parents, np.int32))
-
-    def _level(self, position: int, right: int, decoys: int) -> tuple[list[int], int]:
-        """The siblings drafted for one position, and which of them the draft goes on from."""
-        noise = np.random.default_rng((self.seed, position))
-        accurate = noise.random() < self.accuracy
-        wrong = 1 + noise.choice(self.vocab_size - 1, decoys + 1, replace=False)
-        main = int(noise.integers(decoys + 1))
-        siblings = [(right + int(offset)) % self.vocab_size for offset in wrong]
-        if accurate:
-            siblings[main] = right
-        return siblings, main
-
-
-class LanguageGrammar:
-    """A grammar that knows all its sentences, as token ids with an end token each: for tests of everything around
-    grammars. `fault_after` raises from so many tokens on."""
-
-    num_bytes = 1
-
-    def __init__(self, sentences: Many[Many[int]], fault_after: int | None = None) -> None:
-        self.sentences = [tuple(sentence) for sentence in sentences]
-        self.fault_after = fault_after
-
-    def start(self) -> LanguageState:
-        return LanguageState(self, [])
-
-
-class LanguageState:
-    """Where one sequence stands in its language. `said` are the tokens that it has moved over."""
-
-    def __init__(self, grammar: LanguageGrammar, said: list[int]) -> None:
-        self.grammar = grammar
-        self.said = said
-
-    def next(self) -> set[int]:
-        """What may come."""
-        if self.grammar.fault_after is not None and len(self.said) >= self.grammar.fault_after:
-            raise RuntimeError("a planted fault")
-        n = len(self.said)
-        return {s[n] for s in self.grammar.sentences if len(s) > n and s[:n] == tuple(self.said)}
-
-    def fill(self, row: Ids) -> None:
-        row[:] = 0
-        bits = row.view(np.uint32)
-        for token in self.next():
-            bits[token // 32] |= np.uint32(1 << token % 32)
-
-    def fill_draft(self, tokens: Ids, parents: Ids, ends: frozenset[int], rows: Ids) -> None:
-        walk.fill_draft(self, tokens, parents, ends, rows)
-
-    def allows(self, token: int) -> bool:
-        return token in self.next()
-
-    def advance(self, token: int) -> bool:
-        if token not in self.next():
-            return False
-        self.said.append(token)
-        return True
-
-    def rollback(self, n: int) -> None:
-        assert 0 <= n <= len(self.said), "rolled back beyond the beginning"
-        del self.said[len(self.said) - n :]
-
-    def forced(self) -> list[int]:
-        ahead = LanguageState(self.grammar, list(self.said))
-        while len(ahead.next()) == 1:
-            ahead.advance(ahead.next().pop())
-        return ahead.said[len(self.said) :]

@@ -1,0 +1,22 @@
+"""Public test doubles: tiny random models in real model folders, a decoder driven by hand over paged KV, a drafter
+whose luck is scripted, and a grammar that is a list of sentences."""
+
+from specserve.testing.drafters import (
+    ScriptedDrafter as ScriptedDrafter,
+    scheduled as scheduled,
+)
+from specserve.testing.grammars import (
+    LanguageGrammar as LanguageGrammar,
+    LanguageState as LanguageState,
+)
+from specserve.testing.models import (
+    CHAT_TEMPLATE as CHAT_TEMPLATE,
+    SPECIAL_TOKENS as SPECIAL_TOKENS,
+    Feed as Feed,
+    PagedDecoder as PagedDecoder,
+    random_weights as random_weights,
+    tiny_config as tiny_config,
+    tiny_tokenizer as tiny_tokenizer,
+    unequal_rows as unequal_rows,
+    write_tiny_model as write_tiny_model,
+)
