@@ -22,4 +22,5 @@ with LLM("smollm2-135m") as llm:
     recipe = Recipe.model_validate_json(output.text)
     print(recipe)
     stats = output.stats
-    print(f"{len(output.token_ids)} tokens in {stats.num_steps} steps: {stats.num_accepted_forced_tokens} were forced")
+    jumped = stats.num_accepted_jump_forward_tokens
+    print(f"{len(output.token_ids)} tokens in {stats.num_steps} steps, {jumped} of them by jump-forward")

@@ -279,7 +279,7 @@ class LlguidanceState:
             return False
         if token in self._eos_ids:
             return bool(self._matcher.is_accepting())
-        forced = self.forced()
+        forced = self.jump_forward()
         if forced:
             return token == forced[0]
         may_come = self._matcher.validate_tokens([token]) == 1
@@ -312,7 +312,7 @@ class LlguidanceState:
         self._grammar.count_masks(1)
         self._check(self._matcher)
 
-    def forced(self) -> list[int]:
+    def jump_forward(self) -> list[int]:
         if self._forced is None:
             self._forced = self._find_forced()
         return self._forced

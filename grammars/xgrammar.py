@@ -209,7 +209,7 @@ class XgrammarState:
             self._matcher.rollback(n)
             self._ended = False
 
-    def forced(self) -> list[int]:
+    def jump_forward(self) -> list[int]:
         if self._ended:
             return []
         text = self._forced_text()

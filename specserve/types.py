@@ -1,9 +1,7 @@
-"""The nouns: what is asked, what is being generated, what was guessed, what the target said.
-
-Words, used everywhere: *draft* a guess at the next tokens, a chain or a tree; *propose* make one; *verify* let the
-target judge it; *accept* a draft token the target agrees with; *replacement* the target's own token at the first
-disagreement; *bonus* the token after a draft that was accepted whole; *commit* make accepted tokens part of the
-sequence; *keep* their KV; *cached* how many tokens have valid KV.
+"""The nouns: what is asked, what is being generated, what was guessed, what the target said. The words: *draft* a
+guess at the next tokens, a chain or a tree; *propose* make one; *verify* let the target judge it; *accept* a draft
+token the target agrees with; *replacement* the target's own token at the first disagreement; *bonus* the token after
+a draft that was accepted whole; *keep* the KV of what was accepted; *cached* how many tokens have valid KV.
 """
 
 from __future__ import annotations
@@ -186,8 +184,8 @@ class SequenceStats:
     num_drafts: int = 0  # of these, how many had a draft
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_forced_tokens: int = 0  # of the draft tokens, those that a grammar forced
-    num_accepted_forced_tokens: int = 0
+    num_jump_forward_tokens: int = 0  # of the draft tokens, those that a grammar left no choice of
+    num_accepted_jump_forward_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)  # [i]: drafts of which token i was accepted
     drafted_by_position: list[int] = field(default_factory=list)  # [i]: drafts that had a token at depth i
     num_preemptions: int = 0
@@ -264,26 +262,27 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A guess: node i is `tokens[i]` and follows node `parents[i]` (< i), or the last committed token (-1).
-
-    A chain has parents [-1, 0, 1, ...]; empty is legal. Siblings must differ. `q[i]` is the distribution node i was
-    drawn from, float [n, vocab]; None means every node is deterministic (one-hot q). `forced` are the nodes that are
-    there because a grammar forces them.
+    """A guess: node i is `tokens[i]` and follows node `parents[i]` (< i), or the last committed token (-1). A chain has
+    parents [-1, 0, 1, ...]; empty is legal. Siblings must differ. `q[i]` is the distribution node i was drawn from,
+    float [n, vocab]; None means every node is deterministic (one-hot q). `jump_forward` are the nodes that a grammar
+    leaves no choice of.
     """
 
     tokens: Ids
     parents: Ids
     q: torch.Tensor | None = None
-    forced: frozenset[int] = frozenset()
+    jump_forward: frozenset[int] = frozenset()
     _chain: bool | None = field(default=None, init=False, repr=False)  # is_chain, once somebody has asked
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
-    def chain(cls, tokens: Many[int], q: torch.Tensor | None = None, forced: frozenset[int] = frozenset()) -> Draft:
+    def chain(
+        cls, tokens: Many[int], q: torch.Tensor | None = None, jump_forward: frozenset[int] = frozenset()
+    ) -> Draft:
         parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
-        draft = cls(np.asarray(tokens, np.int32).reshape(-1), parents, q, forced)
+        draft = cls(np.asarray(tokens, np.int32).reshape(-1), parents, q, jump_forward)
         object.__setattr__(draft, "_chain", True)
         return draft
 
@@ -347,7 +346,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A sequence cannot go on, and `message` says why; the engine ends it with finish_reason "error"."""
+    """Why a sequence cannot go on; the engine ends it with finish_reason "error"."""
 
     message: str
     code: FailureCode = "completion_failed"
@@ -374,8 +373,8 @@ class GrammarState(Protocol):
     [ceil(vocab / 32)], bit t set when token t may come next.
 
     `fill` writes all of a row; `allows` tells one bit of it, for less. `advance` moves over a token and says whether
-    that may come; if not, nothing has moved. `rollback` takes back the last n that it moved over. `forced` are the
-    tokens that must follow, as the tokenizer would split them: a draft, since other tokens may spell the same. Any of
+    that may come; if not, nothing has moved. `rollback` takes back the last n that it moved over. `jump_forward` are
+    the tokens that must follow, as the tokenizer would split them: a draft, as other tokens may spell the same. Any of
     them may raise: it is the request's end.
 
     `fill_draft` fills the rows of a whole draft, chain or tree, int32 [len(tokens) + 1, words], contiguous: rows[0] is
@@ -391,7 +390,7 @@ class GrammarState(Protocol):
     def allows(self, token: int) -> bool: ...
     def advance(self, token: int) -> bool: ...
     def rollback(self, n: int) -> None: ...
-    def forced(self) -> list[int]: ...
+    def jump_forward(self) -> list[int]: ...
 
 
 class GuardedState(GrammarState, Protocol):

@@ -176,7 +176,7 @@ class Trial:
     def _judge(self, case: int, output: CompletionOutput, tally: Tally) -> None:
         tally.tokens += len(output.token_ids)
         tally.accepted += output.stats.num_accepted_tokens
-        tally.forced_and_accepted += output.stats.num_accepted_forced_tokens
+        tally.forced_and_accepted += output.stats.num_accepted_jump_forward_tokens
         if output.finish_reason == "length":
             tally.cut_off += 1
         elif output.finish_reason != "stop":

@@ -61,8 +61,8 @@ def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
         stats.num_drafts += 1
         stats.num_draft_tokens += len(draft)
         stats.num_accepted_tokens += accepted
-        stats.num_forced_tokens += len(draft.forced)
-        stats.num_accepted_forced_tokens += len(draft.forced.intersection(path))
+        stats.num_jump_forward_tokens += len(draft.jump_forward)
+        stats.num_accepted_jump_forward_tokens += len(draft.jump_forward.intersection(path))
         for i in range(depth):
             stats.drafted_by_position[i] += 1
             stats.accepted_by_position[i] += i < accepted

@@ -68,8 +68,8 @@ class Counters:
     num_preemptions: int = 0
     num_aborted: int = 0
     num_drafts_dropped: int = 0
-    num_forced_tokens: int = 0  # drafted because a grammar forced them, of sequences that ended
-    num_accepted_forced_tokens: int = 0
+    num_jump_forward_tokens: int = 0  # drafted because a grammar forced them, of sequences that ended
+    num_accepted_jump_forward_tokens: int = 0
     live_tokens: int = 0
     allocated_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "host", "total"), 0.0))

@@ -178,8 +178,8 @@ class Engine:
 
     def _end(self, seq: Sequence) -> None:
         seq.stats.finished = time.perf_counter()
-        self.counters.num_forced_tokens += seq.stats.num_forced_tokens
-        self.counters.num_accepted_forced_tokens += seq.stats.num_accepted_forced_tokens
+        self.counters.num_jump_forward_tokens += seq.stats.num_jump_forward_tokens
+        self.counters.num_accepted_jump_forward_tokens += seq.stats.num_accepted_jump_forward_tokens
         self.scheduler.remove(seq)
         self.policy.end(seq)
         siblings = self.requests[seq.request_id]

@@ -113,8 +113,8 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
         ("engine_steps", "Steps of the engine.", engine.num_steps),
         ("engine_step_rows", "Rows of these steps: prompt tokens, last tokens and draft tokens.", engine.num_rows),
         ("drafts_dropped", "Drafts that broke the contract and were not verified.", engine.num_drafts_dropped),
-        ("forced_tokens", "Tokens drafted because a grammar forced them.", whole.num_forced_tokens),
-        ("accepted_forced_tokens", "Those of them that were accepted.", whole.num_accepted_forced_tokens),
+        ("jump_forward_tokens", "Tokens drafted because a grammar forced them.", whole.num_jump_forward_tokens),
+        ("accepted_jump_forward_tokens", "Those of them that were accepted.", whole.num_accepted_jump_forward_tokens),
     ):
         yield make.counter(OWN + name, text, value)
     seconds = {phase: engine.seconds[phase] for phase in STEP_PHASES}

@@ -125,8 +125,8 @@ class Acceptance:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_forced_tokens: int = 0
-    num_accepted_forced_tokens: int = 0
+    num_jump_forward_tokens: int = 0
+    num_accepted_jump_forward_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
 
     def add(self, stats: SequenceStats | Acceptance) -> None:
@@ -134,8 +134,8 @@ class Acceptance:
         self.num_drafts += stats.num_drafts
         self.num_draft_tokens += stats.num_draft_tokens
         self.num_accepted_tokens += stats.num_accepted_tokens
-        self.num_forced_tokens += stats.num_forced_tokens
-        self.num_accepted_forced_tokens += stats.num_accepted_forced_tokens
+        self.num_jump_forward_tokens += stats.num_jump_forward_tokens
+        self.num_accepted_jump_forward_tokens += stats.num_accepted_jump_forward_tokens
         longer = len(stats.accepted_by_position) - len(self.accepted_by_position)
         self.accepted_by_position += [0] * longer
         for i, count in enumerate(stats.accepted_by_position):

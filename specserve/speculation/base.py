@@ -65,7 +65,7 @@ class SequenceView:
 
     def jump_forward(self) -> list[int]:
         """The tokens that must follow by the sequence's grammar, as the tokenizer would split them."""
-        return [] if self._seq.grammar is None else self._seq.grammar.forced()
+        return [] if self._seq.grammar is None else self._seq.grammar.jump_forward()
 
     @property
     def num_cached(self) -> int:

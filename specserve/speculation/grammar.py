@@ -15,8 +15,8 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
     assert seq.grammar is not None, "free sequences are not guided"
     if len(draft) and (draft.q is not None or not draft.is_chain):
         return _cut(seq.grammar, draft, seq.stop_ids)
-    tokens, forced = _led(seq.grammar, draft.tokens.tolist(), budget, seq.stop_ids)
-    return draft if not forced and tokens == draft.tokens.tolist() else Draft.chain(tokens, forced=frozenset(forced))
+    tokens, places = _led(seq.grammar, draft.tokens.tolist(), budget, seq.stop_ids)
+    return draft if not places and tokens == draft.tokens.tolist() else Draft.chain(tokens, None, frozenset(places))
 
 
 def _led(state: GuardedState, ahead: list[int], budget: int, ends: frozenset[int]) -> tuple[list[int], list[int]]:
@@ -25,7 +25,7 @@ def _led(state: GuardedState, ahead: list[int], budget: int, ends: frozenset[int
     tokens: list[int] = []
     places: list[int] = []
     while len(tokens) < budget and not (tokens and tokens[-1] in ends):
-        forced = state.forced()[: budget - len(tokens)]
+        forced = state.jump_forward()[: budget - len(tokens)]
         following = forced or ahead[:1]
         taken = _take(state, following)
         places += range(len(tokens), len(tokens) + taken if forced else 0)

@@ -125,7 +125,7 @@ class Policy:
         limit = seq.draft_limit if self._hosts[seq.drafter].active else 0
         if seq.grammar is not None and seq.jump_forward:
             with self._timed("mask"):
-                limit = max(limit, min(len(seq.grammar.forced()), MOST_JUMP_FORWARD))
+                limit = max(limit, min(len(seq.grammar.jump_forward()), MOST_JUMP_FORWARD))
         if seq.params.num_speculative_tokens is not None:
             limit = min(limit, seq.params.num_speculative_tokens)
         if not limit:

@@ -137,7 +137,7 @@ class Automaton:
             state = self._after[state << 8 | byte]
         return state
 
-    def forced(self, state: int) -> list[int]:
+    def jump_forward(self, state: int) -> list[int]:
         """The tokens of the text that must follow, as the tokenizer splits it, as far as no token reaches beyond it."""
         if state not in self._forced:
             self._forced[state] = self._split(state)
@@ -210,8 +210,8 @@ class AutomatonState:
         assert 0 <= n < len(self._path), "rolled back beyond the beginning"
         del self._path[len(self._path) - n :]
 
-    def forced(self) -> list[int]:
-        return self._automaton.forced(self._path[-1])
+    def jump_forward(self) -> list[int]:
+        return self._automaton.jump_forward(self._path[-1])
 
 
 def _masks(transitions: Transitions, tree: TokenTree) -> Ids:

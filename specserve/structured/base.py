@@ -95,9 +95,9 @@ class Guarded:
         if n:
             self._call(self._state.rollback, None, n)
 
-    def forced(self) -> list[int]:
+    def jump_forward(self) -> list[int]:
         if self._forced is None:
-            self._forced = self._call(self._state.forced, list[int]())
+            self._forced = self._call(self._state.jump_forward, list[int]())
         return self._forced
 
     def _call(self, function: Callable[P, T], otherwise: T, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -117,9 +117,9 @@ class ReasoningState:
         for state, now, then in zip(self._states, before.moved, self._place.moved, strict=True):
             state.rollback(now - then)
 
-    def forced(self) -> list[int]:
+    def jump_forward(self) -> list[int]:
         if self._place.phase is _Phase.ANSWERING:
-            return self._answer.forced()
+            return self._answer.jump_forward()
         if self._place.phase is _Phase.OPENING and not self._place.is_early:
             return list(self._open[self._place.matched :])
         return []

@@ -60,7 +60,7 @@ class LanguageState:
         assert 0 <= n <= len(self.said), "rolled back beyond the beginning"
         del self.said[len(self.said) - n :]
 
-    def forced(self) -> list[int]:
+    def jump_forward(self) -> list[int]:
         ahead = LanguageState(self.grammar, list(self.said))
         while len(ahead.next()) == 1:
             ahead.advance(ahead.next().pop())

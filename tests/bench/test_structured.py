@@ -18,7 +18,7 @@ SCHEMA = {"type": "object", "properties": {"day": {"type": "string", "format": "
 
 
 def reply(text: str, reason: str, forced: int, stood: int) -> Reply:
-    stats = SequenceStats(num_forced_tokens=forced, num_accepted_forced_tokens=stood)
+    stats = SequenceStats(num_jump_forward_tokens=forced, num_accepted_jump_forward_tokens=stood)
     return Reply(0, 0, [1] * 10, text, stats, reason)
 
 
@@ -41,7 +41,11 @@ def test_figures() -> None:
     assert figures["mask_share"] == 0.05
     assert figures["mask_ms_per_step"] == {"p50": pytest.approx(1, rel=0.1), "p99": pytest.approx(64, rel=0.1)}
     assert figures["mask_ms_per_row"]["p99"] == pytest.approx(0.01, rel=0.1)
-    assert (figures["forced_tokens"], figures["accepted_forced_tokens"], figures["forced_share"]) == (8, 5, 0.125)
+    assert (figures["jump_forward_tokens"], figures["accepted_jump_forward_tokens"], figures["jump_forward_share"]) == (
+        8,
+        5,
+        0.125,
+    )
     assert (figures["ended_outputs"], figures["cut_off_outputs"], figures["invalid_outputs"]) == (3, 1, 2)
 
 

@@ -431,7 +431,7 @@ def test_bench_with_a_schema_measures_masks_and_counts_misfits(specserve: Run, t
     for figures in json.loads(Path("out.json").read_text())["runs"]:
         told = figures["structured"]
         assert (told["ended_outputs"], told["cut_off_outputs"], told["invalid_outputs"]) == (3, 0, 0)
-        assert 0 < told["accepted_forced_tokens"] <= told["forced_tokens"]
+        assert 0 < told["accepted_jump_forward_tokens"] <= told["jump_forward_tokens"]
         assert all(0 < times["p50"] <= times["p99"] for times in (told["mask_ms_per_row"], told["mask_ms_per_step"]))
         assert 0 < told["mask_share"] < 1
 

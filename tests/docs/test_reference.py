@@ -19,6 +19,7 @@ from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequ
 from specserve.server.wire.unsupported import REFUSED
 from specserve.speculation.base import Drafter
 from specserve.structured import library
+from specserve.types import Event, SequenceStats
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -139,7 +140,12 @@ def test_every_field_of_a_request_is_documented() -> None:
 
 def test_every_metric_is_documented() -> None:
     metrics = Metrics("m")
-    metrics.begin(1, 1, 1, "ngram")
+    metrics.begin("1", 1, 1)
+    stats = SequenceStats(
+        arrived=1.0, first_scheduled=1.0, first_token=2.0, finished=3.0, drafter="ngram", num_drafts=1
+    )
+    stats.drafted_by_position, stats.accepted_by_position = [1], [1]
+    metrics.notify(Event(request_id="1", index=0, tokens=[5, 6], finish_reason="stop", stats=stats))
     text = metrics.exposition(None, 0, True).decode()
     exposed = {
         family.name.removeprefix("specserve:").removeprefix("vllm:") for family in text_string_to_metric_families(text)

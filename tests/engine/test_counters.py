@@ -70,16 +70,16 @@ def test_masks_have_a_phase_of_their_own_and_forced_tokens_are_counted(tmp_path:
     counters, params = built.engine.counters, SamplingParams(temperature=0.0, max_tokens=40)
     run(built, Request(id="free", prompt_ids=[5, 6, 7], params=params))
     assert sum(counters.mask_per_step.counts) == 0
-    assert counters.num_forced_tokens == 0
+    assert counters.num_jump_forward_tokens == 0
     before = counters.snapshot()
     built.engine.add(*bound(built, [5, 6, 7], Structured.choice(["the other stone and the other then"])))
     (seq,) = built.engine.requests["bound"]
     while built.engine.has_work:
         built.engine.step()
-    assert seq.stats.num_forced_tokens == seq.stats.num_draft_tokens > 5
-    assert seq.stats.num_accepted_forced_tokens == seq.stats.num_accepted_tokens > 5
-    assert counters.num_forced_tokens == seq.stats.num_forced_tokens
-    assert counters.num_accepted_forced_tokens == seq.stats.num_accepted_forced_tokens
+    assert seq.stats.num_jump_forward_tokens == seq.stats.num_draft_tokens > 5
+    assert seq.stats.num_accepted_jump_forward_tokens == seq.stats.num_accepted_tokens > 5
+    assert counters.num_jump_forward_tokens == seq.stats.num_jump_forward_tokens
+    assert counters.num_accepted_jump_forward_tokens == seq.stats.num_accepted_jump_forward_tokens
     assert sum((counters.mask_per_step - before.mask_per_step).counts) == seq.stats.num_steps
     assert sum((counters.mask_per_row - before.mask_per_row).counts) == seq.stats.num_steps + seq.stats.num_draft_tokens
     assert counters.seconds["mask"] > before.seconds["mask"] > 0
@@ -96,4 +96,4 @@ def test_only_what_a_grammar_forced_is_counted_as_forced(tmp_path: Path) -> None
     while built.engine.has_work:
         built.engine.step()
     assert seq.stats.num_draft_tokens > 0
-    assert seq.stats.num_forced_tokens == 0
+    assert seq.stats.num_jump_forward_tokens == 0

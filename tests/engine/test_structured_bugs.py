@@ -98,7 +98,7 @@ def drive(built: Built, *asked: Asked, after_step: Callable[[], None] = lambda: 
 
 
 def pairs(built: Built, length: int = 5) -> StrictGrammar:
-    """All texts of so many tokens A and B: nothing is forced but the end."""
+    """All texts of so many tokens A and B: nothing must come but the end."""
     return StrictGrammar([(*text, eos_of(built)) for text in itertools.product((A, B), repeat=length)])
 
 
@@ -219,7 +219,7 @@ class BrokenGrammar(LanguageGrammar):
         return state
 
 
-@pytest.mark.parametrize("broken", ["fill", "advance", "rollback", "forced"])
+@pytest.mark.parametrize("broken", ["fill", "advance", "rollback", "jump_forward"])
 def test_one_requests_type_error_ends_that_request_alone(tiny: Path, broken: str) -> None:
     """sglang #24283: whichever method of a grammar's state raises whatever."""
     built = make(tiny)
@@ -339,7 +339,7 @@ class AnyTextState:
     def rollback(self, n: int) -> None:
         pass
 
-    def forced(self) -> list[int]:
+    def jump_forward(self) -> list[int]:
         return []
 
 

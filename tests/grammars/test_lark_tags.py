@@ -113,13 +113,13 @@ def takes(grammar: Grammar, words: Vocabulary, text: str) -> bool:
     return walked(grammar, words, ids) == (len(ids), True)
 
 
-def forced(grammar: Grammar, words: Vocabulary, text: str) -> str:
+def jump_forward(grammar: Grammar, words: Vocabulary, text: str) -> str:
     """What must come behind a text."""
     state = grammar.start()
     for token in ids_of(words, text):
         assert state.advance(token)
     spelled = {token: spelling.encode() for spelling, token in words.controls.items()}
-    return b"".join(spelled.get(token, words.tokens[token]) for token in state.forced()).decode()
+    return b"".join(spelled.get(token, words.tokens[token]) for token in state.jump_forward()).decode()
 
 
 def test_a_file_with_an_underscore_is_no_backend() -> None:
@@ -177,7 +177,9 @@ def test_a_trigger_that_is_one_token_of_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer(folder)
     own = vocabulary(tokenizer, 295)
     backend = LlguidanceBackend(own)
-    assert compiled(backend, calls(at_least_one=True)).start().forced()[0] == tokenizer.added_tokens["<tool_call>"]
+    assert (
+        compiled(backend, calls(at_least_one=True)).start().jump_forward()[0] == tokenizer.added_tokens["<tool_call>"]
+    )
     free = compiled(backend, calls())
     ids = tokenizer.encode(f"a {weather()} b {clock()}", add_special_tokens=False)
     assert tokenizer.added_tokens["<tool_call>"] in ids
@@ -199,12 +201,12 @@ def test_what_calls_have_in_common_is_forced(
     backend: LlguidanceBackend, words: Vocabulary, begin: str, end: str
 ) -> None:
     required = compiled(backend, calls(begin, end, at_least_one=True))
-    assert forced(required, words, "") == f'{begin}\n{{"name": "'
+    assert jump_forward(required, words, "") == f'{begin}\n{{"name": "'
     free = compiled(backend, calls(begin, end))
-    assert forced(free, words, "Hello") == ""
-    assert forced(free, words, f"Hello {begin}") == '\n{"name": "'
-    assert forced(free, words, f'Hello {begin}\n{{"name": "w') == 'eather", "arguments": {"city": '
-    assert forced(free, words, weather("x", begin, end).removesuffix(f"}}}}\n{end}")) == f"}}}}\n{end}"
+    assert jump_forward(free, words, "Hello") == ""
+    assert jump_forward(free, words, f"Hello {begin}") == '\n{"name": "'
+    assert jump_forward(free, words, f'Hello {begin}\n{{"name": "w') == 'eather", "arguments": {"city": '
+    assert jump_forward(free, words, weather("x", begin, end).removesuffix(f"}}}}\n{end}")) == f"}}}}\n{end}"
 
 
 def test_at_least_one_comes_first(backend: LlguidanceBackend, words: Vocabulary) -> None:
@@ -219,7 +221,7 @@ def test_nothing_follows_the_first(backend: LlguidanceBackend, words: Vocabulary
     assert not any(takes(grammar, words, text) for text in (weather() + " ", weather() + clock()))
     one = compiled(backend, calls(at_least_one=True, stop_after_first=True))
     assert takes(one, words, clock())
-    assert forced(one, words, clock()) == "<|end|>"
+    assert jump_forward(one, words, clock()) == "<|end|>"
     assert not any(takes(one, words, text) for text in ("", "x", "x" + clock(), clock() + "x"))
 
 
@@ -230,7 +232,7 @@ def test_calls_of_mistral_and_llama(backend: LlguidanceBackend, words: Vocabular
     call = f'{OPEN}weather{CLOSE}{{"city": "Rome"}}'
     assert all(takes(grammar, words, text) for text in (call, call + call, f'{call}{OPEN}time{CLOSE}{{"zone": "cet"}}'))
     assert not any(takes(grammar, words, text) for text in ("", call + OPEN, call.replace(CLOSE, ""), call + CLOSE))
-    assert forced(grammar, words, OPEN + "w") == f'eather{CLOSE}{{"city": '
+    assert jump_forward(grammar, words, OPEN + "w") == f'eather{CLOSE}{{"city": '
     whole = [tag(f'{{"name": "{name}", "parameters": ', json_of(schema), "}") for name, schema in (("w", CITY),)]
     llama = compiled(backend, {"type": "tags_with_separator", "tags": whole, "separator": "; ", "at_least_one": True})
     one = '{"name": "w", "parameters": {"city": "x"}}'

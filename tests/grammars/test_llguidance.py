@@ -83,7 +83,7 @@ def takes(state: LlguidanceState, words: Vocabulary, text: str) -> bool:
     taken = 0
     tokens = [*words.encode(text), words.eos_ids[0]]
     for token in tokens:
-        in_mask, forced = token in allowed(state, words), state.forced()
+        in_mask, forced = token in allowed(state, words), state.jump_forward()
         assert state.allows(token) == in_mask
         may_come = state.advance(token)
         assert may_come >= in_mask, "the mask has what may not come"
@@ -154,26 +154,26 @@ def test_a_choice_may_be_any_text(backend: LlguidanceBackend, words: Vocabulary)
 def test_the_end_comes_once_and_can_be_taken_back(backend: LlguidanceBackend, words: Vocabulary) -> None:
     state = backend.compile(Structured.choice(["ab"])).start()
     ids = words.encode("ab")
-    assert state.forced() == ids
+    assert state.jump_forward() == ids
     assert not state.advance(words.eos_ids[0]), "nothing was said yet"
     for token in ids:
         assert state.advance(token)
-    assert state.forced() == [words.eos_ids[0]]
+    assert state.jump_forward() == [words.eos_ids[0]]
     assert allowed(state, words) == set(words.eos_ids)
     assert state.advance(words.eos_ids[0])
     assert allowed(state, words) == set()
-    assert state.forced() == []
+    assert state.jump_forward() == []
     assert not state.advance(words.eos_ids[0])
     assert not state.advance(ids[0])
     state.rollback(1 + len(ids))
-    assert state.forced() == ids
+    assert state.jump_forward() == ids
 
 
 def test_what_is_forced_may_come_and_is_how_the_tokenizer_splits_it(
     backend: LlguidanceBackend, words: Vocabulary
 ) -> None:
     state = backend.compile(Structured.json(PERSON)).start()
-    forced = state.forced()
+    forced = state.jump_forward()
     assert forced == words.encode('{"name": "')[: len(forced)]
     assert len(forced) >= 2
     for token in forced:

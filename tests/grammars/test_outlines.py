@@ -156,8 +156,8 @@ def test_every_state_has_a_way_to_the_end_and_drafts_are_what_walking_gives(
         state.fill_draft(np.array(nodes, np.int32), np.array(parents, np.int32), frozenset({EOS[1], 4}), rows)
         for node, row in enumerate(rows, -1):
             assert (row == expected(grammar, said, nodes, parents, node, {EOS[1], 4}, words)).all()
-        assert state.forced() == walked(grammar, said).forced()
-        for token in state.forced():
+        assert state.jump_forward() == walked(grammar, said).jump_forward()
+        for token in state.jump_forward():
             assert state.advance(token), "what is forced may come"
 
 
@@ -218,35 +218,35 @@ def test_forced_text_is_split_as_the_tokenizer_does_and_stops_where_it_may_be_sp
     pattern: str, forced: list[str | None]
 ) -> None:
     words = words_of([*LETTERS, b"ab", b"abd", "é".encode(), b"\xc3", b"\xa9", b"\xa8"])
-    found = OutlinesBackend(words).compile(Structured.regex(pattern)).start().forced()
+    found = OutlinesBackend(words).compile(Structured.regex(pattern)).start().jump_forward()
     assert [None if token in EOS else words.tokens[token].decode() for token in found] == forced
 
 
 def test_a_long_forced_text_is_split_in_parts() -> None:
     words = words_of([b"ab", b"a", b"b"])
     state = OutlinesBackend(words).compile(Structured.regex("(?:ab){600}b?")).start()
-    assert state.forced() == [3] * 256
+    assert state.jump_forward() == [3] * 256
     assert all(state.advance(token) for token in [3] * 590)
-    assert state.forced() == [3] * 10
+    assert state.jump_forward() == [3] * 10
     assert state.advance(4)
-    assert state.forced() == [5, *[3] * 9]
+    assert state.jump_forward() == [5, *[3] * 9]
 
 
 def test_the_end_comes_once_and_can_be_taken_back() -> None:
     words = words_of([b"a", b"b", b"ab"])
     state = OutlinesBackend(words).compile(Structured.choice(["ab"])).start()
-    assert state.forced() == [5, EOS[0]]
+    assert state.jump_forward() == [5, EOS[0]]
     assert not state.advance(EOS[0]), "nothing was said yet"
     assert state.advance(3)
-    assert state.forced() == [4, EOS[0]]
+    assert state.jump_forward() == [4, EOS[0]]
     assert state.advance(4)
-    assert (state.forced(), allowed(state, words)) == ([EOS[0]], set(EOS))
+    assert (state.jump_forward(), allowed(state, words)) == ([EOS[0]], set(EOS))
     assert state.advance(EOS[1])
-    assert (state.forced(), allowed(state, words)) == ([], set())
+    assert (state.jump_forward(), allowed(state, words)) == ([], set())
     assert not state.advance(EOS[0])
     assert not state.advance(3)
     state.rollback(2)
-    assert state.forced() == [4, EOS[0]]
+    assert state.jump_forward() == [4, EOS[0]]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def same(first: Grammar, second: Grammar, words: Vocabulary, seed: int) -> int:
     ours, theirs, chance, compared = first.start(), second.start(), random.Random(seed), 0
     for _ in range(12):
         may_come, others = allowed(ours, words), allowed(theirs, words) - nul
-        if theirs.forced():
+        if theirs.jump_forward():
             assert others <= may_come
         else:
             assert may_come == others

@@ -228,15 +228,15 @@ def test_the_end_comes_once_and_can_be_taken_back(backend: XgrammarBackend, word
     state = backend.compile(Structured.choice(["ab"])).start()
     ids = words.encode("ab")
     for end in words.eos_ids:
-        assert state.forced() == [*ids, words.eos_ids[0]]
+        assert state.jump_forward() == [*ids, words.eos_ids[0]]
         assert not state.advance(end), "nothing was said yet"
         for token in ids:
             assert state.advance(token)
-        assert state.forced() == [words.eos_ids[0]]
+        assert state.jump_forward() == [words.eos_ids[0]]
         assert allowed(state, words) == set(words.eos_ids)
         assert state.advance(end)
         assert allowed(state, words) == set()
-        assert state.forced() == []
+        assert state.jump_forward() == []
         assert not state.advance(words.eos_ids[0])
         assert not state.advance(ids[0])
         state.rollback(0)
@@ -248,7 +248,7 @@ def test_what_is_forced_may_come_and_is_how_the_tokenizer_splits_it(
     backend: XgrammarBackend, words: Vocabulary
 ) -> None:
     state = backend.compile(Structured.json(PERSON)).start()
-    forced = state.forced()
+    forced = state.jump_forward()
     assert forced == words.encode('{"name": "')[: len(forced)]
     assert len(forced) >= 2
     for token in forced:
@@ -259,16 +259,19 @@ def test_what_is_forced_may_come_and_is_how_the_tokenizer_splits_it(
 def test_the_last_token_is_not_forced_where_a_longer_one_may_come(backend: XgrammarBackend, words: Vocabulary) -> None:
     """There are tokens " o" and " a"."""
     state = backend.compile(Structured.choice(["an ox", "an ax"])).start()
-    assert state.forced() == words.encode("an")
-    assert backend.compile(Structured.choice(["an "])).start().forced() == [*words.encode("an "), words.eos_ids[0]]
+    assert state.jump_forward() == words.encode("an")
+    assert backend.compile(Structured.choice(["an "])).start().jump_forward() == [
+        *words.encode("an "),
+        words.eos_ids[0],
+    ]
 
 
 def test_what_is_forced_within_a_character_is_no_fault(backend: XgrammarBackend, words: Vocabulary) -> None:
     state = backend.compile(Structured.choice(["\U0001f600", "\U0001f601"])).start()
     for token in words.encode("\U0001f600"):
-        assert all(each in allowed(state, words) for each in state.forced()[:1])
+        assert all(each in allowed(state, words) for each in state.jump_forward()[:1])
         assert state.advance(token)
-    assert state.forced() == [words.eos_ids[0]]
+    assert state.jump_forward() == [words.eos_ids[0]]
 
 
 @pytest.mark.parametrize(

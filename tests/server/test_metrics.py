@@ -58,8 +58,8 @@ OWN = {
     "engine_steps": "counter",
     "engine_step_rows": "counter",
     "drafts_dropped": "counter",
-    "forced_tokens": "counter",
-    "accepted_forced_tokens": "counter",
+    "jump_forward_tokens": "counter",
+    "accepted_jump_forward_tokens": "counter",
     "step_time_seconds": "counter",
     "refused": "counter",
     "drafter_num_steps": "counter",
@@ -131,7 +131,7 @@ def play(metrics: Metrics, clock: Clock) -> None:
     clock.now = 1000.75
     drafted = SequenceStats(
         arrived=1000.0, first_scheduled=1000.125, first_token=1000.5, finished=1000.75, num_steps=3, num_drafts=3,
-        num_draft_tokens=9, num_accepted_tokens=4, num_forced_tokens=5, num_accepted_forced_tokens=3,
+        num_draft_tokens=9, num_accepted_tokens=4, num_jump_forward_tokens=5, num_accepted_jump_forward_tokens=3,
         accepted_by_position=[2, 2, 0], drafted_by_position=[3, 3, 3], drafter="ngram",
     )  # fmt: skip
     metrics.notify(Event("7", 0, [6, 7], finish_reason="length", stats=drafted))
@@ -195,8 +195,8 @@ def test_counters_after_a_script(metrics: Metrics, clock: Clock) -> None:
         "engine_steps_total": 40,
         "engine_step_rows_total": 90,
         "drafts_dropped_total": 5,
-        "forced_tokens_total": 5,
-        "accepted_forced_tokens_total": 3,
+        "jump_forward_tokens_total": 5,
+        "accepted_jump_forward_tokens_total": 3,
     }
 
 

@@ -373,7 +373,7 @@ def test_a_prediction_is_drafted_unless_another_drafter_is_named() -> None:
         assert (seq.drafter, seq.stats.drafter, seq.stats.predicted) == (drafter, drafter, predicted)
 
 
-def forced(params: SamplingParams | None = None) -> Sequence:
+def jump_forward(params: SamplingParams | None = None) -> Sequence:
     """Its grammar leaves no choice of the next three tokens."""
     return make_seq(params, grammar=Guarded(LanguageGrammar([[4, 5, 6]]).start()))
 
@@ -391,7 +391,7 @@ def forced(params: SamplingParams | None = None) -> Sequence:
 def test_jump_forward_tokens_are_drafted_unless_the_request_wants_no_drafts(
     own: bool, asked: str | None, params: dict[str, Any], expected: list[int]
 ) -> None:
-    drafters, seq = (constant(2) if own else policy()), forced(SamplingParams(**params))
+    drafters, seq = (constant(2) if own else policy()), jump_forward(SamplingParams(**params))
     drafters.admit([seq], asked)
     step = scheduled([seq])
     drafters.draft(step)
@@ -399,7 +399,7 @@ def test_jump_forward_tokens_are_drafted_unless_the_request_wants_no_drafts(
 
 
 def test_what_a_drafters_model_computed_of_nodes_that_a_grammar_replaced_is_forgotten() -> None:
-    drafters, seq = constant(3), forced()
+    drafters, seq = constant(3), jump_forward()
     drafters.admit([seq], None)
     cache = KVCache(KVStorage([KVShape(1, 2)], 4, 16, torch.float32, "cpu"), prefix_caching=False)
     assert cache.reserve(seq, 9)

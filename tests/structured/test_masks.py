@@ -117,7 +117,7 @@ def test_a_guided_draft_holds_what_may_stand_and_nothing_else(
     if not draft.is_chain:
         assert paths == {p for p in asked if all(p[i] in may_come(state, list(p[:i])) for i in range(len(p)))}
     if not len(draft):
-        assert [p[-1] for p in sorted(paths, key=len)] == state.forced()[:budget]
+        assert [p[-1] for p in sorted(paths, key=len)] == state.jump_forward()[:budget]
 
 
 def test_what_is_forced_stands_before_between_and_after_what_is_drafted() -> None:
@@ -131,7 +131,7 @@ def test_what_is_forced_stands_before_between_and_after_what_is_drafted() -> Non
 def test_a_guided_draft_says_which_of_its_tokens_are_forced() -> None:
     seq, _ = guided([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2]])
     drafts = [guide(seq, Draft.chain(said), 9) for said in ([1, 2, 0], [1, 2, 1], [1, 2, 2], [])]
-    assert [(draft.tokens.tolist(), set(draft.forced)) for draft in drafts] == [
+    assert [(draft.tokens.tolist(), set(draft.jump_forward)) for draft in drafts] == [
         ([1, 2, 0, 3, 3, EOS], {0, 1, 3, 4, 5}),
         ([1, 2, 1, 3, 2, EOS], {0, 1, 3, 4, 5}),
         ([1, 2], {0, 1}),

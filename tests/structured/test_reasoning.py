@@ -198,16 +198,16 @@ def test_a_chain_across_the_end_of_reasoning_is_led_behind_it() -> None:
 
 def test_nothing_is_forced_before_the_answer_but_the_rest_of_what_opens_reasoning() -> None:
     inside = begun([[0, 1]], [3], [2], is_open=True)
-    assert inside.forced() == []
+    assert inside.jump_forward() == []
     assert inside.advance(2)
-    assert inside.forced() == [0, 1, EOS]
+    assert inside.jump_forward() == [0, 1, EOS]
     may_open = begun([[0, 1]], [3, 0, 2], [2], is_open=False)
-    assert may_open.forced() == []
+    assert may_open.jump_forward() == []
     assert may_open.advance(3)
-    assert may_open.forced() == [0, 2]
+    assert may_open.jump_forward() == [0, 2]
     may_open.rollback(1)
     assert may_open.advance(0)
-    assert may_open.forced() == [1, EOS]
+    assert may_open.jump_forward() == [1, EOS]
 
 
 def test_what_a_prompt_ends_with_decides() -> None:
