@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from specserve.errors import ConfigError
 from specserve.kernels.reference import Kernels
 from specserve.models.loader import load_model
+from specserve.speculation.base import DraftRequest, SequenceReport, SequenceView, StepReport
 from specserve.testing import (
     SPECIAL_TOKENS,
     Feed,
@@ -22,7 +23,7 @@ from specserve.testing import (
     tiny_tokenizer,
     write_tiny_model,
 )
-from specserve.types import SamplingParams, Sequence, Verdict
+from specserve.types import Draft, SamplingParams, Sequence, Verdict
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 PROMPT = (3, 1, 4, 1, 5)
@@ -40,10 +41,10 @@ def drafter(**options: float) -> ScriptedDrafter:
 
 
 def propose(source: ScriptedDrafter, budget: int, num_output: int = 0) -> tuple[list[int], list[int]]:
-    seq = sequence(num_output)
-    source.begin(seq)
-    (draft,) = source.propose([seq], [budget])
-    source.end(seq)
+    view = SequenceView(sequence(num_output))
+    source.begin(view)
+    (draft,) = source.propose([DraftRequest(view, budget)])
+    source.end(view)
     assert len(draft) <= budget
     assert draft.q is None
     return draft.tokens.tolist(), draft.parents.tolist()
@@ -118,9 +119,10 @@ def test_exact_drafter_continues_the_script(num_output: int) -> None:
 def test_unscripted_prompts_and_empty_budgets_get_empty_drafts() -> None:
     source = drafter()
     known, strange = sequence(), sequence(prompt=(9, 9))
-    source.begin(known)
-    source.begin(strange)
-    assert [len(draft) for draft in source.propose([known, strange], [0, 4])] == [0, 0]
+    views = [SequenceView(seq) for seq in (known, strange)]
+    for view in views:
+        source.begin(view)
+    assert [len(draft) for draft in source.propose(list(map(DraftRequest, views, [0, 4])))] == [0, 0]
 
 
 @settings(max_examples=60)
@@ -162,17 +164,19 @@ def test_accuracy_is_a_rate_and_errors_belong_to_positions() -> None:
 
 def test_lifecycle_is_counted_and_misuse_is_caught() -> None:
     source, seq = drafter(), sequence()
+    view = SequenceView(seq)
     with pytest.raises(AssertionError):
-        source.propose([seq], [2])
-    source.begin(seq)
-    source.propose([seq], [4])
-    source.commit([seq], [Verdict([100, 101, 7], [0, 1])], None)
-    assert (source.num_drafted, source.num_accepted, source.live) == (4, 2, {seq})
+        source.propose([DraftRequest(view, 2)])
+    source.begin(view)
+    source.propose([DraftRequest(view, 4)])
+    verdict = Verdict([100, 101, 7], [0, 1])
+    source.observe(StepReport([SequenceReport(view, 0, 1, Draft.chain([100, 101]), verdict, 0)]))
+    assert (source.num_drafted, source.num_accepted, source.live) == (4, 2, {view})
     with pytest.raises(AssertionError):
-        source.begin(seq)
-    source.end(seq)
+        source.begin(view)
+    source.end(view)
     with pytest.raises(AssertionError):
-        source.end(seq)
+        source.end(view)
 
 
 @pytest.mark.parametrize("options", [{"accuracy": 1.5}, {"accuracy": float("nan")}, {"decoys": -1}, {"decoys": 199}])

@@ -49,6 +49,7 @@ class ScriptedDrafter:
         self.num_accepted = 0
 
     def begin(self, seq: SequenceView) -> None:
+        assert seq not in self.live, "begin twice"
         self.live.add(seq)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:

@@ -61,13 +61,13 @@ def ids_of(llm: LLM, count: int = CONTEXT) -> list[int]:
     return prompt(llm.tokenizer, load_text(), count)
 
 
-def batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """What the runner gets from now on: rows of each step, tokens cached before it, rows to be judged."""
-    seen: list[tuple[int, int, int]] = []
+def batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What the runner gets from now on: rows of each step, tokens cached before it."""
+    seen: list[tuple[int, int]] = []
     start = llm.engine.runner.start
 
     def spy(inputs: StepInput) -> None:
-        seen.append((inputs.query_starts[-1], inputs.cached[0], len(inputs.logit_rows)))
+        seen.append((inputs.query_starts[-1], inputs.cached[0]))
         start(inputs)
 
     monkeypatch.setattr(llm.engine.runner, "start", spy)
@@ -85,7 +85,7 @@ def test_steps_have_the_rows_that_were_asked_for_and_one_more_token_each(
     assert [timing.rows for timing in timings] == order
     prefill, *verify = seen
     assert prefill[0] == CONTEXT % 16
-    assert verify == [(rows, CONTEXT + i, rows) for i, rows in enumerate(order)]
+    assert verify == [(rows, CONTEXT + i) for i, rows in enumerate(order)]
     assert all(timing.seconds["total"] > timing.seconds["forward"] > 0 for timing in timings)
 
 
@@ -94,7 +94,7 @@ def test_a_round_does_not_need_the_prefix_cache(folder: Path, monkeypatch: pytes
     with llm, VerifySteps(llm, ids_of(llm), [4]) as steps:
         seen = batches(llm, monkeypatch)
         assert [timing.rows for timing in steps.round([4, 4])] == [4, 4]
-    assert [rows for rows, _, _ in seen] == [16, 16, CONTEXT - 32, 4, 4]
+    assert [rows for rows, _ in seen] == [16, 16, CONTEXT - 32, 4, 4]
 
 
 @pytest.mark.parametrize("draft", [lambda n: Draft.empty(), lambda n: Draft.chain([0] * (n - 1))])

@@ -275,7 +275,7 @@ def forward(model: Any, rows: list[int]) -> tuple[torch.Tensor, ...]:
     ids, positions = torch.tensor(PROMPT[:8]), torch.arange(8)
     with torch.inference_mode():
         outputs = model.forward(ids, positions, torch.tensor(rows), kv, ops.plan(layout, 16))
-        return tuple(output.clone() for output in outputs)
+        return tuple(output.clone() for output in outputs[:3])
 
 
 @pytest.mark.parametrize("kernels", ALL_WEIGHTS)

@@ -198,10 +198,10 @@ def test_an_engine_whose_steps_lead_nowhere_is_replaced(
         "if 'specserve.server.engine.process' in sys.orig_argv:\n"
         "    from specserve.engine import scheduler\n"
         "    pick = scheduler.Scheduler.pick\n"
-        "    def livelock(self, draft_limit):\n"
+        "    def livelock(self):\n"
         "        for seq in list(self.running):\n"
         "            self._preempt(seq)\n"
-        "        return pick(self, draft_limit)\n"
+        "        return pick(self)\n"
         "    scheduler.Scheduler.pick = livelock\n"
     )
     (tmp_path / "sitecustomize.py").write_text(fault, "utf-8")
