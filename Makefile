@@ -36,7 +36,10 @@ OF_THE_CPU := tests/kernels tests/models/test_architectures.py tests/checkpoint/
   tests/engine tests/sampling/test_invariance.py tests/sampling/test_native_draw.py tests/sampling/test_logprobs.py \
   tests/test_llm.py tests/test_structured.py
 
-.PHONY: help env demo serve test check lint types format pytest pytest-avx2 sanitize contract wheel bare clean
+QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
+  tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
+
+.PHONY: help env demo serve test quick check lint types format pytest pytest-avx2 sanitize contract wheel bare clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -64,6 +67,10 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI'
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
 test: check pytest pytest-avx2 sanitize bare ## Everything CI runs: lint, types and all tests, those of the real model too.
+
+quick: check ## Lint, types and the tests of the core: what to run between two commits. About a minute and a half.
+	@echo "== pytest, the core"
+	@$(PYTEST) -n $(PROCESSES) --dist loadfile $(QUICK) $(PYTEST_FLAGS)
 
 check: lint types ## What needs no tests to run: lint and types.
 
