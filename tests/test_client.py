@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientResponse, web
 
 import specserve
 from specserve import AsyncClient, Client
@@ -711,8 +711,20 @@ def test_leaving_a_blocking_stream_closes_its_connection(serving: Serving, how: 
         assert server.left.wait(60)
 
 
-def test_closing_ends_calls_of_other_threads(serving: Serving) -> None:
-    server = serving(Answer(hangs=True))
+@pytest.mark.parametrize("body", [False, True])
+def test_closing_ends_calls_of_other_threads(serving: Serving, monkeypatch: pytest.MonkeyPatch, body: bool) -> None:
+    """Whether they wait for an answer's head, or are about to read its body."""
+    server, reads = serving(Answer(hangs=True)), threading.Event()
+    text = ClientResponse.text
+
+    async def noted(self: ClientResponse, *args: Any, **options: Any) -> str:
+        reads.set()
+        while self._session is not None and not self._session.closed:
+            await asyncio.sleep(0)
+        return await text(self, *args, **options)
+
+    if body:
+        monkeypatch.setattr(ClientResponse, "text", noted)
     client = Client(server.url)
     errors: list[BaseException] = []
 
@@ -726,6 +738,8 @@ def test_closing_ends_calls_of_other_threads(serving: Serving) -> None:
     thread.start()
     while not server.asked:
         threading.Event().wait(0.005)
+    if body:
+        assert reads.wait(60)
     client.close()
     thread.join(60)
     assert len(errors) == 1

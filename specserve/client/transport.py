@@ -138,7 +138,9 @@ class Transport:
         except TimeoutError as error:
             message = f"No answer from {self._url} within {self._timeout} seconds, the timeout of this client."
             raise ServerError(message, type="timeout_error") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not self._closed:  # what aiohttp says of a body when it was closed
+                raise
             raise broken(f"No answer from {self._url}: {error or type(error).__name__}.") from error
 
 

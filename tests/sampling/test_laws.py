@@ -247,7 +247,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
         "keys[trial.parents]",
         at("rejection", "one-hot"),
     ),
-    ("a uniform of another step", "_uniforms", "len(seq.tokens)", "0", at("block", "one-hot")),
+    ("a uniform of another step", "_uniforms", "len(each.seq.tokens)", "0", at("block", "one-hot")),
     (
         "a node's uniform keyed by its own position and token alone",
         "_uniforms",
@@ -259,7 +259,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
                 "        place = torch.zeros_like(keys) if trial is rounds[0] else place",
                 "        place[starts] = torch.tensor(first) - 1",
                 "        origin[trial.rows], place[trial.rows] = origin[trial.parents], place[trial.parents] + 1",
-                "        own = [seqs[i].seed for i in origin[trial.rows].tolist()]",
+                "        own = [tried[i].seq.seed for i in origin[trial.rows].tolist()]",
                 "        own = row_keys(own, place[trial.rows].tolist(), [Purpose.ACCEPT] * len(own))",
                 "        keys[trial.rows] = noise.fold(own, self._hashed[trial.tokens])",
             )
@@ -279,7 +279,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     (
         "recovery with one position for all",
         "_accept_or_reject",
-        "len(seq.tokens) + len(path)",
+        "len(each.seq.tokens) + len(path)",
         "0",
         at("rejection", "one-hot"),
     ),

@@ -53,7 +53,10 @@ def _call_output(item: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reasoning(item: Mapping[str, Any]) -> dict[str, Any]:
     """Reasoning that another server wrote; encrypted, it cannot be read here."""
-    parts = [part for name in ("content", "summary") if isinstance(said := item.get(name), list) for part in said]
+    found = [said for name in ("content", "summary") if (said := item.get(name)) is not None]
+    if not all(isinstance(said, list) for said in found):
+        raise ValueError("holds a reasoning item whose content or summary is no list of texts.")
+    parts = [part for said in found for part in said]
     texts = [text_field(mapping(part, "texts"), "text", "a part of a reasoning item") for part in parts]
     if not texts:
         raise ValueError("holds a reasoning item without text, which this server cannot read. Leave it out.")

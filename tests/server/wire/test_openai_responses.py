@@ -88,6 +88,13 @@ def test_defaults_are_those_of_chat() -> None:
         assert made.template_options()["tools"] is None
 
 
+@pytest.mark.parametrize("field", ["content", "summary"])
+def test_what_a_reasoning_item_holds_is_looked_at_whole(field: str) -> None:
+    item = {"type": "reasoning", "summary": [{"text": "a"}], "content": [{"text": "b"}], field: True}
+    with pytest.raises(InputError, match="no list of texts"):
+        talk(user("a"), item)
+
+
 def test_items_become_messages() -> None:
     called = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b\ud800"}]
