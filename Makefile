@@ -33,7 +33,7 @@ SANITIZE := build/sanitize
 HIDE_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SPECSERVE_ISA=avx2
 HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpuinfo 2>/dev/null))
 OF_THE_CPU := tests/kernels tests/models/test_architectures.py tests/checkpoint/test_packed.py tests/models/test_real_logits.py \
-  tests/engine tests/sampling/test_invariance.py tests/sampling/test_native_draw.py tests/sampling/test_logprobs.py \
+  tests/engine tests/sampling/test_invariance.py tests/sampling/test_native_sampling.py tests/sampling/test_logprobs.py \
   tests/test_llm.py tests/test_structured.py
 
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
@@ -115,7 +115,7 @@ ifneq ($(shell command -v g++),)
 	@site=$$($(SANITIZE)/venv/bin/python -c '$(SITE_PACKAGES)') && $(BIN)/python -m zipfile -e $(SANITIZE)/*.whl $$site && \
 	  $(BIN)/python -c '$(SITE_PACKAGES)' > $$site/development.pth
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  $(SANITIZE)/venv/bin/python -P -m pytest -q -p no:cacheprovider --capture=sys tests/kernels/test_cpu.py tests/sampling/test_native_draw.py
+	  $(SANITIZE)/venv/bin/python -P -m pytest -q -p no:cacheprovider --capture=sys tests/kernels/test_cpu.py tests/sampling/test_native_sampling.py
 else
 	@echo "== no g++: native kernels are not tested under AddressSanitizer"
 endif
