@@ -63,6 +63,10 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     drafter = None if make_drafter is None else make_drafter(context)
     host = DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s, config.drafter)
     taps = host.needs.hidden_layers
+    if wrong := [layer for layer in taps if layer not in range(spec.num_layers)]:
+        raise ConfigError(
+            f"--drafter {config.drafter} reads layers {wrong}; this model has 0 to {spec.num_layers - 1}."
+        )
     shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers + context.kv_shapes
     width = spec.step_width + len(taps) * spec.hidden_size
     taken = step_bytes(max_rows, width, max_logit_rows, spec.vocab_size)

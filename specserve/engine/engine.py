@@ -55,8 +55,8 @@ class Engine:
         running."""
         if self.has_work:
             raise ConfigError("The drafter can only be changed while no request is running.")
-        self.policy.replace(drafter, num_speculative_tokens)
         self.runner.tap(drafter.needs.hidden_layers)
+        self.policy.replace(drafter, num_speculative_tokens)
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""

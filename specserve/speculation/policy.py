@@ -164,12 +164,15 @@ class Policy:
         try:
             make = prepare(name, None)
             drafter = None if make is None else make(self.context)
+            host = DraftHost(drafter, self._own.vocab_size, self._own.timeout_s, name)
+            if host.needs.hidden_layers:  # the step that was recorded shows it none
+                raise ConfigError(f"Drafter {name!r} reads layers of the target: it must be the engine's --drafter.")
         except ConfigError as error:
             raise InputError(str(error), "drafter") from error
         except Exception as error:
             raise InputError(f"Drafter {name!r} cannot be made: {type(error).__name__}: {error}.", "drafter") from error
-        self._hosts[name] = DraftHost(drafter, self._own.vocab_size, self._own.timeout_s, name)
-        return self._hosts[name]
+        self._hosts[name] = host
+        return host
 
 
 def _forget_others(seq: Sequence, proposed: Draft, kept: Draft) -> None:

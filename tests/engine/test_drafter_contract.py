@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import specserve.drafters
 from specserve.config import EngineConfig
+from specserve.drafters.ngram import NgramDrafter
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
@@ -179,6 +180,12 @@ def test_nothing_is_tapped_for_those_that_need_nothing(tiny: Path) -> None:
     engine.use(DraftHost(ScriptedDrafter({}, VOCAB), VOCAB, 30.0), 5)
     assert engine.runner.taps == ()
     drive(engine, mixed(2))
+
+
+def test_a_layer_that_the_model_has_not_is_refused_at_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NgramDrafter, "needs", Needs(hidden_layers=(0, 3)))
+    with pytest.raises(ConfigError, match=r"reads layers \[3\]; this model has 0 to 2"):
+        make(tiny, drafter="ngram")
 
 
 def _assert_transformers_agrees(tiny: Path, drafter: TapDrafter, outputs: dict[tuple[str, int], list[int]]) -> None:

@@ -157,8 +157,10 @@ def test_each_drafter_is_called_once_with_its_own_and_drafts_come_in_the_batchs_
 
 
 def test_hidden_states_go_to_who_needs_them_with_the_rows_of_its_own(folder: Path) -> None:
-    drafters = policy()
-    seqs = begun(drafters, "three", "one", "three")
+    make = prepare("three", {})
+    assert make is not None
+    drafters = policy(DraftHost(make(NO_TARGET), VOCABULARY, 5.0, "three"))
+    seqs = begun(drafters, None, "one", "three")
     step = scheduled(seqs)
     step.seqs[2].draft, step.seqs[2].num_new, step.seqs[2].first_row = Draft.chain([7, 8]), 2, 5
     verdicts = dict(zip(seqs, [Verdict([4], []), Verdict([4], []), Verdict([7, 4], [0])], strict=True))
@@ -428,6 +430,11 @@ def test_an_unknown_name_has_near_misses(folder: Path) -> None:
     assert all(name in message for name in ("mine", "none", "one", "prediction"))
     for name in ("", "../ngram", "ngram.NgramDrafter", "zoo"):
         assert f"Unknown drafter {name!r}" in refused(policy(), name)
+
+
+def test_a_drafter_that_reads_layers_is_only_the_engines_own(folder: Path) -> None:
+    """The steps that run show no layer to it."""
+    assert "'three' reads layers of the target: it must be the engine's --drafter" in refused(policy(), "three")
 
 
 @pytest.mark.parametrize("name", [5, ["ngram"], {"name": "ngram"}, b"ngram"])
