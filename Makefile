@@ -68,7 +68,7 @@ serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI'
 
 test: check pytest pytest-avx2 sanitize bare ## Everything CI runs: lint, types and all tests, those of the real model too.
 
-quick: check ## Lint, types and the tests of the core: what to run between two commits. About a minute and a half.
+quick: check ## Lint, types and the tests of the core: what to run between two commits. About a minute on two cores.
 	@echo "== pytest, the core"
 	@$(PYTEST) -n $(PROCESSES) --dist loadfile $(QUICK) $(PYTEST_FLAGS)
 
