@@ -7,9 +7,11 @@ without). Its masks are written to numpy arrays, so what it says about tensors i
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,11 @@ _UNNEEDED = ("torch", "transformers")
 def xgrammar_module() -> ModuleType:
     """xgrammar. Where torch is loaded already, that is what it gets. Raises ModuleNotFoundError."""
     os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")  # else some versions compile C++ when imported
+    with _crashes_as_before():
+        return _imported()
+
+
+def _imported() -> ModuleType:
     if "torch" in sys.modules or "xgrammar" in sys.modules or importlib.util.find_spec("xgrammar") is None:
         return importlib.import_module("xgrammar")
     try:
@@ -33,6 +40,19 @@ def xgrammar_module() -> ModuleType:
         for name in [name for name in sys.modules if name.split(".")[0] == "xgrammar"]:
             del sys.modules[name]
         return importlib.import_module("xgrammar")
+
+
+@contextmanager
+def _crashes_as_before() -> Iterator[None]:
+    """tvm_ffi has SIGSEGV print where it was, which allocates: a process that crashes within malloc would wait for its
+    own lock for ever rather than end."""
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(256)  # more than a struct sigaction takes
+    is_known = libc.sigaction(signal.SIGSEGV, None, before) == 0
+    try:
+        yield
+    finally:
+        if is_known:
+            libc.sigaction(signal.SIGSEGV, before, None)
 
 
 class _Absent(ModuleType):

@@ -75,6 +75,7 @@ def main(folder: str, size: str, backend: str, max_bytes: str, parent: str) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the other side decides
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_AS, (int(max_bytes), int(max_bytes)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one that crashes would be waited for until it lies on the disk
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     words = vocabulary(Tokenizer(Path(folder)), int(size))

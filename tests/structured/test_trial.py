@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -150,6 +151,9 @@ def test_the_copy_that_compiles_dies(trial: Trial) -> None:
     trial.run(Structured.regex("a"))
     worker, copy = trial._process, trial.process_id
     assert copy is not None
+    assert resource.prlimit(copy, resource.RLIMIT_CORE) == (0, 0), "hundreds of megabytes would be written first"
+    caught = int(Path(f"/proc/{copy}/status").read_text().split("\nSigCgt:")[1].split()[0], 16)
+    assert not caught >> signal.SIGSEGV - 1 & 1, "a handler that allocates may wait for itself for ever"
     threading.Timer(0.3, os.kill, (copy, signal.SIGSEGV)).start()
     assert "-11" in str(trial.run(endless()).crashed)
     assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
