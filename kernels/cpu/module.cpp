@@ -172,6 +172,11 @@ NB_MODULE(_native, m) {
   nb::class_<Activation>(m, "Activation").def_ro("width", &Activation::width);
   m.def("weight", &weight);
   m.def("activation", &activation);
+  nb::class_<PrefetchChoice>(m, "PrefetchChoice")
+      .def(nb::init<>())
+      .def("next", &PrefetchChoice::next)
+      .def("took", &PrefetchChoice::took)
+      .def_prop_ro("is_on", &PrefetchChoice::is_on);
   nb::class_<ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>())
       .def_prop_ro("threads", &ThreadPool::threads)

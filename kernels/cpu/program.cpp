@@ -1,12 +1,12 @@
 // Records ops and shares each of them out among the threads of a pool.
 #include "program.h"
 
-#include <algorithm>
-#include <chrono>
 #include <utility>
 
 namespace specserve {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 constexpr int kPiecesPerThread = 8;  // so many that a thread that is held up leaves its share to the others
 constexpr int kMaxLead = 8192;
@@ -64,9 +64,10 @@ Program::~Program() {
 }
 
 void Program::add(const char* name, Op op, int64_t scratch_bytes) {
+  const int with_weights = op.weights ? op.num_items : 0;
   for (int thread = 0; thread < pool_->threads(); ++thread) {
     Part& part = parts_[thread];
-    const int begin = share(op.num_items, thread), end = share(op.num_items, thread + 1);
+    const int begin = share(with_weights, thread), end = share(with_weights, thread + 1);
     if (begin < end) part.weights.push_back({op.weights + begin * op.item_bytes, op.weights + end * op.item_bytes});
     part.num_read.push_back(int(part.weights.size()));
     part.taken = std::vector<Count>(ops_.size() + 1);
@@ -90,34 +91,28 @@ void Program::fused_add_rms_norm(const FusedAddRmsNormArgs& args) {
 }
 
 void Program::linear(const LinearArgs& args) {
-  const auto count = rows_;
-  const auto items = [args, count](const Rows& rows) { return count(rows) ? args.weight.outputs / kTile : 0; };
-  const auto run = [this, args, count](const Rows& rows, int begin, int end, void*, Ahead& ahead) {
-    kernels_.linear(args, count(rows), begin, end, ahead);
+  const auto run = [this, args, count = rows_](const Rows& rows, int begin, int end, void*, Ahead& ahead) {
+    kernels_.linear(args, count.in(rows), begin, end, ahead);
   };
-  add("linear", {items, run, args.weight.data, args.weight.tile_bytes, args.weight.outputs / kTile});
+  add("linear", {rows_, run, args.weight.outputs / kTile, args.weight.data, args.weight.tile_bytes});
 }
 
 void Program::gated(const GatedArgs& args) {
-  const auto count = rows_;
-  const auto items = [args, count](const Rows& rows) { return count(rows) ? args.weight.outputs / kTile / 2 : 0; };
-  const auto run = [this, args, count](const Rows& rows, int begin, int end, void*, Ahead& ahead) {
-    kernels_.gated(args, count(rows), begin, end, ahead);
+  const auto run = [this, args, count = rows_](const Rows& rows, int begin, int end, void*, Ahead& ahead) {
+    kernels_.gated(args, count.in(rows), begin, end, ahead);
   };
-  add("gated", {items, run, args.weight.data, 2 * args.weight.tile_bytes, args.weight.outputs / kTile / 2});
+  add("gated", {rows_, run, args.weight.outputs / kTile / 2, args.weight.data, 2 * args.weight.tile_bytes});
 }
 
 void Program::rope_and_cache(const RopeAndCacheArgs& args) {
   const int heads = args.heads + 2 * args.kv_heads;
-  const auto items = [heads](const Rows& rows) { return rows.plan->rows() * heads; };
   const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch, Ahead&) {
     kernels_.rope_and_cache(args, rows.plan->slots(), rows.plan->broken(), begin, end, (float*)scratch);
   };
-  add("rope_and_cache", {items, run}, 2 * args.head_dim * sizeof(float));
+  add("rope_and_cache", {rows_, run, heads}, 2 * args.head_dim * sizeof(float));
 }
 
 void Program::attention(const AttentionArgs& args) {
-  const auto items = [args](const Rows& rows) { return int(rows.plan->blocks().size()) * args.kv_heads; };
   const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch, Ahead& ahead) {
     for (int i = begin; i < end; ++i) {
       const Plan::Block& block = rows.plan->blocks()[i / args.kv_heads];
@@ -125,7 +120,7 @@ void Program::attention(const AttentionArgs& args) {
                          ahead);
     }
   };
-  add("attention", {items, run}, attention_scratch_bytes(args.heads / args.kv_heads, args.head_dim));
+  add("attention", {{RowCount::Of::kAttentionBlocks}, run, args.kv_heads}, attention_scratch_bytes(args.heads / args.kv_heads, args.head_dim));
 }
 
 void Program::quantize_activation(const QuantizeActivationArgs& args) {
@@ -150,7 +145,7 @@ void Program::argmax(const float* x, int n, int64_t* best) {
 }
 
 void Program::gather_rows(const GatherRowsArgs& args) {
-  rows_ = [](const Rows& rows) { return rows.gathered; };
+  rows_ = {RowCount::Of::kGathered};
   add("gather_rows",
       {rows_, [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.gather_rows(args, begin, end); }});
 }
@@ -160,7 +155,17 @@ void Program::tap(const GatherRowsArgs& args) {
 }
 
 void Program::rows_from(const int64_t* count) {
-  rows_ = [count](const Rows& rows) { return count ? int(*count) : rows.step; };
+  rows_ = count ? RowCount{RowCount::Of::kPointer, count} : RowCount{};
+}
+
+int Program::RowCount::in(const Rows& rows) const {
+  switch (of) {
+    case Of::kStep: return rows.step;
+    case Of::kGathered: return rows.gathered;
+    case Of::kAttentionBlocks: return int(rows.plan->blocks().size());
+    case Of::kPointer: return int(*pointer);
+  }
+  return 0;
 }
 
 int Program::Count::take(uint32_t pass, int most, int limit) {
@@ -198,7 +203,7 @@ int Program::Count::get(uint32_t pass) const {
 void Program::count_items(int index, const Pass& pass) {
   const int end = int(ops_.size());
   for (int items = 0; !items && index <= end; ++index) {
-    items = index < end ? std::max(0, ops_[index].items(pass.rows)) : 0;
+    items = index < end ? ops_[index].items(pass.rows) : 0;
     items_[index].set(pass.number, items);
   }
 }
@@ -209,14 +214,14 @@ void Program::work(int index, const Pass& pass, int thread) {
   const Op& op = ops_[index];
   const int items = items_[index].get(pass.number), threads = pool_->threads();
   const int piece = std::max(1, items / (threads * kPiecesPerThread));
-  Ahead ahead = idle(index, thread);
+  Ahead ahead = idle(index, thread, pass.lead);
   int computed = 0;
   for (int turn = 0; turn < threads; ++turn) {
     const int owner = (thread + turn) % threads, first = share(items, owner), last = share(items, owner + 1);
     Count& taken = parts_[owner].taken[index];
     for (int at; (at = taken.take(pass.number, piece, last - first)) >= 0;) {
       const int begin = first + at, end = std::min(begin + piece, last);
-      if (op.weights) ahead = reading(index, thread, begin, turn ? end : last, lead_of(pass.rows));
+      if (op.weights) ahead = reading(index, thread, begin, turn ? end : last, pass.lead);
       op.run(pass.rows, begin, end, parts_[thread].scratch.data(), ahead);
       computed += end - begin;
       pool_->beat(thread);
@@ -228,6 +233,7 @@ void Program::work(int index, const Pass& pass, int thread) {
 
 // The place `lead` bytes after item `begin`, for a thread that reads up to item `end` and then its shares of later ops.
 Ahead Program::reading(int index, int thread, int begin, int end, int lead) const {
+  if (!lead) return {};
   const Op& op = ops_[index];
   const std::vector<Stretch>& weights = parts_[thread].weights;
   Ahead ahead{op.weights + begin * op.item_bytes, op.weights + end * op.item_bytes,
@@ -242,9 +248,9 @@ Ahead Program::reading(int index, int thread, int begin, int end, int lead) cons
 }
 
 // What an op that reads no weights may ask for: the thread's share of the next op that does, and no more.
-Ahead Program::idle(int index, int thread) const {
+Ahead Program::idle(int index, int thread, int lead) const {
   const Part& part = parts_[thread];
-  if (part.num_read[index] == int(part.weights.size())) return {};
+  if (!lead || part.num_read[index] == int(part.weights.size())) return {};
   const Stretch& next = part.weights[part.num_read[index]];
   return {next.begin, next.end, nullptr, nullptr};
 }
@@ -274,21 +280,27 @@ bool Program::fetch_next(int thread, int turn) const {
 }
 
 std::shared_ptr<const Program::Pass> Program::begin(const Rows& rows) {
-  auto pass = std::make_shared<const Pass>(Pass{++number_, rows});
+  begun_ = Clock::now();
+  auto pass = std::make_shared<const Pass>(Pass{++number_, rows, prefetch_.next(rows.step) ? lead_of(rows) : 0});
   count_items(0, *pass);
   return pass;
 }
 
 Job Program::job(const Rows& rows) {
   const auto run = [this, pass = begin(rows)](int thread) {
-    fetch_first(thread);
+    if (pass->lead) fetch_first(thread);
     for (int i = 0; i < int(ops_.size()); ++i) work(i, *pass, thread);
   };
   if (ops_.size() == 1) return {run, false};
   return {run, false, [this](int thread, int turn) { return fetch_next(thread, turn); }};
 }
 
-void Program::run(const Rows& rows) { pool_->run(job(rows)); }
+void Program::ended() { prefetch_.took(std::chrono::duration<double>(Clock::now() - begun_).count()); }
+
+void Program::run(const Rows& rows) {
+  pool_->run(job(rows));
+  ended();
+}
 
 void Program::start(const Rows& rows) {
   finish();  // what somebody has left
@@ -296,14 +308,16 @@ void Program::start(const Rows& rows) {
 }
 
 void Program::finish() {
-  if (const auto job = std::exchange(started_, nullptr)) job->run(0);
+  if (const auto job = std::exchange(started_, nullptr)) {
+    job->run(0);
+    ended();
+  }
 }
 
 std::vector<double> Program::profile(const Rows& rows) {
-  using Clock = std::chrono::steady_clock;
   std::vector<double> seconds;
   pool_->run({[this, &seconds, pass = begin(rows)](int thread) {
-    fetch_first(thread);
+    if (pass->lead) fetch_first(thread);
     Clock::time_point begun = Clock::now();
     for (int i = 0; i < int(ops_.size()); ++i) {
       work(i, *pass, thread);
@@ -313,6 +327,7 @@ std::vector<double> Program::profile(const Rows& rows) {
       begun = now;
     }
   }});
+  ended();
   return seconds;
 }
 

@@ -6,12 +6,15 @@
 // on what they computed (`rows_from`). kernels.cpp says how to add an instruction set.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <vector>
 
 #include "args.h"
+#include "prefetch.h"
 #include "thread_pool.h"
 
 namespace specserve {
@@ -90,18 +93,28 @@ class Program {
   const std::vector<const char*>& names() const { return names_; }
 
  private:
-  using RowCount = std::function<int(const Rows&)>;
+  // How many rows an op works on. Plain numbers: between two uses everything was pushed out of the caches.
+  struct RowCount {
+    enum class Of { kStep, kGathered, kAttentionBlocks, kPointer } of = Of::kStep;
+    const int64_t* pointer = nullptr;
+    int in(const Rows& rows) const;
+  };
   struct Op {
-    RowCount items;  // pieces of work that threads share
+    RowCount rows;
     std::function<void(const Rows&, int begin, int end, void* scratch, Ahead& ahead)> run;
+    int num_items = 1;  // pieces of work that threads share: of each row, or of all of them together where there are weights
     const uint8_t* weights = nullptr;  // what the items read, one after the other
     int64_t item_bytes = 0;
-    int num_items = 0;  // where there are weights
+    int items(const Rows& pass) const {
+      const int n = std::max(0, rows.in(pass));
+      return weights ? (n ? num_items : 0) : n * num_items;
+    }
   };
   // One run. Threads that come to it late keep it alive.
   struct Pass {
     uint32_t number;
     Rows rows;
+    int lead;  // bytes from the weights that are read to those that are prefetched; 0: none are
   };
   // A number of items in the newest pass that has changed it: nothing has to be reset, and whoever is late notices.
   class Count {
@@ -128,16 +141,17 @@ class Program {
   std::shared_ptr<const Pass> begin(const Rows& rows);
   void count_items(int index, const Pass& pass);
   Job job(const Rows& rows);
+  void ended();
   void work(int index, const Pass& pass, int thread);
   Ahead reading(int index, int thread, int begin, int end, int lead) const;
-  Ahead idle(int index, int thread) const;
+  Ahead idle(int index, int thread, int lead) const;
   void fetch_first(int thread) const;
   bool fetch_next(int thread, int turn) const;
   int share(int items, int thread) const { return int(int64_t(items) * thread / pool_->threads()); }
 
   std::shared_ptr<ThreadPool> pool_;
   const Kernels& kernels_;
-  RowCount rows_ = [](const Rows& rows) { return rows.step; };  // of an op that is added now
+  RowCount rows_;  // of an op that is added now
   std::vector<Op> ops_;
   std::vector<const char*> names_;
   std::vector<Part> parts_;  // of each thread
@@ -145,6 +159,8 @@ class Program {
   std::vector<Count> done_;   // of each op, items that are computed
   uint32_t number_ = 0;       // of the newest pass
   std::shared_ptr<const Job> started_;
+  PrefetchChoice prefetch_;
+  std::chrono::steady_clock::time_point begun_;  // of the newest pass
 };
 
 }  // namespace specserve

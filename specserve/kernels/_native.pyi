@@ -15,6 +15,11 @@ class Weight:
 class Activation:
     width: int
 
+class PrefetchChoice:
+    def next(self, rows: int) -> bool: ...
+    def took(self, seconds: float) -> None: ...
+    is_on: bool
+
 class ThreadPool:
     def __init__(self, threads: int) -> None: ...
     threads: int
