@@ -110,13 +110,15 @@ class ServerError(SpecserveError):
             body = json.loads(text)
         except ValueError:
             body = None
-        told = body.get("error", body) if isinstance(body, dict) else body
-        if isinstance(told, str):
-            told = {"message": told}
-        if not isinstance(told, dict) or not isinstance(told.get("message"), str):
-            told = {"message": " ".join(text[:_MAX_SHOWN].split()) or f"The server answered with HTTP status {status}."}
-        said = {name: str(told[name]) for name in ("type", "code", "param") if told.get(name) is not None}
-        return cls(told["message"], status=status, retry_after=retry_after, should_retry=should_retry, **said)
+        error = body.get("error", body) if isinstance(body, dict) else body
+        if isinstance(error, str):
+            error = {"message": error}
+        if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+            error = {
+                "message": " ".join(text[:_MAX_SHOWN].split()) or f"The server answered with HTTP status {status}."
+            }
+        said = {name: str(error[name]) for name in ("type", "code", "param") if error.get(name) is not None}
+        return cls(error["message"], status=status, retry_after=retry_after, should_retry=should_retry, **said)
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:

@@ -61,8 +61,8 @@ def check(
     counts, keywords = totals(groups), by_keyword(groups)
     if json_file is not None:
         by_name = {name: {**found, **shares(found)} for name, found in keywords.items()}
-        told = {**counts, **shares(counts), "keywords": by_name, "groups": [asdict(group) for group in groups]}
-        json_file.write_text(json.dumps(told, indent=1), "utf-8")
+        figures = {**counts, **shares(counts), "keywords": by_name, "groups": [asdict(group) for group in groups]}
+        json_file.write_text(json.dumps(figures, indent=1), "utf-8")
     _show(counts, keywords)
 
 

@@ -183,8 +183,8 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
 
 
 def _refusal(response: aiohttp.ClientResponse, text: str) -> ServerError:
-    told = response.headers.get("x-should-retry")
-    again = response.status in _RETRIED or response.status >= 500 if told is None else told.lower() == "true"
+    advice = response.headers.get("x-should-retry")
+    again = response.status in _RETRIED or response.status >= 500 if advice is None else advice.lower() == "true"
     return ServerError.of_answer(response.status, text, _seconds(response.headers.get("Retry-After")), again)
 
 

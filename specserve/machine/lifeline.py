@@ -51,11 +51,11 @@ class Copy:
         try:
             self._stream.write(line)
             self._stream.flush()
-            told = self._stream.readline()
+            reply = self._stream.readline()
         except OSError:
-            told = ""
-        if told.endswith("\n"):
-            found: dict[str, Any] = json.loads(told)
+            reply = ""
+        if reply.endswith("\n"):
+            found: dict[str, Any] = json.loads(reply)
             return found
         was_cancelled, status = self._was_cancelled, self._replace()
         if was_cancelled:
@@ -98,8 +98,8 @@ class Copy:
             while line := stream.readline():
                 job = json.loads(line)
                 with limited(job["seconds"]):
-                    told = self._answer(job)
-                stream.write(json.dumps(told) + "\n")
+                    outcome = self._answer(job)
+                stream.write(json.dumps(outcome) + "\n")
                 stream.flush()
         except Exception:
             traceback.print_exc()

@@ -65,6 +65,6 @@ class Lines:
                 return job
         return None
 
-    def num_dear(self, tenant: bytes) -> int:
+    def num_expensive(self, tenant: bytes) -> int:
         """Jobs in a tenant's line that have used up their first time."""
         return sum(job.level > 0 for job in self._lines.get(tenant, ()))

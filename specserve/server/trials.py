@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # ms, and nobody knows beforehand which do not: 500 bytes of JSON Schema can take minutes.
 _FIRST_S = (0.05, 0.4)
 _LONG = 2**13  # characters of a constraint that is given the second of these at once
-_MAX_DEAR = 64  # of one tenant that wait: two minutes' work
+_MAX_EXPENSIVE = 64  # of one tenant that wait: two minutes' work
 _KEPT_S = 60.0  # a failure that another time may not bring
 _MAX_BYTES = 2**24  # of constraints whose outcome is kept
 
@@ -86,9 +86,9 @@ class Trials:
     """Tries each constraint once, and remembers. `folder` is the tokenizer's; `limit_s` is what a trial may take, in
     seconds of CPU time.
 
-    One worker is for what may be cheap alone; another takes what has turned out dear, and cheap ones where there is
-    nothing dear. So a choice or an ordinary schema never waits for a dear one. A trial whose requests have all gone
-    ends at once.
+    One worker is for what may be cheap alone; another takes what has turned out expensive, and cheap ones where there
+    is nothing expensive. So a choice or an ordinary schema never waits for an expensive one. A trial whose requests
+    have all gone ends at once.
     """
 
     def __init__(self, folder: Path, backend: str = AUTO, limit_s: float = 2.0) -> None:
@@ -104,7 +104,7 @@ class Trials:
 
     async def check(self, asked: Structured, vocab_size: int, tenant: bytes = b"") -> bool:
         """Whether compiling it takes long. Raises RefusedError for what cannot be compiled within the limits, and
-        WireError, 429, where too many dear ones of this tenant wait already."""
+        WireError, 429, where too many expensive ones of this tenant wait already."""
         finding = self._remembered(asked) or await self._tried(asked, vocab_size, tenant)
         if finding.why is not None:
             raise RefusedError(finding.why)
@@ -137,11 +137,11 @@ class Trials:
 
     def _wait(self, job: Job, tenants: Iterable[bytes]) -> None:
         """Have it wait in the lines of these tenants. Raises WireError where none of them has room for it."""
-        lines = [tenant for tenant in tenants if not job.level or self._lines.num_dear(tenant) < _MAX_DEAR]
+        lines = [tenant for tenant in tenants if not job.level or self._lines.num_expensive(tenant) < _MAX_EXPENSIVE]
         if not lines:
             raise overloaded(
-                f"{_MAX_DEAR} constraints of yours that take long to compile are waiting to be tried, the most that "
-                "may. Send the request again in a moment."
+                f"{_MAX_EXPENSIVE} constraints of yours that take long to compile are waiting to be tried, the most "
+                "that may. Send the request again in a moment."
             )
         for tenant in lines:
             self._lines.add(job, tenant)
@@ -173,10 +173,10 @@ class Trials:
         self._dispatch()
 
     def _next_for(self, worker: Worker) -> Job | None:
-        cheap, dear = range(1), range(1, len(self._limits))
+        cheap, expensive = range(1), range(1, len(self._limits))
         if worker is self._for_cheap:
             return self._lines.take(cheap)
-        return self._lines.take(dear) or (self._lines.take(cheap) if worker.is_ready else None)
+        return self._lines.take(expensive) or (self._lines.take(cheap) if worker.is_ready else None)
 
     async def _try(self, job: Job, worker: Worker) -> None:
         try:

@@ -1,5 +1,5 @@
-"""Whether weights are prefetched: what takes less time on a machine is found out, and costs next to nothing where it was
-right already."""
+"""Whether weights are prefetched: what takes less time on a machine is found out, which costs next to nothing where it
+was done already."""
 
 from __future__ import annotations
 

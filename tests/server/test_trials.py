@@ -1,5 +1,5 @@
-"""Constraints are tried where nothing is lost: once each, in turn, cheap ones before dear ones, for as long as somebody
-waits, and remembered."""
+"""Constraints are tried where nothing is lost: once each, in turn, cheap ones before expensive ones, for as long as
+somebody waits, and remembered."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Worker:
         pass
 
 
-CHEAP, DEAR, ENDLESS = "0.01", "1.5", "1000"
+CHEAP, EXPENSIVE, ENDLESS = "0.01", "1.5", "1000"
 InVirtualTime = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -219,12 +219,12 @@ class Tried:
         return not (self.trials._busy or self.trials._jobs or self.trials._lines._lines)
 
 
-def test_cheap_ones_do_not_wait_for_dear_ones(in_virtual_time: InVirtualTime) -> None:
+def test_cheap_ones_do_not_wait_for_expensive_ones(in_virtual_time: InVirtualTime) -> None:
     """Whatever they look like: nobody knows before how long one takes."""
 
     async def run() -> None:
         tried = Tried()
-        dear = [tried.begin(costing(ENDLESS, i)) for i in range(10)]
+        expensive = [tried.begin(costing(ENDLESS, i)) for i in range(10)]
         await asyncio.sleep(0)
         assert await tried.ask(costing(CHEAP, "first")) is False
         assert tried.ended["0.01 first"] <= 10 * 0.05 + 0.01
@@ -232,7 +232,7 @@ def test_cheap_ones_do_not_wait_for_dear_ones(in_virtual_time: InVirtualTime) ->
         begun = asyncio.get_running_loop().time()
         assert await tried.ask(costing(CHEAP, "second")) is False
         assert tried.ended["0.01 second"] == pytest.approx(begun + 0.01), "now they are known for what they are"
-        answers = await asyncio.gather(*dear)
+        answers = await asyncio.gather(*expensive)
         assert all("longer than 2 s" in str(answer) for answer in answers)
         assert tried.is_idle()
 
@@ -243,15 +243,17 @@ def test_tenants_take_turns(in_virtual_time: InVirtualTime) -> None:
     async def run() -> None:
         tried = Tried()
         for i in range(50):
-            tried.begin(costing(DEAR, i), b"first")
+            tried.begin(costing(EXPENSIVE, i), b"first")
             tried.begin(costing("0.04", i), b"first")
         await asyncio.sleep(10)
         begun = asyncio.get_running_loop().time()
-        cheap, dear = costing(CHEAP, "mine"), costing(DEAR, "mine")
-        answers = await asyncio.gather(tried.ask(cheap, b"second"), tried.ask(dear, b"second"))
+        cheap, expensive = costing(CHEAP, "mine"), costing(EXPENSIVE, "mine")
+        answers = await asyncio.gather(tried.ask(cheap, b"second"), tried.ask(expensive, b"second"))
         assert answers == [False, True]
         assert tried.ended[cheap.text] <= begun + 0.05 + 0.01
-        assert tried.ended[dear.text] <= begun + 0.05 + 0.01 + 0.05 + 2 * (2 + 2), "behind one of the first's each time"
+        assert tried.ended[expensive.text] <= begun + 0.05 + 0.01 + 0.05 + 2 * (2 + 2), (
+            "behind one of the first's each time"
+        )
 
     in_virtual_time(run())
 
@@ -262,9 +264,9 @@ def test_who_joins_is_in_its_own_line(in_virtual_time: InVirtualTime) -> None:
     async def run() -> None:
         tried = Tried()
         for i in range(40):
-            tried.begin(costing(DEAR, i), b"first")
+            tried.begin(costing(EXPENSIVE, i), b"first")
         await asyncio.sleep(4)
-        shared = costing(DEAR, 39)
+        shared = costing(EXPENSIVE, 39)
         assert shared.text not in tried.ended
         begun = asyncio.get_running_loop().time()
         assert await tried.ask(shared, b"second") is True
@@ -306,10 +308,10 @@ def test_one_that_is_left_before_it_begins_frees_its_worker(in_virtual_time: InV
     in_virtual_time(run())
 
 
-def test_too_many_dear_ones_are_told_to_come_again(in_virtual_time: InVirtualTime) -> None:
+def test_too_many_expensive_ones_are_told_to_come_again(in_virtual_time: InVirtualTime) -> None:
     async def run() -> None:
         tried = Tried()
-        asking = [tried.begin(costing(DEAR, i), b"first") for i in range(70)]
+        asking = [tried.begin(costing(EXPENSIVE, i), b"first") for i in range(70)]
         await asyncio.sleep(4)
         told = [task.result() for task in asking if task.done()]
         refused = [answer for answer in told if isinstance(answer, WireError)]
@@ -317,10 +319,10 @@ def test_too_many_dear_ones_are_told_to_come_again(in_virtual_time: InVirtualTim
             (429, "overloaded", "1")
         }
         assert len(refused) >= 70 - 64 - 2
-        waiting = tried.trials._lines.num_dear(b"first")
+        waiting = tried.trials._lines.num_expensive(b"first")
         assert waiting <= 64
         assert await tried.ask(costing(CHEAP), b"first") is False, "what is cheap has room"
-        assert await tried.ask(costing(DEAR, "mine"), b"second") is True, "and so has somebody else"
+        assert await tried.ask(costing(EXPENSIVE, "mine"), b"second") is True, "and so has somebody else"
         await asyncio.gather(*asking)
         assert tried.is_idle()
 
@@ -362,7 +364,7 @@ def test_long_ones_do_not_begin_with_the_cheap(in_virtual_time: InVirtualTime) -
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([CHEAP, "0.2", DEAR, ENDLESS]),
+            st.sampled_from([CHEAP, "0.2", EXPENSIVE, ENDLESS]),
             st.integers(0, 5),  # which of that cost
             st.sampled_from([b"a", b"b"]),
             st.floats(0, 3),  # comes

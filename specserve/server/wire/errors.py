@@ -64,9 +64,9 @@ def wire_error(error: BaseException) -> WireError:
     """What the client is told about any exception; nothing of one that nobody foresaw."""
     if isinstance(error, WireError):
         return error
-    for kind, told in _TOLD:
+    for kind, answer in _ANSWERS:
         if isinstance(error, kind):
-            return told(error)
+            return answer(error)
     return WireError(500, "server_error", "The server failed on this request; its log says why.", code=INTERNAL_ERROR)
 
 
@@ -91,7 +91,7 @@ def _timed_out(error: Any) -> WireError:
 
 
 # The more special first.
-_TOLD: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (
+_ANSWERS: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (
     (InputError, _bad_request),
     (ValidationError, _invalid_fields),
     (EngineError, _engine_failed),

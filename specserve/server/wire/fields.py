@@ -103,9 +103,9 @@ class Wire(BaseModel):
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Says of null what the validator above does with it."""
         schema = handler(core_schema)
-        told = handler.resolve_ref_schema(schema)
-        fields, required = told.get("properties", {}), told.get("required", ())
-        told["properties"] = {name: v if name in required else nullable(v) for name, v in fields.items()}
+        own = handler.resolve_ref_schema(schema)
+        fields, required = own.get("properties", {}), own.get("required", ())
+        own["properties"] = {name: v if name in required else nullable(v) for name, v in fields.items()}
         return schema
 
 

@@ -51,8 +51,8 @@ class FunctionTool(Wire):
         return {"type": "function", "function": {n: v for n in names if (v := getattr(self, n)) is not None}}
 
     def echo(self) -> dict[str, Any]:
-        told = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", **told, "strict": self.strict}
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", **function, "strict": self.strict}
 
 
 def _functions(value: Any) -> Any:

@@ -41,8 +41,8 @@ def response_body(
     (completion,) = output.outputs
     items = items_of(parts_of(parser or PlainText(), completion))
     cut = completion.finish_reason == "length"
-    told = [_item(reply, item, cut and item is items[-1]) for item in items]
-    return _ended(reply, request, output, told, now)
+    outputs = [_item(reply, item, cut and item is items[-1]) for item in items]
+    return _ended(reply, request, output, outputs, now)
 
 
 class ResponseStream(ItemStream):

@@ -52,17 +52,17 @@ def test_large_bodies(large: Any, bounded: Any, name: str) -> None:
 # --- constraints ------------------------------------------------------------------------------------------------------
 
 
-def dear(i: int) -> dict[str, Any]:
+def expensive(i: int) -> dict[str, Any]:
     """5 KB that nobody compiles within the time for it: texts that hold all of many words, in any order."""
     patterns = [{"type": "string", "pattern": f".*{i} word number {j} of this text.*"} for j in range(80)]
     return {"prompt": "x", "max_tokens": 4, "guided_json": {"allOf": patterns}}
 
 
 def test_constraints_that_nobody_waits_for(large: Any, bounded: Any) -> None:
-    """Ten dear ones whose clients have left, and one that costs nothing: it is answered in its turn, which is now."""
+    """Ten expensive ones whose clients have left, and one that costs nothing: it is answered in its turn, at once."""
     with bounded(large, num_pipes=8) as case:
         for i in range(10):
-            case.drop(dear(i), seconds=0.1)
+            case.drop(expensive(i), seconds=0.1)
         begun = time.monotonic()
         reply = case.complete(guided_choice=["yes", "no"], ignore_eos=False, timeout=30)
         waited_s = time.monotonic() - begun

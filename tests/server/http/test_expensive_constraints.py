@@ -19,7 +19,7 @@ pytestmark = pytest.mark.alone
 DEAR = 10
 
 
-def dear(name: str) -> dict[str, Any]:
+def expensive(name: str) -> dict[str, Any]:
     """A request of about 5 KB whose schema takes minutes to compile."""
     words = [f"{name}{i}{'x' * 300}" for i in range(16)]
     schema = {"allOf": [{"type": "string", "pattern": f".*{word}.*"} for word in words]}
@@ -82,7 +82,7 @@ def is_at_rest(served: Any) -> bool:
 def test_dropped_ones_cost_nobody_anything(ordinary: Any) -> None:
     """They are gone from the queue with their clients, and what runs of them ends."""
     before = trial_seconds(ordinary.process.pid)
-    talks = [begun(ordinary, dear(f"dropped{i}")) for i in range(DEAR)]
+    talks = [begun(ordinary, expensive(f"dropped{i}")) for i in range(DEAR)]
     ordinary.until(lambda: trial_seconds(ordinary.process.pid) > before + 0.05)
     time.sleep(0.2)  # all of them are in
     for talk in talks:
@@ -93,15 +93,15 @@ def test_dropped_ones_cost_nobody_anything(ordinary: Any) -> None:
     assert trial_seconds(ordinary.process.pid) - before < 3.0, "ten of them would be 20"
 
 
-def test_cheap_ones_do_not_wait_behind_dear_ones(ordinary: Any) -> None:
+def test_cheap_ones_do_not_wait_behind_expensive_ones(ordinary: Any) -> None:
     with ExitStack() as stack:
         before = trial_seconds(ordinary.process.pid)
-        waiting = [stack.enter_context(begun(ordinary, dear(f"waiting{i}"))) for i in range(DEAR)]
+        waiting = [stack.enter_context(begun(ordinary, expensive(f"waiting{i}"))) for i in range(DEAR)]
         ordinary.until(lambda: trial_seconds(ordinary.process.pid) > before + 0.05)
         for i in range(3):
             assert ordinary.post("/v1/completions", innocent(f"a{i}", f"b{i}")).status == 200
         assert trial_seconds(ordinary.process.pid) - before < 5.0, "all of them would be 20"
-        assert sum(map(is_answered, waiting)) <= 2, "the dear ones still wait"
+        assert sum(map(is_answered, waiting)) <= 2, "the expensive ones still wait"
     ordinary.until(lambda: is_at_rest(ordinary))
 
 
@@ -118,7 +118,7 @@ def test_deadlines_hold_for_trials(
 ) -> None:
     """Each takes 2 s of a core, the last one 10."""
     with serving_process(tiny, tmp_path, **options) as served:
-        for talk in [begun(served, {**dear(f"late{i}"), "stream": i % 2 == 0}) for i in range(5)]:
+        for talk in [begun(served, {**expensive(f"late{i}"), "stream": i % 2 == 0}) for i in range(5)]:
             answer = b"".join(iter(lambda talk=talk: talk.recv(2**16), b""))
             talk.close()
             assert answer.startswith(b"HTTP/1.1 %d " % status) and b'"code":"%s"' % code in answer, answer
