@@ -9,6 +9,7 @@ namespace specserve::SPECSERVE_ISA {
 
 constexpr int kVectors = kTile / kLanes;  // of the outputs of a tile
 constexpr int kBytes = 4 * kLanes;        // of a vector
+static_assert(kVectors % kIntVectors == 0 && kMaxRows <= kMaxIntRows);
 
 // A vector for each of the outputs of R rows.
 template <int R, class V>
@@ -58,31 +59,59 @@ void tile_bfloat16(const Weight& weight, const uint8_t* tile, const Activation& 
   store_sums<R>(sum, out);
 }
 
+// What R rows of quantized activations hold of a group of inputs.
+struct Quantized {
+  const int8_t* numbers;  // [R, width]
+  const float* scales;    // [R, groups]
+  const int32_t* sums;    // [R, groups]
+  int64_t width, groups;
+
+  Quantized(const Activation& x, int row)
+      : numbers((const int8_t*)x.data + int64_t(row) * x.width),
+        scales(x.scales + int64_t(row) * (x.width / kGroup)),
+        sums(x.sums + int64_t(row) * (x.width / kGroup)),
+        width(x.width),
+        groups(x.width / kGroup) {}
+  // The same, as a compiler sees it for the first time: what it would keep of it takes the registers of sums.
+  Quantized anew() const {
+    Quantized same = *this;
+    asm("" : "+r"(same.numbers), "+r"(same.scales));
+    return same;
+  }
+  const int8_t* at(int r, int group) const { return numbers + r * width + group * kGroup; }
+  F scale(int r, int group) const { return set(scales[r * groups + group]); }
+  int32_t sum(int r, int group) const { return sums[r * groups + group]; }
+};
+
 template <int R>
 void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
   Tile<R, F> sum;
   clear<R>(sum);
-  const int groups = weight.inputs / kGroup, stride = x.width / kGroup;
-  const int8_t* in = (const int8_t*)x.data + int64_t(row) * x.width;
-  const float* scales = x.scales + int64_t(row) * stride;
-  const int32_t* sums = x.sums + int64_t(row) * stride;
-  for (int g = 0; g < groups; ++g, tile += 2 * kTile + kTile * kGroup) {
+  const Quantized rows(x, row);
+  for (int g = 0; g < weight.inputs / kGroup; ++g, tile += 2 * kTile + kTile * kGroup) {
     const uint8_t* weights = tile + 2 * kTile;
-    Tile<R, I> dots;
-    for (int r = 0; r < R; ++r)
-      for (I& dot : dots[r]) dot = iset(kUnsignedWeights ? -128 * sums[int64_t(r) * stride + g] : 0);
     fetch(ahead, 2 * kTile + kTile * kGroup);
+    for (int first = 0; first < kVectors; first += kIntVectors) {
+      const Quantized in = rows.anew();
+      I dots[R][kIntVectors];
+      for (int r = 0; r < R; ++r)
+        for (I& dot : dots[r]) dot = iset(kUnsignedWeights ? -128 * in.sum(r, g) : 0);
 #pragma GCC unroll 8
-    for (int j = 0; j < kGroup / 4; ++j)
-      for (int r = 0; r < R; ++r) {
-        const Bytes four = spread(in + int64_t(r) * x.width + g * kGroup + 4 * j);
-        for (int v = 0; v < kVectors; ++v)
-          dots[r][v] = dot4(dots[r][v], load_bytes(weights + 4 * kTile * j + v * kBytes), four);
+      for (int j = 0; j < kGroup / 4; ++j) {
+        Int8Weights some[kIntVectors];
+        for (int v = 0; v < kIntVectors; ++v) some[v] = int8_weights(weights + 4 * kTile * j + (first + v) * kBytes);
+        for (int r = 0; r < R; ++r) {
+          const Bytes four = spread(in.at(r, g) + 4 * j);
+          for (int v = 0; v < kIntVectors; ++v) dots[r][v] = dot4(dots[r][v], some[v], four);
+        }
       }
-    for (int r = 0; r < R; ++r) {
-      const F scale = set(scales[int64_t(r) * stride + g]);
-      for (int v = 0; v < kVectors; ++v)
-        sum[r][v] = fma(to_float(dots[r][v]), mul(load_half((const uint16_t*)tile + v * kLanes), scale), sum[r][v]);
+      for (int v = 0; v < kIntVectors; ++v) {
+        const F step = load_half((const uint16_t*)tile + (first + v) * kLanes);
+        for (int r = 0; r < R; ++r) {
+          F& total = sum[r][first + v];
+          total = fma(to_float(dots[r][v]), mul(step, in.scale(r, g)), total);
+        }
+      }
     }
   }
   store_sums<R>(sum, out);
@@ -92,33 +121,33 @@ template <int R>
 void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
   Tile<R, F> sum;
   clear<R>(sum);
-  const int groups = weight.inputs / kGroup, stride = x.width / kGroup;
-  const int8_t* in = (const int8_t*)x.data + int64_t(row) * x.width;
-  const float* scales = x.scales + int64_t(row) * stride;
-  const int32_t* sums = x.sums + int64_t(row) * stride;
-  for (int g = 0; g < groups; ++g, tile += 4 * kTile + kTile * kGroup / 2) {
+  const Quantized rows(x, row);
+  for (int g = 0; g < weight.inputs / kGroup; ++g, tile += 4 * kTile + kTile * kGroup / 2) {
     const uint8_t* weights = tile + 4 * kTile;
     const uint16_t* half = (const uint16_t*)tile;
-    Tile<R, I> dots;
-    for (auto& row : dots)
-      for (I& dot : row) dot = iset(0);
     fetch(ahead, 4 * kTile + kTile * kGroup / 2);
+    for (int first = 0; first < kVectors; first += kIntVectors) {
+      const Quantized in = rows.anew();
+      I dots[R][kIntVectors];
+      for (auto& row : dots)
+        for (I& dot : row) dot = iset(0);
 #pragma GCC unroll 4
-    for (int j = 0; j < kGroup / 8; ++j)
-      for (int r = 0; r < R; ++r) {
-        const int8_t* at = in + int64_t(r) * x.width + g * kGroup + 4 * j;
-        const Bytes low = spread(at), high = spread(at + kGroup / 2);
-        for (int v = 0; v < kVectors; ++v) {
-          const Bytes pairs = load_bytes(weights + 4 * kTile * j + v * kBytes);
-          dots[r][v] = dot4_unsigned(dot4_unsigned(dots[r][v], low_nibbles(pairs), low), high_nibbles(pairs), high);
+      for (int j = 0; j < kGroup / 8; ++j) {
+        Bytes pairs[kIntVectors];
+        for (int v = 0; v < kIntVectors; ++v) pairs[v] = load_bytes(weights + 4 * kTile * j + (first + v) * kBytes);
+        for (int r = 0; r < R; ++r) {
+          const Bytes low = spread(in.at(r, g) + 4 * j), high = spread(in.at(r, g) + 4 * j + kGroup / 2);
+          for (int v = 0; v < kIntVectors; ++v)
+            dots[r][v] = dot_nibbles(dot_nibbles(dots[r][v], low_nibbles(pairs[v]), low), high_nibbles(pairs[v]), high);
         }
       }
-    for (int r = 0; r < R; ++r) {
-      const F scale = set(scales[int64_t(r) * stride + g]);
-      const F total = mul(scale, set(float(sums[int64_t(r) * stride + g])));
-      for (int v = 0; v < kVectors; ++v) {
-        const F step = mul(load_half(half + v * kLanes), scale), low = load_half(half + kTile + v * kLanes);
-        sum[r][v] = fma(low, total, fma(to_float(dots[r][v]), step, sum[r][v]));
+      for (int v = 0; v < kIntVectors; ++v) {
+        const F step = load_half(half + (first + v) * kLanes), low = load_half(half + kTile + (first + v) * kLanes);
+        for (int r = 0; r < R; ++r) {
+          const F scale = in.scale(r, g), all = mul(scale, set(float(in.sum(r, g))));
+          F& total = sum[r][first + v];
+          total = fma(low, all, fma(to_float(whole(dots[r][v])), mul(step, scale), total));
+        }
       }
     }
   }
@@ -129,18 +158,27 @@ template <int R>
 void tile_rows(const Weight& weight, int tile, const Activation& x, int row, float* out, Ahead& ahead) {
   const uint8_t* bytes = weight.data + tile * weight.tile_bytes;
   switch (weight.format) {
-    case Format::kFloat32: return tile_float32<R>(weight, bytes, x, row, out, ahead);
-    case Format::kBfloat16: return tile_bfloat16<R>(weight, bytes, x, row, out, ahead);
+    case Format::kFloat32:
+      if constexpr (R <= kMaxRows) tile_float32<R>(weight, bytes, x, row, out, ahead);
+      return;
+    case Format::kBfloat16:
+      if constexpr (R <= kMaxRows) tile_bfloat16<R>(weight, bytes, x, row, out, ahead);
+      return;
     case Format::kInt8: return tile_int8<R>(weight, bytes, x, row, out, ahead);
     case Format::kInt4: return tile_int4<R>(weight, bytes, x, row, out, ahead);
   }
 }
 
-template <int R = kMaxRows>
+template <int R = kMaxIntRows>
 void tile_any(int rows, const Weight& weight, int tile, const Activation& x, int row, float* out, Ahead& ahead) {
   if constexpr (R > 1)
     if (rows < R) return tile_any<R - 1>(rows, weight, tile, x, row, out, ahead);
   tile_rows<R>(weight, tile, x, row, out, ahead);
+}
+
+// Rows that share a tile's way through the registers.
+inline int most_rows(const Weight& weight) {
+  return weight.format == Format::kInt8 || weight.format == Format::kInt4 ? kMaxIntRows : kMaxRows;
 }
 
 inline void add_bias(const float* bias, int column, float* x) {
@@ -149,10 +187,10 @@ inline void add_bias(const float* bias, int column, float* x) {
 }
 
 inline void linear(const LinearArgs& args, int rows, int begin, int end, Ahead& ahead) {
-  float sums[kMaxRows * kTile];
+  float sums[kMaxIntRows * kTile];
   Ahead nothing{};  // for the other rows a tile is at hand
   for (int tile = begin; tile < end; ++tile)
-    each_block(rows, kMaxRows, [&](int first, int last) {
+    each_block(rows, most_rows(args.weight), [&](int first, int last) {
       tile_any(last - first, args.weight, tile, args.x, first, sums, first ? nothing : ahead);
       for (int r = first; r < last; ++r) {
         float* out = args.out + int64_t(r) * args.weight.outputs + tile * kTile;
@@ -164,10 +202,10 @@ inline void linear(const LinearArgs& args, int rows, int begin, int end, Ahead& 
 
 // Tile t of the result is activation(tile 2t) * tile 2t + 1.
 inline void gated(const GatedArgs& args, int rows, int begin, int end, Ahead& ahead) {
-  float gates[kMaxRows * kTile], ups[kMaxRows * kTile];
+  float gates[kMaxIntRows * kTile], ups[kMaxIntRows * kTile];
   Ahead nothing{};
   for (int tile = begin; tile < end; ++tile)
-    each_block(rows, kMaxRows, [&](int first, int last) {
+    each_block(rows, most_rows(args.weight), [&](int first, int last) {
       Ahead& own = first ? nothing : ahead;
       tile_any(last - first, args.weight, 2 * tile, args.x, first, gates, own);
       tile_any(last - first, args.weight, 2 * tile + 1, args.x, first, ups, own);

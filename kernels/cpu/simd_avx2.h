@@ -14,6 +14,8 @@ using I = __m256i;
 using Bytes = __m256i;
 constexpr bool kUnsignedWeights = false;  // dot4 takes the offset of int8 weights away
 constexpr int kMaxRows = 2;
+constexpr int kMaxIntRows = 6;
+constexpr int kIntVectors = 1;
 constexpr int kQueries = 3;
 constexpr int kBfloat16Queries = 2;
 
@@ -78,14 +80,29 @@ inline Bytes spread(const void* p) {
 }
 inline Bytes low_nibbles(Bytes a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
-inline I dot4_unsigned(I sum, Bytes weights, Bytes x) {
-  return iadd(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
+// Here and now: else compilers keep what is added and add it later, for which there are too few registers.
+inline I in_register(I sum) {
+  asm("" : "+x"(sum));
+  return sum;
 }
-// |x| times weight with the sign of x: 2 * 127 * 127 fits the 16 bits of maddubs, 255 * 127 * 2 does not.
-inline I dot4(I sum, Bytes stored, Bytes x) {
-  const Bytes weights = _mm256_xor_si256(stored, _mm256_set1_epi8(-128));
-  return dot4_unsigned(sum, _mm256_abs_epi8(x), _mm256_sign_epi8(weights, x));
+// A weight's absolute value times the activation with its sign: 2 * 128 * 127 fits the 16 bits of maddubs, 2 * 255 * 127
+// does not.
+struct Int8Weights {
+  Bytes numbers, absolute;
+};
+inline Int8Weights int8_weights(const void* p) {
+  const Bytes numbers = _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(-128));
+  return {numbers, _mm256_abs_epi8(numbers)};
 }
+inline I dot4(I sum, Int8Weights weights, Bytes x) {
+  const __m256i pairs = _mm256_maddubs_epi16(weights.absolute, _mm256_sign_epi8(x, weights.numbers));
+  return in_register(iadd(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+}
+// In 16 bits, which hold a group's: 32 / 4 * 2 * 15 * 127 at most.
+inline I dot_nibbles(I sum, Bytes weights, Bytes x) {
+  return in_register(_mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, x)));
+}
+inline I whole(I sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 inline F even(Bytes pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline F odd(Bytes pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, iset((int)0xffff0000))); }
 inline F dot2(F sum, Bytes weights, Bytes x) { return fma(odd(weights), odd(x), fma(even(weights), even(x), sum)); }

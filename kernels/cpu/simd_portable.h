@@ -22,6 +22,8 @@ struct Bytes {
 };
 constexpr bool kUnsignedWeights = true;
 constexpr int kMaxRows = 2;
+constexpr int kMaxIntRows = 2;
+constexpr int kIntVectors = 2;
 constexpr int kQueries = 2;
 constexpr int kBfloat16Queries = 2;
 
@@ -131,11 +133,14 @@ inline Bytes high_nibbles(Bytes a) {
   for (uint8_t& byte : a.v) byte >>= 4;
   return a;
 }
-inline I dot4(I sum, Bytes weights, Bytes x) {
+using Int8Weights = Bytes;
+inline Int8Weights int8_weights(const void* p) { return load_bytes(p); }
+inline I dot4(I sum, Int8Weights weights, Bytes x) {
   for (int i = 0; i < 4 * kLanes; ++i) sum.v[i / 4] += weights.v[i] * int8_t(x.v[i]);
   return sum;
 }
-inline I dot4_unsigned(I sum, Bytes weights, Bytes x) { return dot4(sum, weights, x); }
+inline I dot_nibbles(I sum, Bytes weights, Bytes x) { return dot4(sum, weights, x); }
+inline I whole(I sum) { return sum; }
 inline F dot2(F sum, Bytes weights, Bytes x) {
   uint32_t w[kLanes], y[kLanes];
   std::memcpy(w, weights.v, sizeof w);
