@@ -13,7 +13,7 @@ namespace specserve::SPECSERVE_ISA {
 
 constexpr int kChunkVectors = kChunk / kLanes;
 constexpr int kAtOnce = 4;         // of these, summed at a time
-constexpr int kSlice = 2 * kTile;  // of a head's numbers, summed at a time
+constexpr int kSlice = std::max(4 * kLanes, kTile);  // of a head's numbers, summed at a time: registers hold no more
 static_assert(kChunk % kPartialSums == 0 && kChunkVectors % kAtOnce == 0 && kBfloat16Queries <= kQueries);
 constexpr int64_t kFetchedBytes = 1024;  // of the weights that follow, with every query of a chunk: memory rests meanwhile
 
