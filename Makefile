@@ -142,8 +142,8 @@ wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of it
 	@echo "== wheel"
 	@rm -rf build/wheel && mkdir -p build/wheel dist
 	@$(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
-	@$(PYTHON) -m venv build/wheel/venv
-	@build/wheel/venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps build/wheel/*.whl
+	@$(PYTHON) -m venv --without-pip build/wheel/venv
+	@$(PIP) --python build/wheel/venv/bin/python install --no-deps build/wheel/*.whl
 	@cd build/wheel && venv/bin/python -c \
 	  "import pkgutil, specserve.drafters as d; print('specserve', *d.__path__, *(m.name for m in pkgutil.iter_modules(d.__path__)))"
 	@cd build/wheel && venv/bin/python -c \
