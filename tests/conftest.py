@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("patient", deadline=None)  # how long one example takes is no finding: machines pause
+# --hypothesis-profile=repeated: for a second run of tests, which looks for what depends on instructions or memory.
+settings.register_profile("repeated", deadline=None, max_examples=10)
 settings.load_profile("patient")
 
 # Before anything imports torch; whoever sets it has the last word.

@@ -13,7 +13,7 @@ import tokenize
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,26 @@ FORBIDDEN_NAMES = ("utils", "util", "helpers", "helper", "manager", "managers", 
 FORBIDDEN_IMPORTS = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Every rule looks at the same files."""
+    return ast.parse(source)
+
+
+@cache
+def walked(source: str) -> list[ast.AST]:
+    return list(ast.walk(parsed(source)))
+
+
+@cache
+def import_statements(source: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Wherever they stand, and whether they run at import."""
+    deferred = {id(node) for block in _deferred(walked(source)) for node in ast.walk(block)}
+    return [
+        (node, id(node) not in deferred) for node in walked(source) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported module, and whether it is imported when the file is."""
@@ -81,8 +101,8 @@ class Module:
     folder: str
 
     @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text(encoding="utf-8"))
+    def source(self) -> str:
+        return self.path.read_text(encoding="utf-8")
 
     @property
     def part(self) -> str:
@@ -116,23 +136,20 @@ def modules(root: Path) -> list[Module]:
 
 def imports(module: Module, known: set[str]) -> Iterator[Import]:
     """Every import statement of a file, wherever it stands; `from x import y` is x.y if that is a module."""
-    deferred = {id(node) for block in _deferred(module.tree) for node in ast.walk(block)}
-    for node in ast.walk(module.tree):
+    for node, runs_at_import in import_statements(module.source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{module.where(node.lineno)}: relative import"
             full = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in known else str(node.module) for name in full]
-        else:
-            continue
         for name in dict.fromkeys(names):
-            yield Import(name, node.lineno, id(node) not in deferred)
+            yield Import(name, node.lineno, runs_at_import)
 
 
-def _deferred(tree: ast.Module) -> Iterator[ast.AST]:
+def _deferred(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """Blocks that do not run at import: functions, and `if TYPE_CHECKING:`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
         elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -201,7 +218,7 @@ def function_lengths(root: Path) -> dict[str, int]:
     return {
         f"{module.where(node.lineno)} {node.name}": (node.end_lineno or 0) - node.lineno + 1
         for module in modules(root)
-        for node in ast.walk(module.tree)
+        for node in walked(module.source)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
 
@@ -222,7 +239,7 @@ def shape_violations(root: Path) -> list[str]:
         if n > FUNCTION_LIMITS["max"]
     ]
     for module in modules(root):
-        size = len(module.path.read_text(encoding="utf-8").splitlines())
+        size = len(module.source.splitlines())
         if size > FILE_LIMIT:
             found.append(f"{module.name} has {size} lines, limit {FILE_LIMIT}")
     return found
@@ -233,7 +250,7 @@ def token_lines(source: str) -> int:
     ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     docstrings = {
         line
-        for node in ast.walk(ast.parse(source))
+        for node in walked(source)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
@@ -245,7 +262,7 @@ def token_lines(source: str) -> int:
 
 
 def core_size(root: Path) -> int:
-    return sum(token_lines(m.path.read_text(encoding="utf-8")) for m in modules(root) if m.part in CORE)
+    return sum(token_lines(m.source) for m in modules(root) if m.part in CORE)
 
 
 def config_fields(root: Path) -> int:
@@ -267,14 +284,14 @@ def habit_violations(root: Path) -> list[str]:
     for module in modules(root):
         if module.path.stem in FORBIDDEN_NAMES:
             found.append(f"{module.name} is named for nothing in particular")
-        if not (ast.get_docstring(module.tree) or not module.tree.body):
+        if not (ast.get_docstring(parsed(module.source)) or not parsed(module.source).body):
             found.append(f"{module.name} does not open with what it knows")
         found += [
             f"{module.where(e.line)} imports {e.name}"
             for e in imports(module, set())
             if e.name.split(".")[0] in FORBIDDEN_IMPORTS
         ]
-        found += [module.where(line) + what for node in ast.walk(module.tree) for line, what in _bad_statement(node)]
+        found += [module.where(line) + what for node in walked(module.source) for line, what in _bad_statement(node)]
     return found
 
 
@@ -283,7 +300,7 @@ def _bad_statement(node: ast.AST) -> Iterator[tuple[int, str]]:
         yield node.lineno, " has a global statement"
     if isinstance(node, ast.ExceptHandler) and node.type is None:
         yield node.lineno, " has a bare except"
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func) == "torch.load":
         arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         if arguments.get("weights_only") != "True":
             yield node.lineno, " calls torch.load without weights_only=True"

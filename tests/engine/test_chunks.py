@@ -136,7 +136,7 @@ def _outputs(engine: Engine, which: list[int]) -> dict[int, list[int]]:
     return found
 
 
-@settings(max_examples=25)
+@settings(max_examples=min(25, settings().max_examples))
 @given(data=st.data())
 def test_no_output_depends_on_where_chunks_end(tiny: Path, alone: list[list[int]], data: st.DataObject) -> None:
     engine = make(tiny, AnyCost(data), prefix_caching=True)

@@ -360,7 +360,7 @@ def test_logprobs_equal_a_prefill_of_the_same_ids(tiny: Path, alone, drafted: bo
     assert [entry.token for entry in rescored[1:]] == (prompt(0) + output)[1:]
 
 
-@settings(max_examples=20)
+@settings(max_examples=min(20, settings().max_examples))
 @given(data=st.data())
 def test_any_order_of_arrivals_and_aborts_keeps_the_invariants(tiny: Path, alone, data: st.DataObject) -> None:
     drafter = scripted(alone, accuracy=0.7, decoys=data.draw(st.sampled_from([0, 2])))

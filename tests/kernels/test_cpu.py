@@ -52,7 +52,8 @@ seeds = st.integers(0, 2**31)
 
 
 def examples(n: int) -> settings:
-    return settings(max_examples=n, suppress_health_check=[HealthCheck.too_slow])
+    """At most so many, and fewer where the profile says so."""
+    return settings(max_examples=min(n, settings().max_examples), suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -50,6 +50,11 @@ DRAFTS = [
 ]
 
 
+def examples(n: int) -> settings:
+    """At most so many, and fewer where the profile says so."""
+    return settings(max_examples=min(n, settings().max_examples))
+
+
 def arrays(params: list[SamplingParams], rows: list[int] | None = None) -> SamplingArrays:
     """For rows seeded by their index."""
     keys = row_keys(list(range(len(params))), [5] * len(params), [0] * len(params))
@@ -80,7 +85,7 @@ def random_masks(rows: int, vocab: int, share: float, rng: np.random.Generator) 
 
 
 @pytest.mark.parametrize("isa", KERNELS)
-@settings(max_examples=40)
+@examples(40)
 @given(
     each=st.lists(filters, min_size=1, max_size=8),
     vocab=st.sampled_from([1, 2, 15, 16, 17, 300, 5001]),
@@ -98,7 +103,7 @@ def test_samples_what_torch_samples(
 
 
 @pytest.mark.parametrize("isa", KERNELS)
-@settings(max_examples=60)
+@examples(60)
 @given(
     each=st.lists(filters, min_size=1, max_size=6),
     vocab=st.sampled_from([1, 2, 31, 32, 33, 64, 300, 2001]),
@@ -141,7 +146,7 @@ def test_a_row_samples_the_same_whether_scores_or_a_mask_rule_tokens_out(isa: st
 
 
 @pytest.mark.parametrize("isa", KERNELS)
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_a_batch_of_all_kinds_is_judged_the_same_by_native_kernels_and_torch(
     isa: str, sequence: Callable[..., Sequence], data: st.DataObject
@@ -202,7 +207,7 @@ def test_rows_are_sampled_wherever_they_lie(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", KERNELS)
 @given(data=st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_the_best_of_those_that_may_come(isa: str, data: st.DataObject) -> None:
     """Against every token, one after the other: ties, words of all tokens, the last word, rows of a wider tensor."""
     vocab = data.draw(st.sampled_from([1, 31, 32, 33, 64, 100, 1000]))

@@ -7,10 +7,11 @@ of what is emitted, extended by plain sampling to a fixed length, must be the ta
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class Case:
     drafter: Table | None  # None: every draft is tried on its own, one-hot
     bad: frozenset[int] = frozenset()
 
-    @property
+    @cached_property
     def length(self) -> int:
         depths = Draft(np.zeros(len(self.parents), np.int32), np.array(self.parents, np.int32)).depths
         return 2 + int(depths.max())
@@ -107,8 +108,9 @@ def outcomes(case: Case, draft: Draft) -> Iterator[tuple[tuple[int, ...], float]
 
 def _coupled_outcomes(draft: Draft, laws: np.ndarray, bad: list[bool]) -> Iterator[tuple[tuple[int, ...], float]]:
     """Gumbel noise decides which token wins in each row; one row per position is visited, so rows are independent."""
-    for winners in itertools.product(range(laws.shape[1]), repeat=len(laws)):
-        probability = float(np.prod([law[token] for law, token in zip(laws, winners, strict=True)]))
+    possible = [[(token, p) for token, p in enumerate(law) if p > 0] for law in laws.tolist()]
+    for each in itertools.product(*possible):
+        winners, probability = [token for token, _ in each], math.prod(p for _, p in each)
         path = verify.walk_coupled(draft, winners, bad)
         yield tuple(verify.conclude(draft, path, bad, winners[verify.last_row(path)])[0]), probability
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -348,13 +349,16 @@ PIECES = st.lists(
 ).map("".join)
 
 
+read_once = cache(Tokenizer)
+
+
 def built(factory: pytest.TempPathFactory, build: Any, template: str) -> Tokenizer:
-    """Written once for all examples of a test."""
+    """Written and read once for all examples of a test."""
     folder = factory.getbasetemp() / f"hidden-{build.__name__}-{abs(hash(template))}"
     if not folder.exists():
         folder.mkdir()
         write(folder, build(), template=template)
-    return Tokenizer(folder)
+    return read_once(folder)
 
 
 def regions(tokenizer: Tokenizer, ids: list[int], control: set[int]) -> list[list[int]]:

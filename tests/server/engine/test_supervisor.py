@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,25 @@ async def running(folder: Path, patience: Patience = PATIENCE, **options: Any) -
         service.close()
 
 
+Play = Callable[[Service], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def on_one_engine(folder: Path) -> Iterator[Callable[[Play], None]]:
+    """Runs what leaves its engine as it was, on one that such tests share."""
+    with asyncio.Runner() as runner:
+        lasting = running(folder)
+        service = runner.run(lasting.__aenter__())
+
+        def run(play: Play) -> None:
+            before = service.supervisor.pid, service.supervisor.num_restarts
+            runner.run(play(service))
+            assert (service.supervisor.pid, service.supervisor.num_restarts) == before
+
+        yield run
+        runner.run(lasting.__aexit__(None, None, None))
+
+
 def start(service: Service, prompt_ids: list[int], params: SamplingParams) -> Answers:
     request = Request(id=service.new_id(), prompt_ids=prompt_ids, params=params)
     return service.start([Prepared(request)])
@@ -83,63 +102,59 @@ async def running_again(service: Service, pid: int | None) -> None:
     await until(lambda: supervisor.state is State.READY and supervisor.pid not in (pid, None))
 
 
-def test_answers_are_those_of_the_sdk(folder: Path, expected: list[int]) -> None:
-    async def play() -> None:
-        async with running(folder) as service:
-            many = [answer(service) for _ in range(6)]
-            assert await asyncio.gather(*many) == [expected] * 6
-            gauges = service.supervisor.client.gauges
-            assert gauges is not None
-            assert (gauges.num_running, gauges.num_waiting, gauges.num_free_blocks) == (0, 0, gauges.num_blocks)
-            assert service.supervisor.client.num_open == 0
+def test_answers_are_those_of_the_sdk(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
+    async def play(service: Service) -> None:
+        many = [answer(service) for _ in range(6)]
+        assert await asyncio.gather(*many) == [expected] * 6
+        gauges = service.supervisor.client.gauges
+        assert gauges is not None
+        assert (gauges.num_running, gauges.num_waiting, gauges.num_free_blocks) == (0, 0, gauges.num_blocks)
+        assert service.supervisor.client.num_open == 0
 
-    asyncio.run(play())
-
-
-def test_a_request_that_is_wrong_is_refused_alone(folder: Path, expected: list[int]) -> None:
-    async def play() -> None:
-        async with running(folder) as service:
-            good = asyncio.create_task(answer(service))
-            with pytest.raises(WireError, match="token id 100000") as caught:
-                await start(service, [100_000], GREEDY).whole()
-            assert caught.value.param == "prompt"
-            assert await good == expected
-            assert service.supervisor.num_restarts == 0
-
-    asyncio.run(play())
+    on_one_engine(play)
 
 
-def test_an_answer_that_is_left_is_aborted(folder: Path) -> None:
-    async def play() -> None:
-        async with running(folder) as service:
-            client = service.supervisor.client
-            with start(service, PROMPT, ENDLESS) as left:
-                async for _ in left:
-                    break
-            assert client.num_open == 0
-            await until(lambda: client.gauges is not None and client.gauges.num_free_blocks == client.gauges.num_blocks)
+def test_a_request_that_is_wrong_is_refused_alone(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
+    async def play(service: Service) -> None:
+        good = asyncio.create_task(answer(service))
+        with pytest.raises(WireError, match="token id 100000") as caught:
+            await start(service, [100_000], GREEDY).whole()
+        assert caught.value.param == "prompt"
+        assert await good == expected
+        assert service.supervisor.num_restarts == 0
 
-    asyncio.run(play())
+    on_one_engine(play)
 
 
-def test_a_request_that_was_told_of_and_never_comes(folder: Path, expected: list[int]) -> None:
+def test_an_answer_that_is_left_is_aborted(on_one_engine: Callable[[Play], None]) -> None:
+    async def play(service: Service) -> None:
+        client = service.supervisor.client
+        with start(service, PROMPT, ENDLESS) as left:
+            async for _ in left:
+                break
+        assert client.num_open == 0
+        await until(lambda: client.gauges is not None and client.gauges.num_free_blocks == client.gauges.num_blocks)
+
+    on_one_engine(play)
+
+
+def test_a_request_that_was_told_of_and_never_comes(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
     """The engine waits for it awake for a moment, and then rests as before."""
 
-    async def play() -> None:
-        async with running(folder) as service:
-            pid = service.supervisor.pid
-            assert await answer(service) == expected
-            await asyncio.sleep(2.5)  # in which it makes use of its first pause
-            for _ in range(5):
-                service.expect()
-            await asyncio.sleep(0.1)
-            before = processor_s(pid)
-            await asyncio.sleep(1)
-            assert processor_s(pid) - before <= 0.05
+    async def play(service: Service) -> None:
+        pid = service.supervisor.pid
+        assert await answer(service) == expected
+        await asyncio.sleep(2.5)  # in which it makes use of its first pause
+        for _ in range(5):
             service.expect()
-            assert await answer(service) == expected
+        await asyncio.sleep(0.1)
+        before = processor_s(pid)
+        await asyncio.sleep(1)
+        assert processor_s(pid) - before <= 0.05
+        service.expect()
+        assert await answer(service) == expected
 
-    asyncio.run(play())
+    on_one_engine(play)
 
 
 async def _kill(service: Service) -> None:
@@ -268,22 +283,21 @@ def test_a_hang_inside_a_long_step_is_noticed(long_folder: Path) -> None:
     asyncio.run(play())
 
 
-def test_a_pause_of_everything_is_no_hang(folder: Path) -> None:
+def test_a_pause_of_everything_is_no_hang(on_one_engine: Callable[[Play], None]) -> None:
     """As when a virtual machine is suspended: the engine stands still, and so does who watches it."""
 
-    async def play() -> None:
-        async with running(folder) as service:
-            pid = service.supervisor.pid
-            with start(service, PROMPT, ENDLESS) as paused:
-                async for _ in paused:
-                    break
-                os.kill(pid or 0, signal.SIGSTOP)
-                time.sleep(2 * PATIENCE.stall_s)
-                os.kill(pid or 0, signal.SIGCONT)
-                assert len((await paused.whole())[0].outputs[0].token_ids) == 200
-            assert (service.supervisor.pid, service.supervisor.num_restarts) == (pid, 0)
+    async def play(service: Service) -> None:
+        pid = service.supervisor.pid
+        with start(service, PROMPT, ENDLESS) as paused:
+            async for _ in paused:
+                break
+            os.kill(pid or 0, signal.SIGSTOP)
+            time.sleep(2 * PATIENCE.stall_s)
+            os.kill(pid or 0, signal.SIGCONT)
+            assert len((await paused.whole())[0].outputs[0].token_ids) == 200
+        assert (service.supervisor.pid, service.supervisor.num_restarts) == (pid, 0)
 
-    asyncio.run(play())
+    on_one_engine(play)
 
 
 def test_an_engine_that_cannot_be_understood_is_replaced(folder: Path, expected: list[int]) -> None:
@@ -361,15 +375,14 @@ def test_clients_are_not_told_what_an_engine_said_at_its_end(tmp_path: Path) -> 
     asyncio.run(play())
 
 
-def test_an_idle_engine_is_never_thought_to_hang(folder: Path, expected: list[int]) -> None:
-    async def play() -> None:
-        async with running(folder) as service:
-            pid = service.supervisor.pid
-            await asyncio.sleep(2 * PATIENCE.stall_s)
-            assert service.supervisor.pid == pid
-            assert await answer(service) == expected
+def test_an_idle_engine_is_never_thought_to_hang(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
+    async def play(service: Service) -> None:
+        pid = service.supervisor.pid
+        await asyncio.sleep(2 * PATIENCE.stall_s)
+        assert service.supervisor.pid == pid
+        assert await answer(service) == expected
 
-    asyncio.run(play())
+    on_one_engine(play)
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -384,15 +397,14 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-def test_bytes_that_are_no_message_are_dropped(folder: Path, expected: list[int]) -> None:
-    async def play() -> None:
-        async with running(folder) as service:
-            pipe = service.supervisor.client._pipe
-            for junk in (b"", b"\x80\x04\x95.", b"\xff" * 100, b"\x81\xa4type\xa5eval!"):
-                pipe.send(junk)
-            assert await answer(service) == expected
+def test_bytes_that_are_no_message_are_dropped(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
+    async def play(service: Service) -> None:
+        pipe = service.supervisor.client._pipe
+        for junk in (b"", b"\x80\x04\x95.", b"\xff" * 100, b"\x81\xa4type\xa5eval!"):
+            pipe.send(junk)
+        assert await answer(service) == expected
 
-    asyncio.run(play())
+    on_one_engine(play)
 
 
 def test_the_engine_ends_with_its_parent(folder: Path) -> None:

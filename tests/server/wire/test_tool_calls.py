@@ -478,7 +478,7 @@ def test_transformers_is_loaded_with_the_first_tools_and_torch_never() -> None:
 
 # --- answers that a client has steered --------------------------------------------------------------------------------
 
-_MANY = 60_000  # characters
+_MANY = 30_000  # characters
 HOSTILE = {
     "blanks": " " * _MANY,
     "opened again and again": "<tool_call>" * (_MANY // 11),
@@ -500,13 +500,13 @@ HOSTILE = {
 @pytest.mark.parametrize("step", [4, _MANY * 2], ids=["in pieces", "whole"])
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
 def test_no_answer_takes_more_than_linear_time(answer: str, step: int) -> None:
-    """Where time was quadratic the worst of these took a minute."""
+    """Where time was quadratic the worst of these took 15 s."""
     for family in FAMILIES:
         parser = calling(family).parser()
         pieces = [answer[at : at + step] for at in range(0, len(answer), step)]
         begun = time.thread_time()
         parts = [*itertools.chain.from_iterable(map(parser.push, pieces)), *parser.finish()]
-        assert time.thread_time() - begun < 2.5
+        assert time.thread_time() - begun < 0.6
         assert "".join(part.text for part in parts if isinstance(part, Text)) == answer
 
 
