@@ -23,7 +23,7 @@ from specserve.types import Draft
 _TAKEN_PER_STEP = 2**11  # tokens of prompts and of ended answers, for all sequences together: about 1 ms
 _MOST_PLACES = 12  # of one text that are looked at
 _LONGEST = 32  # tokens that two places are compared by
-_BYTES_PER_TOKEN = 128  # of a text
+_BYTES_PER_TOKEN = 160  # of a text of which no pair comes twice
 _DOUBT = 4.0  # weight of what never occurred, against a place's length squared
 _MOST_WAITING = 2**18  # tokens of ended answers
 _END = -1  # of an answer: no token

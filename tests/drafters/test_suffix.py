@@ -139,7 +139,7 @@ def test_a_store_has_a_bound_and_forgets_what_was_not_used_for_longest() -> None
     assert store.texts("2"), "the newest is there"
     store.add("new", list(range(45)))
     store.take(1000)
-    assert "2" in store._tenants and "0" not in store._tenants  # noqa: PT018  # one state
+    assert "2" in store._tenants and "0" not in store._tenants
 
 
 def test_a_store_of_no_size_keeps_nothing() -> None:
