@@ -47,7 +47,7 @@ ASKED = [
     Structured.regex(r"(the|and) [a-z]{3,8}\."),
     Structured.choice(["then", "other", "stone"]),
 ]
-NAMES = ("none", "ngram", "grammar", "chain", "tree")
+NAMES = ("none", "ngram", "suffix", "grammar", "chain", "tree")
 
 
 def create(name: str) -> Any:
@@ -134,7 +134,7 @@ def test_every_output_that_ended_fits(built: Built, alone: Outputs) -> None:
     assert ended >= 5, "too few ended within their limit to tell anything"
 
 
-@pytest.mark.parametrize("name", ["ngram", "grammar", "chain", "tree"])
+@pytest.mark.parametrize("name", ["ngram", "suffix", "grammar", "chain", "tree"])
 def test_no_drafter_changes_an_output_with_another_backend(tiny: Path, name: str) -> None:
     """xgrammar's masks have every spelling of what is forced, llguidance's one: outputs differ between them, and with
     each they are the same without drafts."""

@@ -1,0 +1,181 @@
+"""Suffix lookup against a scan of all texts, what tenants see of each other, and its bounds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from specserve.drafters import suffix
+from specserve.drafters.suffix import Place, SuffixDrafter, tree
+from specserve.errors import ConfigError
+from specserve.speculation.drive import Driver, NoTarget
+from specserve.types import Draft, SamplingParams, Sequence
+
+NO_TARGET: Any = NoTarget()
+
+
+def make_seq(tokens: list[int], num_prompt: int | None = None, salt: str = "") -> Sequence:
+    return Sequence(
+        request_id="r", index=0, tokens=list(tokens), num_prompt=num_prompt or len(tokens),
+        params=SamplingParams(), seed=0, max_tokens=99, salt=salt,
+    )  # fmt: skip
+
+
+def paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node."""
+    return [tuple(int(draft.tokens[i]) for i in draft.path_to(node)) for node in range(len(draft))]
+
+
+def answer(driver: Driver, prompt: list[int], output: list[int], salt: str = "") -> None:
+    """A request that comes and ends, and a later one in whose step there is time to take its answer in."""
+    seq = make_seq(prompt + output, len(prompt), salt)
+    driver.begin(seq)
+    driver.propose([seq], [5])
+    driver.end(seq)
+    other = make_seq([0], salt="nobody")
+    driver.begin(other)
+    driver.propose([other], [5])
+    driver.end(other)
+
+
+def likeliest(places: list[Place], most: int) -> set[tuple[int, ...]]:
+    """What `tree` means: every continuation's probability by the shares of its tokens, and the `most` likeliest."""
+    weights: dict[tuple[int, ...], float] = {}
+    for place in places:
+        for length in range(1, len(place.following) + 1):
+            path = tuple(place.following[:length])
+            weights[path] = weights.get(path, 0.0) + place.length**2
+    probabilities = {}
+    for path in sorted(weights, key=len):
+        whole = suffix._DOUBT + sum(w for other, w in weights.items() if other[:-1] == path[:-1])
+        probabilities[path] = probabilities.get(path[:-1], 1.0) * weights[path] / whole
+    lowest = sorted(probabilities.values(), reverse=True)[:most][-1:]
+    return {path for path, probability in probabilities.items() if lowest and probability >= lowest[0] * (1 - 1e-12)}
+
+
+PLACES = st.lists(st.builds(Place, st.integers(1, 9), st.lists(st.integers(0, 2), min_size=1, max_size=4)), max_size=6)
+
+
+@given(places=PLACES, most=st.integers(1, 12))
+def test_a_tree_has_the_likeliest_continuations(places: list[Place], most: int) -> None:
+    draft = tree(places, most)
+    found = paths(draft)
+    assert len(set(found)) == len(found), "siblings differ"
+    assert all(parent < node for node, parent in enumerate(draft.parents.tolist()))
+    possible = likeliest(places, most)
+    assert set(found) <= possible
+    assert len(found) == min(most, len(possible)) or len(possible) > most > len(found) - 1
+    assert len(found) <= most
+
+
+def places_in(text: list[int], newest: list[int], most: int) -> list[Place]:
+    """Every place of a text with the newest pair, the last first, the end left out."""
+    found = []
+    for at in range(len(text) - 2, 0, -1):
+        if text[at - 1 : at + 1] == newest[-2:]:
+            length = 2
+            while length < min(at + 1, len(newest)) and text[at - length] == newest[-1 - length]:
+                length += 1
+            found.append(Place(length, text[at + 1 : at + 1 + most]))
+    return found
+
+
+@given(
+    pieces=st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=5),
+    newest=st.lists(st.integers(0, 2), min_size=2, max_size=8),
+    most=st.integers(1, 5),
+)
+def test_places_are_those_of_a_scan(pieces: list[list[int]], newest: list[int], most: int) -> None:
+    text, source = suffix._Text(), []
+    for piece in pieces:
+        source += piece
+        text.extend(source, len(source))
+    assert list(text.places(newest, most)) == places_in(source, newest, most)[: suffix._MOST_PLACES]
+
+
+def test_a_loop_is_continued_past_its_end() -> None:
+    driver = Driver(SuffixDrafter(NO_TARGET))
+    seq = make_seq([9, 1, 2, 3, 1, 2, 3, 1, 2])
+    driver.begin(seq)
+    seq.tokens += [3]
+    (draft,) = driver.propose([seq], [7])
+    assert max(paths(draft), key=len)[:3] == (1, 2, 3)
+
+
+def test_an_answer_is_continued_as_an_earlier_one_of_the_tenant() -> None:
+    driver = Driver(SuffixDrafter(NO_TARGET))
+    answer(driver, [50, 51], [60, 61, 62, 63, 64, 65], salt="a")
+    for salt, expected in (("a", [62, 63, 64, 65]), ("b", []), ("", [])):
+        seq = make_seq([70, 60, 61], salt=salt)
+        driver.begin(seq)
+        (draft,) = driver.propose([seq], [8])
+        driver.end(seq)
+        assert draft.tokens.tolist() == expected, "a tenant's answers are its own"
+
+
+def test_nothing_of_one_tenant_is_in_another_ones_drafts() -> None:
+    """Tenant i writes tokens 10 i to 10 i + 9 alone, in random orders, beside each other."""
+    rng = random.Random(0)
+    driver = Driver(SuffixDrafter(NO_TARGET))
+    for _ in range(40):
+        seqs = [make_seq([10 * i + rng.randrange(10) for _ in range(12)], 4, salt=str(i)) for i in range(5)]
+        for seq in seqs:
+            driver.begin(seq)
+        drafts = driver.propose(seqs, [6] * 5)
+        for i, (seq, draft) in enumerate(zip(seqs, drafts, strict=True)):
+            assert all(token // 10 == i for token in draft.tokens.tolist())
+            driver.end(seq)
+
+
+def test_a_store_has_a_bound_and_forgets_what_was_not_used_for_longest() -> None:
+    store = suffix._Store(100)
+    for i in range(30):
+        store.add(str(i % 3), list(range(20)))
+        store.take(1000)
+        assert sum(len(tenant) for tenant in store._tenants.values()) == store._num_tokens <= 100
+    assert store.texts("2"), "the newest is there"
+    store.add("new", list(range(45)))
+    store.take(1000)
+    assert "2" in store._tenants and "0" not in store._tenants
+
+
+def test_a_store_of_no_size_keeps_nothing() -> None:
+    driver = Driver(SuffixDrafter(NO_TARGET, store_mib=0))
+    answer(driver, [50, 51], [60, 61, 62, 63])
+    seq = make_seq([70, 60, 61])
+    driver.begin(seq)
+    assert not len(driver.propose([seq], [8])[0])
+
+
+def test_what_waits_to_be_taken_in_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "_MOST_WAITING", 100)
+    store = suffix._Store(10_000)
+    for _ in range(50):
+        store.add("", list(range(30)))
+    assert sum(len(tokens) for _, tokens in store._waiting) == store._num_waiting <= 100
+
+
+def test_a_step_takes_in_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of long prompts and ended answers together; the completions of one request share its prompt."""
+    monkeypatch.setattr(suffix, "_TAKEN_PER_STEP", 64)
+    driver = Driver(SuffixDrafter(NO_TARGET))
+    long = make_seq(list(range(1000)))
+    twin = make_seq(list(range(1000)))
+    twin.parent = long
+    for seq in (long, twin):
+        driver.begin(seq)
+    for step in range(1, 20):
+        driver.propose([long, twin], [5, 5])
+        prompts = {id(prompt): len(prompt) for prompt, _ in driver.drafter._texts.values()}  # type: ignore[attr-defined]
+        assert list(prompts.values()) == [min(1000, 64 * step)]
+        for seq in (long, twin):
+            seq.tokens.append(7)
+
+
+@pytest.mark.parametrize("size", [-1, "64", True, float("nan"), 2**20])
+def test_a_size_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigError, match="store_mib"):
+        SuffixDrafter(NO_TARGET, store_mib=size)
