@@ -193,12 +193,12 @@ class _Store:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # least recently used first
+        self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()  # least recently used first
         self._num_tokens = 0
-        self._waiting: deque[tuple[str, list[int]]] = deque()
+        self._waiting: deque[tuple[bytes, list[int]]] = deque()
         self._num_waiting = 0
 
-    def add(self, salt: str, answer: list[int]) -> None:
+    def add(self, salt: bytes, answer: list[int]) -> None:
         if not self._most:
             return
         self._waiting.append((salt, [*answer, _END]))
@@ -217,14 +217,14 @@ class _Store:
             num_tokens -= len(now)
             self._extend(salt, now)
 
-    def texts(self, salt: str) -> list[_Text]:
+    def texts(self, salt: bytes) -> list[_Text]:
         tenant = self._tenants.get(salt)
         if tenant is None:
             return []
         self._tenants.move_to_end(salt)
         return tenant.texts
 
-    def _extend(self, salt: str, tokens: list[int]) -> None:
+    def _extend(self, salt: bytes, tokens: list[int]) -> None:
         tenant = self._tenants.setdefault(salt, _Tenant())
         self._tenants.move_to_end(salt)
         before = len(tenant)

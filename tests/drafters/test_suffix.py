@@ -17,7 +17,7 @@ from specserve.types import Draft, SamplingParams, Sequence
 NO_TARGET: Any = NoTarget()
 
 
-def make_seq(tokens: list[int], num_prompt: int | None = None, salt: str = "") -> Sequence:
+def make_seq(tokens: list[int], num_prompt: int | None = None, salt: bytes = b"") -> Sequence:
     return Sequence(
         request_id="r", index=0, tokens=list(tokens), num_prompt=num_prompt or len(tokens),
         params=SamplingParams(), seed=0, max_tokens=99, salt=salt,
@@ -29,13 +29,13 @@ def paths(draft: Draft) -> list[tuple[int, ...]]:
     return [tuple(int(draft.tokens[i]) for i in draft.path_to(node)) for node in range(len(draft))]
 
 
-def answer(driver: Driver, prompt: list[int], output: list[int], salt: str = "") -> None:
+def answer(driver: Driver, prompt: list[int], output: list[int], salt: bytes = b"") -> None:
     """A request that comes and ends, and a later one in whose step there is time to take its answer in."""
     seq = make_seq(prompt + output, len(prompt), salt)
     driver.begin(seq)
     driver.propose([seq], [5])
     driver.end(seq)
-    other = make_seq([0], salt="nobody")
+    other = make_seq([0], salt=b"nobody")
     driver.begin(other)
     driver.propose([other], [5])
     driver.end(other)
@@ -107,8 +107,8 @@ def test_a_loop_is_continued_past_its_end() -> None:
 
 def test_an_answer_is_continued_as_an_earlier_one_of_the_tenant() -> None:
     driver = Driver(SuffixDrafter(NO_TARGET))
-    answer(driver, [50, 51], [60, 61, 62, 63, 64, 65], salt="a")
-    for salt, expected in (("a", [62, 63, 64, 65]), ("b", []), ("", [])):
+    answer(driver, [50, 51], [60, 61, 62, 63, 64, 65], salt=b"a")
+    for salt, expected in ((b"a", [62, 63, 64, 65]), (b"b", []), (b"", [])):
         seq = make_seq([70, 60, 61], salt=salt)
         driver.begin(seq)
         (draft,) = driver.propose([seq], [8])
@@ -121,7 +121,7 @@ def test_nothing_of_one_tenant_is_in_another_ones_drafts() -> None:
     rng = random.Random(0)
     driver = Driver(SuffixDrafter(NO_TARGET))
     for _ in range(40):
-        seqs = [make_seq([10 * i + rng.randrange(10) for _ in range(12)], 4, salt=str(i)) for i in range(5)]
+        seqs = [make_seq([10 * i + rng.randrange(10) for _ in range(12)], 4, salt=bytes([i])) for i in range(5)]
         for seq in seqs:
             driver.begin(seq)
         drafts = driver.propose(seqs, [6] * 5)
@@ -133,13 +133,14 @@ def test_nothing_of_one_tenant_is_in_another_ones_drafts() -> None:
 def test_a_store_has_a_bound_and_forgets_what_was_not_used_for_longest() -> None:
     store = suffix._Store(100)
     for i in range(30):
-        store.add(str(i % 3), list(range(20)))
+        store.add(bytes([i % 3]), list(range(20)))
         store.take(1000)
         assert sum(len(tenant) for tenant in store._tenants.values()) == store._num_tokens <= 100
-    assert store.texts("2"), "the newest is there"
-    store.add("new", list(range(45)))
+    assert store.texts(b"\2"), "the newest is there"
+    store.add(b"new", list(range(45)))
     store.take(1000)
-    assert "2" in store._tenants and "0" not in store._tenants
+    assert b"\2" in store._tenants
+    assert b"\0" not in store._tenants
 
 
 def test_a_store_of_no_size_keeps_nothing() -> None:
@@ -154,7 +155,7 @@ def test_what_waits_to_be_taken_in_has_a_bound(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(suffix, "_MOST_WAITING", 100)
     store = suffix._Store(10_000)
     for _ in range(50):
-        store.add("", list(range(30)))
+        store.add(b"", list(range(30)))
     assert sum(len(tokens) for _, tokens in store._waiting) == store._num_waiting <= 100
 
 
