@@ -29,7 +29,7 @@ def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-m", "specserve", "serve", "smollm2-135m", "--drafter=ngram", "--port=0"]
     with log.open("wb") as stream:
-        process = subprocess.Popen([*command, "--kv-cache-gib=0.2"], stdout=stream, stderr=stream)
+        process = subprocess.Popen([*command, "--kv-cache-gib=0.4"], stdout=stream, stderr=stream)
     try:
         end = time.monotonic() + START_S
         while (found := re.search(r"Ready on (http://127\.0\.0\.1:\d+)", log.read_text("utf-8"))) is None:
@@ -44,7 +44,7 @@ def url(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 
 @pytest.fixture(scope="session")
 def engine(smollm2: Path) -> Iterator[LLM]:
-    with LLM("smollm2-135m", kv_cache_gib=0.2) as llm:
+    with LLM("smollm2-135m", kv_cache_gib=0.4) as llm:
         yield llm
 
 
@@ -83,7 +83,7 @@ def runs_shell(
     """Runs a command in an empty folder and returns what it says. It must succeed; curl fails for an HTTP error."""
     (tmp_path / ".curlrc").write_text("fail-with-body\n", "utf-8")
     monkeypatch.chdir(tmp_path)
-    for name, value in {"CURL_HOME": str(tmp_path), "SPECSERVE_URL": url, "SPECSERVE_KV_CACHE_GIB": "0.2"}.items():
+    for name, value in {"CURL_HOME": str(tmp_path), "SPECSERVE_URL": url, "SPECSERVE_KV_CACHE_GIB": "0.4"}.items():
         monkeypatch.setenv(name, value)
 
     def run(command: str) -> str:

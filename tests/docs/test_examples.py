@@ -146,7 +146,7 @@ def test_examples_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SPECSERVE_KV_CACHE_GIB", "0.2")
+    monkeypatch.setenv("SPECSERVE_KV_CACHE_GIB", "0.4")
     text = path.read_text("utf-8")
     assert len(text.splitlines()) <= 40
     runs_python(text, str(path))
