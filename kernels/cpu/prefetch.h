@@ -31,7 +31,7 @@ class PrefetchChoice {
  private:
   static constexpr int kMaxRows = 16;  // with more, arithmetic takes the time
   static constexpr int kTrials = 5;    // whose median decides
-  static constexpr int kLongest = 256;
+  static constexpr int kShortest = 2, kLongest = 256;  // passes from one trial to the next
   static constexpr double kWorthIt = 0.97;  // of the usual time: less is noise
 
   void tried(double ratio) {
@@ -50,7 +50,6 @@ class PrefetchChoice {
     until_trial_ = gap_;
   }
 
-  static constexpr int kShortest = 2;
   bool is_on_ = true, is_trial_ = false;
   int rows_ = 0;                               // of the pass that runs; 0: nobody wants to know how long it takes
   int gap_ = kShortest, until_trial_ = kShortest;  // passes between trials, longer the more of them change nothing

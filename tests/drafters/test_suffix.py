@@ -67,8 +67,7 @@ def test_a_tree_has_the_likeliest_continuations(places: list[Place], most: int) 
     assert all(parent < node for node, parent in enumerate(draft.parents.tolist()))
     possible = likeliest(places, most)
     assert set(found) <= possible
-    assert len(found) == min(most, len(possible)) or len(possible) > most > len(found) - 1
-    assert len(found) <= most
+    assert len(found) == min(most, len(likeliest(places, 10**6)))
 
 
 def places_in(text: list[int], newest: list[int], most: int) -> list[Place]:
@@ -102,7 +101,7 @@ def test_a_loop_is_continued_past_its_end() -> None:
     driver.begin(seq)
     seq.tokens += [3]
     (draft,) = driver.propose([seq], [7])
-    assert max(paths(draft), key=len)[:3] == (1, 2, 3)
+    assert paths(draft)[-1] == (1, 2, 3, 1, 2, 3, 1)
 
 
 def test_an_answer_is_continued_as_an_earlier_one_of_the_tenant() -> None:
@@ -120,6 +119,7 @@ def test_nothing_of_one_tenant_is_in_another_ones_drafts() -> None:
     """Tenant i writes tokens 10 i to 10 i + 9 alone, in random orders, beside each other."""
     rng = random.Random(0)
     driver = Driver(SuffixDrafter(NO_TARGET))
+    num_drafted = 0
     for _ in range(40):
         seqs = [make_seq([10 * i + rng.randrange(10) for _ in range(12)], 4, salt=bytes([i])) for i in range(5)]
         for seq in seqs:
@@ -127,7 +127,9 @@ def test_nothing_of_one_tenant_is_in_another_ones_drafts() -> None:
         drafts = driver.propose(seqs, [6] * 5)
         for i, (seq, draft) in enumerate(zip(seqs, drafts, strict=True)):
             assert all(token // 10 == i for token in draft.tokens.tolist())
+            num_drafted += len(draft)
             driver.end(seq)
+    assert num_drafted > 500
 
 
 def test_a_store_has_a_bound_and_forgets_what_was_not_used_for_longest() -> None:

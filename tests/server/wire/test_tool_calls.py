@@ -506,7 +506,7 @@ def test_no_answer_takes_more_than_linear_time(answer: str, step: int) -> None:
         pieces = [answer[at : at + step] for at in range(0, len(answer), step)]
         begun = time.thread_time()
         parts = [*itertools.chain.from_iterable(map(parser.push, pieces)), *parser.finish()]
-        assert time.thread_time() - begun < 0.6
+        assert time.thread_time() - begun < 1.5
         assert "".join(part.text for part in parts if isinstance(part, Text)) == answer
 
 
