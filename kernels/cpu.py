@@ -304,10 +304,9 @@ class Kernels:
         return self._activated(out.parts[0], width) if is_split and self._kind != _FLOAT32 else out
 
     def plan(self, rows: AttentionRows, block_size: int) -> _native.Plan:
-        parents = [[] if tree is None else tree.tolist() for tree in rows.parents]
         # So few rows of a sequence at once that even one kv head's work is shared by all threads.
-        together = max(_MIN_ROWS_TOGETHER, rows.query_starts[-1] // self._thread_pool.threads)
-        return _native.Plan(rows.query_starts, rows.cached, rows.block_tables, parents, block_size, together)
+        together = max(_MIN_ROWS_TOGETHER, len(rows.parents) // self._thread_pool.threads)
+        return _native.Plan(rows.query_starts, rows.cached, rows.block_tables, rows.parents, block_size, together)
 
     def broken_rows(self, plan: _native.Plan) -> list[int]:
         return plan.broken_rows()

@@ -256,7 +256,7 @@ class Kernels:
 
     def plan(self, rows: AttentionRows, block_size: int) -> _Plan:
         runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]
-        write_slots = [0] * rows.query_starts[-1]
+        write_slots = [0] * len(rows.parents)
         for run in runs:
             for i, last in enumerate(run.last):
                 write_slots[run.first_row + i] = run.slots[last]
@@ -309,10 +309,10 @@ def _multiplies(dtype: torch.dtype) -> bool:
 def _runs(rows: AttentionRows, s: int, block_size: int) -> list[_Run]:
     """A chain is one run, or a few. In a tree every node is a run of its own, which sees its ancestors as if they were
     a chain: the same numbers in the same order, hence the same bits as that path alone."""
-    start, stop = rows.query_starts[s], rows.query_starts[s + 1]
-    cached, parents = rows.cached[s], rows.parents[s]
-    slots = _slots(rows.block_tables[s], cached + stop - start, block_size)
-    if parents is None:
+    start, stop = rows.query_starts[s : s + 2].tolist()
+    cached, parents = int(rows.cached[s]), rows.parents[start:stop].tolist()
+    slots = _slots(rows.block_tables[s].tolist(), cached + stop - start, block_size)
+    if parents == list(range(-1, stop - start - 1)):
         cuts = [*range(0, stop - start, _RUN_ROWS), stop - start]
         return [
             _Run(start + a, slots[: cached + b], list(range(cached + a, cached + b)))
@@ -331,11 +331,11 @@ def _slots(blocks: list[int], num_tokens: int, block_size: int) -> list[int]:
     return slots[:num_tokens]
 
 
-def _ancestors(parents: Ids, node: int) -> list[int]:
+def _ancestors(parents: list[int], node: int) -> list[int]:
     path: list[int] = []
     while node >= 0:
         path.append(node)
-        node = int(parents[node])
+        node = parents[node]
     return path[::-1]
 
 

@@ -1,5 +1,6 @@
 // What Python sees: addresses and shapes in, nothing checked twice. kernels/cpu.py owns the memory.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -188,12 +189,13 @@ NB_MODULE(_native, m) {
         nb::call_guard<nb::gil_scoped_release>());
   m.def("pause_often", &pause_often);
   m.def("pause_no_more", &pause_no_more);
-  using Lists = std::vector<std::vector<int32_t>>;
+  using Ids = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  using Tables = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
   nb::class_<SharedPlan>(m, "Plan")
-      .def("__init__", [](SharedPlan* self, std::vector<int> starts, std::vector<int> cached, Lists blocks, Lists parents,
+      .def("__init__", [](SharedPlan* self, const Ids& starts, const Ids& cached, const Tables& tables, const Ids& parents,
                           int block_size, int max_rows_per_block) {
-        new (self) SharedPlan{std::make_shared<const Plan>(std::move(starts), std::move(cached), std::move(blocks),
-                                                           std::move(parents), block_size, max_rows_per_block)};
+        const StepRows rows{int(cached.size()), int(tables.shape(1)), starts.data(), cached.data(), tables.data(), parents.data()};
+        new (self) SharedPlan{std::make_shared<const Plan>(rows, block_size, max_rows_per_block)};
       })
       .def("broken_rows", [](const SharedPlan& shared) {
         std::vector<int> rows;

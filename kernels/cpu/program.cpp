@@ -17,7 +17,13 @@ constexpr int64_t kFetchedMeanwhile = 2 << 20;  // bytes, while the host prepare
 // few rows the hardware itself asks early enough, and more would only be in its way.
 int lead_of(const Rows& rows) { return std::min(kMaxLead, 2048 + 1024 * std::min(rows.step, 8)); }
 
-int path_length(const std::vector<int32_t>& parents, int row) {
+bool is_chain(const int32_t* parents, int count) {
+  for (int row = 0; row < count; ++row)
+    if (parents[row] != row - 1) return false;
+  return true;
+}
+
+int path_length(const int32_t* parents, int row) {
   int n = 0;
   for (int node = row; node >= 0; node = parents[node]) ++n;
   return n;
@@ -25,27 +31,29 @@ int path_length(const std::vector<int32_t>& parents, int row) {
 
 }  // namespace
 
-Plan::Plan(std::vector<int> starts, std::vector<int> cached, std::vector<std::vector<int32_t>> blocks,
-           std::vector<std::vector<int32_t>> parents, int block_size, int max_rows_per_block)
-    : starts_(std::move(starts)), tables_(std::move(blocks)), paths_(cached.size()), path_starts_(cached.size()) {
-  slots_.reserve(rows());
-  for (int s = 0; s < int(cached.size()); ++s) {
-    const int count = starts_[s + 1] - starts_[s];
-    if (!parents[s].empty()) add_paths(s, parents[s]);
-    const bool is_tree = !parents[s].empty();
-    spans_.push_back({starts_[s], starts_[s + 1], cached[s], block_size, tables_[s].data(),
-                      is_tree ? paths_[s].data() : nullptr, is_tree ? path_starts_[s].data() : nullptr});
+Plan::Plan(const StepRows& rows, int block_size, int max_rows_per_block)
+    : tables_(rows.tables, rows.tables + int64_t(rows.num_seqs) * rows.table_width),
+      paths_(rows.num_seqs),
+      path_starts_(rows.num_seqs) {
+  slots_.reserve(rows.starts[rows.num_seqs]);
+  for (int s = 0; s < rows.num_seqs; ++s) {
+    const int first = rows.starts[s], last = rows.starts[s + 1], count = last - first, cached = rows.cached[s];
+    const int32_t* table = tables_.data() + int64_t(s) * rows.table_width;
+    const bool is_tree = !is_chain(rows.parents + first, count);
+    if (is_tree) add_paths(s, rows.parents + first, count);
+    spans_.push_back({first, last, cached, block_size, table, is_tree ? paths_[s].data() : nullptr,
+                      is_tree ? path_starts_[s].data() : nullptr});
     const int most = std::min(max_rows_per_block, kRowBlock), blocks = (count + most - 1) / most;
     for (int b = 0; b < blocks; ++b) row_blocks_.push_back({s, count * b / blocks, count * (b + 1) / blocks});
-    for (int i = cached[s]; i < cached[s] + count; ++i)
-      slots_.push_back(int64_t(tables_[s][i / block_size]) * block_size + i % block_size);
+    for (int i = cached; i < cached + count; ++i)
+      slots_.push_back(int64_t(table[i / block_size]) * block_size + i % block_size);
   }
-  broken_.reset(new std::atomic<bool>[rows()]());
+  broken_.reset(new std::atomic<bool>[slots_.size()]());
 }
 
-void Plan::add_paths(int s, const std::vector<int32_t>& parents) {
+void Plan::add_paths(int s, const int32_t* parents, int count) {
   path_starts_[s].push_back(0);
-  for (int r = 0; r < int(parents.size()); ++r) {
+  for (int r = 0; r < count; ++r) {
     const int start = path_starts_[s].back(), n = path_length(parents, r);
     paths_[s].resize(start + n);
     int at = start + n;

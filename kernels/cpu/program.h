@@ -19,20 +19,25 @@
 
 namespace specserve {
 
+// The rows of one step as AttentionRows of Python has them.
+struct StepRows {
+  int num_seqs, table_width;
+  const int32_t *starts, *cached, *tables, *parents;
+};
+
 // What attention needs to know of one step: who owns which rows, and where they lie in the cache.
 class Plan {
  public:
-  // Per sequence: rows [starts[s], starts[s + 1]), tokens in the cache, block ids, and parents[s] (empty: a chain). Rows
-  // that one call of attention computes share what it gathers; fewer of them are more pieces for the threads.
-  Plan(std::vector<int> starts, std::vector<int> cached, std::vector<std::vector<int32_t>> blocks,
-       std::vector<std::vector<int32_t>> parents, int block_size, int max_rows_per_block);
+  // Keeps nothing of what `rows` points to. Rows that one call of attention computes share what it gathers; fewer of them
+  // are more pieces for the threads.
+  Plan(const StepRows& rows, int block_size, int max_rows_per_block);
   Plan(const Plan&) = delete;  // spans point into it
   Plan& operator=(const Plan&) = delete;
 
   struct Block {
     int span, begin, end;
   };
-  int rows() const { return starts_.back(); }
+  int rows() const { return int(slots_.size()); }
   const Span& span(int i) const { return spans_[i]; }
   const std::vector<Block>& blocks() const { return row_blocks_; }
   const int64_t* slots() const { return slots_.data(); }
@@ -40,10 +45,9 @@ class Plan {
   std::atomic<bool>* broken() const { return broken_.get(); }
 
  private:
-  void add_paths(int s, const std::vector<int32_t>& parents);
+  void add_paths(int s, const int32_t* parents, int count);
 
-  std::vector<int> starts_;
-  std::vector<std::vector<int32_t>> tables_;
+  std::vector<int32_t> tables_;
   std::vector<std::vector<int32_t>> paths_, path_starts_;
   std::vector<Span> spans_;
   std::vector<Block> row_blocks_;

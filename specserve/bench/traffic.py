@@ -11,11 +11,12 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.engine.engine import Engine
-from specserve.ops import Ops
+from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Runner
 
@@ -48,11 +49,13 @@ class Call:
     token: int = 0
     window: int | None = None
 
-    def reads(self, inputs: StepInput) -> int:
+    def reads(self, rows: AttentionRows) -> int:
         """Bytes it must read in this step."""
-        spans = zip(inputs.cached, inputs.query_starts[:-1], inputs.query_starts[1:], strict=True)
-        tokens = sum(_visible(cached, stop - start, self.window) for cached, start, stop in spans)
-        return self.weights + self.row * inputs.query_starts[-1] + self.token * tokens
+        counts: list[int] = np.diff(rows.query_starts).tolist()
+        tokens = sum(
+            _visible(cached, count, self.window) for cached, count in zip(rows.cached.tolist(), counts, strict=True)
+        )
+        return self.weights + self.row * sum(counts) + self.token * tokens
 
 
 def _visible(cached: int, rows: int, window: int | None) -> int:
@@ -110,13 +113,13 @@ class WatchedOps:
         """A step begins."""
         self._seconds.clear()
 
-    def parts(self, inputs: StepInput) -> list[Part]:
+    def parts(self, rows: AttentionRows) -> list[Part]:
         """The pieces of the last step, which ran `inputs`, in order."""
         names = [_follow(call.op, before.op) for before, call in _pairs(self._calls)]
         if self._recording is not None:
-            return self._recording.parts(names, [call.reads(inputs) for call in self._calls])
+            return self._recording.parts(names, [call.reads(rows) for call in self._calls])
         timed = zip(names, self._seconds, self._calls, strict=True)
-        return [Part(name, seconds, call.reads(inputs)) for name, seconds, call in timed]
+        return [Part(name, seconds, call.reads(rows)) for name, seconds, call in timed]
 
     @property
     def seconds(self) -> float:
@@ -195,7 +198,7 @@ class WatchedRunner(Runner):
     def parts(self) -> list[Part]:
         """The pieces of the last step's forward pass."""
         assert self._inputs is not None, "a step has run"
-        return self.watched.parts(self._inputs)
+        return self.watched.parts(self._inputs.rows)
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """Types of the compiled module: see kernels/cpu/module.cpp. Addresses are those of memory that the caller keeps."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 def instruction_sets() -> list[str]: ...
 def tile_bytes(format: int, inputs: int) -> int: ...
 def pack(format: int, rows: int, outputs: int, inputs: int, out: int) -> None: ...
@@ -65,10 +68,10 @@ def read_bandwidth(pool: ThreadPool, memory: int, bytes: int, passes: int) -> fl
 class Plan:
     def __init__(
         self,
-        query_starts: list[int],
-        cached: list[int],
-        block_tables: list[list[int]],
-        parents: list[list[int]],
+        query_starts: NDArray[np.int32],
+        cached: NDArray[np.int32],
+        block_tables: NDArray[np.int32],
+        parents: NDArray[np.int32],
         block_size: int,
         max_rows_per_block: int,
     ) -> None: ...

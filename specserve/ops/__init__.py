@@ -22,19 +22,8 @@ from torch import Tensor
 
 from specserve.machine.pulse import Pulse
 from specserve.ops.packing import PackedCache, Source, uncached
+from specserve.ops.rows import AttentionRows as AttentionRows
 from specserve.types import Ids
-
-
-class AttentionRows(Protocol):
-    """What a backend needs to know about the rows of one step, on the host. Slots are block * block_size + offset."""
-
-    num_rows: int  # padded to row_multiple; rows from query_starts[-1] on are padding
-    query_starts: list[int]  # [seqs + 1]; sequence s owns rows [query_starts[s], query_starts[s + 1])
-    cached: list[int]  # [seqs] tokens with valid KV before this step; its row r lies at logical index cached + r
-    block_tables: list[list[int]]  # [seqs] block ids; row r's KV is written at logical index cached + r
-    parents: list[Ids | None]  # [seqs] None: row r sees rows <= r. Else parents[r] (-1: none in this step) is a tree:
-    # row r sees the cached tokens, its ancestors and itself, and its position is that of its depth
-
 
 NOT_FINITE, NO_TOKEN_LEFT = -1, -2  # what stands in place of a token in a row that has none
 

@@ -89,7 +89,7 @@ class RecordedForward:
 
     def start(self, inputs: StepInput, plan: Any) -> None:
         self._recording.finish()  # of a step that an exception left: its inputs are about to change
-        rows, logit_rows = inputs.num_rows, len(inputs.logit_rows)
+        rows, logit_rows = inputs.rows.num_rows, len(inputs.logit_rows)
         self._inputs[0, :rows] = inputs.token_ids
         self._inputs[1, :rows] = inputs.positions
         self._logit_rows[:logit_rows] = inputs.logit_rows

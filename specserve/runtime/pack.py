@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.types import Draft, Ids, ScheduledSeq, Sequence
+from specserve.ops import AttentionRows
+from specserve.types import Ids, ScheduledSeq, Sequence
 
 
 @dataclass(slots=True)
@@ -33,16 +34,12 @@ def num_logit_rows(sampled: Iterable[ScheduledSeq]) -> int:
 @dataclass(slots=True)
 class StepInput:
     """One step as plain arrays, without live objects: it may be copied to a device's static buffers, or sent. Rows are
-    those of sequence after sequence, then padding; see specserve.ops.AttentionRows."""
+    those of sequence after sequence, then padding."""
 
     token_ids: NDArray[np.int64]  # [num_rows]
     positions: NDArray[np.int64]  # [num_rows]
     logit_rows: NDArray[np.int64]  # [rows to be sampled, then rows to be scored, padded]
-    num_rows: int
-    query_starts: list[int]  # [seqs + 1]
-    cached: list[int]  # [seqs]
-    block_tables: list[list[int]]  # [seqs]
-    parents: list[Ids | None]  # [seqs] of the rows of a tree
+    rows: AttentionRows
 
 
 @dataclass(slots=True)
@@ -65,6 +62,7 @@ def pack(step: Step, multiple: int) -> tuple[StepInput, list[ScoredPrompt]]:
     sampled: list[int] = []
     scored_rows: list[int] = []
     starts = [0]
+    parents: list[int] = []
     scored: list[ScoredPrompt] = []
     for each in step.seqs:
         seq, draft, row = each.seq, each.draft, starts[-1]
@@ -74,10 +72,12 @@ def pack(step: Step, multiple: int) -> tuple[StepInput, list[ScoredPrompt]]:
         if len(draft):
             token_ids += draft.tokens.tolist()
             positions += range(stop, stop + len(draft)) if draft.is_chain else (draft.depths + stop).tolist()
+        rows = each.num_new + len(draft)
+        parents += range(-1, rows - 1) if draft.is_chain else tree_rows(each.num_new, draft.parents).tolist()
         each.first_row = row
         if each.sampled:
             each.logits_start = len(sampled)
-            sampled += range(row + each.num_new - 1, row + each.num_new + len(draft))
+            sampled += range(row + each.num_new - 1, row + rows)
         if unscored := _unscored(seq, each.num_new):
             scored.append(ScoredPrompt(seq, seq.tokens[unscored.start : unscored.stop]))
             scored_rows += range(row + unscored.start - 1 - each.start, row + unscored.stop - 1 - each.start)
@@ -86,11 +86,13 @@ def pack(step: Step, multiple: int) -> tuple[StepInput, list[ScoredPrompt]]:
         token_ids=padded(token_ids, multiple),
         positions=padded(positions, multiple),
         logit_rows=padded(sampled + scored_rows, multiple),
-        num_rows=len(token_ids) + -len(token_ids) % multiple,
-        query_starts=starts,
-        cached=[each.start for each in step.seqs],
-        block_tables=[list(each.seq.blocks.ids) for each in step.seqs],
-        parents=[_parents(each.num_new, each.draft) for each in step.seqs],
+        rows=AttentionRows.pack(
+            starts,
+            [each.start for each in step.seqs],
+            [each.seq.blocks.ids for each in step.seqs],
+            parents,
+            multiple,
+        ),
     )
     return inputs, scored
 
@@ -116,11 +118,6 @@ def most_tokens(seq: Sequence, shared_rows: int) -> int:
     first = max(seq.cached + 1, len(seq.prompt_logprobs))
     scores = seq.params.prompt_logprobs is not None and first < seq.num_prompt
     return shared_rows + first - seq.cached if scores else len(seq.tokens)
-
-
-def _parents(num_new: int, draft: Draft) -> Ids | None:
-    """Each row's parent row within the sequence, own tokens first; None for a chain."""
-    return None if draft.is_chain else tree_rows(num_new, draft.parents)
 
 
 def tree_rows(num_before: int, parents: Ids) -> Ids:

@@ -60,7 +60,7 @@ class Runner:
     def start(self, inputs: StepInput) -> None:
         """Begin a forward pass; the LM head sees only the rows that are sampled or scored."""
         self._logit_rows = inputs.logit_rows
-        self._plan = self.ops.plan(inputs, self.block_size)
+        self._plan = self.ops.plan(inputs.rows, self.block_size)
         self._forward.start(inputs, self._plan)
 
     def finish(self) -> Output:

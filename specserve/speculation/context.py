@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
-from specserve.ops import Ops
+from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Runner
 from specserve.speculation.base import DraftInput, DraftModel, DraftOutput, SequenceView
-from specserve.types import Ids
 
 
 class TargetContext:
@@ -105,7 +103,7 @@ class ModelRunner:
         positions: list[int] = []
         logit_rows: list[int] = []
         starts = [0]
-        parents: list[Ids | None] = []
+        parents: list[int] = []
         for each in inputs:
             count, seq = len(each.tokens), each.seq._seq
             assert each.start <= seq.draft_cached, "what stands before has KV"
@@ -113,24 +111,24 @@ class ModelRunner:
             token_ids += each.tokens
             if each.parents is None:
                 positions += range(each.start, each.start + count)
-                parents.append(None)
+                parents += range(-1, count - 1)
             else:
-                tree = np.asarray(each.parents, np.int32)
-                parents.append(tree)
-                depths = np.zeros(count, np.int64)
-                for node, parent in enumerate(tree.tolist()):
-                    depths[node] = depths[parent] + 1 if parent >= 0 else 0
-                positions += (each.start + depths).tolist()
+                at: list[int] = []
+                for parent in each.parents:
+                    at.append(at[parent] + 1 if parent >= 0 else each.start)
+                positions += at
+                parents += each.parents
             starts.append(len(token_ids))
             logit_rows += range(starts[-1] - each.num_logits, starts[-1])
-        rows = padded(token_ids, multiple)
         return StepInput(
-            token_ids=rows,
+            token_ids=padded(token_ids, multiple),
             positions=padded(positions, multiple),
             logit_rows=padded(logit_rows, multiple),
-            num_rows=len(rows),
-            query_starts=starts,
-            cached=[each.start for each in inputs],
-            block_tables=[list(each.seq._seq.blocks.ids) for each in inputs],
-            parents=parents,
+            rows=AttentionRows.pack(
+                starts,
+                [each.start for each in inputs],
+                [each.seq._seq.blocks.ids for each in inputs],
+                parents,
+                multiple,
+            ),
         )

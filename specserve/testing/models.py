@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from specserve.errors import ConfigError, unknown
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
 from specserve.models.spec import DecoderSpec
-from specserve.types import Draft, Ids
+from specserve.ops import AttentionRows
+from specserve.types import Draft
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|pad|>")
 CHAT_TEMPLATE = (
@@ -152,23 +154,16 @@ class Feed:
     parents: Many[int] | None = None
 
     @property
+    def parent_rows(self) -> Many[int]:
+        return range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
+
+    @property
     def depths(self) -> list[int]:
         """How far each token lies behind the last cached one; 0 is the next position."""
         if self.parents is None:
             return list(range(len(self.tokens)))
         draft = Draft(np.asarray(self.tokens, np.int32), np.asarray(self.parents, np.int32))
         return [int(depth) for depth in draft.depths]
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The feeds of one step as specserve.ops.AttentionRows."""
-
-    num_rows: int = 0
-    query_starts: list[int] = field(default_factory=lambda: [0])
-    cached: list[int] = field(default_factory=list)
-    block_tables: list[list[int]] = field(default_factory=list)
-    parents: list[Ids | None] = field(default_factory=list)
 
 
 class PagedDecoder:
@@ -207,16 +202,14 @@ class PagedDecoder:
         parts = [self.step(Feed(seq, tokens[start : start + size]))[0] for start in range(0, len(tokens), size)]
         return torch.cat(parts)
 
-    def _rows(self, feeds: Many[Feed]) -> _Rows:
-        rows = _Rows()
-        for feed in feeds:
-            rows.query_starts.append(rows.query_starts[-1] + len(feed.tokens))
-            rows.cached.append(self.cached[feed.seq])
-            rows.block_tables.append(self.block_tables[feed.seq])
-            rows.parents.append(None if feed.parents is None else np.asarray(feed.parents, np.int32))
-        multiple = self.model.ops.row_multiple
-        rows.num_rows = -(-rows.query_starts[-1] // multiple) * multiple
-        return rows
+    def _rows(self, feeds: Many[Feed]) -> AttentionRows:
+        return AttentionRows.pack(
+            [0, *itertools.accumulate(len(feed.tokens) for feed in feeds)],
+            [self.cached[feed.seq] for feed in feeds],
+            [self.block_tables[feed.seq] for feed in feeds],
+            list(itertools.chain.from_iterable(feed.parent_rows for feed in feeds)),
+            self.model.ops.row_multiple,
+        )
 
 
 def unequal_rows(model: Decoder) -> list[str]:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from specserve.cli.main import run
 from specserve.engine.counters import PHASES
 from specserve.errors import ConfigError
 from specserve.llm import LLM
+from specserve.ops import AttentionRows
 from specserve.testing import write_tiny_model
 
 CONTEXT = 37
@@ -173,8 +173,8 @@ def test_what_more_comes_of_a_call_has_its_own_name_and_reads_nothing() -> None:
         ops.linear(None, torch.zeros(5))
     recording.start(1, 1, None)
     recording.finish()
-    batch: Any = SimpleNamespace(cached=[9], query_starts=[0, 1])
-    assert [(part.name, part.seconds, part.num_bytes) for part in ops.parts(batch)] == [
+    rows = AttentionRows.pack([0, 1], [9], [[]], [-1], 1)
+    assert [(part.name, part.seconds, part.num_bytes) for part in ops.parts(rows)] == [
         ("linear after linear", 1.0, 12),
         ("attention", 2.0, 4 * 2 * 8 * 4),
         ("quantize_activation", 3.0, 0),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from specserve.bench.verify_cost import WARM_UP_ROUNDS, VerifySteps, verify_cost
 from specserve.cli.main import run
 from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM
+from specserve.ops import AttentionRows
 from specserve.runtime.pack import StepInput
 from specserve.testing import write_tiny_model
 from specserve.types import Draft, SamplingParams
@@ -67,7 +69,7 @@ def batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     start = llm.engine.runner.start
 
     def spy(inputs: StepInput) -> None:
-        seen.append((inputs.query_starts[-1], inputs.cached[0]))
+        seen.append((len(inputs.rows.parents), int(inputs.rows.cached[0])))
         start(inputs)
 
     monkeypatch.setattr(llm.engine.runner, "start", spy)
@@ -225,28 +227,20 @@ def test_bytes_of_the_reference_are_those_of_its_tensors(folder: Path, without_n
     assert found == read + 64 * 4 + 3 * 2 * (CONTEXT + 1) * 2 * 16 * 4
 
 
-@dataclass
-class Steps:
-    """What Call.reads needs of a batch."""
-
-    cached: list[int]
-    query_starts: list[int] = field(default_factory=list)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=3),
     st.one_of(st.none(), st.integers(1, 60)),
 )
 def test_a_step_reads_every_visible_token_once(seqs: list[tuple[int, int]], window: int | None) -> None:
-    batch: Any = Steps([cached for cached, _ in seqs], [0])
+    starts = [0, *itertools.accumulate(count for _, count in seqs)]
+    rows = AttentionRows.pack(starts, [cached for cached, _ in seqs], [[]] * len(seqs), range(starts[-1]), 1)
     expected = 0
-    for cached, rows in seqs:
-        batch.query_starts.append(batch.query_starts[-1] + rows)
-        positions = range(cached, cached + rows)
+    for cached, count in seqs:
+        positions = range(cached, cached + count)
         expected += len({i for at in positions for i in range(at + 1) if window is None or i > at - window})
-    assert Call("attention", token=10, window=window).reads(batch) == 10 * expected
-    assert Call("embed", row=3).reads(batch) == 3 * batch.query_starts[-1]
-    assert Call("linear", weights=7).reads(batch) == 7
+    assert Call("attention", token=10, window=window).reads(rows) == 10 * expected
+    assert Call("embed", row=3).reads(rows) == 3 * starts[-1]
+    assert Call("linear", weights=7).reads(rows) == 7
 
 
 def test_sliding_windows_bound_what_is_read(tmp_path: Path) -> None:

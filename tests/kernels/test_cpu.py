@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,9 +28,10 @@ from torch import Tensor
 from specserve.kernels.reference import Kernels as Reference
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
-from specserve.ops import HeadNorms, Rotation
+from specserve.ops import AttentionRows, HeadNorms, Rotation
 from specserve.ops.isa import choose_isa
 from specserve.runtime.graph import EagerForward, RecordedForward
+from specserve.runtime.pack import StepInput
 from specserve.testing import Feed, PagedDecoder, random_weights, tiny_config, unequal_rows
 
 if importlib.util.find_spec("specserve.kernels._native") is None and os.environ.get("SPECSERVE_REQUIRE_NATIVE") != "1":
@@ -400,7 +400,7 @@ class Step:
         self.q = torch.randn(self.starts[-1], self.kv_heads * self.share * self.d)
 
     @property
-    def layout(self) -> SimpleNamespace:
+    def layout(self) -> AttentionRows:
         return layout(self.lengths, self.cached, self.tables, self.parents)
 
     def kv(self, dtype: torch.dtype) -> Tensor:
@@ -428,12 +428,9 @@ class Step:
         return ops.attention(returned(ops, self.q if q is None else q), kv, plan, 1.5 * self.d**-0.5, self.window)
 
 
-def layout(lengths: list[int], cached: list[int], tables: list[list[int]], parents: list[Any]) -> SimpleNamespace:
-    """One step as specserve.ops.AttentionRows."""
-    starts = [0, *np.cumsum(lengths).tolist()]
-    return SimpleNamespace(
-        num_rows=starts[-1], query_starts=starts, cached=cached, block_tables=tables, parents=parents
-    )
+def layout(lengths: list[int], cached: list[int], tables: list[list[int]], parents: list[Any]) -> AttentionRows:
+    rows = [tree if tree is not None else range(-1, n - 1) for n, tree in zip(lengths, parents, strict=True)]
+    return AttentionRows.pack([0, *itertools.accumulate(lengths)], cached, tables, list(itertools.chain(*rows)), 1)
 
 
 contexts = st.sampled_from([0, 1, 50, 63, 64, 65, 127, 128]) | st.integers(0, 300)
@@ -698,7 +695,7 @@ def shifted_tables(ops: Any) -> Callable[[Any, int], Any]:
 
     def shift(rows: Any, block_size: int) -> Any:
         if len(rows.cached) > 1:
-            rows = dataclasses.replace(rows, block_tables=[[*table[1:], table[0]] for table in rows.block_tables])
+            rows = dataclasses.replace(rows, block_tables=np.roll(rows.block_tables, -1, axis=1))
         return plan(rows, block_size)
 
     return shift
@@ -810,11 +807,10 @@ def test_a_sequence_that_breaks_breaks_alone(isa: str, weights: str, bad: float)
 # Recordings
 
 
-def batch(steps: SimpleNamespace, tokens: list[int], positions: list[int], num_judged: int) -> Any:
-    """One step as specserve.runtime.pack.StepInput; the last rows are judged, in reverse."""
-    rows = list(range(steps.num_rows))[::-1][:num_judged]
-    ids = {"token_ids": tokens, "positions": positions, "logit_rows": rows}
-    return SimpleNamespace(**vars(steps), **{name: np.array(values, np.int64) for name, values in ids.items()})
+def batch(rows: AttentionRows, tokens: list[int], positions: list[int], num_judged: int) -> StepInput:
+    """The last rows are judged, in reverse."""
+    judged = list(range(rows.num_rows))[::-1][:num_judged]
+    return StepInput(*(np.array(values, np.int64) for values in (tokens, positions, judged)), rows=rows)
 
 
 BROKEN = 7
@@ -853,7 +849,7 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
         positions = [c + depth for c, own in zip(cached, depths, strict=True) for depth in own]
         one = batch(rows, tokens, positions, num_judged)
         for step in (eager, recorded):
-            step.start(one, model.ops.plan(one, 16))
+            step.start(one, model.ops.plan(rows, 16))
         wanted, found = eager.finish(), recorded.finish()
         assert [len(part) for part in found[:3]] == [num_judged] * 3
         assert [len(tap) for tap in found.taps] == [rows.num_rows] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from specserve.kernels.reference import Kernels
-from specserve.ops import HeadNorms, Rotation
+from specserve.ops import AttentionRows, HeadNorms, Rotation
 
 BLOCK = 16
 HEADS, KV_HEADS, DIM = 6, 2, 16
@@ -30,19 +30,14 @@ def make_kv(dtype: torch.dtype, blocks: int = 60) -> Tensor:
 
 def layout(lengths: list[int], cached: list[int], tables: list[list[int]], parents: list | None = None):
     starts = np.cumsum([0, *lengths]).tolist()
-    return SimpleNamespace(
-        num_rows=-(-starts[-1] // Kernels.row_multiple) * Kernels.row_multiple,
-        query_starts=starts,
-        cached=cached,
-        block_tables=tables,
-        parents=parents or [None] * len(lengths),
-    )
+    rows = parents or [range(-1, n - 1) for n in lengths]
+    return AttentionRows.pack(starts, cached, tables, list(itertools.chain(*rows)), Kernels.row_multiple)
 
 
 def attend(kernels: Kernels, kv: Tensor, queries: list[Tensor], cached, tables, parents=None, window=None):
     """One step's attention; returns each sequence's rows."""
     rows = layout([len(q) for q in queries], cached, tables, parents)
-    padding = torch.zeros(rows.num_rows - rows.query_starts[-1], HEADS, DIM)
+    padding = torch.zeros(rows.num_rows - len(rows.parents), HEADS, DIM)
     out = kernels.attention(torch.cat([*queries, padding]), kv, kernels.plan(rows, BLOCK), DIM**-0.5, window)
     return [out[a:b] for a, b in zip(rows.query_starts, rows.query_starts[1:], strict=False)]
 

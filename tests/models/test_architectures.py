@@ -11,10 +11,10 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,7 +31,7 @@ from specserve.kernels.reference import Kernels
 from specserve.models import loader
 from specserve.models.loader import check_memory, find_architecture, load_model, native_model_types, num_weight_bytes
 from specserve.models.spec import read_rope
-from specserve.ops import Ops
+from specserve.ops import AttentionRows, Ops
 from specserve.testing import Feed, PagedDecoder, tiny_config, unequal_rows, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -238,7 +238,12 @@ def split_by_rows(ops: Any) -> Callable[..., torch.Tensor]:
 def blind_to_trees(ops: Ops) -> Callable[[Any, int], Any]:
     """A planted fault: a tree's rows see every row before them."""
     plan = ops.plan
-    return lambda rows, block_size: plan(dataclasses.replace(rows, parents=[None] * len(rows.parents)), block_size)
+
+    def blind(rows: AttentionRows, block_size: int) -> Any:
+        chains = np.concatenate([np.arange(-1, n - 1, dtype=np.int32) for n in np.diff(rows.query_starts)])
+        return plan(dataclasses.replace(rows, parents=chains), block_size)
+
+    return blind
 
 
 INVARIANCE = (
@@ -271,7 +276,7 @@ def forward(model: Any, rows: list[int]) -> tuple[torch.Tensor, ...]:
     """PROMPT[:8] in one step -> hidden states, logits and best tokens of the rows asked for."""
     spec, ops = model.spec, model.ops
     kv = [torch.zeros(2, 32, spec.num_kv_heads, spec.head_dim, dtype=ops.dtype) for _ in range(spec.num_layers)]
-    layout = SimpleNamespace(num_rows=8, query_starts=[0, 8], cached=[0], block_tables=[[1]], parents=[None])
+    layout = AttentionRows.pack([0, 8], [0], [[1]], range(-1, 7), 8)
     ids, positions = torch.tensor(PROMPT[:8]), torch.arange(8)
     with torch.inference_mode():
         outputs = model.forward(ids, positions, torch.tensor(rows), kv, ops.plan(layout, 16))

@@ -1,0 +1,45 @@
+"""Which rows of a step belong to which sequence, and where their KV lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """What a backend needs to know about the rows of one step: arrays on the host, which may be copied to a device's
+    static buffers or sent. Slots are block * block_size + offset."""
+
+    num_rows: int  # padded to row_multiple; rows from query_starts[-1] on are padding
+    query_starts: NDArray[np.int32]  # [seqs + 1]; sequence s owns rows [query_starts[s], query_starts[s + 1])
+    cached: NDArray[
+        np.int32
+    ]  # [seqs] tokens with valid KV before this step; its row r lies at logical index cached + r
+    block_tables: NDArray[np.int32]  # [seqs, blocks] block ids, then zeros; row r's KV is written at index cached + r
+    parents: NDArray[np.int32]  # [query_starts[-1]] parent row, counted within its sequence; -1: none in this step. A
+    # row sees the cached tokens, its ancestors and itself. In a chain row r's parent is r - 1.
+
+    @classmethod
+    def pack(
+        cls,
+        query_starts: Sequence[int],
+        cached: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        parents: Sequence[int],
+        multiple: int,
+    ) -> AttentionRows:
+        """Of lists; a block table is as long as its sequence needs."""
+        tables = np.zeros((len(cached), max(map(len, block_tables))), np.int32)
+        for row, blocks in zip(tables, block_tables, strict=True):
+            row[: len(blocks)] = blocks
+        return cls(
+            num_rows=len(parents) + -len(parents) % multiple,
+            query_starts=np.array(query_starts, np.int32),
+            cached=np.array(cached, np.int32),
+            block_tables=tables,
+            parents=np.array(parents, np.int32),
+        )
