@@ -28,12 +28,16 @@ export PYTHONDONTWRITEBYTECODE :=
 # Where there is a C++ compiler the native kernels must build; without one the package is made without them.
 export SPECSERVE_REQUIRE_NATIVE := $(if $(shell command -v $(CXX) c++ g++ clang++),1,0)
 NATIVE_SOURCES := $(wildcard kernels/cpu/*)
+SOURCES := $(shell find specserve drafters grammars kernels -type f -not -path '*/__pycache__/*' -not -name '*.so')
+HAS_GXX := $(shell command -v g++)
 BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
 GRAMMARS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["xgrammar"], sep="\n")
 MISSING_TOOLS := $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
 SANITIZE := build/sanitize
+BARE := build/bare
 # What passes for a CPU without AVX-512: torch's own code, oneDNN and our kernels, which choose the dtype with it.
 HIDE_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SPECSERVE_ISA=avx2
 HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpuinfo 2>/dev/null))
@@ -47,7 +51,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env demo serve test quick check lint types format pytest pytest-avx2 sanitize contract wheel bare clean
+.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize contract wheel bare clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -74,7 +78,12 @@ demo: $(STAMP) ## Fetch the default model, measure n-gram speculation on a few p
 serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI's API; SERVE_FLAGS="--port 9000" and so on.
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
-test: check pytest pytest-avx2 sanitize bare ## Everything CI runs: lint, types and all tests, those of the real model too.
+# What keeps one core busy goes first, side by side; tests share the cores out themselves.
+test: $(STAMP) ## Everything CI runs: lint, types and all tests, those of the real model too.
+	@$(MAKE) --no-print-directory -j2 --output-sync check builds
+	@$(MAKE) --no-print-directory pytest pytest-avx2 sanitize bare
+
+builds: $(BARE)/.made $(SANITIZE)/.made ## Make what `sanitize` and `bare` run in.
 
 quick: check ## Lint, types and the tests of the core: what to run between two commits. About a minute on two cores.
 	@echo "== pytest, the core"
@@ -111,18 +120,24 @@ format: $(STAMP) ## Format the code and fix what ruff can fix.
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
 
-# In an environment of its own, as in ours the editable installation finds its own native module before any other. Python
-# is not built with AddressSanitizer, so that library is loaded first by force, and libstdc++ with it, whose `throw` it
-# watches. Leaks are not looked for: Python frees much only when it ends.
-sanitize: $(STAMP) ## Test the native kernels in a build that stops at invalid memory accesses and undefined behaviour.
-ifneq ($(shell command -v g++),)
-	@echo "== native kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+# In an environment of its own, as in ours the editable installation finds its own native module before any other.
+$(SANITIZE)/.made: $(STAMP) $(SOURCES)
+ifneq ($(HAS_GXX),)
+	@echo "== building native kernels with sanitizers"
 	@$(BIN)/python -m venv --clear --without-pip $(SANITIZE)/venv
 	@rm -f $(SANITIZE)/*.whl
 	@CXX=g++ $(PIP) wheel --no-deps --no-build-isolation -w $(SANITIZE) --config-settings=build-dir=$(SANITIZE)/objects \
 	  --config-settings=cmake.build-type=Debug --config-settings=cmake.define.SPECSERVE_SANITIZE=ON .
 	@site=$$($(SANITIZE)/venv/bin/python -c '$(SITE_PACKAGES)') && $(BIN)/python -m zipfile -e $(SANITIZE)/*.whl $$site && \
 	  $(BIN)/python -c '$(SITE_PACKAGES)' > $$site/development.pth
+endif
+	@mkdir -p $(@D) && touch $@
+
+# Python is not built with AddressSanitizer, so that library is loaded first by force, and libstdc++ with it, whose `throw`
+# it watches. Leaks are not looked for: Python frees much only when it ends.
+sanitize: $(SANITIZE)/.made ## Test the native kernels in a build that stops at invalid memory accesses and undefined behaviour.
+ifneq ($(HAS_GXX),)
+	@echo "== native kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  $(SANITIZE)/venv/bin/python -P -m pytest -q -p no:cacheprovider --capture=sys -n $(PROCESSES) --dist worksteal $(REPEATED) \
 	  -k "not planted_faults and not (models_have_the_same_bits and (mistral or qwen3))" \
@@ -152,13 +167,17 @@ wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of it
 	  "from specserve.kernels import _native; print('native kernels', _native.__file__)")
 	@mv build/wheel/*.whl dist/
 
-# The environment is made anew when the requirements may have changed; the wheel is installed each time, and then whatever
-# it requires that is not there.
-BARE := build/bare
-bare: wheel ## Use the wheel as a newcomer without extras: in an environment of its own, from another folder.
-	@echo "== the wheel in a bare environment (about a minute when it is made)"
+# Made anew when the requirements may have changed; the wheel is installed each time, and then whatever it requires that is
+# not there.
+$(BARE)/.made: pyproject.toml $(STAMP)
+	@echo "== a bare environment, with what the wheel requires"
+	@rm -rf $(BARE) && $(PYTHON) -m venv $(BARE)/venv
+	@$(BIN)/python -c '$(REQUIRES)' | $(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install -r /dev/stdin
+	@touch $@
+
+bare: wheel $(BARE)/.made ## Use the wheel as a newcomer without extras: in an environment of its own, from another folder.
+	@echo "== the wheel in a bare environment"
 	@$(BIN)/specserve pull $(MODEL)
-	@test $(BARE)/.made -nt pyproject.toml || { rm -rf $(BARE) && $(PYTHON) -m venv $(BARE)/venv && touch $(BARE)/.made; }
 	@wheel=$$(ls -t dist/*.whl | head -1) && pip="$(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install" && \
 	  $$pip --force-reinstall --no-deps $$wheel && $$pip $$wheel
 	@$(BARE)/venv/bin/python -P tests/bare/run.py --model $(MODEL)

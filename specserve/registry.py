@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from specserve.errors import ConfigError, unknown
@@ -137,6 +138,9 @@ GRAMMARS = Registry("grammar backend", "specserve.grammars", "Backend", ("kinds"
 MODELS = Registry("model family", "specserve.models", "", ("spec",), mark="ARCHITECTURES")
 
 
+_parsing = Lock()  # Python 3.11 counts how deep it is for all threads together, and raises where that does not fit
+
+
 def _literal(module_name: str, constant: str) -> Any:
     """What a module assigns to a constant at its top level, read without running it; None where it does not."""
     try:
@@ -144,7 +148,9 @@ def _literal(module_name: str, constant: str) -> Any:
     except ModuleNotFoundError:  # an entry point into a package that is gone
         return None
     source = Path(spec.origin).read_text("utf-8") if spec and spec.origin and spec.origin.endswith(".py") else ""
-    for node in ast.parse(source).body if constant in source else ():
+    with _parsing:
+        nodes = ast.parse(source).body if constant in source else []
+    for node in nodes:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]:
             try:
                 return ast.literal_eval(node.value)
