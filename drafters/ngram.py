@@ -5,9 +5,11 @@ Method: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding); 
 
 from __future__ import annotations
 
+import numpy as np
+
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport, TokensView
-from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, suffix_keys
+from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, likelihood, suffix_keys
 from specserve.types import Draft
 
 
@@ -44,7 +46,7 @@ class NgramDrafter:
         left = NGRAMS_PER_STEP
         for seq, _ in requests:
             left -= self._indexes[seq].prompt.extend(left) if left > 0 else 0
-        return [self._continue(seq.tokens, self._indexes[seq].find(seq.tokens), most) for seq, most in requests]
+        return [self._continue(seq.tokens, *self._indexes[seq].find(seq.tokens), most) for seq, most in requests]
 
     def observe(self, step: StepReport) -> None:
         for each in step.seqs:
@@ -55,11 +57,12 @@ class NgramDrafter:
         del self._indexes[seq]
         self._prompts.give(seq)
 
-    def _continue(self, tokens: TokensView, start: int | None, most: int) -> Draft:
-        if start is None:
+    def _continue(self, tokens: TokensView, size: int, start: int, most: int) -> Draft:
+        if not size:
             return Draft.empty()
         following = tokens[start : start + most]
-        return Draft.chain((following * -(-most // len(following)))[:most])
+        confidence = np.array([likelihood(length) for length in range(size, size + most)], np.float32)
+        return Draft.chain((following * -(-most // len(following)))[:most], confidence=confidence)
 
 
 class _Index:
@@ -80,8 +83,9 @@ class _Index:
                     self._after[tuple(tokens[end - size : end])] = end
         self._indexed = max(self._indexed, len(tokens) - 1)
 
-    def find(self, tokens: TokensView) -> int | None:
-        """Index of the token after the last earlier occurrence of the longest n-gram that ends `tokens`."""
+    def find(self, tokens: TokensView) -> tuple[int, int]:
+        """The longest n-gram that ends `tokens` and occurred earlier: n, and the index of the token after its last
+        occurrence; (0, 0) if there is none."""
         self.extend(tokens)
         keys: list[int] = []
         for size in self._sizes:
@@ -89,8 +93,8 @@ class _Index:
                 continue
             start = self._after.get(tuple(tokens[-size:]))
             if start is not None:
-                return start
+                return size, start
             keys = keys or suffix_keys(tokens, size)
             if ends := self.prompt.ends(tokens, keys, size):
-                return ends[-1]
-        return None
+                return size, ends[-1]
+        return 0, 0

@@ -9,10 +9,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from weakref import WeakValueDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, suffix_keys
 from specserve.types import Draft
+
+PRIORITY = 40  # part of "auto"
+
+_LONG_RUN = 32  # as at the beginning, where the prediction should be right
+_PRIOR = (9.0, 1.0)  # tokens followed and departed from, before there are any
+_CHANCE = 0.5  # that a place found by one token is the wrong one; by n it is this / n^1.5
 
 
 class PredictionDrafter:
@@ -77,7 +86,8 @@ class PredictionDrafter:
         place.read(seq)
         if place.next is None:
             return Draft.empty()
-        return Draft.chain(place.text.tokens[place.next : place.next + limit])
+        following = place.text.tokens[place.next : place.next + limit]
+        return Draft.chain(following, confidence=place.confidence(len(following)))
 
 
 class _Text:
@@ -88,14 +98,14 @@ class _Text:
         self.sizes = sizes
         self.index = NgramIndex(tokens, len(tokens), sizes)
 
-    def find(self, newest: tuple[int, ...], reached: int) -> int | None:
+    def find(self, newest: tuple[int, ...], reached: int) -> tuple[int | None, int]:
         """Index of the token after the longest end of `newest` that stands in the text: of the first one after
-        `reached`, else of the last one before."""
+        `reached`, else of the last one before; and how long that end is."""
         keys = suffix_keys(newest, self.sizes[0])
         for size in self.sizes:
             if size <= len(newest) and (ends := self.index.ends(newest, keys, size)):
-                return ends[min(bisect_right(ends, reached), len(ends) - 1)]
-        return None
+                return ends[min(bisect_right(ends, reached), len(ends) - 1)], size
+        return None, 0
 
 
 class _Place:
@@ -106,6 +116,14 @@ class _Place:
         self.next: int | None = 0  # index of the predicted token that should come next; None: lost
         self._reached = 0  # index after the last predicted token that did come: a place found by chance does not count
         self._num_read = num_read
+        self._run = _LONG_RUN  # tokens up to `next` that output and prediction agree in
+        self._num_followed, self._num_departed = _PRIOR  # of the predicted tokens that should have come next
+
+    def confidence(self, count: int) -> NDArray[np.float32]:
+        """How likely each of the next tokens comes if those before it do: as often as they came so far, and less so
+        where the place was just found."""
+        followed = self._num_followed / (self._num_followed + self._num_departed)
+        return (followed * (1 - _CHANCE / np.arange(self._run, self._run + count) ** 1.5)).astype(np.float32)
 
     def read(self, seq: SequenceView) -> None:
         """Follow what is new of the output, token by token, up to where it departs before the place can be found again:
@@ -114,10 +132,13 @@ class _Place:
         for index in range(self._num_read, len(tokens)):
             if self.next is not None and text.tokens[self.next : self.next + 1] == (tokens[index],):
                 self.next = self._reached = self.next + 1
-            elif not text.index.is_complete:
+                self._run += 1
+                self._num_followed += 1
+                continue
+            self._num_departed += self.next is not None and self.next < len(text.tokens)
+            if not text.index.is_complete:
                 self.next, self._num_read = None, index
                 return
-            else:
-                first = max(seq.num_prompt, index + 1 - text.sizes[0])
-                self.next = text.find(tuple(tokens[first : index + 1]), self._reached)
+            first = max(seq.num_prompt, index + 1 - text.sizes[0])
+            self.next, self._run = text.find(tuple(tokens[first : index + 1]), self._reached)
         self._num_read = len(tokens)

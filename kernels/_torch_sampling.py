@@ -149,7 +149,7 @@ def score(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k:
 def _score_slice(raw: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, ...]:
     """The fields of RowScores; raw float32 [n, vocab], chosen int64 [n, 1]."""
     vocab = raw.shape[1]
-    peaks, best = raw.amax(-1), _best(raw, k)
+    peaks, best = raw.amax(-1), best_ids(raw, k)
     own = raw.gather(1, torch.cat((chosen, best), 1))
     ranks = 1 + (raw > own[:, :1]).sum(-1)
     weights = _exp_below_zero(raw.double().sub_(peaks.double()[:, None]))
@@ -169,7 +169,7 @@ def _exp_below_zero(x: Tensor) -> Tensor:
     return total.mul_(((power.long() + 1023) << 52).view(torch.float64))
 
 
-def _best(logits: Tensor, k: int) -> Tensor:
+def best_ids(logits: Tensor, k: int) -> Tensor:
     """Ids of the k best, best first, int64 [rows, k]. torch.topk leaves the order of equals open, so value and id are
     packed into one integer: a float's bits, those below the sign flipped where it is negative, order as the float does.
     """

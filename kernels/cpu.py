@@ -1,5 +1,5 @@
 """Native kernels for CPUs: weights in float32, bfloat16, int8 or int4, and whole steps recorded and replayed without
-Python. Knows shapes and memory; the arithmetic is in kernels/cpu/, built as specserve.kernels._native.
+Python. The arithmetic is in kernels/cpu/, built as specserve.kernels._native.
 
 Every kernel sums in an order that the row alone fixes, so no padding of rows is needed: row_multiple is 1. Float rows
 are padded to a multiple of 32 columns with zeros.
@@ -22,7 +22,7 @@ import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, places, zeros as _zeros
 from specserve.kernels._torch_sampling import probabilities
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, HeadNorms, Rotation, RowScores, SamplingArrays
+from specserve.ops import MOST_TOP_K, AttentionRows, HeadNorms, Rotation, RowScores, SamplingArrays
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import Lazy, PackedCache, Source, below, uncached
@@ -252,17 +252,22 @@ class Kernels:
         return out
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
-        assert _is_padded(logits), "logits come from linear"
         with self._program(len(logits), logits) as program:
-            program.softcap(logits.data_ptr(), logits.shape[1], cap)
+            program.softcap(_at(logits), logits.shape[1], cap)
         return logits
 
     def argmax(self, logits: Tensor) -> Tensor:
         best = self._buffer("argmax", len(logits), 1, torch.int64)
-        assert _is_padded(logits), "logits come from linear"
         with self._program(len(logits), logits) as program:
-            program.argmax(logits.data_ptr(), logits.shape[1], best.data_ptr())
+            program.argmax(_at(logits), logits.shape[1], best.data_ptr())
         return best[:, 0]
+
+    def top_k(self, logits: Tensor, best: Tensor, k: int) -> Tensor:
+        assert k <= min(MOST_TOP_K, logits.shape[1])
+        tokens = self._buffer("top_k", len(logits), k, torch.int32)
+        with self._program(len(logits), logits, best) as program:
+            program.top_k(_at(logits), logits.shape[1], k, _at(best), tokens.data_ptr())
+        return tokens
 
     def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
         tokens: NDArray[np.int64] = _sampling.sample(self._row_sampler, scores, sampling, hashed, masks)

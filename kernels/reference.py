@@ -213,6 +213,10 @@ class Kernels:
         top, best = logits.max(-1)  # of equals the first; a NaN is above all
         return best.masked_fill_(~top.isfinite(), -1)
 
+    def top_k(self, logits: Tensor, best: Tensor, k: int) -> Tensor:
+        tokens: Tensor = _sampling.best_ids(logits, k)
+        return tokens.masked_fill_(best[:, None] < 0, -1).int()
+
     def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
         tokens: NDArray[np.int64] = _sampling.sample(scores, sampling, hashed, masks)
         return tokens

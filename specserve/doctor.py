@@ -19,7 +19,7 @@ from specserve.cache.sizing import GIB, free_memory
 from specserve.checkpoint import catalog
 from specserve.engine import build
 from specserve.errors import SpecserveError
-from specserve.machine.cores import usable_cores
+from specserve.machine.cores import processor, usable_cores
 from specserve.ops.isa import VARIABLE
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
 from specserve.version import __version__
@@ -52,11 +52,9 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Secti
     """All findings, for the model whose folder is to be looked up and an engine with this `isa`. `root` is the root of
     the file system. Raises ConfigError for an instruction set that the kernels do not have."""
     device = build.choose_device("auto")
-    cpuinfo = root / "proc/cpuinfo"
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
     return [
         Section("Versions", _versions()),
-        Section("Device", [*_cpu(text), *_gpus()]),
+        Section("Device", [*_cpu(root), *_gpus()]),
         Section("Memory", [("free for an engine", f"{free_memory(device) / GIB:.1f} GiB on {device}")]),
         Section("Kernels", _kernels(device, isa)),
         Section("Drafters", [("found", ", ".join(DRAFTERS.names()) or "none")]),
@@ -82,24 +80,15 @@ def _versions() -> list[tuple[str, str]]:
     return own + [(name, version(name)) for name in PACKAGES]
 
 
-def _cpu(cpuinfo: str) -> list[tuple[str, str]]:
-    """The processor by /proc/cpuinfo, which only Linux has."""
+def _cpu(root: Path) -> list[tuple[str, str]]:
+    name, flags = processor(root)
     wanted = ARM_INSTRUCTION_SETS if platform.machine() in ("aarch64", "arm64") else INSTRUCTION_SETS
-    flags = set((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
     found = ", ".join(name for name in wanted if name in flags) or "none of " + ", ".join(wanted)
     return [
-        ("processor", _field(cpuinfo, "model name") or platform.processor() or platform.machine()),
+        ("processor", name),
         ("instruction sets", found if flags else f"not reported by {platform.system()}"),
         ("cores", f"{usable_cores()} usable of {os.cpu_count()}, hence as many threads; --threads changes it"),
     ]
-
-
-def _field(cpuinfo: str, name: str) -> str:
-    for line in cpuinfo.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return ""
 
 
 def _gpus() -> list[tuple[str, str]]:

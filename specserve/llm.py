@@ -30,7 +30,7 @@ from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.machine.ownership import Ownership
 from specserve.speculation.host import DraftHost
-from specserve.speculation.lookup import prepare
+from specserve.speculation.lookup import makers
 from specserve.types import Event, SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "Chunk", "CompletionOutput", "RequestOutput"]
@@ -147,11 +147,10 @@ class LLM:
         """Draft with another drafter from now on where a call names none; "none" is plain decoding. Only while nothing
         runs."""
         with self.exclusive() as engine:
-            make = prepare(name, options)
-            drafter = None if make is None else make(engine.policy.context)
-            host = DraftHost(drafter, engine.limits.vocab_size, self.config.drafter_timeout_s, name)
+            vocab_size, timeout_s = engine.limits.vocab_size, self.config.drafter_timeout_s
+            host = DraftHost.of(name, makers(name, options), engine.policy.context, vocab_size, timeout_s)
             k = engine.policy.num_tokens if num_speculative_tokens is None else num_speculative_tokens
-            engine.use(host, k)
+            engine.use(host, k, self.config.adaptive)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Ids = NDArray[np.int32]
+PREDICTION, JUMP_FORWARD = "prediction", "jump_forward"  # sources of drafts: what a request predicts, a grammar forces
 LogprobBlock = tuple[int, bytes]  # how many entries of log-probabilities, and these as engine.packed packs them
 
 
@@ -190,19 +191,19 @@ class SequenceStats:
     drafted_by_position: list[int] = field(default_factory=list)  # [i]: drafts that had a token at depth i
     num_preemptions: int = 0
     num_prefix_cached_tokens: int = 0
-    predicted: bool = False  # whether drafts come from the request's own prediction
+    by_source: dict[str, list[int]] = field(default_factory=dict)  # tokens drafted and accepted, of each that proposed
     drafter: str = "none"  # whose drafts it gets
     longest_draft: int = 0  # tokens that a draft of it may have, unless the request asks for fewer
 
     @property
     def accepted_prediction_tokens(self) -> int:
         """As in OpenAI's usage: tokens drafted from the request's prediction that the target agreed with."""
-        return self.num_accepted_tokens if self.predicted else 0
+        return self.by_source.get(PREDICTION, (0, 0))[1]
 
     @property
     def rejected_prediction_tokens(self) -> int:
         """As in OpenAI's usage: tokens drafted from the request's prediction that did not become output."""
-        return self.num_draft_tokens - self.num_accepted_tokens if self.predicted else 0
+        return self.by_source.get(PREDICTION, (0, 0))[0] - self.accepted_prediction_tokens
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -265,24 +266,24 @@ class Draft:
     """A guess: node i is `tokens[i]` and follows node `parents[i]` (< i), or the last committed token (-1). A chain has
     parents [-1, 0, 1, ...]; empty is legal. Siblings must differ. `q[i]` is the distribution node i was drawn from,
     float [n, vocab]; None means every node is deterministic (one-hot q). `jump_forward` are the nodes that a grammar
-    leaves no choice of.
-    """
+    leaves no choice of. `confidence[i]`: how likely node i is accepted if its parent is; `sources[i]`: whose it is."""
 
     tokens: Ids
     parents: Ids
     q: torch.Tensor | None = None
     jump_forward: frozenset[int] = frozenset()
+    confidence: NDArray[np.float32] | None = None  # [n]
+    sources: Many[Many[str]] = ()
     _chain: bool | None = field(default=None, init=False, repr=False)  # is_chain, once somebody has asked
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
-    def chain(
-        cls, tokens: Many[int], q: torch.Tensor | None = None, jump_forward: frozenset[int] = frozenset()
-    ) -> Draft:
-        parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
-        draft = cls(np.asarray(tokens, np.int32).reshape(-1), parents, q, jump_forward)
+    def chain(cls, tokens: Many[int], q: torch.Tensor | None = None, **more: Any) -> Draft:
+        """With `more` of a draft's fields."""
+        ids = np.asarray(tokens, np.int32).reshape(-1)
+        draft = cls(ids, np.arange(-1, len(ids) - 1, dtype=np.int32), q, **more)
         object.__setattr__(draft, "_chain", True)
         return draft
 

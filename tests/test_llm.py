@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(tiny: Path) -> Iterator[LLM]:
-    with LLM(str(tiny), dtype="float32", max_model_len=256) as llm:
+    with LLM(str(tiny), dtype="float32", max_model_len=256, adaptive=False) as llm:
         yield llm
 
 
@@ -201,7 +201,7 @@ def test_wrong_fields_are_input_errors(llm: LLM, tiny: Path, fields: dict[str, A
 def test_an_empty_prediction_is_none(llm: LLM) -> None:
     for prediction in ("", [], None):
         (output,) = llm.generate("abc", GREEDY, prediction=prediction)[0].outputs
-        assert not output.stats.predicted
+        assert "prediction" not in output.stats.by_source
 
 
 def test_async_calls_take_them_too(tiny: Path, llm: LLM) -> None:
@@ -210,7 +210,7 @@ def test_async_calls_take_them_too(tiny: Path, llm: LLM) -> None:
     (answer,) = llm.chat(messages, GREEDY)[0].outputs
 
     async def main() -> None:
-        async with AsyncLLM(str(tiny), dtype="float32", max_model_len=256) as served:
+        async with AsyncLLM(str(tiny), dtype="float32", max_model_len=256, adaptive=False) as served:
             outputs = await asyncio.gather(
                 served.generate("abc", GREEDY, prediction=plain.token_ids),
                 served.generate("abc", GREEDY, drafter="ngram", priority=1),
@@ -221,7 +221,7 @@ def test_async_calls_take_them_too(tiny: Path, llm: LLM) -> None:
             assert [each.token_ids for each in found] == [each.token_ids for each in (plain, plain, answer, plain)], (
                 "whoever drafted"
             )
-            assert [each.stats.predicted for each in found] == [True, False, True, False]
+            assert ["prediction" in each.stats.by_source for each in found] == [True, False, True, False]
             assert [each.stats.num_steps for each in found][::2] == [5, 5]
             for stream in (
                 served.stream("abc", GREEDY, prediction=plain.token_ids),
@@ -363,7 +363,7 @@ def test_the_real_model_answers_the_same_with_and_without_drafts(smollm2: Path) 
     with LLM(str(smollm2), dtype="float32", max_model_len=512, threads=os.cpu_count()) as llm:
         plain = [llm.chat(m, p)[0].outputs[0] for m in messages for p in params]
         assert "Paris" in plain[2].text
-        for drafter, has_seen in (("ngram", False), ("suffix", False), ("suffix", True)):
+        for drafter, has_seen in (("ngram", False), ("recycle", False), ("suffix", False), ("suffix", True)):
             if not has_seen:
                 llm.use_drafter(drafter, 5)
             batch = llm.chat([m for m in messages for _ in params], params * 2)

@@ -158,6 +158,16 @@ struct SampleArgs {
   const int32_t* masks;  // [all rows, (vocab + 31) / 32], bits of the tokens that may come; or null
 };
 
+// Row i of x [rows, width], whose best token is best[i]; where that is negative, so are all of its `tokens`.
+struct TopKArgs {
+  const float* x;
+  int width, vocab, k;  // k at most vocab and kMostTopK
+  const int64_t* best;
+  int32_t* tokens;  // [rows, k], best first, of equals the lower one
+};
+
+constexpr int kMostTopK = 16;
+
 // Entry i is about scores[rows[i]]: what tells how likely tokens[i] and the k best are.
 struct ScoreArgs {
   const float* scores;
@@ -196,6 +206,7 @@ struct Kernels {
   int (*sample)(const SampleArgs&, int row, const SampleScratch&);
   void (*score)(const ScoreArgs&, int begin, int end);
   void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);
+  void (*top_k)(const TopKArgs&, int begin, int end);
 };
 
 constexpr int kRowBlock = 16;  // rows of one sequence that one call of attention computes, at most

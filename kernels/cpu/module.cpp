@@ -139,6 +139,9 @@ void bind_program(nb::module_& m) {
       .def("softcap", [](Program& p, Address x, int width, float cap) { p.softcap(at<float>(x), int(padded(width)), cap); })
       .def("rows_from", [](Program& p, Address count) { p.rows_from(at<int64_t>(count)); })
       .def("argmax", [](Program& p, Address x, int n, Address best) { p.argmax(at<float>(x), n, at<int64_t>(best)); })
+      .def("top_k", [](Program& p, Address x, int n, int k, Address best, Address tokens) {
+        p.top_k({at<float>(x), int(padded(n)), n, k, at<int64_t>(best), at<int32_t>(tokens)});
+      })
       .def(
           "run",
           [](Program& p, int rows, int gathered, const SharedPlan* plan) { p.run({rows, gathered, of(plan)}); },

@@ -152,6 +152,10 @@ void Program::argmax(const float* x, int n, int64_t* best) {
   add("argmax", {rows_, run});
 }
 
+void Program::top_k(const TopKArgs& args) {
+  add("top_k", {rows_, [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.top_k(args, begin, end); }});
+}
+
 void Program::gather_rows(const GatherRowsArgs& args) {
   rows_ = {RowCount::Of::kGathered};
   add("gather_rows",

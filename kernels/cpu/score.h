@@ -112,11 +112,25 @@ inline void take_best(const float* x, int n, Best best) {
   if (!best.k) return;
   int i = 0;
   for (; i < best.k; ++i) best.offer(x[i], i);
-  for (; i + kLanes <= n; i += kLanes)
-    if (hmax(load(x + i)) > best.scores[0])
-      for (int j = i; j < i + kLanes; ++j) best.offer(x[j], j);
+  constexpr int kAtOnce = 4 * kLanes;
+  for (; i + kAtOnce <= n; i += kAtOnce) {
+    const float* at = x + i;
+    const F left = max(load(at), load(at + kLanes)), right = max(load(at + 2 * kLanes), load(at + 3 * kLanes));
+    if (hmax(max(left, right)) > best.scores[0])
+      for (int j = i; j < i + kAtOnce; ++j) best.offer(x[j], j);
+  }
   for (; i < n; ++i) best.offer(x[i], i);
   best.sort();
+}
+
+inline void top_k(const TopKArgs& args, int begin, int end) {
+  float scores[kMostTopK];
+  int64_t tokens[kMostTopK];
+  for (int row = begin; row < end; ++row) {
+    std::fill_n(tokens, args.k, -1);
+    if (args.best[row] >= 0) take_best(args.x + int64_t(row) * args.width, args.vocab, {scores, tokens, args.k});
+    std::copy_n(tokens, args.k, args.tokens + int64_t(row) * args.k);
+  }
 }
 
 inline void score(const ScoreArgs& args, int begin, int end) {

@@ -1,10 +1,11 @@
-"""Runs drafters against plain decoding on the same prompts, taking turns, and keeps what each run said and took. Knows
-the SDK; knows nothing of tables or files."""
+"""Runs drafters against plain decoding on the same prompts, taking turns, and keeps what each run said and took."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -128,39 +129,47 @@ def compare(
     is sampled with seed params.seed + i by all. Raises ConfigError for an unknown drafter, EngineError for a failed
     request.
     """
-    _check_concurrency(llm, plan)
+    check_concurrency(plan.concurrency, llm.config.max_num_seqs)
     runs = {name: Run(name) for name in plan.contenders}
     for name in plan.contenders:
-        _warm_up(llm, questions, plan, name)
+        warm_up(llm, questions[: plan.concurrency], plan, name)
     for turn in turns(plan, len(questions)):
         on_turn(turn)
-        _use(llm, plan, turn.drafter)
+        use(llm, plan, turn.drafter)
         before = llm.counters()
-        begun = perf_counter()
-        outputs = llm.generate([questions[i].ids for i in turn.group], [_params(plan.params, i) for i in turn.group])
-        wall = perf_counter() - begun
-        replies = [_reply(i, turn.repeat, output) for i, output in zip(turn.group, outputs, strict=True)]
+        replies, wall = take(llm, questions, plan, turn)
         runs[turn.drafter].add(replies, wall, before, llm.counters())
     return list(runs.values())
 
 
-def _check_concurrency(llm: LLM, plan: Plan) -> None:
-    if plan.concurrency > llm.config.max_num_seqs:
+def check_concurrency(concurrency: int, max_num_seqs: int) -> None:
+    """Raises ConfigError where an engine runs fewer sequences at once."""
+    if concurrency > max_num_seqs:
         raise ConfigError(
-            f"concurrency is {plan.concurrency}, but only max_num_seqs = {llm.config.max_num_seqs} sequences run at "
-            f"once. Pass --max-num-seqs {plan.concurrency}."
+            f"concurrency is {concurrency}, but only max_num_seqs = {max_num_seqs} sequences run at once. Pass "
+            f"--max-num-seqs {concurrency}."
         )
 
 
-def _use(llm: LLM, plan: Plan, name: str) -> None:
+def take(llm: LLM, questions: Sequence[Question], plan: Plan, turn: Turn) -> tuple[list[Reply], float]:
+    """What the drafter in use makes of a turn, and the seconds that takes. Raises EngineError for a failed request."""
+    begun = perf_counter()
+    outputs = llm.generate([questions[i].ids for i in turn.group], [_params(plan.params, i) for i in turn.group])
+    wall = perf_counter() - begun
+    return [_reply(i, turn.repeat, output) for i, output in zip(turn.group, outputs, strict=True)], wall
+
+
+def use(llm: LLM, plan: Plan, name: str) -> None:
+    """Draft with a drafter that is made anew, and forget all prefixes: no turn profits from what ran before it."""
     llm.use_drafter(name, plan.num_speculative_tokens, **({} if name == PLAIN else plan.drafter_options))
     llm.reset_prefix_cache()
 
 
-def _warm_up(llm: LLM, questions: Sequence[Question], plan: Plan, name: str) -> None:
-    _use(llm, plan, name)
+def warm_up(llm: LLM, questions: Sequence[Question], plan: Plan, name: str) -> None:
+    """Run some tokens of each of the questions, uncounted."""
+    use(llm, plan, name)
     short = replace(plan.params, max_tokens=min(WARM_UP_TOKENS, plan.params.max_tokens or WARM_UP_TOKENS))
-    llm.generate([question.ids for question in questions[: plan.concurrency]], short)
+    llm.generate([question.ids for question in questions], short)
 
 
 def _params(params: SamplingParams, index: int) -> SamplingParams:
@@ -214,6 +223,25 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
     """The first index at which two different lists of ids differ; the shorter's length if it begins the other."""
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def write_recording(path: Path, llm: LLM, questions: Sequence[Question], run: Run, top_k: int) -> None:
+    """What a run said first, as bench.replay reads it, with the model's `top_k` best tokens where it said each one."""
+    lines: list[dict[str, Any]] = []
+    for reply in (reply for reply in run.replies if reply.repeat == 0):
+        question = questions[reply.question]
+        line = {"prompt_ids": question.ids, "output_ids": reply.token_ids, "category": question.category}
+        lines.append(line | ({"top": _best_tokens(llm, question.ids, reply.token_ids, top_k)} if top_k else {}))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _best_tokens(llm: LLM, prompt: list[int], answer: list[int], k: int) -> list[list[int]]:
+    llm.use_drafter(PLAIN)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=k, prompt_logprobs=k)
+    output = llm.generate([prompt + answer[:-1]], params)[0]
+    assert output.prompt_logprobs and output.outputs[0].logprobs, "log-probabilities were asked for"
+    judged = [*output.prompt_logprobs[len(prompt) :], *output.outputs[0].logprobs]
+    return [list(each.top) for each in judged if each is not None]
 
 
 def _gap(llm: LLM, ids: list[int]) -> float:

@@ -1,4 +1,4 @@
-"""Prompt sets: reading them, and picking some of each category. Knows files and categories, no tokens."""
+"""Prompt sets: reading them, and picking some of each category."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specserve.errors import ConfigError, InputError
 
 BUNDLED = "demo"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,13 @@ def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     for index, prompt in enumerate(prompts):
         groups.setdefault(prompt.category, []).append(index)
     quotas = _quotas([len(group) for group in groups.values()], limit)
-    chosen = [
-        group[position * len(group) // quota]
-        for group, quota in zip(groups.values(), quotas, strict=True)
-        for position in range(quota)
-    ]
+    chosen = [index for group, quota in zip(groups.values(), quotas, strict=True) for index in evenly(group, quota)]
     return [prompts[index] for index in sorted(chosen)]
+
+
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """So many of the items, which has as many, the first and others at even distances."""
+    return [items[position * len(items) // count] for position in range(count)]
 
 
 def _quotas(sizes: list[int], limit: int) -> list[int]:

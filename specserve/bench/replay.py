@@ -1,5 +1,5 @@
 """Measures a drafter on recorded text, without a model: a greedy target's answer is known, so what it would have
-accepted is too. Knows no engine; a drafter that needs hidden states cannot be replayed."""
+accepted is too. A drafter that needs hidden states cannot be replayed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specserve.errors import ConfigError, InputError
 from specserve.speculation.base import Drafter
 from specserve.speculation.check import fault
 from specserve.speculation.drive import Driver, NoTarget
 from specserve.speculation.lookup import prepare
-from specserve.types import Draft, SamplingParams, Sequence, Verdict
+from specserve.types import Draft, Ids, SamplingParams, Sequence, Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One recorded answer: token ids of prompt and output, and the category it counts for."""
+    """One recorded answer: token ids of prompt and output, and the category it counts for. `top[i]` are the target's
+    best tokens where it said output_ids[i], best first; None where they were not recorded."""
 
     prompt_ids: list[int]
     output_ids: list[int]
     category: str = "all"
+    top: list[list[int]] | None = None
 
 
 @dataclass(slots=True)
@@ -98,7 +102,7 @@ class ReplayReport:
 
 
 def replay_file(path: Path, drafter: str, num_speculative_tokens: int, options: Mapping[str, Any]) -> ReplayReport:
-    """Replay a file of JSON lines {"prompt_ids", "output_ids", "category"} with the drafter of that name.
+    """Replay a file of JSON lines {"prompt_ids", "output_ids", "category", "top"} with the drafter of that name.
 
     Raises ConfigError (drafter, options, no such file) or InputError (naming the line of a bad record).
     """
@@ -122,8 +126,9 @@ def read_records(path: Path) -> Iterator[Record]:
 def replay(drafter: Drafter, records: Iterable[Record], num_speculative_tokens: int) -> ReplayReport:
     """Walk every recorded output: propose, accept what the recording agrees with, commit, until it ends.
 
-    Drafts are capped as the engine caps them, by what is left of the output. Raises ConfigError for a drafter that
-    needs hidden states or makes an invalid draft, or fewer than one token to draft.
+    Drafts are capped as the engine caps them, by what is left of the output. A drafter that needs the target's best
+    tokens is told those that were recorded, nothing of what follows rejected nodes. Raises ConfigError for a drafter
+    that needs hidden states or more best tokens than there are, an invalid draft, or fewer than one token to draft.
     """
     if drafter.needs.hidden_layers:
         raise ConfigError("This drafter needs the target's hidden states, and a recording has none.")
@@ -144,6 +149,7 @@ class _Walk:
     def __init__(self, drafter: Drafter, record: Record, tallies: tuple[Tally, ...]) -> None:
         self.drafter = Driver(drafter)
         self.output = record.output_ids
+        self.top = self._recorded(record, drafter.needs.top_k)
         self.tallies = tallies
         self.seq = Sequence(
             request_id="replay",
@@ -167,8 +173,24 @@ class _Walk:
         verdict = Verdict(rest[: len(path) + 1], path)
         for tally in self.tallies:
             tally.add_step(draft, len(path))
+        top = None
+        if self.top is not None:
+            top = np.full((1 + len(draft), self.top.shape[1]), -1, np.int32)
+            first = self.seq.num_output
+            top[[0, *(node + 1 for node in path)]] = self.top[first : first + len(verdict.tokens)]
         self.seq.tokens += verdict.tokens
-        self._timed(self.drafter.observe, [self.seq], [verdict], [draft])
+        self._timed(self.drafter.observe, [self.seq], [verdict], [draft], top)
+
+    @staticmethod
+    def _recorded(record: Record, top_k: int) -> Ids | None:
+        if not top_k:
+            return None
+        if record.top is None or any(len(ids) < top_k for ids in record.top):
+            raise ConfigError(
+                f"This drafter needs the target's {top_k} best tokens of every position, and a recorded answer lacks "
+                f"them. Record it with `specserve bench --record FILE --record-top {top_k}`."
+            )
+        return np.array([ids[:top_k] for ids in record.top], np.int32)
 
     def _draft(self, budget: int) -> Draft:
         drafts: Any = self._timed(self.drafter.propose, [self.seq], [budget])
@@ -208,11 +230,18 @@ def _record(line: str, where: str) -> Record:
         raise InputError(f"{where} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise InputError(f"{where} must be an object with prompt_ids, output_ids and category.")
-    return Record(_ids(value, "prompt_ids", where), _ids(value, "output_ids", where), str(value.get("category", "all")))
+    prompt_ids, output_ids = (_ids(value.get(name), name, where) for name in ("prompt_ids", "output_ids"))
+    top = value.get("top")
+    if top is not None:
+        if not isinstance(top, list) or len(top) != len(output_ids):
+            raise InputError(
+                f"{where}: top must be a list of as many lists of token ids as there are output_ids.", "top"
+            )
+        top = [_ids(ids, "top", where) for ids in top]
+    return Record(prompt_ids, output_ids, str(value.get("category", "all")), top)
 
 
-def _ids(value: dict[str, Any], name: str, where: str) -> list[int]:
-    ids = value.get(name)
+def _ids(ids: Any, name: str, where: str) -> list[int]:
     if not isinstance(ids, list) or not ids or any(type(token) is not int or not 0 <= token < 2**31 for token in ids):
         raise InputError(f"{where}: {name} must be a list of token ids, and not empty.", name)
     return ids

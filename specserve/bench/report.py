@@ -28,14 +28,21 @@ def report(llm: LLM, questions: Sequence[Question], concurrency: int, runs: Sequ
     plain = next(run for run in runs if run.drafter == PLAIN)
     different = [run.drafter for run, _ in mismatches(runs)]
     return {
+        **described(llm),
+        "concurrency": concurrency,
+        "prompts": len(questions),
+        "runs": [_run(run, plain, questions, different.count(run.drafter)) for run in runs],
+    }
+
+
+def described(llm: LLM) -> dict[str, Any]:
+    """The engine that was measured, for the JSON."""
+    return {
         "model": llm.config.model,
         "device": llm.device,
         "dtype": llm.dtype,
         "quantization": llm.quantization,
         "threads": llm.threads,
-        "concurrency": concurrency,
-        "prompts": len(questions),
-        "runs": [_run(run, plain, questions, different.count(run.drafter)) for run in runs],
     }
 
 
@@ -49,7 +56,7 @@ def _run(run: Run, plain: Run, questions: Sequence[Question], num_mismatched: in
         "time_to_first_token_ms": median(map(_time_to_first_token, run.replies)) * 1e3,
         "speedup": median(rate / other for rate, other in zip(_rates(run), _rates(plain), strict=True)),
         "decode_speedup": None if after_first is None or base is None else base / after_first,
-        "mean_acceptance_length": _acceptance_length(run.replies),
+        "mean_acceptance_length": acceptance_length(run.replies),
         "acceptance_by_position": acceptance_by_position(run.replies),
         "draft_tokens": sum(reply.stats.num_draft_tokens for reply in run.replies),
         "accepted_tokens": sum(reply.stats.num_accepted_tokens for reply in run.replies),
@@ -87,7 +94,7 @@ def _time_to_first_token(reply: Reply) -> float:
     return first - arrived
 
 
-def _acceptance_length(replies: Sequence[Reply]) -> float:
+def acceptance_length(replies: Sequence[Reply]) -> float:
     """Tokens a verify step emits, the bonus counted: 1 + accepted / steps."""
     steps = sum(reply.stats.num_steps for reply in replies)
     return 1 + sum(reply.stats.num_accepted_tokens for reply in replies) / steps if steps else 1.0
@@ -126,7 +133,7 @@ def _categories(run: Run, plain: Run, questions: Sequence[Question]) -> dict[str
         name: {
             "tokens_per_second": _share(run, name, questions).rate,
             "speedup": _share(run, name, questions).rate / _share(plain, name, questions).rate,
-            "mean_acceptance_length": _acceptance_length(_share(run, name, questions).replies),
+            "mean_acceptance_length": acceptance_length(_share(run, name, questions).replies),
         }
         for name in dict.fromkeys(question.category for question in questions)
     }

@@ -22,7 +22,7 @@ from specserve.runtime.runner import Runner
 
 OPS = frozenset(
     {"embed", "fused_add_rms_norm", "linear", "rope_and_cache", "attention", "gated", "gather_rows", "norm", "argmax"}
-    | {"quantize_activation", "softcap", "tap"}
+    | {"quantize_activation", "softcap", "tap", "top_k"}
 )
 WEIGHTS = ("weight", "post", "norms")  # the contract's names for what was packed at load
 BANDWIDTH_BYTES = 2**28  # no cache holds so much
@@ -186,7 +186,8 @@ class WatchedRunner(Runner):
 
     def __init__(self, model: Any, ops: WatchedOps, plain: Runner, max_rows: int) -> None:
         watched: Any = ops
-        super().__init__(model, watched, plain.kv, plain.block_size, max_rows, plain.max_logit_rows, plain.taps)
+        sizes = plain.block_size, max_rows, plain.max_logit_rows
+        super().__init__(model, watched, plain.kv, *sizes, plain.taps, plain.top_k)
         self.watched = ops
         self._inputs: StepInput | None = None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from specserve.bench.report import table_of
+from specserve.bench.report import described, table_of
 from specserve.bench.traffic import read_bandwidth, watched
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError
@@ -191,16 +191,7 @@ def _bytes_per_step(llm: LLM, steps: VerifySteps) -> int:
 
 def settings(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
     """What was measured, for the JSON."""
-    return {
-        "model": llm.config.model,
-        "device": llm.device,
-        "kernels": llm.engine.runner.ops.name,
-        "dtype": llm.dtype,
-        "quantization": llm.quantization,
-        "threads": llm.threads,
-        "context": context,
-        "repeats": repeats,
-    }
+    return {**described(llm), "kernels": llm.engine.runner.ops.name, "context": context, "repeats": repeats}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`specserve bench` and its commands. Knows options, progress and where figures go; specserve.bench measures."""
+"""`specserve bench` and its commands: options, progress and where figures go."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from specserve.cli.options import (
     SPECULATION,
     BenchEngineOptions,
     Whole,
-    drafter_arguments,
     engine_options,
     options_type,
 )
 from specserve.config import EngineConfig
+from specserve.errors import ConfigError
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,19 +35,21 @@ if TYPE_CHECKING:
     QualityEngineOptions = EngineConfig
 else:  # what has no part in a measurement is no option of it
     _DRAFTING = [name for name, (group, _) in ENGINE_HELP.items() if group is SPECULATION]
-    StepEngineOptions = options_type(EngineConfig, "StepEngineOptions", ENGINE_HELP, hidden=_DRAFTING)
+    _PLAIN = {"drafter": "none", "adaptive": False}
+    StepEngineOptions = options_type(EngineConfig, "StepEngineOptions", ENGINE_HELP, hidden=_DRAFTING, **_PLAIN)
     QualityEngineOptions = options_type(
         EngineConfig,
         "QualityEngineOptions",
         ENGINE_HELP,
         hidden=[*_DRAFTING, "quantization", "max_num_seqs", "prefix_caching"],
+        **_PLAIN,
     )
 
 MEASUREMENT = Group("Measurement", sort_key=0)
 _ENGINE = BenchEngineOptions()
 _STEP_ENGINE = StepEngineOptions()
 _QUALITY_ENGINE = QualityEngineOptions()
-_AT_LEAST_1 = validators.Number(gte=1)
+_AT_LEAST_1, _UP_TO_64 = validators.Number(gte=1), validators.Number(gte=0, lte=64)
 
 
 def names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
@@ -55,11 +57,11 @@ def names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
     return tuple(part for token in tokens for part in token.value.replace(",", " ").split())
 
 
-def _numbers(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
-    numbers = names(kind, tokens)
-    if wrong := [number for number in numbers if not number.isdecimal()]:
+def numbers(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    found = names(kind, tokens)
+    if wrong := [number for number in found if not number.isdecimal()]:
         raise ValueError(f'"{wrong[0]}" is not a whole number; write them as 1,2,4.')
-    return tuple(map(int, numbers))
+    return tuple(map(int, found))
 
 
 Context = Annotated[
@@ -74,6 +76,17 @@ Text = Annotated[
 JsonFile = Annotated[Path | None, Parameter(name="--json", group=OUTPUT, help="Write all figures to this file.")]
 
 Raw = Annotated[bool, Parameter(group=MEASUREMENT, negative=(), help="No chat template: continue the text.")]
+Record = Annotated[
+    Path | None, Parameter(group=OUTPUT, help="Write plain decoding's answers to this file, for bench replay.")
+]
+RecordTop = Annotated[
+    Whole,
+    Parameter(group=OUTPUT, validator=_UP_TO_64, help="With --record: so many best tokens of every position, too."),
+]
+Limit = Annotated[
+    Whole | None,
+    Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="That many prompts, from all categories alike."),
+]
 Schema = Annotated[
     Path | None,
     Parameter(group=MEASUREMENT, help="JSON Schema that all answers must fit: measures masks, counts misfits."),
@@ -85,6 +98,17 @@ bench.command(
     name="serve",
     help="Measure a running server over HTTP, ours or any other with OpenAI's API: latencies of streamed answers, "
     "throughput and acceptance, at one load or several. Prompts that were asked before may come from its prefix cache.",
+)
+bench.command(
+    "specserve.cli.bench_grid:grid",
+    name="grid",
+    help="Measure drafters against plain decoding in every combination of category, concurrency and temperature, on "
+    "one engine. Ratios are plain seconds over the drafter's: above 1 is faster. All outputs must be plain decoding's.",
+)
+bench.command(
+    "specserve.cli.bench_replay:replay",
+    name="replay",
+    help="Measure drafters' acceptance on recorded answers (bench --record writes them), without a model.",
 )
 
 
@@ -101,10 +125,7 @@ def compare(
         str,
         Parameter(group=MEASUREMENT, help="JSON lines with prompt or turns (the first is asked), perhaps category."),
     ] = "demo",
-    limit: Annotated[
-        Whole | None,
-        Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="That many prompts, from all categories alike."),
-    ] = None,
+    limit: Limit = None,
     concurrency: Annotated[
         Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Prompts that run at once.")
     ] = 1,
@@ -118,19 +139,20 @@ def compare(
     raw: Raw = False,
     schema: Schema = None,
     json_file: JsonFile = None,
-    record: Annotated[
-        Path | None, Parameter(group=OUTPUT, help="Write plain decoding's answers to this file, for bench replay.")
-    ] = None,
+    record: Record = None,
+    record_top: RecordTop = 0,
     show: Annotated[Whole, Parameter(group=OUTPUT, help="Print that many answers.")] = 0,
     engine: Annotated[BenchEngineOptions, Parameter(name="*")] = _ENGINE,
 ) -> None:
     """Measure drafters against plain decoding on the same prompts. All take turns, group of prompts by group, after a
     warm-up and with an empty prefix cache. Of a prompt with several turns the first is asked."""
-    from specserve.bench.compare import Plan
+    from specserve.bench.compare import Plan, write_recording
     from specserve.bench.prompts import load_prompts, spread
     from specserve.bench.structured import load_schema
-    from specserve.speculation.lookup import prepare
+    from specserve.speculation.lookup import makers
 
+    if record_top and record is None:
+        raise ConfigError("--record-top adds to what --record PATH writes. Give both.")
     options = engine_options(engine)
     structured = None if schema is None else load_schema(schema)
     plan = Plan(
@@ -142,14 +164,17 @@ def compare(
         repeats=repeats,
     )
     for name in plan.contenders[1:]:
-        prepare(name, plan.drafter_options)  # a wrong name or option must not cost a model load
+        makers(name, plan.drafter_options)  # a wrong name or option must not cost a model load
     chosen = spread(load_prompts(prompts), limit)
-    llm, questions = _load(options, [(prompt.text, prompt.category) for prompt in chosen], raw)
+    llm, questions = load(options, [(prompt.text, prompt.category) for prompt in chosen], raw)
     with llm:
-        _measure(llm, questions, plan, json_file, record, show)
+        runs = _measure(llm, questions, plan, json_file)
+        if record is not None:
+            write_recording(record, llm, questions, runs[0], record_top)
+        _show(llm, questions, runs[-1], show)
 
 
-def _load(options: dict[str, Any], prompts: list[tuple[str, str]], raw: bool) -> tuple[LLM, list[Question]]:
+def load(options: dict[str, Any], prompts: list[tuple[str, str]], raw: bool) -> tuple[LLM, list[Question]]:
     """The engine, and the prompts as it reads them."""
     from specserve.bench.compare import Question
     from specserve.llm import LLM
@@ -161,9 +186,7 @@ def _load(options: dict[str, Any], prompts: list[tuple[str, str]], raw: bool) ->
     return llm, [Question(encode(text), category) for text, category in prompts]
 
 
-def _measure(
-    llm: LLM, questions: list[Question], plan: Plan, json_file: Path | None, record: Path | None, show: int
-) -> None:
+def _measure(llm: LLM, questions: list[Question], plan: Plan, json_file: Path | None) -> list[Run]:
     from specserve.bench.compare import explain
     from specserve.bench.report import report
 
@@ -173,12 +196,10 @@ def _measure(
     if plan.params.structured is not None:
         _add_structured(figures, runs, plan.params.structured)
     write_json(json_file, figures)
-    if record is not None:
-        _record(record, questions, runs[0])
     _print(figures, explain(llm, questions, runs))
     if llm.config.verification != "coupled" and plan.params.temperature > 0:
         print(f"With --verification {llm.config.verification} sampled texts may differ; their law is the same.")
-    _show(llm, questions, runs[-1], show)
+    return runs
 
 
 def _add_structured(figures: dict[str, Any], runs: Sequence[Run], asked: Structured) -> None:
@@ -231,52 +252,6 @@ def _show(llm: LLM, questions: list[Question], run: Run, count: int) -> None:
         print(f"\n--- prompt {reply.question + 1} ---\n{asked.strip()}\n--- answer ({run.drafter}) ---\n{reply.text}")
 
 
-def _record(path: Path, questions: list[Question], plain: Run) -> None:
-    lines = [
-        {"prompt_ids": q.ids, "output_ids": reply.token_ids, "category": q.category}
-        for reply in plain.replies
-        if reply.repeat == 0 and (q := questions[reply.question])
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-@bench.command
-def replay(
-    recording: Annotated[Path, Parameter(group=MEASUREMENT, help="JSON lines with prompt_ids, output_ids, category.")],
-    *,
-    drafter: Annotated[str, Parameter(group=SPECULATION, help="The drafter to replay.")] = "ngram",
-    num_speculative_tokens: Annotated[Whole, Parameter(group=SPECULATION, help="Most draft tokens a step.")] = 5,
-    drafter_options: Annotated[
-        dict[str, str] | None, Parameter(group=SPECULATION, help="As --drafter-options.NAME VALUE.")
-    ] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Measure a drafter's acceptance on recorded answers (bench --record writes them), without a model."""
-    from specserve.bench.replay import replay_file
-    from specserve.bench.report import table_of
-
-    summary = replay_file(
-        recording, drafter, num_speculative_tokens, drafter_arguments(drafter_options or {})
-    ).summary()
-    write_json(json_file, summary)
-    title = f"{drafter}, at most {num_speculative_tokens} draft tokens a step, replayed from {recording.name}"
-    table = table_of(title, "category", "steps", "tok/step", "accepted", "by position", "us/step")
-    for name, part in {**summary["categories"], "all": summary}.items():
-        table.add_row(name, *_replay_cells(part))
-    Console().print(table)
-
-
-def _replay_cells(part: dict[str, Any]) -> list[str]:
-    accepted = part["accepted_tokens"] / part["draft_tokens"] if part["draft_tokens"] else 0.0
-    return [
-        str(part["steps"]),
-        f"{part['tokens_per_step']:.2f}",
-        f"{accepted:.0%}",
-        " ".join(f"{share:.2f}" for share in part["acceptance_by_position"]),
-        f"{part['drafting_microseconds_per_step']:.1f}",
-    ]
-
-
 @bench.command
 def verify_cost(
     *,
@@ -286,7 +261,7 @@ def verify_cost(
             group=MEASUREMENT,
             negative=(),
             consume_multiple=True,
-            converter=_numbers,
+            converter=numbers,
             show_default=lambda rows: ",".join(map(str, rows)),
             help="Rows of a step: the last token and a draft. The first is 1.",
         ),

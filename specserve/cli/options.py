@@ -37,10 +37,15 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "device": (MODEL, "cpu, cuda or cuda:N; auto takes a GPU if there is one."),
     "isa": (MODEL, "Instruction set of the CPU kernels; auto takes the fastest that there is."),
     "threads": (MODEL, "CPU threads of the kernels [default: the cores this process may use]."),
-    "drafter": (SPECULATION, 'File name in drafters/ or entry point; "none" drafts only what a grammar forces.'),
+    "drafter": (
+        SPECULATION,
+        'File name in drafters/ or entry point; "auto" takes several that need no model, "none" drafts only what a '
+        "grammar forces.",
+    ),
     "num_speculative_tokens": (SPECULATION, "Most draft tokens a sequence gets in one step."),
     "drafter_options": (SPECULATION, "The drafter's own options, as --drafter-options.NAME VALUE."),
     "drafter_timeout_s": (SPECULATION, "Seconds a drafter of another package may take before it is switched off."),
+    "adaptive": (SPECULATION, "Draft only as much as pays, by measured cost and acceptance."),
     "verification": (SPECULATION, "How drafts are judged; coupled gives the same text as plain decoding."),
     "grammar_backend": (ENGINE, "Who enforces structured output: auto, or a file name in grammars/."),
     "max_model_len": (ENGINE, "Longest prompt + output in tokens [default: the model's]."),
@@ -131,7 +136,9 @@ if TYPE_CHECKING:  # the same fields and checks; at run time with help texts and
     SamplingOptions = SamplingParams
 else:
     EngineOptions = options_type(EngineConfig, "EngineOptions", ENGINE_HELP)
-    BenchEngineOptions = options_type(EngineConfig, "BenchEngineOptions", ENGINE_HELP, hidden=("drafter",))
+    BenchEngineOptions = options_type(
+        EngineConfig, "BenchEngineOptions", ENGINE_HELP, hidden=("drafter",), drafter="none"
+    )
     SamplingOptions = options_type(
         SamplingParams, "SamplingOptions", SAMPLING_HELP, temperature=0.0, max_tokens=256, stop=()
     )

@@ -19,18 +19,23 @@ from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError
 from specserve.machine.cores import usable_cores
 from specserve.models.loader import load_model
-from specserve.ops import Ops
+from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.backend import KernelBackend, KernelOptions
 from specserve.registry import KERNELS
 from specserve.runtime.runner import Runner
+from specserve.runtime.timing import step_seconds
 from specserve.sampling.sampler import Sampler
+from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.context import TargetContext
+from specserve.speculation.cost import ROWS
 from specserve.speculation.host import DraftHost
-from specserve.speculation.lookup import prepare
+from specserve.speculation.lookup import makers
 from specserve.speculation.policy import Policy
 from specserve.structured.compiler import Compiler, check_backend
 from specserve.structured.vocabulary import vocabulary
 from specserve.text.tokenizer import Tokenizer
+
+_TIMING_S = 0.4  # for measuring what steps take, so that drafts can be weighed
 
 
 @dataclass(slots=True)
@@ -49,7 +54,7 @@ class Built:
 
 def build(config: EngineConfig, *, progress: bool = False) -> Built:
     """Load everything a configuration names. Raises ConfigError, ModelError or CapacityError before any request."""
-    make_drafter = prepare(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
+    drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     threads = config.threads or usable_cores()
     ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads, config.isa)
@@ -60,12 +65,16 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     spec, block_size, max_rows = model.spec, config.block_size, config.max_num_batched_tokens
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
     context = TargetContext(model, ops, config.verification, max_rows, max_logit_rows)
-    drafter = None if make_drafter is None else make_drafter(context)
-    host = DraftHost(drafter, spec.vocab_size, config.drafter_timeout_s, config.drafter)
-    taps = host.needs.hidden_layers
+    host = DraftHost.of(config.drafter, drafters, context, spec.vocab_size, config.drafter_timeout_s)
+    taps, top_k = host.needs.hidden_layers, host.needs.top_k
     if wrong := [layer for layer in taps if layer not in range(spec.num_layers)]:
         raise ConfigError(
             f"--drafter {config.drafter} reads layers {wrong}; this model has 0 to {spec.num_layers - 1}."
+        )
+    if not 0 <= top_k <= min(MOST_TOP_K, spec.vocab_size):
+        most = min(MOST_TOP_K, spec.vocab_size)
+        raise ConfigError(
+            f"--drafter {config.drafter} needs the {top_k} best tokens of a row; there are {most} at most."
         )
     shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers + context.kv_shapes
     width = spec.step_width + len(taps) * spec.hidden_size
@@ -80,15 +89,19 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     context.bind(storage.layers[spec.num_layers :], block_size)
     cache, counters = KVCache(storage, config.prefix_caching), Counters()
     max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
+    scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s)
+    adaptive = Adaptive(scheduler.cost.decoding) if config.adaptive else None
     engine = Engine(
-        Runner(model, ops, storage.layers[: spec.num_layers], block_size, max_rows, max_logit_rows, taps),
+        Runner(model, ops, storage.layers[: spec.num_layers], block_size, max_rows, max_logit_rows, taps, top_k),
         cache,
-        Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s),
+        scheduler,
         Sampler(spec.vocab_size, config.verification, ops),
-        Policy(host, config.num_speculative_tokens, cache, spec.max_len, context, counters.timed),
+        Policy(host, config.num_speculative_tokens, cache, spec.max_len, context, counters.timed, adaptive),
         Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),
         counters,
     )
+    if adaptive is not None:  # for drafters that requests name, too
+        scheduler.cost.decoding.begin(step_seconds(engine.runner, ROWS, _TIMING_S))
     dtype = str(ops.dtype).removeprefix("torch.")
     weights = dtype if ops.quantization == "none" else ops.quantization
     isa = f", {ops.instruction_set}" if ops.instruction_set else ""

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from specserve.engine.packed import packed
-from specserve.types import Draft, Event, Failure, Sequence, Verdict
+from specserve.types import JUMP_FORWARD, Draft, Event, Failure, Sequence, Verdict
 
 
 def extend(seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
@@ -50,6 +50,12 @@ def _stood(seq: Sequence, draft: Draft, path: list[int], tokens: list[int]) -> l
 
 def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
     stats, accepted = seq.stats, len(path)
+    for node in range(len(draft)):
+        own = [JUMP_FORWARD] if node in draft.jump_forward else [seq.drafter]
+        for source in draft.sources[node] if draft.sources else own:
+            counts = stats.by_source.setdefault(source, [0, 0])
+            counts[0] += 1
+            counts[1] += node in path
     now = time.perf_counter()
     stats.first_token = stats.first_token or now
     stats.num_steps += 1

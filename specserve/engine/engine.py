@@ -15,6 +15,7 @@ from specserve.errors import ConfigError, InputError
 from specserve.runtime.pack import ScoredPrompt, Step, StepInput, num_logit_rows, pack
 from specserve.runtime.runner import Output, Runner
 from specserve.sampling.sampler import Sampler
+from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.host import DraftHost
 from specserve.speculation.policy import Policy
 from specserve.structured import masks
@@ -50,13 +51,14 @@ class Engine:
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
         self._num_arrived = 0
 
-    def use(self, drafter: DraftHost, num_speculative_tokens: int) -> None:
-        """Draft with another drafter from now on, where a request names none. Raises ConfigError while a request is
-        running."""
+    def use(self, drafter: DraftHost, num_speculative_tokens: int, adaptive: bool = False) -> None:
+        """Draft with another drafter from now on, where a request names none; with `adaptive` what pays of its drafts,
+        as Policy says. Raises ConfigError while a request is running."""
         if self.has_work:
             raise ConfigError("The drafter can only be changed while no request is running.")
-        self.runner.tap(drafter.needs.hidden_layers)
-        self.policy.replace(drafter, num_speculative_tokens)
+        self.runner.show(drafter.needs.hidden_layers, drafter.needs.top_k)
+        weighing = Adaptive(self.scheduler.cost.decoding) if adaptive else None
+        self.policy.replace(drafter, num_speculative_tokens, weighing)
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""
@@ -96,9 +98,13 @@ class Engine:
                 results = self._sample(step, scored, out, allowed) | _broken(step, out)
             events, verdicts = self._keep(step, results)
             with timed("draft"):
-                self.policy.observe(step, verdicts, out.taps)
+                self.policy.observe(step, verdicts, out.taps, out.top)
             self._close(step)
-        self.scheduler.cost.observe(*_load(step), time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self.policy.settle(step, seconds)
+        decoding = [verdicts[each.seq] for each in step.seqs if each.num_new == 1 and each.seq in verdicts]
+        self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
+        self.scheduler.cost.observe(*_load(step), seconds)
         self.counters.settle(mask_s + self.counters.seconds["mask"], _num_masked(step))
         return events
 
@@ -188,16 +194,18 @@ class Engine:
             del self.requests[seq.request_id]
 
 
-def _load(step: Step) -> tuple[int, int, float]:
-    """Rows of decoding, drafts included; tokens of chunks, and how many tokens those read on average."""
-    rows, tokens, read = 0, 0, 0.0
+def _load(step: Step) -> tuple[int, int, int, float]:
+    """Rows of decoding, drafts included, and the tokens of their sequences; tokens of chunks, and how many tokens those
+    read on average."""
+    rows, context, tokens, read = 0, 0, 0, 0.0
     for each in step.seqs:
         if each.num_new == 1:
             rows += 1 + len(each.draft)
+            context += each.start
         else:
             tokens += each.num_new
             read += each.num_new * (each.start + each.num_new / 2)
-    return rows, tokens, read / max(tokens, 1)
+    return rows, context, tokens, read / max(tokens, 1)
 
 
 def _broken(step: Step, out: Output) -> dict[Sequence, Failure]:

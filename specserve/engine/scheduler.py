@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 
 from specserve.cache.cache import KVCache
@@ -13,6 +14,7 @@ from specserve.speculation.cost import StepCost
 from specserve.types import ScheduledSeq, Sequence
 
 _SLOWDOWN = 2.5  # of a step by chunks of prompts, while others decode: what is aimed at
+_FOLLOWS = 0.05  # how far the pace goes to that of the newest step
 _ALONE_S = 0.25  # of a step in which nobody decodes; after it others may begin, or leave
 _LEAST_CHUNK = 8  # tokens: fewer would read the weights, and the context, too often
 _ARRIVALS = 16  # sequences that may come later and still run before one, for each step between their priorities
@@ -35,8 +37,8 @@ class Scheduler:
     computed again later. The one that ranks first therefore always progresses.
 
     Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them aims at `max_step_s`
-    seconds, or without a number at 2.5 times what it takes without them, and at 0.25 s where nobody decodes. The first
-    one of a step has at least 8 tokens whatever they take.
+    seconds, or without a number at 2.5 times what it takes without them for each token that a sequence gets, and at
+    0.25 s where nobody decodes. The first one of a step has at least 8 tokens whatever they take.
 
     A step has logits for at most `max_logit_rows` rows, if that is not max_num_batched_tokens at least 2 max_num_seqs.
     Each sequence has one row of its own; drafts, and prompts whose log-probabilities are asked for, share the others.
@@ -55,6 +57,7 @@ class Scheduler:
         # Where every row may have logits, the budget of tokens is limit enough.
         self._num_shared_rows = max_logit_rows - (max_num_seqs if max_logit_rows < max_num_batched_tokens else 0)
         self.cost = StepCost()
+        self.pace = 1.0  # tokens that a decoding sequence got in a step, lately
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -73,6 +76,11 @@ class Scheduler:
         self._refusal = None
         self.cache.free(seq, forget=seq.finish_reason == "error")
 
+    def observe(self, num_seqs: int, num_tokens: int) -> None:
+        """A step gave so many decoding sequences so many tokens together."""
+        if num_seqs:
+            self.pace += _FOLLOWS * (num_tokens / num_seqs - self.pace)
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -83,7 +91,7 @@ class Scheduler:
         for seq in list(self.running):
             if seq in self.running and len(seq.tokens) - seq.cached == 1:
                 self._reserve(plan, seq, 1)
-        plan.seconds = self._seconds_for_chunks(len(plan.counts))
+        plan.seconds = self._seconds_for_chunks(plan.counts)
         self._prefill(plan)
         if not plan.preempted:
             self._admit(plan)
@@ -94,11 +102,11 @@ class Scheduler:
             if seq in self.running and seq not in plan.counts and (count := self._chunk(plan, seq)):
                 self._reserve(plan, seq, count)
 
-    def _seconds_for_chunks(self, num_decoding: int) -> float:
-        if not num_decoding:
+    def _seconds_for_chunks(self, decoding: Collection[Sequence]) -> float:
+        if not decoding:
             return max(_ALONE_S, self.max_step_s or 0.0)
-        alone = self.cost.decode(num_decoding)
-        return (_SLOWDOWN * alone if self.max_step_s is None else self.max_step_s) - alone
+        alone = self.cost.decoding.seconds(len(decoding), sum(seq.cached for seq in decoding))
+        return (_SLOWDOWN * self.pace * alone if self.max_step_s is None else self.max_step_s) - alone
 
     def _chunk(self, plan: _Plan, seq: Sequence) -> int:
         """How many of its tokens that have no KV yet are computed in this step; takes their time from the plan."""

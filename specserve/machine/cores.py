@@ -1,9 +1,10 @@
-"""How many cores of this machine an engine may use."""
+"""The processor of this machine, and how many of its cores an engine may use."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,15 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *(math.ceil(share) for share in _shares(root))]))
+
+
+def processor(root: Path = Path("/")) -> tuple[str, set[str]]:
+    """Its name and instruction sets by /proc/cpuinfo, which only Linux has; elsewhere what Python says, and none."""
+    cpuinfo = root / "proc/cpuinfo"
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return name, set((fields.get("flags") or fields.get("Features") or "").split())
 
 
 def _shares(root: Path) -> Iterator[float]:

@@ -26,6 +26,7 @@ from specserve.ops.rows import AttentionRows as AttentionRows
 from specserve.types import Ids
 
 NOT_FINITE, NO_TOKEN_LEFT = -1, -2  # what stands in place of a token in a row that has none
+MOST_TOP_K = 16  # tokens of a row that `top_k` is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,10 @@ class Ops(Protocol):
     def argmax(self, logits: Tensor) -> Tensor:
         """The lowest of the best token ids of each row of float32 [rows, vocab], int64 [rows]; -1 where the highest
         logit is infinite or any is NaN."""
+
+    def top_k(self, logits: Tensor, best: Tensor, k: int) -> Tensor:
+        """The k best token ids of each row of float32 [rows, vocab], best first, of equals the lower one first, int32
+        [rows, k]; all -1 where `best`, which is argmax(logits), is. k is at most MOST_TOP_K and vocab."""
 
     def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
         """A token for each of n rows of scores float32 [all rows, vocab], none of them NaN, among those whose bit is

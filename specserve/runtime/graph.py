@@ -14,16 +14,17 @@ from specserve.runtime.pack import StepInput
 
 
 class Outputs(NamedTuple):
-    """What a model says of a step: of its logit_rows, and of all rows what was tapped."""
+    """What comes of a step: of its logit_rows, and of all rows what was tapped."""
 
     hidden: Tensor  # float32 [logit rows, hidden], behind the final norm
     logits: Tensor  # float32 [logit rows, vocab]
     best: Tensor  # int64 [logit rows], the best token, -1 where the logits are not finite
     taps: tuple[Tensor, ...] = ()  # float32 [rows, hidden] each, the residual stream behind a layer
+    top: Tensor | None = None  # int32 [logit rows, k], the k best tokens as ops.top_k has them, if asked for
 
 
 class Model(Protocol):
-    """A model: see models.decoder.Decoder.forward, which returns the fields of Outputs."""
+    """A model: see models.decoder.Decoder.forward, which returns the fields of Outputs but `top`."""
 
     def forward(
         self,
@@ -46,10 +47,12 @@ class Forward(Protocol):
 class EagerForward:
     """Runs the model's ops one by one."""
 
-    def __init__(self, model: Model, kv: list[Tensor], taps: tuple[int, ...]) -> None:
+    def __init__(self, model: Model, ops: Ops, kv: list[Tensor], taps: tuple[int, ...], top_k: int) -> None:
         self._model = model
+        self._ops = ops
         self._kv = kv
         self._taps = taps
+        self._top_k = top_k
         self._outputs: Outputs | None = None
 
     @torch.inference_mode()
@@ -57,7 +60,8 @@ class EagerForward:
         device = self._kv[0].device
         arrays = (inputs.token_ids, inputs.positions, inputs.logit_rows)
         ids, positions, rows = (torch.from_numpy(values).to(device) for values in arrays)
-        self._outputs = Outputs(*self._model.forward(ids, positions, rows, self._kv, plan, self._taps))
+        outputs = self._model.forward(ids, positions, rows, self._kv, plan, self._taps)
+        self._outputs = _with_top(self._ops, outputs, self._top_k)
 
     def finish(self) -> Outputs:
         assert self._outputs is not None, "it was started"
@@ -72,9 +76,11 @@ class RecordedForward:
     def __init__(
         self,
         model: Model,
+        ops: Ops,
         recording: AbstractContextManager[Recording],
         kv: list[Tensor],
         taps: tuple[int, ...],
+        top_k: int,
         max_rows: int,
         max_logit_rows: int,
     ) -> None:
@@ -83,7 +89,8 @@ class RecordedForward:
         self._points_into = model, kv  # and nothing else keeps the weights
         with recording as self._recording:
             ids, positions = torch.from_numpy(self._inputs)
-            self._outputs = Outputs(*model.forward(ids, positions, torch.from_numpy(self._logit_rows), kv, None, taps))
+            outputs = model.forward(ids, positions, torch.from_numpy(self._logit_rows), kv, None, taps)
+            self._outputs = _with_top(ops, outputs, top_k)
         self._views: dict[tuple[int, int], Outputs] = {}  # of the outputs' first rows: slicing takes time
         self._size = 0, 0  # rows, and those with logits
 
@@ -100,17 +107,28 @@ class RecordedForward:
         self._recording.finish()
         if self._size not in self._views:
             rows, logit_rows = self._size
-            hidden, logits, best, taps = self._outputs
+            hidden, logits, best, taps, top = self._outputs
             view = hidden[:logit_rows], logits[:logit_rows], best[:logit_rows], tuple(tap[:rows] for tap in taps)
-            self._views[self._size] = Outputs(*view)
+            self._views[self._size] = Outputs(*view, None if top is None else top[:logit_rows])
         return self._views[self._size]
 
 
 def captured(
-    model: Model, ops: Ops, kv: list[Tensor], taps: tuple[int, ...], max_rows: int, max_logit_rows: int
+    model: Model,
+    ops: Ops,
+    kv: list[Tensor],
+    taps: tuple[int, ...],
+    top_k: int,
+    max_rows: int,
+    max_logit_rows: int,
 ) -> Forward:
     """The model's step: recorded, where `ops` record."""
     recording = ops.recording()
     if recording is None:
-        return EagerForward(model, kv, taps)
-    return RecordedForward(model, recording, kv, taps, max_rows, max_logit_rows)
+        return EagerForward(model, ops, kv, taps, top_k)
+    return RecordedForward(model, ops, recording, kv, taps, top_k, max_rows, max_logit_rows)
+
+
+def _with_top(ops: Ops, outputs: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]], top_k: int) -> Outputs:
+    _, logits, best, _ = outputs
+    return Outputs(*outputs, ops.top_k(logits, best, top_k) if top_k else None)

@@ -13,6 +13,7 @@ from torch import Tensor
 from specserve.ops import Ops
 from specserve.runtime.graph import Forward, Model, captured
 from specserve.runtime.pack import StepInput
+from specserve.types import Ids
 
 
 @dataclass(slots=True)
@@ -24,11 +25,13 @@ class Output:
     best: Tensor  # int64 [logit rows], the best token of each row, -1 where the logits are broken
     broken: list[int] = field(default_factory=list)  # rows of the step whose KV is not what the model computed
     taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer float32 [rows, hidden], the residual behind it
+    top: Ids | None = None  # int32 [logit rows, k], the k best tokens of each row, -1 where the logits are broken
 
 
 class Runner:
     """A model with the KV that it writes to, one tensor a layer. No step has more than `max_rows` rows, or logits for
-    more than `max_logit_rows` of them. `taps` are layers whose outputs each step shows."""
+    more than `max_logit_rows` of them. `taps` are layers whose outputs each step shows, `top_k` how many of the best
+    tokens."""
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class Runner:
         max_rows: int,
         max_logit_rows: int,
         taps: tuple[int, ...] = (),
+        top_k: int = 0,
     ) -> None:
         self.model = model
         self.ops = ops
@@ -48,13 +52,14 @@ class Runner:
         self.kv = kv
         self._plan: Any = None  # of the newest step
         self._logit_rows = np.zeros(0, np.int64)
-        self.taps = taps
+        self.taps, self.top_k = taps, top_k
         self._forward: Forward = self._captured()
 
-    def tap(self, layers: tuple[int, ...]) -> None:
-        """Show the residual stream behind these layers, of all rows, with every step from now on. Between steps."""
-        if layers != self.taps:
-            self.taps = layers
+    def show(self, taps: tuple[int, ...], top_k: int) -> None:
+        """Show the residual stream behind these layers, of all rows, and so many of the best tokens of each row of
+        logits, with every step from now on. Between steps."""
+        if (taps, top_k) != (self.taps, self.top_k):
+            self.taps, self.top_k = taps, top_k
             self._forward = self._captured()
 
     def start(self, inputs: StepInput) -> None:
@@ -69,13 +74,17 @@ class Runner:
         A row whose keys or values are NaN or infinite has broken logits, whatever the model says of it: the KV that
         later rows would read is not what it computed.
         """
-        hidden, logits, best, taps = self._forward.finish()
+        hidden, logits, best, taps, top = self._forward.finish()
         broken = self.ops.broken_rows(self._plan)
         if broken:
             at = np.flatnonzero(np.isin(self._logit_rows, broken)).tolist()
             with torch.inference_mode():
                 logits[at], best[at] = torch.nan, -1
-        return Output(logits, hidden, best, broken, dict(zip(self.taps, taps, strict=True)))
+                if top is not None:
+                    top[at] = -1
+        shown = dict(zip(self.taps, taps, strict=True))
+        return Output(logits, hidden, best, broken, shown, None if top is None else top.cpu().numpy())
 
     def _captured(self) -> Forward:
-        return captured(self.model, self.ops, self.kv, self.taps, self.max_rows, self.max_logit_rows)
+        shown = self.taps, self.top_k
+        return captured(self.model, self.ops, self.kv, *shown, self.max_rows, self.max_logit_rows)

@@ -11,18 +11,19 @@ A drafter is a file, `drafters/NAME.py`, with one public class named `...Drafter
         def propose(self, requests: list[DraftRequest]) -> list[Draft]: ...
         def observe(self, step: StepReport) -> None: ...
         def end(self, seq: SequenceView) -> None: ...
+        def close(self) -> None: ...  # only where there is something to save or to let go of
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence as Many
+from collections.abc import Iterable, Iterator, Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
 from torch import Tensor
 
 from specserve.ops import Ops
-from specserve.types import Draft, Sequence, Verdict
+from specserve.types import Draft, Ids, Sequence, Verdict
 
 
 class TokensView(Many[int]):
@@ -89,7 +90,8 @@ class SequenceReport(NamedTuple):
     """One sequence's share of a step that has run: the tokens seq.tokens[start : start + num_new] of its own, behind
     them the nodes of `draft`. `verdict` is what the target said, None for a chunk of a prompt that did not reach its
     end; its tokens are in seq.tokens already, up to the one that ended the sequence. `first_row` is that of its first
-    token in the step's hidden states."""
+    token in the step's hidden states. With a verdict, row logits_start of what the step says of logits is for what
+    follows the last of its own tokens, row logits_start + 1 + i for what follows node i."""
 
     seq: SequenceView
     start: int
@@ -97,6 +99,7 @@ class SequenceReport(NamedTuple):
     draft: Draft
     verdict: Verdict | None
     first_row: int
+    logits_start: int = 0
 
     @property
     def kept_rows(self) -> list[int]:
@@ -109,23 +112,39 @@ class SequenceReport(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What a step did for the sequences of one drafter. `hidden[l]` float32 [rows, hidden] is the residual stream
-    behind layer l, for the layers that the drafter needs; it is valid until `observe` returns. `preempted` have lost
-    their KV, the drafter's too, and will be computed again."""
+    behind layer l, for the layers that the drafter needs; `top` int32 [rows of logits, needs.top_k] has the target's
+    best tokens of each row, best first, -1 where the logits are not finite, None where the drafter needs none. Both are
+    valid until `observe` returns. `preempted` have lost their KV, the drafter's too, and will be computed again."""
 
     seqs: list[SequenceReport]
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
     preempted: list[SequenceView] = field(default_factory=list)
+    top: Ids | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a drafter takes. `hidden_layers`: of which layers, counted from 0, it is shown the output; `memory_bytes`:
-    what it will hold beyond its weights and its KV; `cost_class`: "free" for look-ups, which take microseconds, "model"
-    for what runs a model."""
+    """What a drafter takes. `hidden_layers`: of which layers, counted from 0, it is shown the output; `top_k`: how many
+    of the target's best tokens it is shown of each row of logits, at most MOST_TOP_K and the vocabulary;
+    `memory_bytes`: what it will hold beyond its weights and its KV; `cost_class`: "free" for look-ups, which take
+    microseconds and use no tensors, "model" for what runs a model; `observes`: whether it is told of steps."""
 
     hidden_layers: tuple[int, ...] = ()
+    top_k: int = 0
     memory_bytes: int = 0
     cost_class: Literal["free", "model"] = "free"
+    observes: bool = True
+
+    @classmethod
+    def of(cls, parts: Iterable[Needs]) -> Needs:
+        """What several drafters need together."""
+        all_parts = list(parts)
+        return cls(
+            hidden_layers=tuple(sorted({layer for part in all_parts for layer in part.hidden_layers})),
+            top_k=max(part.top_k for part in all_parts),
+            memory_bytes=sum(part.memory_bytes for part in all_parts),
+            cost_class="free" if all(part.cost_class == "free" for part in all_parts) else "model",
+        )
 
 
 class Drafter(Protocol):
@@ -134,6 +153,10 @@ class Drafter(Protocol):
     `begin` once, in the first step that the sequence has a part in and before anything else is said of it, so never for
     one that ends while it waits; what takes long is for later steps, as all sequences wait for it. `propose` gives one
     draft for each request; `observe` tells of every step, prompts too; `end` once.
+
+    A drafter may also have `close()`. It is called once, when the engine lets go of the drafter, with sequences that
+    have not ended perhaps; on another thread than the calls before if these came from the engine's, and nobody waits
+    for it longer than the drafter's timeout.
     """
 
     needs: Needs
@@ -203,6 +226,7 @@ class DraftContext(Protocol):
     hidden_size: int
     num_layers: int
     verification: str  # how sampled drafts are verified; see config.VERIFICATIONS
+    memory_bytes: int | None  # that Needs may ask for; None: any number, as the KV cache is yet to be sized beside it
     ops: Ops
 
     def embed(self, token_ids: Tensor) -> Tensor:

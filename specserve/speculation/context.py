@@ -15,6 +15,8 @@ from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Runner
 from specserve.speculation.base import DraftInput, DraftModel, DraftOutput, SequenceView
 
+LATE_MEMORY_BYTES = 4 * 2**20  # of a drafter that comes when the cache has its size: small beside what that leaves
+
 
 class TargetContext:
     """A DraftContext over a loaded model. Runners that it makes wait for their KV until `bind`, after which it makes no
@@ -26,6 +28,7 @@ class TargetContext:
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.num_layers, self.max_model_len = spec.num_layers, spec.max_len
         self.verification = verification
+        self.memory_bytes: int | None = None
         self.ops = ops
         self._model = model
         self._sizes = max_rows, max_logit_rows
@@ -55,6 +58,7 @@ class TargetContext:
         for runner in self._runners:
             runner.bind([next(left) for _ in runner.kv_shapes], block_size)
         self._is_bound = True
+        self.memory_bytes = LATE_MEMORY_BYTES
 
 
 class ModelRunner:

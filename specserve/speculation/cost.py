@@ -1,45 +1,125 @@
-"""What steps cost, as they were measured: those of decoding alone by their number of rows, and what each token of a
-prompt adds, by the context it reads. Knows rows and seconds; nothing of whose they are."""
+"""What steps cost, as they were measured: those of decoding by their rows and context, and what each token of a prompt
+adds, by the context it reads. Knows rows and seconds; nothing of whose they are."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+from numpy.typing import NDArray
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # of steps that are told apart
+_FOLLOWS, _DRIFTS = 0.1, 0.03  # how far a number of rows goes to what was measured last, and all of them
+_SUDDEN = 0.1  # what goes beyond this share is the number of rows' own, not the load's
+_FORGETS = 0.001  # of what sets a number of rows apart from the others, with each step
+_CONTEXT, _NUM_LOADS = 512, 16  # tokens that a step reads in all; twice as many are another load
+_LISTED_EVERY = 8  # observations: until then decisions do without them
+_LEAST, _MOST = 1 / 3, 3.0  # of what was expected: what is beyond counts as that
 
 _FIRST_CHUNK = 64  # tokens of a prompt, while nothing is known
 _KEPT = 0.9  # of a sum, when another measurement comes: about the last ten count
-_RISE, _FALL = (
-    0.1,
-    0.3,
-)  # how far an estimate follows a step that took longer, or less: pauses are common, gifts are not
-_SHORTEST_S = 1e-9  # a token of a prompt
+_SHORTEST_S = 1e-9  # a step, and a token of a prompt
 _OUTLIER = 4.0  # times what was expected: more is a machine that paused
 
 
-class StepCost:
-    """Seconds of a step with r rows of decoding and chunks of prompts: decode(r) + the sum over the chunks' tokens of
-    (a + b * context), context being how many tokens a token reads. a and b are the line through the newest
-    measurements, each a step's seconds above decode(r), by token."""
+class DecodeCost:
+    """Seconds of a step of decoding by its rows and by how many tokens its sequences have in all.
+
+    What one number of rows takes in proportion to another is a shape; a load, which is how many tokens are read, has a
+    factor for all of them. A step moves the factor of its load a little, and its number of rows within the shape more.
+    What is no longer measured goes back to the shape that was given, so that no single measurement keeps a number of
+    rows from ever being tried again.
+    """
 
     def __init__(self) -> None:
-        self._decode: dict[int, float] = {}  # by the number of binary digits of r
+        self._shape = np.zeros(len(ROWS))  # seconds; 0: nothing is known
+        self._apart = np.zeros(len(ROWS))  # logarithms of what the shape is multiplied with
+        self._seen = np.zeros(len(ROWS), bool)
+        self._has_begun = False  # from a shape that was given
+        self._factors: dict[int, float] = {}  # logarithms, by load
+        self._num_observed = 0
+        self._by_rows: list[float] = []  # seconds of 0, 1, 2 ... rows, but for the factor; never falling
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._by_rows)
+
+    def begin(self, seconds: NDArray[np.float64]) -> None:
+        """Start from these seconds of steps of ROWS rows each over a short context."""
+        self._shape = np.maximum.accumulate(np.maximum(seconds, _SHORTEST_S))
+        self._apart[:], self._seen[:], self._has_begun = 0, True, True
+        self._factors.clear()
+        self._list()
+
+    def observe(self, rows: int, context: int, seconds: float) -> None:
+        """A step of decoding alone took so long."""
+        seconds = max(seconds, _SHORTEST_S)
+        if not self.is_known:
+            self._shape[:] = seconds
+            self._list()
+        load, at = _load(context), int(np.searchsorted(ROWS[:-1], rows))
+        ratio = seconds / self.seconds(rows, context)
+        ratio = math.log(min(max(ratio, _LEAST), _MOST) if self._seen[at] else ratio)
+        if self._has_begun:
+            self._apart *= 1 - _FORGETS
+        if load not in self._factors:
+            self._factors[load] = self._factor(load) + ratio
+        else:
+            self._apart[at] += ratio if not self._seen[at] else _FOLLOWS * ratio
+            self._factors[load] += _DRIFTS * min(max(ratio, -_SUDDEN), _SUDDEN)
+        self._num_observed += 1
+        if not self._seen[at] or self._num_observed % _LISTED_EVERY == 0:
+            self._seen[at] = True
+            self._list()
+
+    def seconds(self, rows: int, context: int = 0) -> float:
+        """Of a step; 0 while nothing is known."""
+        return self.curve(rows, 0, context)[0]
+
+    def curve(self, rows: int, more: int, context: int = 0) -> list[float]:
+        """Seconds of steps of `rows` to `rows` + `more` rows, [more + 1], never falling."""
+        if not self.is_known:
+            return [0.0] * (more + 1)
+        factor = math.exp(self._factor(_load(context)))
+        last = len(self._by_rows) - 1
+        found = [factor * seconds for seconds in self._by_rows[rows : rows + more + 1]]
+        slope = factor * (self._by_rows[last] - self._by_rows[last // 2]) / (last - last // 2)
+        beyond = range(max(rows, last + 1), rows + more + 1)
+        return found + [factor * self._by_rows[last] + (at - last) * slope for at in beyond]
+
+    def _list(self) -> None:
+        known = np.interp(range(ROWS[-1] + 1), ROWS, self._shape * np.exp(self._apart))
+        self._by_rows = np.maximum.accumulate(known).tolist()
+
+    def _factor(self, load: int) -> float:
+        """That of the nearest load that was measured."""
+        if not self._factors:
+            return 0.0
+        nearest = load if load in self._factors else min(self._factors, key=lambda known: abs(known - load))
+        return self._factors[nearest]
+
+
+def _load(context: int) -> int:
+    return min((context // _CONTEXT).bit_length(), _NUM_LOADS)
+
+
+class StepCost:
+    """Seconds of a step with rows of decoding and chunks of prompts: those of decoding + the sum over the chunks'
+    tokens of (a + b * context), context being how many tokens a token reads. a and b are the line through the newest
+    measurements, each a step's seconds above those of decoding, by token."""
+
+    def __init__(self) -> None:
+        self.decoding = DecodeCost()
         self._sums = np.zeros(5)  # over measurements, decayed: of 1, context, seconds, context^2, context * seconds
 
-    def observe(self, rows: int, tokens: int, context: float, seconds: float) -> None:
-        """A step took so long: `rows` of decoding, and `tokens` of prompts that read `context` tokens on average."""
+    def observe(self, rows: int, context: int, tokens: int, read: float, seconds: float) -> None:
+        """A step took so long: `rows` of decoding, whose sequences have `context` tokens in all, and `tokens` of
+        prompts that read `read` tokens on average."""
         if tokens:
-            self._observe_chunks((seconds - self.decode(rows)) / tokens, context)
+            decoding = self.decoding.seconds(rows, context) if rows else 0.0
+            self._observe_chunks((seconds - decoding) / tokens, read)
         elif rows:
-            digits = rows.bit_length()
-            known = self._decode.setdefault(digits, seconds)
-            more = min(seconds, _OUTLIER * known) - known
-            self._decode[digits] += (_RISE if more > 0 else _FALL) * more
-
-    def decode(self, rows: int) -> float:
-        """Seconds of a step of decoding alone: those of the nearest number of rows below that was measured."""
-        known = [digits for digits in self._decode if digits <= rows.bit_length()]
-        return self._decode[max(known)] if known else 0.0
+            self.decoding.observe(rows, context, seconds)
 
     def chunk(self, seconds: float, context: int) -> int:
         """How many tokens of a prompt that has `context` tokens in the cache may be added to a step for so long."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from specserve.errors import ConfigError
 from specserve.speculation.base import Drafter, DraftRequest, SequenceReport, SequenceView, StepReport
-from specserve.types import Draft, Sequence, Verdict
+from specserve.types import Draft, Ids, Sequence, Verdict
 
 
 class NoTarget:
@@ -16,6 +16,7 @@ class NoTarget:
     vocab_size = 2**31  # of any width
     max_model_len = 2**31
     verification = "coupled"
+    memory_bytes: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(f"This drafter needs the target model (its {name}), and there is none.")
@@ -36,17 +37,22 @@ class Driver:
         asked = zip(seqs, num_tokens, strict=True)
         return self.drafter.propose([DraftRequest(self._views[seq], count) for seq, count in asked])
 
-    def observe(self, seqs: Many[Sequence], verdicts: Many[Verdict], drafts: Many[Draft] | None = None) -> None:
-        """What the target said of drafts, which is in the sequences' tokens already."""
-        said = zip(seqs, verdicts, drafts or [Draft.empty()] * len(seqs), strict=True)
-        self.drafter.observe(
-            StepReport(
-                [
-                    SequenceReport(self._views[seq], len(seq.tokens) - len(verdict.tokens) - 1, 1, draft, verdict, row)
-                    for row, (seq, verdict, draft) in enumerate(said)
-                ]
-            )
-        )
+    def observe(
+        self,
+        seqs: Many[Sequence],
+        verdicts: Many[Verdict],
+        drafts: Many[Draft] | None = None,
+        top: Ids | None = None,
+    ) -> None:
+        """What the target said of drafts, which is in the sequences' tokens already; `top` as StepReport has it, of all
+        rows of a sequence, its last token and the draft's nodes, behind those of the one before."""
+        reports: list[SequenceReport] = []
+        row = 0
+        for seq, verdict, draft in zip(seqs, verdicts, drafts or [Draft.empty()] * len(seqs), strict=True):
+            start = len(seq.tokens) - len(verdict.tokens) - 1
+            reports.append(SequenceReport(self._views[seq], start, 1, draft, verdict, row, row))
+            row += 1 + len(draft)
+        self.drafter.observe(StepReport(reports, top=top))
 
     def end(self, seq: Sequence) -> None:
         self.drafter.end(self._views.pop(seq))

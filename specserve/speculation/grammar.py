@@ -2,55 +2,97 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from specserve.structured.walk import visit
 from specserve.types import Draft, GuardedState, Sequence
+
+
+class _Branch(NamedTuple):
+    """A node of a draft, or -1 for the last committed token, and what the grammar forces behind it."""
+
+    node: int
+    before: int  # the node whose branch it follows
+    tokens: list[int]  # its own, then the forced ones; of -1 the forced ones alone
 
 
 def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
     """The draft as the grammar of its sequence leaves it, of at most `budget` tokens: without what may not stand, and
-    with what is forced at its front, in its midst and at its end. A tree, or a draft with distributions, is cut and
-    nothing is put into it."""
+    with what is forced in front of it, behind each node, and so at its ends. What contradicts a forced token is
+    dropped, what agrees with one becomes it. Nodes keep their order, which is their priority; a forced token is as
+    likely as the node that it follows and comes right behind it. Into a draft with distributions nothing is put."""
     assert seq.grammar is not None, "free sequences are not guided"
-    if len(draft) and (draft.q is not None or not draft.is_chain):
-        return _cut(seq.grammar, draft, seq.stop_ids)
-    tokens, places = _led(seq.grammar, draft.tokens.tolist(), budget, seq.stop_ids)
-    return draft if not places and tokens == draft.tokens.tolist() else Draft.chain(tokens, None, frozenset(places))
-
-
-def _led(state: GuardedState, ahead: list[int], budget: int, ends: frozenset[int]) -> tuple[list[int], list[int]]:
-    """A chain: what is forced, else what `ahead` says, as long as that agrees with what came before; and where in it
-    are the forced ones."""
+    is_cut = draft.q is not None and len(draft) > 0
+    branches = _walk(seq.grammar, draft, budget, seq.stop_ids, is_cut)
+    if len(branches) - 1 == len(draft) == sum(len(branch.tokens) for branch in branches):
+        return draft
+    branches.sort()  # parents come before their children
     tokens: list[int] = []
-    places: list[int] = []
-    while len(tokens) < budget and not (tokens and tokens[-1] in ends):
-        forced = state.jump_forward()[: budget - len(tokens)]
-        following = forced or ahead[:1]
-        taken = _take(state, following)
-        places += range(len(tokens), len(tokens) + taken if forced else 0)
-        tokens += following[:taken]
-        ahead = ahead[taken:] if ahead[:taken] == following[:taken] else []
-        if not following or taken < len(following):
-            break
-    state.rollback(len(tokens))
-    return tokens, places
+    parents: list[int] = []
+    origins: list[int] = []  # nodes of `draft`; -1: forced
+    last = {-1: -1}  # where the branch of a node ends
+    for node, before, found in branches:
+        at = last[before]
+        for i, token in enumerate(found[: budget - len(tokens)]):
+            origins.append(-1 if i else node)
+            tokens.append(token)
+            parents.append(at)
+            at = len(tokens) - 1
+        last[node] = at
+    confidence = None
+    if draft.confidence is not None:
+        confidence = np.append(draft.confidence, np.float32(1.0))[origins]  # 1 for what is forced
+    return Draft(
+        np.array(tokens, np.int32),
+        np.array(parents, np.int32),
+        draft.q[origins] if is_cut and draft.q is not None else None,
+        frozenset(i for i, origin in enumerate(origins) if origin < 0),
+        confidence,
+    )
 
 
-def _take(state: GuardedState, tokens: list[int]) -> int:
-    """How many of the tokens the grammar lets follow; it stands behind them."""
+def _walk(state: GuardedState, draft: Draft, budget: int, ends: frozenset[int], is_cut: bool) -> list[_Branch]:
+    """The branches of nodes that may stand, on paths of at most `budget` tokens; with `is_cut` nothing is put in. The
+    state is then where it was."""
+    tokens = draft.tokens.tolist()
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(draft.parents.tolist()):
+        children.setdefault(parent, []).append(node)
+    branches: list[_Branch] = []
+    depth, ahead = 0, [(-1, -1, 0)]
+    while ahead:
+        node, before, level = ahead.pop()
+        if depth > level:
+            state.rollback(depth - level)
+        depth = level
+        if node >= 0 and not state.advance(tokens[node]):
+            continue
+        found = tokens[node : node + 1] if node >= 0 else []
+        following = children.get(node, [])
+        while (room := budget - level - len(found)) > 0 and not (found and found[-1] in ends):
+            forced = [] if is_cut else state.jump_forward()[:room]
+            if not forced:
+                ahead += [(child, node, level + len(found)) for child in reversed(following)]
+                break
+            taken = _take(state, forced, ends)
+            found += forced[:taken]
+            if taken < len(forced):
+                break
+            for token in forced:
+                following = next((children.get(child, []) for child in following if tokens[child] == token), [])
+        branches.append(_Branch(node, before, found))
+        depth = level + len(found)
+    if depth:
+        state.rollback(depth)
+    return branches
+
+
+def _take(state: GuardedState, tokens: list[int], ends: frozenset[int]) -> int:
+    """How many of the tokens the grammar lets follow, up to one that ends the sequence; it stands behind them."""
     for taken, token in enumerate(tokens):
         if not state.advance(token):
             return taken
+        if token in ends:
+            return taken + 1
     return len(tokens)
-
-
-def _cut(state: GuardedState, draft: Draft, ends: frozenset[int]) -> Draft:
-    kept: list[int] = []
-    visit(state, draft.tokens, draft.parents, ends, kept.append)
-    if len(kept) == len(draft):
-        return draft
-    kept.sort()
-    at = {node: i for i, node in enumerate(kept)}
-    parents = np.array([at.get(int(draft.parents[node]), -1) for node in kept], np.int32)
-    return Draft(draft.tokens[kept], parents, None if draft.q is None else draft.q[kept])

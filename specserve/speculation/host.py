@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Many
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from specserve.registry import DRAFTERS
-from specserve.speculation.base import Drafter, DraftRequest, Needs, SequenceReport, SequenceView, StepReport
+from specserve.speculation.base import (
+    DraftContext,
+    Drafter,
+    DraftRequest,
+    Needs,
+    SequenceReport,
+    SequenceView,
+    StepReport,
+)
 from specserve.speculation.check import fault
-from specserve.speculation.lookup import NONE
+from specserve.speculation.lookup import NONE, Maker
 from specserve.speculation.worker import Inline, Outcome, Stuck, Worker
-from specserve.types import Draft, ScheduledSeq, Sequence, Verdict
+from specserve.types import Draft, Ids, ScheduledSeq, Sequence, Verdict
 
 _log = logging.getLogger(__name__)
 
@@ -28,18 +37,29 @@ class DraftHost:
     `timeout_s` seconds switches it off for good. One of drafters/ is ours and is called directly: two hand-overs
     between threads a step cost a small model a tenth of its speed. Without a drafter every method returns at once.
 
-    `name` is what requests and logs call the drafter; without one, "none" or the name of its class. `active`: whether a
+    `name` is what requests and logs call the drafter; without one, "none" or the name of its class. `parts` are the
+    hosts of the drafters that draft under this name together: itself alone, but for "auto". `active`: whether a
     proposal can come, as there is a drafter that was neither switched off nor closed. `dropped` counts lost drafts by
     reason: those of `check.fault`, "count" (not one draft for each sequence), "exception" and "timeout"; a begin,
-    observe or end that failed counts one.
+    observe, end or close that failed counts one.
     """
 
-    def __init__(self, drafter: Drafter | None, vocab_size: int, timeout_s: float, name: str | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        vocab_size: int,
+        timeout_s: float,
+        name: str | None = None,
+        parts: Many[DraftHost] = (),
+    ) -> None:
         self.name = name or (NONE if drafter is None else type(drafter).__name__)
-        self.active = drafter is not None
+        self.parts = tuple(parts) or (self,)
+        self.active = drafter is not None or bool(parts)
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
-        self.needs: Needs = getattr(drafter, "needs", Needs())
+        self.needs: Needs = Needs.of(part.needs for part in parts) if parts else getattr(drafter, "needs", Needs())
+        # What ours look up is one token for sure, at any length: it may be cut, and merged with what others found.
+        self.is_weighed = self.needs.cost_class == "free"
         self.dropped: Counter[str] = Counter()
         self.num_dropped = 0  # the sum of `dropped`
         self._drafter = drafter
@@ -48,7 +68,26 @@ class DraftHost:
         self._worker: Worker | Inline | None = None
         if drafter is not None:
             is_ours = type(drafter).__module__.startswith(f"{DRAFTERS.package}.")
-            self._worker = Inline() if is_ours else Worker("specserve-drafter", timeout_s)
+            self.is_weighed = self.is_weighed and is_ours
+            self._worker = (
+                Inline(self.needs.cost_class == "model") if is_ours else Worker("specserve-drafter", timeout_s)
+            )
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        makers: Mapping[str, Maker],
+        context: DraftContext,
+        vocab_size: int,
+        timeout_s: float,
+        there: Mapping[str, DraftHost] = MappingProxyType({}),
+    ) -> DraftHost:
+        """What drafts under a name, of what makes its drafters; those that are `there` already are not made again."""
+        parts = [there.get(part) or cls(make(context), vocab_size, timeout_s, part) for part, make in makers.items()]
+        if not parts:
+            return cls(None, vocab_size, timeout_s, name)
+        return parts[0] if list(makers) == [name] else cls(None, vocab_size, timeout_s, name, parts)
 
     def begin(self, seq: Sequence) -> None:
         """Expect a sequence. The drafter hears of it with the first step that it has a part in, and never if it ends
@@ -86,21 +125,24 @@ class DraftHost:
         verdicts: Mapping[Sequence, Verdict],
         hidden: Mapping[int, Tensor],
         preempted: list[Sequence],
+        top: Ids | None = None,
     ) -> None:
         """Tell the drafter what a step did for its sequences, but for those that failed in it, with the layers'
-        hidden states [rows of the step, hidden] that it needs."""
-        if self._drafter is None:
+        hidden states [rows of the step, hidden] and as many of the best tokens [rows of logits, any number] as it
+        needs."""
+        if self._drafter is None or not self.needs.observes:
             return
         views = self._views
         reports = [
-            SequenceReport(views[s.seq], s.start, s.num_new, s.draft, verdicts.get(s.seq), s.first_row)
+            SequenceReport(views[s.seq], s.start, s.num_new, s.draft, verdicts.get(s.seq), s.first_row, s.logits_start)
             for s in step
             if s.seq in views and (s.seq in verdicts or not s.sampled)
         ]
         lost = [views[seq] for seq in preempted if seq in views]
         if reports or lost:
             shown = {layer: hidden[layer] for layer in self.needs.hidden_layers}
-            self._call(partial(self._drafter.observe, StepReport(reports, shown, lost)))
+            best = top[:, : self.needs.top_k] if top is not None and self.needs.top_k else None
+            self._call(partial(self._drafter.observe, StepReport(reports, shown, lost, best)))
 
     def end(self, seq: Sequence) -> None:
         self._expected.discard(seq)
@@ -109,7 +151,16 @@ class DraftHost:
             self._call(partial(self._drafter.end, view))
 
     def close(self) -> None:
-        """Let go of the drafter and its thread."""
+        """Let go of the drafter and its thread, when it has closed. It has `timeout_s` seconds for that; one of ours is
+        called on a thread, too, as it may write a file."""
+        if self.active and callable(getattr(type(self._drafter), "close", None)):
+            if isinstance(self._worker, Inline):
+                self._worker = Worker("specserve-drafter", self.timeout_s)
+            drafter: Any = self._drafter
+            self._call(lambda: drafter.close())
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._worker is not None:
             self._worker.stop()
         self._drafter = self._worker = None
@@ -123,7 +174,7 @@ class DraftHost:
         outcome = self._worker.call(function)
         if isinstance(outcome.error, Stuck):
             self._drop("timeout", f"{outcome.error}, so the drafter is switched off", num_drafts)
-            self.close()
+            self._let_go()
         elif outcome.error is not None:
             self._drop("exception", "the drafter failed", num_drafts, outcome.error)
         return outcome

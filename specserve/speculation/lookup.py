@@ -11,8 +11,25 @@ from specserve.registry import DRAFTERS
 from specserve.speculation.base import DraftContext, Drafter
 
 NONE = "none"  # the name of plain decoding
+AUTO = "auto"  # and of all drafters that state a PRIORITY, together
 
 Maker: TypeAlias = Callable[[DraftContext], Drafter]
+
+
+def makers(name: str, options: Mapping[str, Any] | None) -> dict[str, Maker]:
+    """What makes the drafters that draft under a name, each by its own: none, one, or for "auto" all files of drafters/
+    that state a PRIORITY, which take the options that they know. Raises ConfigError as `prepare` does."""
+    if name != AUTO:
+        make = prepare(name, options)
+        return {} if make is None else {name: make}
+    found = {part: prepare(part, None) for part in DRAFTERS.ranked() if part in DRAFTERS.files()}
+    if options:
+        known = {part: set(inspect.signature(DRAFTERS.find(part)).parameters) - {"context"} for part in found}
+        for option in options:
+            if not any(option in names for names in known.values()):
+                raise ConfigError(unknown("option of drafter 'auto':", option, set().union(*known.values())))
+        found = {part: prepare(part, {o: v for o, v in options.items() if o in known[part]}) for part in found}
+    return {part: make for part, make in found.items() if make is not None}
 
 
 def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:

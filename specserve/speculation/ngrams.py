@@ -72,6 +72,13 @@ class NgramIndex:
         return ends if is_same else []
 
 
+def likelihood(length: int) -> float:
+    """How likely what followed earlier follows again where the `length` tokens before agree: 0.28 for 1, 0.52 for 2,
+    0.75 for 4, 0.90 for 8. Fitted to what greedy answers of SmolLM2-135M-Instruct had of it; see docs/drafters.md."""
+    weight: float = length**1.5
+    return weight / (weight + 2.6)
+
+
 def suffix_keys(tokens: Many[int], most: int) -> list[int]:
     """The keys of the last 1, 2, ... tokens, up to `most` of them."""
     keys: list[int] = []

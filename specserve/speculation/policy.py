@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -13,14 +14,15 @@ from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.errors import ConfigError, InputError, unknown
 from specserve.registry import DRAFTERS
 from specserve.runtime.pack import Step
+from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.base import DraftContext
 from specserve.speculation.grammar import guide
 from specserve.speculation.host import DraftHost
-from specserve.speculation.lookup import NONE, prepare
-from specserve.types import Draft, ScheduledSeq, Sequence, Verdict
+from specserve.speculation.lookup import AUTO, NONE, makers
+from specserve.speculation.tree import Proposals
+from specserve.types import PREDICTION, Draft, Ids, ScheduledSeq, Sequence, Verdict
 
 MOST_JUMP_FORWARD = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
-PREDICTION = "prediction"  # the drafter of a request that has a prediction and names none
 
 
 class Policy:
@@ -28,6 +30,11 @@ class Policy:
     and predict nothing; "none" is no drafter. A request may name another: any file of drafters/ whose options all have
     defaults, which drafts `num_tokens` as well, or 5 where that is 0. Tokens that a grammar leaves no choice of are
     drafted whoever drafts, as they are seldom rejected, unless the request names "none" or wants drafts of 0 tokens.
+
+    With `adaptive` drafts are weighed. Drafters of ours that look things up all propose, and of the tree that their
+    proposals make together a step verifies what pays. Any other drafter is asked for as many tokens as would have paid
+    before, and these are verified whatever they are: who shortens a sampled draft by the tokens that are in it changes
+    what is generated. Without `adaptive` every draft is as long as it may be.
 
     Drafts take what a step's own tokens leave of its budget, and free blocks alone: nobody is preempted for a guess.
     Each drafter is called once a step with its own sequences in their order, so one that fails loses its own drafts and
@@ -42,15 +49,18 @@ class Policy:
         max_model_len: int,
         context: DraftContext,
         timed: Callable[[str], AbstractContextManager[None]],
+        adaptive: Adaptive | None = None,
     ) -> None:
         self.num_tokens = num_tokens
         self.context = context  # for drafters that requests name
+        self.adaptive = adaptive
         self._own = own
         self._cache = cache
         self._max_model_len = max_model_len
         self._timed = timed
-        self._hosts = {own.name: own}
+        self._hosts = _named(own)
         self._num_seqs: Counter[DraftHost] = Counter()  # of hosts that have any
+        self._parts: dict[Sequence, list[DraftHost]] = {}  # who drafts for it
         self._num_dropped_before = 0  # by drafters that were replaced
 
     @property
@@ -58,96 +68,166 @@ class Policy:
         """Lost drafts of all drafters, replaced ones included."""
         return self._num_dropped_before + sum(host.num_dropped for host in self._hosts.values())
 
-    def replace(self, own: DraftHost, num_tokens: int) -> None:
+    def replace(self, own: DraftHost, num_tokens: int, adaptive: Adaptive | None = None) -> None:
         """Close all drafters and go on with another one as the engine's own. Only while there is no sequence."""
         assert not self._num_seqs, "a sequence must end with the drafter it began with"
         self.close()
         self._num_dropped_before = self.num_dropped
-        self._own, self.num_tokens = own, num_tokens
-        self._hosts = {own.name: own}
+        self._own, self.num_tokens, self.adaptive = own, num_tokens, adaptive
+        self._hosts = _named(own)
 
     def admit(self, group: list[Sequence], drafter: str | None) -> None:
         """Settle who drafts for the completions of a request, which names `drafter` or, with None, leaves it to us.
         Raises InputError for a name that does not exist (with near misses) or a drafter that no request can bring
         about; then nothing changed."""
-        named = PREDICTION if drafter is None and group[0].prediction else drafter
+        predicted = drafter is None and group[0].prediction and PREDICTION not in {p.name for p in self._own.parts}
+        named = PREDICTION if predicted else drafter
         host = self._own if named is None else self._host(named)
         most = self.num_tokens if self.num_tokens or named is None else DEFAULT_NUM_SPECULATIVE_TOKENS
         for seq in group:
             seq.drafter = host.name
             seq.draft_limit = most if host.active else 0
             seq.jump_forward = drafter != NONE
-            seq.stats.drafter, seq.stats.predicted = host.name, host.name == PREDICTION and bool(seq.prediction)
+            seq.stats.drafter = host.name
             longest = MOST_JUMP_FORWARD if seq.grammar is not None and seq.jump_forward else 0
             seq.stats.longest_draft = max(longest, seq.draft_limit)
-            self._num_seqs[host] += 1
-            host.begin(seq)
+            if self.adaptive is not None:
+                self.adaptive.begin(seq)
+            self._parts[seq] = [part for part in host.parts if seq.prediction or part.name != PREDICTION]
+            for part in self._parts[seq]:
+                self._num_seqs[part] += 1
+                part.begin(seq)
 
     def draft(self, step: Step) -> None:
         """Give every sequence that decodes in a step its draft, with slots for all of its nodes."""
-        decodes = [each.num_new == 1 and each.seq.num_output > 0 for each in step.seqs]
-        budgets = [
-            self._reserve(step, each) if decoding else 0 for each, decoding in zip(step.seqs, decodes, strict=True)
-        ]
+        adaptive = self.adaptive
+        limits = {
+            each: limit
+            for each in step.seqs
+            if each.num_new == 1 and each.seq.num_output > 0 and (limit := self._limit(each.seq))
+        }
+        weighed: list[ScheduledSeq] = []
+        budgets: dict[ScheduledSeq, int] = {}
+        if adaptive is not None:
+            adaptive.start(step)
+            weighed = [each for each in limits if self._hosts[each.seq.drafter].is_weighed]
+            asked = adaptive.asked([each for each in weighed if each.seq.draft_limit])
+            budgets = {each: min(limits[each], each.seq.draft_limit) for each in asked}
+        for each in [each for each in limits if each not in weighed]:
+            length = limits[each] if adaptive is None else adaptive.length(each.seq, limits[each])
+            budgets[each] = self._reserve(step, each, length)
+        begun = time.perf_counter()
         with self._timed("draft"):
             drafts = self._propose(step.seqs, budgets)
-        with self._timed("mask"):
-            for each, draft, budget in zip(step.seqs, drafts, budgets, strict=True):
-                each.draft = guide(each.seq, draft, budget) if budget and each.seq.grammar is not None else draft
-                if each.draft is not draft:
-                    _forget_others(each.seq, draft, each.draft)
+            proposals = {each: Proposals(drafts.pop(each, ())) for each in weighed}
+        seconds = time.perf_counter() - begun
+        for each, found in drafts.items():
+            self._keep_whole(each, found, budgets[each])
+        if adaptive is not None and proposals:
+            self._weigh(step, proposals, adaptive, limits, seconds)
+
+    def settle(self, step: Step, seconds: float) -> None:
+        """The step is over and took so long."""
+        if self.adaptive is not None:
+            self.adaptive.settle(sum(len(each.draft) for each in step.seqs), seconds)
 
     def observe(
         self,
         step: Step,
         verdicts: Mapping[Sequence, Verdict],
         hidden: Mapping[int, Tensor],
+        top: Ids | None = None,
     ) -> None:
         """Tell the drafters what a step has done."""
         for host in self._num_seqs:
-            host.observe([s for s in step.seqs if s.seq.drafter == host.name], verdicts, hidden, step.preempted)
+            own = [s for s in step.seqs if host in self._parts[s.seq]]
+            host.observe(own, verdicts, hidden, step.preempted, top)
+        if self.adaptive is not None:
+            self.adaptive.observe(verdicts)
 
     def end(self, seq: Sequence) -> None:
-        host = self._hosts[seq.drafter]
-        self._num_seqs[host] -= 1
+        if self.adaptive is not None:
+            self.adaptive.end(seq)
+        for part in self._parts.pop(seq):
+            self._num_seqs[part] -= 1
+            part.end(seq)
         self._num_seqs += Counter()  # drops what is zero
-        host.end(seq)
 
     def close(self) -> None:
         """Let go of all drafters and their threads. Sequences may still end."""
         for host in self._hosts.values():
             host.close()
 
-    def _reserve(self, step: Step, each: ScheduledSeq) -> int:
-        """How many tokens a draft may have that slots are now reserved for. A step emits one token more than the draft,
-        and none past max_tokens or the context."""
-        seq = each.seq
-        limit = seq.draft_limit if self._hosts[seq.drafter].active else 0
+    def _limit(self, seq: Sequence) -> int:
+        """How many tokens a draft may have. A step emits one token more than the draft, and none past max_tokens or the
+        context."""
+        host = self._hosts[seq.drafter]
+        limit = seq.draft_limit if host.active else 0
         if seq.grammar is not None and seq.jump_forward:
             with self._timed("mask"):
                 limit = max(limit, min(len(seq.grammar.jump_forward()), MOST_JUMP_FORWARD))
         if seq.params.num_speculative_tokens is not None:
             limit = min(limit, seq.params.num_speculative_tokens)
-        if not limit:
-            return 0
         left = min(seq.max_tokens - seq.num_output, self._max_model_len - len(seq.tokens)) - 1
-        count = max(0, min(limit, left, step.num_tokens_left, step.num_logits_left))
-        while count and not self._cache.reserve(seq, each.num_new + count):
+        return max(0, min(limit, left))
+
+    def _reserve(self, step: Step, each: ScheduledSeq, count: int) -> int:
+        """Take slots for that many nodes from the step's budget and the cache, or for fewer; returns how many."""
+        count = min(count, step.num_tokens_left, step.num_logits_left)
+        while count and not self._cache.reserve(each.seq, each.num_new + count):
             count //= 2
         step.num_tokens_left -= count
         step.num_logits_left -= count
         return count
 
-    def _propose(self, step: list[ScheduledSeq], budgets: list[int]) -> list[Draft]:
-        drafts = [Draft.empty()] * len(step)
+    def _propose(
+        self, step: list[ScheduledSeq], budgets: Mapping[ScheduledSeq, int]
+    ) -> dict[ScheduledSeq, list[tuple[str, Draft]]]:
+        """What the drafters propose for the sequences that have a budget, each with its drafter's name."""
+        drafts: dict[ScheduledSeq, list[tuple[str, Draft]]] = {each: [] for each in budgets}
         for host in self._num_seqs:
             if not host.active:
                 continue
-            share = [i for i, each in enumerate(step) if each.seq.drafter == host.name]
-            found = host.propose([step[i].seq for i in share], [budgets[i] for i in share])
-            for i, draft in zip(share, found, strict=True):
-                drafts[i] = draft
+            share = [each for each in step if host in self._parts[each.seq]]
+            found = host.propose([each.seq for each in share], [budgets.get(each, 0) for each in share])
+            for each, draft in zip(share, found, strict=True):
+                if len(draft):
+                    drafts[each].append((host.name, draft))
         return drafts
+
+    def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:
+        """The draft of the one drafter that a sequence has, as its grammar leaves it."""
+        proposed = found[0][1] if found else Draft.empty()
+        each.draft = proposed
+        if budget and each.seq.grammar is not None:
+            with self._timed("mask"):
+                each.draft = guide(each.seq, proposed, budget)
+        if each.draft is not proposed:
+            _forget_others(each.seq, proposed, each.draft)
+        if self.adaptive is not None and len(proposed):
+            self.adaptive.verify(each.seq, Proposals(found), range(len(proposed)))
+
+    def _weigh(
+        self,
+        step: Step,
+        proposals: dict[ScheduledSeq, Proposals],
+        adaptive: Adaptive,
+        limits: Mapping[ScheduledSeq, int],
+        seconds: float,
+    ) -> None:
+        """Verify what pays of the proposals, as grammars leave them; asking for them took `seconds`."""
+        with self._timed("mask"):
+            for each, found in proposals.items():
+                if each.seq.grammar is not None:
+                    proposals[each] = found.guided(guide(each.seq, found.draft(range(len(found))), limits[each]))
+        with self._timed("draft"):
+            there = {each: found for each, found in proposals.items() if len(found)}
+            most = min(step.num_tokens_left, step.num_logits_left)
+            chosen = adaptive.choose([(each.seq, found) for each, found in there.items()], most, seconds)
+        for (each, found), nodes in zip(there.items(), chosen, strict=True):
+            kept = nodes[: self._reserve(step, each, len(nodes))]
+            adaptive.verify(each.seq, found, kept)
+            each.draft = found.draft(kept)
 
     def _host(self, name: str) -> DraftHost:
         """The drafter of that name, made if there is none yet. Only of drafters/, as a request shall not decide whose
@@ -157,22 +237,34 @@ class Policy:
         if name in self._hosts:
             return self._hosts[name]
         known = DRAFTERS.files()
-        if name not in {NONE, *known}:
+        if name not in {NONE, AUTO, *known}:
             hint = "One of another package must be the engine's --drafter."
-            message = unknown("drafter", name, {NONE, self._own.name, *known})
+            message = unknown("drafter", name, {NONE, AUTO, self._own.name, *known})
             raise InputError(f"{message} {hint}", "drafter")
         try:
-            make = prepare(name, None)
-            drafter = None if make is None else make(self.context)
-            host = DraftHost(drafter, self._own.vocab_size, self._own.timeout_s, name)
-            if host.needs.hidden_layers:  # the step that was recorded shows it none
+            own = self._own
+            found = makers(name, None)
+            host = DraftHost.of(name, found, self.context, own.vocab_size, own.timeout_s, self._hosts)
+            shown = own.needs  # by the step as it was recorded
+            if not set(host.needs.hidden_layers) <= set(shown.hidden_layers):
                 raise ConfigError(f"Drafter {name!r} reads layers of the target: it must be the engine's --drafter.")
+            if host.needs.top_k > shown.top_k:
+                reads = "reads the target's best tokens"
+                raise ConfigError(f"Drafter {name!r} {reads}: it must be the engine's --drafter.")
+            allowed = self.context.memory_bytes
+            if allowed is not None and host.needs.memory_bytes > allowed:
+                reason = f"takes {host.needs.memory_bytes} bytes beside which the KV cache was not sized"
+                raise ConfigError(f"Drafter {name!r} {reason}: it must be the engine's --drafter.")
         except ConfigError as error:
             raise InputError(str(error), "drafter") from error
         except Exception as error:
             raise InputError(f"Drafter {name!r} cannot be made: {type(error).__name__}: {error}.", "drafter") from error
-        self._hosts[name] = host
+        self._hosts |= _named(host)
         return host
+
+
+def _named(host: DraftHost) -> dict[str, DraftHost]:
+    return {part.name: part for part in host.parts} | {host.name: host}
 
 
 def _forget_others(seq: Sequence, proposed: Draft, kept: Draft) -> None:

@@ -52,8 +52,13 @@ class Worker:
 class Inline:
     """Runs calls at once, on the caller's thread: no hand-over, and no way out of one that never returns."""
 
+    def __init__(self, uses_torch: bool) -> None:
+        self._uses_torch = uses_torch
+
     def call(self, function: Callable[[], Any]) -> Outcome:
         try:
+            if not self._uses_torch:
+                return Outcome(function(), None)
             with torch.no_grad():
                 return Outcome(function(), None)
         except Exception as error:

@@ -195,6 +195,10 @@ def test_wrong_files(specserve: Run, text: str, complaint: str) -> None:
         (("bench", "--concurrency", "0"), "--concurrency"),
         (("bench", "--schema", "none.json"), "none.json"),
         (("bench", "replay", "none.jsonl"), "none.jsonl"),
+        (("bench", "replay", "none.jsonl", "--drafter", "ngram,ngrm"), "Did you mean 'ngram'"),
+        (("bench", "replay", "none.jsonl", "--drafter", "ngram,ngram"), "each once"),
+        (("bench", "--record-top", "4"), "--record PATH"),
+        (("bench", "--record", "r.jsonl", "--record-top", "65"), "<= 64"),
         (("completion", "tcsh"), "Choose from"),
     ],
 )
@@ -411,15 +415,33 @@ def test_chat_survives_an_interrupted_answer(specserve: Run, tiny: str, monkeypa
 
 def test_bench_writes_figures_and_a_recording_that_replays(specserve: Run, tiny: str) -> None:
     flags = ("--model", tiny, *SMALL, "--limit", "3", "--max-tokens", "12", "--json", "out.json", "--record", "r.jsonl")
-    status, out, err = specserve("bench", "--drafter", "ngram", *flags, "--show", "1")
+    status, out, err = specserve("bench", "--drafter", "ngram", *flags, "--show", "1", "--record-top", "5")
     assert status == 0, err
     assert "--- answer (ngram) ---" in out
+    for line in map(json.loads, Path("r.jsonl").read_text().splitlines()):
+        assert [best[0] for best in line["top"]] == line["output_ids"], "greedy"
+        assert {len(set(best)) for best in line["top"]} == {5}
     figures = json.loads(Path("out.json").read_text())
     assert [run["drafter"] for run in figures["runs"]] == ["none", "ngram"]
     assert [run["mismatched_requests"] for run in figures["runs"]] == [0, 0]
     status, out, err = specserve("bench", "replay", "r.jsonl", "--json", "replay.json")
     assert status == 0, err
-    assert json.loads(Path("replay.json").read_text())["tokens"] == figures["runs"][0]["output_tokens"]
+    alone = json.loads(Path("replay.json").read_text())
+    assert alone["tokens"] == figures["runs"][0]["output_tokens"]
+    status, out, err = specserve("bench", "replay", "r.jsonl", "--drafter", "suffix,ngram", "--json", "replay.json")
+    assert status == 0, err
+    both = json.loads(Path("replay.json").read_text())
+    assert list(both) == ["suffix", "ngram"]
+    assert all(both["ngram"][name] == alone[name] for name in ("tokens", "steps", "accepted_tokens"))
+    assert "ngram, at most 5 draft tokens" in out
+    lines = [line.split() for line in out[out.index("Tokens a step") :].splitlines()]
+    assert ["all", *(f"{each['tokens_per_step']:.2f}" for each in both.values())] in lines
+    assert {line[0] for line in lines if line} >= set(alone["categories"])
+    options = ("--drafter", "recycle", "--drafter-options.top-k")
+    assert specserve("bench", "replay", "r.jsonl", *options, "5")[0] == 0
+    status, _, err = specserve("bench", "replay", "r.jsonl", *options, "6")
+    assert status != 0
+    assert "--record-top 6" in err
 
 
 def test_bench_with_a_schema_measures_masks_and_counts_misfits(specserve: Run, tiny: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import ConfigError
+from specserve.speculation.check import fault
 from specserve.speculation.drive import Driver, NoTarget
 from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex
 from specserve.types import SamplingParams, Sequence, Verdict
@@ -27,17 +28,17 @@ def make_seq(tokens: list[int], parent: Sequence | None = None) -> Sequence:
     )  # fmt: skip
 
 
-def rescan(tokens: list[int], longest: int, shortest: int, limit: int) -> list[int]:
+def rescan(tokens: list[int], longest: int, shortest: int, limit: int) -> tuple[list[int], int]:
     """What prompt lookup means: the longest n first, then the most recent earlier occurrence; then copy what followed,
-    reading one's own copy where the text ends."""
+    reading one's own copy where the text ends. Also n."""
     for size in range(longest, shortest - 1, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == tokens[len(tokens) - size :]:
                 text = list(tokens)
                 for i in range(limit):
                     text.append(text[start + size + i])
-                return text[len(tokens) :]
-    return []
+                return text[len(tokens) :], size
+    return [], 0
 
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -57,7 +58,13 @@ def test_equals_a_rescan_of_everything(
     drafter.begin(seq)
     for tokens in [*steps, [0]]:
         draft = drafter.propose([seq], [limit])[0]
-        assert draft.tokens.tolist() == rescan(seq.tokens, max(sizes), min(sizes), limit)
+        expected, size = rescan(seq.tokens, max(sizes), min(sizes), limit)
+        assert draft.tokens.tolist() == expected
+        if expected:
+            assert draft.confidence is not None
+            agreeing = range(size, size + limit)  # tokens before each node that are as they were
+            assert draft.confidence.tolist() == pytest.approx([n**1.5 / (n**1.5 + 2.6) for n in agreeing])
+            assert fault(draft, limit, 4) is None
         assert draft.is_chain
         assert draft.q is None
         seq.tokens += tokens
@@ -77,7 +84,7 @@ def test_sequences_do_not_see_each_other(prompts: list[list[int]], grow: list[in
         for seq in seqs:
             seq.tokens.append(token)
     drafts = drafter.propose(seqs, list(range(1, len(seqs) + 1)))
-    assert [draft.tokens.tolist() for draft in drafts] == [rescan(s.tokens, 4, 1, i) for i, s in enumerate(seqs, 1)]
+    assert [draft.tokens.tolist() for draft in drafts] == [rescan(s.tokens, 4, 1, i)[0] for i, s in enumerate(seqs, 1)]
 
 
 def test_an_equal_text_is_another_sequence() -> None:
@@ -158,7 +165,7 @@ def test_many_completions_of_a_long_prompt_begin_in_no_time_and_share_what_is_kn
     drafter.observe(seqs, [Verdict([1], [])] * len(seqs))
     drafter.end(seqs[0])  # the first may end before the others
     drafts = drafter.propose(seqs[1:], [5] * 127)
-    assert [draft.tokens.tolist() for draft in drafts[::25]] == [rescan(s.tokens, 4, 1, 5) for s in seqs[1::25]]
+    assert [draft.tokens.tolist() for draft in drafts[::25]] == [rescan(s.tokens, 4, 1, 5)[0] for s in seqs[1::25]]
 
 
 def test_a_prompt_is_drafted_from_as_far_as_it_is_known() -> None:

@@ -127,6 +127,35 @@ def test_empty_and_tiny_predictions(prediction: list[int]) -> None:
     assert drafts_along(prediction, [8, 7, 7]) == [prediction, [], [], []]
 
 
+def confidence_after(output: list[int], *pieces: int, text: list[int] = TEXT) -> list[float]:
+    """Of a draft of 3 behind an output that came in pieces of these lengths, the last one over and over."""
+    drafter, seq = Driver(PredictionDrafter(NO_TARGET)), make_seq(text)
+    drafter.begin(seq)
+    for piece in itertools.chain(pieces, itertools.repeat(pieces[-1])):
+        if len(seq.tokens) - len(PROMPT) >= len(output):
+            break
+        drafter.propose([seq], [3])
+        done = len(seq.tokens) - len(PROMPT)
+        say(drafter, seq, output[done : done + piece])
+    (draft,) = drafter.propose([seq], [3])
+    assert draft.confidence is not None
+    assert fault(draft, 3, 100) is None
+    return draft.confidence.tolist()
+
+
+def test_confidence_is_how_much_came_so_far_and_less_where_the_place_is_new() -> None:
+    """Followed at first 9 of 10; a place that was found by n tokens is the wrong one in 1 / (2 n^1.5) of cases."""
+    found = [1 - 0.5 / n**1.5 for n in range(2, 5)]
+    assert confidence_after([], 1) == pytest.approx([0.9] * 3, abs=0.005)
+    assert confidence_after(TEXT[:10], 1) == pytest.approx([19 / 20] * 3, abs=0.005)
+    lost = [*TEXT[:5], 99, TEXT[5], TEXT[6]]
+    assert confidence_after(lost, 1) == pytest.approx([14 / 16 * each for each in found])
+    again = [*lost, *TEXT[7:9]]
+    assert confidence_after(again, 1)[0] == pytest.approx(16 / 18 * (1 - 0.5 / 4**1.5))
+    for pieces in ((1,), (2,), (3, 1), (99,)):
+        assert confidence_after(again, *pieces) == confidence_after(again, 1), "however many tokens a step brought"
+
+
 # --- any prediction, any edits ---------------------------------------------------------------------------------------
 
 

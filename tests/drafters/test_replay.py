@@ -27,6 +27,7 @@ class Scripted:
         self.drafts = list(drafts)
         self.needs = needs or Needs()
         self.heard: list[tuple[str, Any]] = []
+        self.told: list[Any] = []
 
     def begin(self, seq: SequenceView) -> None:
         self.heard.append(("begin", list(seq.tokens)))
@@ -38,6 +39,7 @@ class Scripted:
     def observe(self, step: StepReport) -> None:
         (report,) = step.seqs
         assert report.verdict is not None
+        self.told.append(step.top)
         self.heard.append(("observe", (list(report.seq.tokens), report.verdict.tokens, report.verdict.path)))
 
     def end(self, seq: SequenceView) -> None:
@@ -123,11 +125,28 @@ def test_hidden_states_cannot_be_replayed() -> None:
         replay(NgramDrafter(NO_TARGET), [Record([1], [1])], 0)
 
 
+def test_best_tokens_are_told_where_they_are_known() -> None:
+    """Output 1 to 5: a tree whose second branch is right, then nothing. A rejected node's row says nothing."""
+    tree = Draft(np.array([9, 1, 2, 8], np.int32), np.array([-1, -1, 1, 1], np.int32))
+    drafter = Scripted([tree, Draft.empty()], needs=Needs(top_k=2))
+    top = [[position, 10 + position, 20 + position] for position in range(1, 6)]
+    replay(drafter, [Record([50], [1, 2, 3, 4, 5], top=top)], 4)
+    nothing = [-1, -1]
+    assert [np.array(told).tolist() for told in drafter.told] == [
+        [[1, 11], nothing, [2, 12], [3, 13], nothing],
+        [[4, 14]],
+        [[5, 15]],
+    ]
+    for lacking in (None, [[1, 2], [1, 2], [1], [1, 2], [1, 2]]):
+        with pytest.raises(ConfigError, match=r"needs the target's 2 best tokens .* --record-top 2"):
+            replay(drafter, [Record([50], [1, 2, 3, 4, 5], top=lacking)], 4)
+
+
 def test_a_file_by_the_drafters_name(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    lines = [{"prompt_ids": [1, 2, 3, 1], "output_ids": [2, 3, 1, 2], "category": "qa"}]
+    lines = [{"prompt_ids": [1, 2, 3, 1], "output_ids": [2, 3, 1, 2], "category": "qa", "top": [[2], [3], [1], [2]]}]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert list(read_records(path)) == [Record([1, 2, 3, 1], [2, 3, 1, 2], "qa")]
+    assert list(read_records(path)) == [Record([1, 2, 3, 1], [2, 3, 1, 2], "qa", [[2], [3], [1], [2]])]
     report = replay_file(path, "ngram", 3, {"prompt_lookup_min": 1})
     assert report.categories["qa"].tokens_per_step == 4.0
     with pytest.raises(ConfigError, match="needs a drafter"):
@@ -146,6 +165,13 @@ def test_a_file_by_the_drafters_name(tmp_path: Path) -> None:
         ('{"prompt_ids": [1, true], "output_ids": [1]}', "prompt_ids must be"),
         ('{"prompt_ids": [1], "output_ids": [-1]}', "output_ids must be"),
         ('{"prompt_ids": [1], "output_ids": [1.5]}', "output_ids must be"),
+        ('{"prompt_ids": [1], "output_ids": [1], "top": 3}', "line 2: top must be"),
+        (
+            '{"prompt_ids": [1], "output_ids": [1], "top": [[1], [2]]}',
+            "as many lists of token ids as there are output_ids",
+        ),
+        ('{"prompt_ids": [1], "output_ids": [1], "top": [[]]}', "top must be"),
+        ('{"prompt_ids": [1], "output_ids": [1], "top": [[-1]]}', "top must be"),
     ],
 )
 def test_a_bad_record_names_its_line(tmp_path: Path, line: str, message: str) -> None:

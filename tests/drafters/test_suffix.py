@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from specserve.drafters import suffix
 from specserve.drafters.suffix import Place, SuffixDrafter, tree
 from specserve.errors import ConfigError
+from specserve.speculation.check import fault
 from specserve.speculation.drive import Driver, NoTarget
 from specserve.types import Draft, SamplingParams, Sequence
 
@@ -41,17 +42,27 @@ def answer(driver: Driver, prompt: list[int], output: list[int], salt: bytes = b
     driver.end(other)
 
 
-def likeliest(places: list[Place], most: int) -> set[tuple[int, ...]]:
-    """What `tree` means: every continuation's probability by the shares of its tokens, and the `most` likeliest."""
+def likely(places: list[Place]) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float]]:
+    """What `tree` means: the probability of every continuation, and that of its last token given the others."""
     weights: dict[tuple[int, ...], float] = {}
+    longest: dict[tuple[int, ...], int] = {}
     for place in places:
         for length in range(1, len(place.following) + 1):
             path = tuple(place.following[:length])
             weights[path] = weights.get(path, 0.0) + place.length**2
-    probabilities = {}
+            longest[path] = max(longest.get(path, 0), place.length + length - 1)
+    probabilities: dict[tuple[int, ...], float] = {(): 1.0}
+    given = {}
     for path in sorted(weights, key=len):
-        whole = suffix._DOUBT + sum(w for other, w in weights.items() if other[:-1] == path[:-1])
-        probabilities[path] = probabilities.get(path[:-1], 1.0) * weights[path] / whole
+        whole = sum(w for other, w in weights.items() if other[:-1] == path[:-1])
+        given[path] = weights[path] / whole * longest[path] ** 1.5 / (longest[path] ** 1.5 + 2.6)
+        probabilities[path] = probabilities[path[:-1]] * given[path]
+    del probabilities[()]
+    return probabilities, given
+
+
+def likeliest(places: list[Place], most: int) -> set[tuple[int, ...]]:
+    probabilities, _ = likely(places)
     lowest = sorted(probabilities.values(), reverse=True)[:most][-1:]
     return {path for path, probability in probabilities.items() if lowest and probability >= lowest[0] * (1 - 1e-12)}
 
@@ -68,6 +79,10 @@ def test_a_tree_has_the_likeliest_continuations(places: list[Place], most: int) 
     possible = likeliest(places, most)
     assert set(found) <= possible
     assert len(found) == min(most, len(likeliest(places, 10**6)))
+    _, given = likely(places)
+    assert draft.confidence is not None
+    assert draft.confidence.tolist() == pytest.approx([given[path] for path in found])
+    assert fault(draft, most, 3) is None
 
 
 def places_in(text: list[int], newest: list[int], most: int) -> list[Place]:
@@ -172,7 +187,7 @@ def test_a_step_takes_in_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) ->
         driver.begin(seq)
     for step in range(1, 20):
         driver.propose([long, twin], [5, 5])
-        prompts = {id(prompt): len(prompt) for prompt, _ in driver.drafter._texts.values()}  # type: ignore[attr-defined]
+        prompts = {id(prompt): len(prompt) for prompt, *_ in driver.drafter._texts.values()}  # type: ignore[attr-defined]
         assert list(prompts.values()) == [min(1000, 64 * step)]
         for seq in (long, twin):
             seq.tokens.append(7)

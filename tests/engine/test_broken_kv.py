@@ -77,15 +77,18 @@ def run(engine: Engine, *requests: Request) -> dict[str, list[int] | str]:
 
 
 class Saboteur:
-    """Knows the answer, and puts BROKEN into every draft: in a chain at `at`, in a tree beside the right token."""
+    """Knows the answer, and puts BROKEN into every draft: in a chain at `at`, in a tree beside the right token. Notes
+    the best tokens behind BROKEN, and behind what the sequence has."""
 
-    needs = Needs()
+    needs = Needs(top_k=3)
 
     def __init__(self, answer: list[int], at: int, is_tree: bool) -> None:
         self.answer = answer
         self.at = at
         self.is_tree = is_tree
         self.num_broken = 0
+        self.behind_broken: list[int] = []
+        self.behind_own: list[int] = []
 
     def begin(self, seq: SequenceView) -> None: ...
 
@@ -102,7 +105,14 @@ class Saboteur:
             parents[at + 1] = at - 1
         return Draft(np.array(tokens, np.int32), np.array(parents, np.int32))
 
-    def observe(self, step: StepReport) -> None: ...
+    def observe(self, step: StepReport) -> None:
+        assert step.top is not None
+        for each in step.seqs:
+            for node in range(len(each.draft)):
+                if each.draft.tokens[node] == BROKEN:
+                    self.behind_broken += step.top[each.logits_start + 1 + node].tolist()
+            self.behind_own += step.top[each.logits_start].tolist()
+
     def end(self, seq: SequenceView) -> None: ...
 
 
@@ -120,6 +130,9 @@ def test_a_draft_that_cannot_be_computed_changes_nothing(
             engine.use(DraftHost(saboteur, engine.limits.vocab_size, 10.0), 7)
             assert run(engine, asked) == {"a": plain}
             assert saboteur.num_broken >= 2
+            assert len(saboteur.behind_broken) >= 6
+            assert set(saboteur.behind_broken) == {-1}
+            assert min(saboteur.behind_own) >= 0
             engine.cache.reset_prefix_cache()
 
 

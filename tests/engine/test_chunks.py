@@ -30,8 +30,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class KnownCost(StepCost):
     """What steps cost is known beforehand, and not what this machine takes."""
 
-    def observe(self, rows: int, tokens: int, context: float, seconds: float) -> None:
-        super().observe(rows, tokens, context, DECODE_S * (rows > 0) + tokens * (TOKEN_S + CONTEXT_S * context))
+    def observe(self, rows: int, context: int, tokens: int, read: float, seconds: float) -> None:
+        super().observe(rows, 0, tokens, read, DECODE_S * (rows > 0) + tokens * (TOKEN_S + CONTEXT_S * read))
 
 
 def make(tiny: Path, cost: StepCost | None = None, **options: Any) -> Engine:
@@ -40,8 +40,8 @@ def make(tiny: Path, cost: StepCost | None = None, **options: Any) -> Engine:
     engine = build(EngineConfig(model=str(tiny), **options)).engine
     engine.scheduler.cost = cost or KnownCost()
     for context in [0.0, 1000.0] * 40:
-        engine.scheduler.cost.observe(1, 0, 0.0, 1.0)
-        engine.scheduler.cost.observe(1, 100, context, 1.0)
+        engine.scheduler.cost.observe(1, 0, 0, 0.0, 1.0)
+        engine.scheduler.cost.observe(1, 0, 100, context, 1.0)
     return engine
 
 

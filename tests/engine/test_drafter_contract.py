@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -64,7 +65,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 
 def make(model: Path, **options: Any) -> Engine:
-    defaults = {"dtype": "float32", "max_model_len": 160, "max_step_ms": 1e9}
+    defaults = {"dtype": "float32", "max_model_len": 160, "max_step_ms": 1e9, "drafter": "none", "adaptive": False}
     return build(EngineConfig(model=str(model), **{**defaults, **options})).engine
 
 
@@ -199,6 +200,87 @@ def _assert_transformers_agrees(tiny: Path, drafter: TapDrafter, outputs: dict[t
         assert torch.allclose(first, wanted.hidden_states[1][0], atol=1e-4)
         with torch.inference_mode():
             assert torch.allclose(reference.model.norm(last), wanted.last_hidden_state[0], atol=1e-4)
+
+
+# --- best tokens ------------------------------------------------------------------------------------------------------
+
+
+class TopDrafter(ScriptedDrafter):
+    """Notes the best tokens behind every text that was judged, drafts that were rejected too."""
+
+    needs = Needs(top_k=4)
+
+    def __init__(self, scripts: Any, **options: Any) -> None:
+        super().__init__(scripts, VOCAB, **options)
+        self.said: dict[tuple[int, ...], list[int]] = {}
+        self.num_rejected = self.num_unsampled = 0
+
+    def observe(self, step: StepReport) -> None:
+        super().observe(step)
+        assert step.top is not None
+        assert step.top.dtype == np.int32
+        self.num_unsampled += sum(each.verdict is None for each in step.seqs)
+        for each in step.seqs:
+            own = each.seq.tokens[: each.start + each.num_new]
+            for node in range(-1, len(each.draft) if each.verdict is not None else -1):
+                text = (*own, *each.draft.tokens[each.draft.path_to(node)].tolist())
+                best = step.top[each.logits_start + 1 + node].tolist()
+                assert self.said.setdefault(text, best) == best
+                self.num_rejected += node >= 0 and node not in each.verdict.path
+
+
+@pytest.mark.parametrize("decoys", [0, 2])
+def test_the_best_tokens_behind_every_node(tiny: Path, kernels: str, decoys: int) -> None:
+    plain = make(tiny)
+    outputs = drive(plain, mixed(6))
+    scripts = {tuple(request.prompt_ids): outputs[request.id, 0] for request in mixed(6)}
+    for make_engine in (make, lambda model: with_blocks(model, 14, max_num_batched_tokens=24)):
+        engine, drafter = make_engine(tiny), TopDrafter(scripts, accuracy=0.7, decoys=decoys)
+        engine.use(DraftHost(drafter, VOCAB, 30.0), 5)
+        scored = Request(id="scored", prompt_ids=prompt(9, 20), params=dataclasses.replace(GREEDY, prompt_logprobs=1))
+        found = drive(engine, [*mixed(6), scored])
+        assert {key: tokens for key, tokens in found.items() if key[0] != "scored"} == outputs
+        assert drafter.num_rejected > 50
+        for text, best in list(drafter.said.items())[::3]:
+            logits = PagedDecoder(engine.runner.model, 1, len(text)).step(Feed(0, list(text)))[0][-1]
+            assert best == np.argsort(-logits.numpy(), kind="stable")[:4].tolist()
+    assert drafter.num_unsampled > 0
+    assert engine.counters.num_preemptions > 0
+
+
+def test_best_tokens_are_found_only_for_those_that_need_them(tiny: Path) -> None:
+    engine = make(tiny)
+    num_ops = engine.runner._forward._recording.num_ops  # type: ignore[attr-defined]
+    engine.use(DraftHost(TopDrafter({}), VOCAB, 30.0), 5)
+    assert engine.runner._forward._recording.num_ops == num_ops + 1  # type: ignore[attr-defined]
+    engine.use(DraftHost(ScriptedDrafter({}, VOCAB), VOCAB, 30.0), 5)
+    assert engine.runner._forward._recording.num_ops == num_ops  # type: ignore[attr-defined]
+    drive(engine, mixed(2))
+
+
+def test_a_request_may_name_who_needs_them_where_the_step_shows_them(tiny: Path) -> None:
+    named = Request(id="a", prompt_ids=prompt(3, 30), params=GREEDY, drafter="recycle")
+    with pytest.raises(InputError, match="'recycle' reads the target's best tokens: it must be the engine's --drafter"):
+        make(tiny).add(named)
+    wanted = drive(make(tiny), [replace(named, drafter=None)])
+    engine = make(tiny, drafter="recycle", drafter_options={"top_k": 4})
+    assert drive(engine, [named]) == wanted, "the engine's own"
+    engine = make(tiny)
+    wide = TopDrafter({})
+    wide.needs = Needs(top_k=9)
+    engine.use(DraftHost(wide, VOCAB, 30.0), 5)
+    drive(engine, [named])
+    engine.add(named)
+    stats = engine.requests["a"][0].stats
+    assert drive(engine, []) == wanted
+    assert stats.drafter == "recycle"
+    assert stats.num_accepted_tokens > 3
+
+
+def test_more_best_tokens_than_there_are_is_refused_at_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NgramDrafter, "needs", Needs(top_k=17))
+    with pytest.raises(ConfigError, match="needs the 17 best tokens of a row; there are 16 at most"):
+        make(tiny, drafter="ngram")
 
 
 # --- a model of its own -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -20,9 +21,10 @@ from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, PromptTooLongError
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.cost import ROWS, DecodeCost
 from specserve.speculation.drive import NoTarget
 from specserve.speculation.host import DraftHost
-from specserve.speculation.lookup import prepare
+from specserve.speculation.lookup import makers, prepare
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
 from specserve.types import Draft, Event, SamplingParams
 
@@ -44,7 +46,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(tiny: Path, drafter: Any = None, k: int = 5, blocks: int | None = None, **options: Any) -> Engine:
     """An engine on the tiny model; `blocks` sizes the KV cache exactly, null block included. No chunk ends by the
     clock, so that a run can be repeated."""
-    options = {"dtype": "float32", "max_model_len": 160, "num_speculative_tokens": k, "max_step_ms": 1e9, **options}
+    defaults = {"dtype": "float32", "max_model_len": 160, "num_speculative_tokens": k, "max_step_ms": 1e9}
+    options = {**defaults, "drafter": "none", "adaptive": False, **options}
     engine = build(EngineConfig(model=str(tiny), **options)).engine
     if blocks is not None:
         engine = build(
@@ -176,6 +179,24 @@ def test_ngram_drafts_are_accepted_and_change_nothing(tiny: Path) -> None:
     assert drive(engine, []) == plain
     assert stats.num_accepted_tokens > 10
     assert stats.num_steps < 50
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 1}, {"max_num_seqs": 4}, {"max_num_seqs": 16}, {"blocks": 14}])
+def test_recycled_drafts_are_accepted_and_change_nothing(tiny: Path, alone, options: dict[str, Any]) -> None:
+    """Twice: the second time answers are known, and prompts are hits of the prefix cache."""
+    small = {"max_num_batched_tokens": 24, "max_num_seqs": 16} if "blocks" in options else {}
+    engine = make(tiny, create("recycle"), k=7, **options, **small)
+    for _ in range(2):
+        group = requests(16)
+        for request in group:
+            engine.add(request)
+        stats = [engine.requests[request.id][0].stats for request in group]
+        assert drive(engine, []) == alone
+        assert sum(each.num_draft_tokens for each in stats) > 100
+        assert sum(each.num_accepted_tokens for each in stats) > 4
+    assert engine.policy.num_dropped == 0
+    assert (engine.counters.num_preemptions > 0) == ("blocks" in options)
+    assert engine.cache.stats.num_prefix_hit_tokens > 0 or engine.cache.num_blocks < 100, "room for all prompts"
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "qwen3", "gemma3"])
@@ -588,3 +609,26 @@ def test_the_engines_drafter_can_be_replaced_between_requests(tiny: Path, alone)
     outputs = drive(engine, [predicted, requests(2)[1]])
     assert outputs == {("r0", 0): alone["r0", 0], ("r1", 0): alone["r1", 0]}
     assert script.num_accepted > 10
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "auto", "scripted"])
+def test_weighed_drafts_change_nothing(
+    tiny: Path, alone, drafter: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows cost little and nothing else is learned of their cost, drafts are made; alone and in batches, with
+    blocks that do not suffice and prompts in chunks, outputs are those of plain decoding."""
+    monkeypatch.setattr(DecodeCost, "observe", lambda *args: None)
+    engine = make(tiny, blocks=24, adaptive=True, max_num_seqs=batch, max_num_batched_tokens=48)
+    engine.scheduler.cost.decoding.begin(np.linspace(1.0, 1.5, len(ROWS)))
+    host = DraftHost(scripted(alone, accuracy=0.8, decoys=2), VOCAB, 10.0)
+    if drafter != "scripted":
+        host = DraftHost.of(drafter, makers(drafter, None), cast(Any, NoTarget()), VOCAB, 10.0)
+    engine.use(host, 5, adaptive=True)
+    assert drive(engine, requests(16)) == alone
+    assert drive(engine, requests(16)) == alone, "the second time suffixes are known"
+    stats = engine.policy.adaptive
+    assert stats is not None
+    assert not stats._records
+    if drafter != "ngram":
+        assert engine.counters.num_rows > engine.counters.num_advanced + 10, "rows of drafts that were rejected"

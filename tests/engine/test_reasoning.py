@@ -40,7 +40,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 ASKED = (Structured.json(SCHEMA), Structured.choice(["then", "other", "stone"]))
-NAMES = ("none", "ngram", "suffix", "grammar", "chain", "tree")
+NAMES = ("none", "ngram", "suffix", "recycle", "grammar", "chain", "tree")
 COUNT = 12
 
 

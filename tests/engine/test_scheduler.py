@@ -28,8 +28,8 @@ def make_seq(name: int, tokens: list[int], parent: Sequence | None = None) -> Se
 def make(num_blocks: int, budget: int = 512, max_num_seqs: int = 64) -> Scheduler:
     cache = KVCache(KVStorage([KVShape(1, 2)] * 1, 1 + num_blocks, BLOCK, torch.float32, "cpu"), prefix_caching=True)
     scheduler = Scheduler(cache, max_num_seqs, budget, 10**6, budget)
-    scheduler.cost.observe(0, 1, 0.0, 1e-9)  # no chunk ends by the clock
-    scheduler.cost.observe(1, 0, 0.0, 1.0)
+    scheduler.cost.observe(0, 0, 1, 0.0, 1e-9)  # no chunk ends by the clock
+    scheduler.cost.observe(1, 0, 0, 0.0, 1.0)
     return scheduler
 
 

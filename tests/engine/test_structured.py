@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import jsonschema_rs
 import msgspec
+import numpy as np
 import pytest
 from scipy.stats import chisquare
 
@@ -21,13 +22,15 @@ from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import NoTokenLeftError
 from specserve.sampling.bad_words import of_ids
+from specserve.speculation.base import StepReport
 from specserve.speculation.drive import NoTarget
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
+from specserve.speculation.policy import MOST_JUMP_FORWARD
 from specserve.structured.base import Grammar, Guarded, RefusedError
 from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
-from specserve.types import Event, SamplingParams
+from specserve.types import Draft, Event, SamplingParams
 
 Outputs = dict[str, list[int]]
 Asked = tuple[Request, Grammar | None]  # with its grammar, compiled
@@ -47,7 +50,7 @@ ASKED = [
     Structured.regex(r"(the|and) [a-z]{3,8}\."),
     Structured.choice(["then", "other", "stone"]),
 ]
-NAMES = ("none", "ngram", "suffix", "grammar", "chain", "tree")
+NAMES = ("none", "ngram", "suffix", "recycle", "grammar", "chain", "tree")
 
 
 def create(name: str) -> Any:
@@ -134,7 +137,7 @@ def test_every_output_that_ended_fits(built: Built, alone: Outputs) -> None:
     assert ended >= 5, "too few ended within their limit to tell anything"
 
 
-@pytest.mark.parametrize("name", ["ngram", "suffix", "grammar", "chain", "tree"])
+@pytest.mark.parametrize("name", ["ngram", "suffix", "recycle", "grammar", "chain", "tree"])
 def test_no_drafter_changes_an_output_with_another_backend(tiny: Path, name: str) -> None:
     """xgrammar's masks have every spelling of what is forced, llguidance's one: outputs differ between them, and with
     each they are the same without drafts."""
@@ -204,6 +207,41 @@ def test_forced_tokens_are_drafted_and_accepted(built: Built) -> None:
         assert (stats.num_accepted_tokens > 8) == drafts
         rejected = stats.num_draft_tokens - stats.num_accepted_tokens
         assert rejected <= 1, "masks have what is forced alone, but for the end: there are two end tokens"
+
+
+class Watched(ScriptedDrafter):
+    """Keeps what became of its drafts."""
+
+    def observe(self, step: StepReport) -> None:
+        super().observe(step)
+        said = [(each.draft, each.verdict.tokens) for each in step.seqs if each.verdict is not None]
+        self.seen: list[tuple[Draft, list[int]]] = [*getattr(self, "seen", []), *said]
+
+
+def stood(draft: Draft, tokens: list[int]) -> set[int]:
+    """The nodes on the way that an output took through a draft."""
+    nodes = [-1]
+    for token in tokens:
+        nodes += np.flatnonzero((draft.parents == nodes[-1]) & (draft.tokens == token)).tolist() or [len(draft)]
+    return set(nodes) - {-1, len(draft)}
+
+
+def test_forced_tokens_stand_in_trees_too_and_are_counted(tiny: Path, alone: Outputs) -> None:
+    """A drafter whose trees err half of the time: what is forced is in the midst of them, and the tree goes on."""
+    built = make(tiny)
+    asked = [each for each in requests(built, 16) if each[1] is not None]
+    drafter = Watched({tuple(prompt(i)): alone[f"r{i}"] for i in range(16)}, 293, accuracy=0.5, decoys=1)
+    built.engine.use(DraftHost(drafter, built.engine.limits.vocab_size, 10.0, "tree"), 8)
+    assert drive(built, asked) == {request.id: alone[request.id] for request, _ in asked}
+    counters = built.engine.counters
+    forced = [(draft, tokens) for draft, tokens in drafter.seen if draft.jump_forward and not draft.is_chain]
+    assert any(draft.jump_forward & stood(draft, tokens) for draft, tokens in forced)
+    assert any(draft.jump_forward < set(range(len(draft))) for draft, _ in forced), "the drafter's own beside them"
+    assert counters.num_jump_forward_tokens == sum(len(draft.jump_forward) for draft, _ in drafter.seen) > 50
+    accepted = sum(len(draft.jump_forward & stood(draft, tokens)) for draft, tokens in drafter.seen)
+    assert counters.num_accepted_jump_forward_tokens == accepted > 50
+    most = max(len(draft) for draft, _ in drafter.seen)
+    assert 8 <= most <= MOST_JUMP_FORWARD
 
 
 def test_a_request_may_forbid_drafts_of_what_is_forced(built: Built) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from specserve.kernels.reference import Kernels as Reference
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
-from specserve.ops import AttentionRows, HeadNorms, Rotation
+from specserve.ops import MOST_TOP_K, AttentionRows, HeadNorms, Rotation
 from specserve.ops.isa import choose_isa
 from specserve.runtime.graph import EagerForward, RecordedForward
 from specserve.runtime.pack import StepInput
@@ -371,6 +371,37 @@ def test_best_tokens_are_the_first_of_the_best(isa: str, rows: int, vocab: int, 
     assert REFERENCE.argmax(torch.from_numpy(logits)).tolist() == wanted
 
 
+@every_set
+@examples(60)
+@given(
+    data=st.data(),
+    rows=st.integers(1, 6),
+    vocab=sizes | st.integers(130, 700),
+    kind=st.sampled_from(["few", "equal", "many"]),
+    seed=seeds,
+)
+def test_the_k_best_tokens(isa: str, data: st.DataObject, rows: int, vocab: int, kind: str, seed: int) -> None:
+    """Best first, of equals the lower id first; nothing of a row whose best is not finite, whatever is beside it."""
+    noise, k = np.random.default_rng(seed), data.draw(st.integers(1, min(MOST_TOP_K, vocab)))
+    span = {"few": 4, "equal": 1, "many": 10**6}[kind]  # different values
+    logits = noise.integers(-span + 1, span, (rows, vocab)).astype(np.float32)
+    logits[logits == 0] *= noise.choice([-1.0, 1.0], (logits == 0).sum())  # -0.0 equals 0.0
+    for row in logits:
+        row[noise.random(vocab) < noise.choice([0.0, 0.5, 0.98, 1.0])] = -np.inf
+        if noise.random() < 0.3:
+            row[noise.integers(vocab)] = noise.choice([np.nan, np.inf])
+    wanted = [sorted(range(vocab), key=lambda token: (-row[token], token))[:k] for row in logits.tolist()]
+    sound = [not np.isnan(row).any() and np.isfinite(row.max()) for row in logits]
+    wanted = [ids if is_sound else [-1] * k for ids, is_sound in zip(wanted, sound, strict=True)]
+    for ops in (make(isa), REFERENCE):
+        of_ops = returned(ops, torch.from_numpy(logits)) if ops is not REFERENCE else torch.from_numpy(logits)
+        top = ops.top_k(of_ops, ops.argmax(of_ops), k)
+        assert top.dtype == torch.int32
+        assert top.tolist() == wanted
+    empty = torch.empty(0, vocab)
+    assert REFERENCE.top_k(empty, REFERENCE.argmax(empty), k).shape == (0, k)
+
+
 @dataclass
 class Step:
     """Sequences of one step: chains and trees over a cache in blocks of shuffled order."""
@@ -534,7 +565,9 @@ def between_attentions(ops: Any, residual: Tensor, delta: Tensor, weight: Any, g
     x = ops.fused_add_rms_norm(stream, returned(ops, delta), post, norm, 1e-5)
     hidden, logits = ops.norm(stream, norm, 1e-5), ops.linear(x, weight)
     capped, act = ops.softcap(returned(ops, logits), 5.0), ops.quantize_activation(hidden)
-    return [stream, x, hidden, act, logits, ops.gated(x, gated, "silu"), capped, ops.argmax(logits)]
+    best = ops.argmax(logits)
+    top = ops.top_k(logits, best, min(4, logits.shape[1]))
+    return [stream, x, hidden, act, logits, ops.gated(x, gated, "silu"), capped, best, top]
 
 
 @every_set
@@ -815,6 +848,7 @@ def batch(rows: AttentionRows, tokens: list[int], positions: list[int], num_judg
 
 BROKEN = 7
 TAPS = (0, 2)  # layers whose outputs are shown
+TOP_K = 8  # and how many of the best tokens
 TREE = np.array([-1, 0, 0, 1, 2], np.int32)
 # lengths, cached, sequences, parents, and how many rows are judged
 SCRIPT: list[tuple[list[int], list[int], list[int], list[Any], int]] = [
@@ -838,8 +872,8 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
     eager_kv = [torch.randn(shape).to(model.ops.dtype) for _ in range(spec.num_layers)]
     recorded_kv = [layer.clone() for layer in eager_kv]
     eager, recorded = (
-        EagerForward(model, eager_kv, TAPS),
-        RecordedForward(model, model.ops.recording(), recorded_kv, TAPS, 40, 40),
+        EagerForward(model, model.ops, eager_kv, TAPS, TOP_K),
+        RecordedForward(model, model.ops, model.ops.recording(), recorded_kv, TAPS, TOP_K, 40, 40),
     )
     for lengths, cached, seqs, parents, num_judged in SCRIPT:
         rows = layout(lengths, cached, [tables[s] for s in seqs], parents)
@@ -851,9 +885,13 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
         for step in (eager, recorded):
             step.start(one, model.ops.plan(rows, 16))
         wanted, found = eager.finish(), recorded.finish()
-        assert [len(part) for part in found[:3]] == [num_judged] * 3
+        assert found.top is not None
+        assert wanted.top is not None
+        assert [len(part) for part in (*found[:3], found.top)] == [num_judged] * 4
         assert [len(tap) for tap in found.taps] == [rows.num_rows] * 2
         assert all(same(x, y) for x, y in zip([*found[:3], *found.taps], [*wanted[:3], *wanted.taps], strict=True))
+        assert torch.equal(found.top, wanted.top)
+        assert torch.equal(found.top[:, 0], found.best)
         assert bool(found[1].isfinite().all()) == (rows.num_rows < 40)
         assert all(same(x, y) for x, y in zip(recorded_kv, eager_kv, strict=True))
 

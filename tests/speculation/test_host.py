@@ -106,6 +106,10 @@ def changed_in_place() -> Draft:
     return draft
 
 
+def sure(*values: float, dtype: Any = np.float32) -> Draft:
+    return Draft(np.array([1, 2], np.int32), np.array([-1, -1], np.int32), confidence=np.array(values, dtype))
+
+
 HOSTILE = {
     "a chain made a tree in place": (changed_in_place(), "parents"),
     "a list": ([1, 2], "type"),
@@ -133,7 +137,23 @@ HOSTILE = {
     "q sums to 2": (Draft.chain([1], uniform(1) * 2), "q"),
     "q sums to 0": (Draft.chain([1], uniform(1) * 0), "q"),
     "q says the token was impossible": (q_of_zero_at_the_token(), "q"),
+    "confidence is a list": (Draft.chain([1], confidence=[0.5]), "confidence"),  # type: ignore[arg-type]
+    "confidence is float64": (sure(0.5, 0.5, dtype=np.float64), "confidence"),
+    "confidence has a node too few": (sure(0.5), "confidence"),
+    "confidence has a node too many": (sure(0.5, 0.5, 0.5), "confidence"),
+    "confidence is NaN": (sure(0.5, float("nan")), "confidence"),
+    "confidence is infinite": (sure(float("inf"), 0.5), "confidence"),
+    "confidence is above 1": (sure(0.5, 1.001), "confidence"),
+    "confidence is below 0": (sure(-0.001, 0.5), "confidence"),
 }
+
+
+def test_confidence_from_0_to_1_may_be_said(make_host: Callable[..., DraftHost]) -> None:
+    host, seq = make_host(Scripted(propose=lambda seqs, budget: [sure(0.0, 1.0)])), make_seq()
+    host.begin(seq)
+    (draft,) = host.propose([seq], [2])
+    assert draft.confidence is not None
+    assert draft.confidence.tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -358,7 +378,6 @@ def test_a_drafter_of_ours_is_called_directly_and_may_still_fail(monkeypatch: py
     threads: list[int] = []
 
     def propose(self: NgramDrafter, requests: list[DraftRequest]) -> list[Draft]:
-        assert not torch.is_grad_enabled()
         threads.append(threading.get_ident())
         raise (ValueError if len(threads) == 1 else KeyboardInterrupt)
 
@@ -399,6 +418,61 @@ def test_a_closed_host_drafts_nothing(make_host: Callable[..., DraftHost]) -> No
     assert not thread.is_alive()
     assert [len(draft) for draft in host.propose([seq], [3])] == [0]
     host.end(seq)
+
+
+class Closing(Scripted):
+    def close(self) -> None:
+        self._hear("close")
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("outcome", ["nothing", "exception", "timeout"])
+def test_a_drafter_is_closed_once_and_not_waited_for_in_vain(
+    is_ours: bool, outcome: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release, closed = threading.Event(), threading.Event()
+
+    def close() -> None:
+        if outcome == "timeout":
+            release.wait()
+        closed.set()
+        if outcome == "exception":
+            raise OSError("the disk is full")
+
+    if is_ours:
+        monkeypatch.setattr(Closing, "__module__", "specserve.drafters.closing")
+    drafter = Closing(close=close, propose=lambda seqs, budget: [Draft.chain([1])])
+    before = set(threading.enumerate())
+    host = DraftHost(drafter, VOCABULARY, 0.05 if outcome == "timeout" else LONG)
+    seq = make_seq()
+    host.begin(seq)
+    host.propose([seq], [3])
+    for _ in range(2):
+        host.close()
+    assert not host.active
+    assert len(host.propose([seq], [3])[0]) == 0
+    assert host.dropped == ({} if outcome == "nothing" else {outcome: 1})
+    assert len(caplog.records) == (outcome != "nothing")
+    release.set()
+    assert closed.wait(LONG)
+    assert [verb for verb, *_ in drafter.heard] == ["begin", "propose", "close"], "no end comes behind it"
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
+def test_a_drafter_that_was_switched_off_is_not_closed(make_host: Callable[..., DraftHost]) -> None:
+    """It may still be in the call that it did not come back from."""
+    release = threading.Event()
+    drafter = Closing(propose=lambda seqs, budget: release.wait())
+    host = make_host(drafter, timeout_s=0.05)
+    seq = make_seq()
+    host.begin(seq)
+    host.propose([seq], [3])
+    host.close()
+    release.set()
+    assert [verb for verb, *_ in drafter.heard] == ["begin", "propose"]
+    assert host.dropped == {"timeout": 1}
 
 
 def test_no_gradients_are_recorded_on_the_thread(make_host: Callable[..., DraftHost]) -> None:

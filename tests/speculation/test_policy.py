@@ -369,10 +369,10 @@ def test_prompts_and_first_tokens_have_no_draft() -> None:
 
 
 def test_a_prediction_is_drafted_unless_another_drafter_is_named() -> None:
-    for asked, drafter, predicted in ((None, "prediction", True), ("own", "own", False), (NONE, NONE, False)):
+    for asked, drafter in ((None, "prediction"), ("own", "own"), (NONE, NONE)):
         drafters, seq = constant(), make_seq(prediction=(4, 5))
         drafters.admit([seq], asked)
-        assert (seq.drafter, seq.stats.drafter, seq.stats.predicted) == (drafter, drafter, predicted)
+        assert (seq.drafter, seq.stats.drafter) == (drafter, drafter)
 
 
 def jump_forward(params: SamplingParams | None = None) -> Sequence:
@@ -435,6 +435,21 @@ def test_an_unknown_name_has_near_misses(folder: Path) -> None:
 def test_a_drafter_that_reads_layers_is_only_the_engines_own(folder: Path) -> None:
     """The steps that run show no layer to it."""
     assert "'three' reads layers of the target: it must be the engine's --drafter" in refused(policy(), "three")
+
+
+def test_what_a_request_brings_about_takes_no_memory_that_the_cache_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of `suffix` is as large as may be; a drafter that needs more is only the engine's own."""
+    large = RECORDER.format(token=4, layers="(), memory_bytes=2**22 + 1")
+    (folder / "large.py").write_text(large)
+    begun(policy(), "large")
+    monkeypatch.setattr(NO_TARGET, "memory_bytes", 2**22)
+    message = refused(policy(), "large")
+    assert "'large' takes 4194305 bytes beside which the KV cache was not sized: it must be the engine's" in message
+    drafters = policy()
+    begun(drafters, "suffix")
+    assert drafters._hosts["suffix"].needs.memory_bytes == 2**22
 
 
 @pytest.mark.parametrize("name", [5, ["ngram"], {"name": "ngram"}, b"ngram"])

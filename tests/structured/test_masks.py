@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from specserve.kernels import reference
@@ -99,25 +100,150 @@ def test_each_row_is_what_a_walk_from_scratch_says(language: list[list[int]], dr
     assert state.said == before
 
 
-@given(sentences, trees(), st.integers(0, 4), st.integers(1, 9))
-def test_a_guided_draft_holds_what_may_stand_and_nothing_else(
-    language: list[list[int]], draft: Draft, said: int, budget: int
-) -> None:
+class Spelling(LanguageState):
+    """A state that says at most `most` forced tokens at a time, and prefers 0 where 0 and 1 spell the same."""
+
+    most = 99
+    num_calls: Counter[str]
+
+    def forced(self) -> int | None:
+        choice = self.next()
+        return min(choice) if len(choice) == 1 or choice == {0, 1} else None
+
+    def jump_forward(self) -> list[int]:
+        self.num_calls["jump_forward"] += 1
+        ahead = Spelling(self.grammar, list(self.said))
+        while len(ahead.said) < len(self.said) + self.most and (token := ahead.forced()) is not None:
+            ahead.said.append(token)
+        return ahead.said[len(self.said) :]
+
+    def advance(self, token: int) -> bool:
+        self.num_calls["advance"] += 1
+        return super().advance(token)
+
+    def rollback(self, n: int) -> None:
+        self.num_calls["rollback"] += 1
+        super().rollback(n)
+
+
+def spelled(language: list[list[int]], said: int = 0, most: int = 99) -> tuple[Sequence, Spelling]:
     seq, state = guided(language, said)
-    if len(draft) > budget:
-        draft = Draft.empty()
+    spelling = Spelling(state.grammar, list(state.said))
+    spelling.most, spelling.num_calls = most, Counter()
+    seq.grammar = Guarded(spelling)
+    return seq, spelling
+
+
+def paths_of(draft: Draft) -> list[tuple[int, ...]]:
+    return [tuple(int(draft.tokens[n]) for n in draft.path_to(node)) for node in range(len(draft))]
+
+
+def all_that_may_stand(state: Spelling, draft: Draft, ends: frozenset[int]) -> list[tuple[tuple[int, ...], bool]]:
+    """Every path of the draft as the grammar leaves it, with whether its last token is forced: after each path only
+    what is forced where something is, else what the draft has there. In the order of the draft's nodes, what is forced
+    right behind the node, or the beginning, that it comes after."""
+    drafted = paths_of(draft)
+    found: list[tuple[tuple[int, int], tuple[int, ...], bool]] = []
+    left: list[tuple[int, tuple[int, ...]]] = [(-1, ())]
+    for rank, path in left:  # grows
+        if path and path[-1] in ends:
+            continue
+        at = Spelling(state.grammar, [*state.said, *path])
+        forced = at.forced()
+        for token in range(VOCAB):
+            longer = (*path, token)
+            if token in at.next() and (token == forced if forced is not None else longer in drafted):
+                above = rank if forced is not None else drafted.index(longer)
+                found.append(((above, len(longer)), longer, forced is not None))
+                left.append((above, longer))
+    return [(path, is_forced) for _, path, is_forced in sorted(found)]
+
+
+@settings(max_examples=500)
+@given(
+    sentences,
+    trees(),
+    st.integers(0, 4),
+    st.integers(1, 14),
+    st.sampled_from([1, 2, 99]),
+    st.sampled_from([(), (3,)]),
+)
+def test_a_guided_draft_is_all_that_may_stand_as_far_as_the_budget_goes(
+    language: list[list[int]], draft: Draft, said: int, budget: int, most: int, stops: tuple[int, ...]
+) -> None:
+    """Chains, trees and nothing; whoever spells one text in several ways has it drafted in one."""
+    seq, state = spelled(language, said, most)
+    seq.stop_ids = frozenset([EOS, *stops])
     before = list(state.said)
     led = guide(seq, draft, budget)
     assert state.said == before
-    assert len(led) <= budget
-    paths = {tuple(int(led.tokens[n]) for n in led.path_to(node)) for node in range(len(led))}
-    asked = {tuple(int(draft.tokens[n]) for n in draft.path_to(node)) for node in range(len(draft))}
-    for path in paths:
-        assert path[-1] in may_come(state, list(path[:-1])), "a token that may not stand"
-    if not draft.is_chain:
-        assert paths == {p for p in asked if all(p[i] in may_come(state, list(p[:i])) for i in range(len(p)))}
-    if not len(draft):
-        assert [p[-1] for p in sorted(paths, key=len)] == state.jump_forward()[:budget]
+    assert all(parent < node for node, parent in enumerate(led.parents.tolist()))
+    found = [(path, node in led.jump_forward) for node, path in enumerate(paths_of(led))]
+    assert found == all_that_may_stand(state, draft, seq.stop_ids)[:budget]
+    assert (led is draft) == (found == [(path, False) for path in paths_of(draft)])
+
+
+@given(sentences, trees(), st.integers(1, 9))
+def test_a_node_is_looked_at_once(language: list[list[int]], draft: Draft, budget: int) -> None:
+    """A chain is never taken back before its end, and no token moves the grammar twice."""
+    seq, state = spelled(language)
+    led = guide(seq, draft, budget)
+    assert state.num_calls["advance"] <= len(draft) + len(all_that_may_stand(state, draft, seq.stop_ids))
+    assert state.num_calls["jump_forward"] <= 1 + len(draft) + len(led)
+    assert state.num_calls["rollback"] <= (1 if draft.is_chain else len(draft) + 1)
+
+
+@given(sentences, trees(), st.integers(0, 4))
+def test_a_draft_with_distributions_is_cut_and_nothing_is_put_into_it(
+    language: list[list[int]], draft: Draft, said: int
+) -> None:
+    seq, state = guided(language, said)
+    q = torch.rand(len(draft), VOCAB)
+    confidence = np.linspace(0, 1, len(draft), dtype=np.float32)
+    led = guide(seq, replace(draft, q=q, confidence=confidence), max(1, len(draft)))
+    paths = paths_of(draft)
+    kept = [n for n, p in enumerate(paths) if all(p[i] in may_come(state, list(p[:i])) for i in range(len(p)))]
+    if len(draft):
+        assert paths_of(led) == [paths[node] for node in kept]
+        assert led.q is not None
+        assert led.confidence is not None
+        assert (led.q == q[kept]).all()
+        assert (led.confidence == confidence[kept]).all()
+        assert not led.jump_forward
+
+
+def test_what_is_forced_grows_in_every_branch_of_a_tree() -> None:
+    seq, _ = guided([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2], [1, 2, 3, 0], [1, 2, 3, 1, 2]])
+    draft = Draft(
+        np.array([1, 3, 2, 3, 0, 0, 1], np.int32),  # 1 2 3 1, 1 2 0, and what may not stand: 3, 1 2 3 0 is not drafted
+        np.array([-1, -1, 0, 2, 1, 2, 3], np.int32),
+        confidence=np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], np.float32),
+    )
+    led = guide(seq, draft, 16)
+    assert led.tokens.tolist() == [1, 2, 3, 0, 3, 3, EOS, 1, 2, EOS]
+    assert led.parents.tolist() == [-1, 0, 1, 1, 3, 4, 5, 2, 7, 8]
+    assert led.jump_forward == {0, 1, 4, 5, 6, 8, 9}
+    assert led.confidence is not None
+    assert led.confidence.tolist() == pytest.approx([1, 1, 0.4, 0.6, 1, 1, 1, 0.7, 1, 1])
+    assert guide(seq, draft, 5).tokens.tolist() == [1, 2, 3, 0, 3]
+
+
+@given(sentences, trees(), st.integers(0, 3), st.integers(1, 9))
+def test_a_fault_in_the_midst_of_a_draft_leaves_what_was_found_before_it(
+    language: list[list[int]], draft: Draft, fault_after: int, budget: int
+) -> None:
+    seq, _ = guided(language, fault_after=fault_after)
+    whole, state = guided(language)
+    led = guide(seq, draft, budget)
+    for path in paths_of(led):
+        assert path[-1] in may_come(state, list(path[:-1]))
+        assert len(path) <= fault_after
+    assert seq.grammar is not None
+    if seq.grammar.fault is not None:
+        assert "planted" in seq.grammar.fault.message
+        assert len(guide(seq, draft, budget)) == 0
+    else:
+        assert paths_of(led) == paths_of(guide(whole, draft, budget))
 
 
 def test_what_is_forced_stands_before_between_and_after_what_is_drafted() -> None:
@@ -143,8 +269,9 @@ def test_a_draft_that_may_stand_whole_is_not_touched() -> None:
     seq, _ = guided([[1, 2], [1, 3], [0, 0]])
     draft = Draft.chain([1, 2])
     assert guide(seq, draft, 2) is draft
-    tree = Draft(np.array([1, 0, 2, 3], np.int32), np.array([-1, -1, 0, 0], np.int32))
-    assert guide(seq, tree, 4) is tree
+    seq, _ = guided([[1, 2, 0], [1, 2, 1], [1, 3, 0], [1, 3, 1], [0, 0]])
+    tree = Draft(np.array([1, 2, 3], np.int32), np.array([-1, 0, 0], np.int32))
+    assert guide(seq, tree, 9) is tree
 
 
 def test_nobody_with_a_grammar_means_no_masks() -> None:

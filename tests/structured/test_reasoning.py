@@ -5,6 +5,7 @@ in chains and trees. Guards against grammars that begin a draft late, or early, 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -180,9 +181,13 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
         expected = may_come(language, opening, closing, is_open, to_node) if stands[node] and not ended else set()
         assert bits(rows[node + 1]) == expected
     assert filled(state) == may_come(language, opening, closing, is_open, path)
-    cut = guide(seq, draft, 20)
-    if len(draft) and not draft.is_chain:
-        assert len(cut) == sum(stands.values()) - 1
+    if len(draft):
+        assert len(guide(seq, replace(draft, q=torch.ones(len(draft), VOCAB)), 20)) == sum(stands.values()) - 1
+    led = guide(seq, draft, 20)
+    for node in range(len(led)):
+        to_node = [*path, *(int(led.tokens[n]) for n in led.path_to(node))]
+        assert to_node[-1] in may_come(language, opening, closing, is_open, to_node[:-1])
+    assert filled(state) == may_come(language, opening, closing, is_open, path)
 
 
 def test_a_chain_across_the_end_of_reasoning_is_led_behind_it() -> None:

@@ -45,7 +45,7 @@ from specserve.server.engine.messages import (
     Stop,
 )  # fmt: skip
 from specserve.server.engine.pipe import Pipe
-from specserve.speculation.lookup import NONE
+from specserve.speculation.lookup import AUTO, NONE
 from specserve.types import Event, SamplingParams
 
 # After a step that gave everybody their first token: where all cores compute, the processes that carry it to the client
@@ -208,6 +208,7 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         gc.freeze()  # what was loaded stays; to look at all of it takes 0.1 s, in which nobody gets a token
         wire.send(_ready(built, config, phases))
         EngineProcess(wire, port).run()
+        port.close()
         return 0
     except SpecserveError as error:
         wire.send(Failed(str(error), isinstance(error, _HOPELESS)))
@@ -243,7 +244,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         max_model_len=engine.limits.max_model_len,
         max_num_seqs=config.max_num_seqs,
         drafter=config.drafter,
-        drafters=sorted({NONE, config.drafter, *DRAFTERS.files()}),
+        drafters=sorted({NONE, AUTO, config.drafter, *DRAFTERS.files()}),
         summary=built.summary,
         about={
             "device": built.device,

@@ -126,6 +126,21 @@ def test_a_request_that_is_wrong_is_refused_alone(on_one_engine: Callable[[Play]
     on_one_engine(play)
 
 
+def test_what_a_drafter_learned_outlives_the_engine(folder: Path, expected: list[int], tmp_path: Path) -> None:
+    """An engine that is asked to end closes its drafter, which saves; the next one begins with that."""
+    options: dict[str, Any] = {"drafter": "suffix", "drafter_options": {"store_path": str(tmp_path / "texts")}}
+
+    async def play() -> float:
+        async with running(folder, **options) as service:
+            with start(service, PROMPT, GREEDY) as answers:
+                found = (await answers.whole())[0].outputs[0]
+            assert found.token_ids == expected
+            return found.stats.mean_acceptance_length
+
+    first, second = asyncio.run(play()), asyncio.run(play())
+    assert second > first + 0.5
+
+
 def test_an_answer_that_is_left_is_aborted(on_one_engine: Callable[[Play], None]) -> None:
     async def play(service: Service) -> None:
         client = service.supervisor.client

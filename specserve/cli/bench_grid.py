@@ -1,0 +1,164 @@
+"""`specserve bench grid`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter, Token, validators
+from rich.console import Console
+
+from specserve.cli.bench import MEASUREMENT, load, names, numbers, progress_bar, write_json
+from specserve.cli.options import ENGINE_HELP, OUTPUT, Whole, engine_options, options_type
+from specserve.config import EngineConfig
+from specserve.errors import ConfigError
+from specserve.types import SamplingParams
+from specserve.version import __version__
+
+if TYPE_CHECKING:
+    from specserve.bench.compare import Question
+    from specserve.bench.grid import Group
+    from specserve.llm import LLM
+
+    GridEngineOptions = EngineConfig
+else:  # outputs are compared, so drafts are judged such that texts stay the same
+    GridEngineOptions = options_type(
+        EngineConfig,
+        "GridEngineOptions",
+        ENGINE_HELP,
+        hidden=("drafter", "verification"),
+        drafter="none",
+        max_num_seqs=32,
+    )
+
+_ENGINE = GridEngineOptions()
+
+
+def _temperatures(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, names(kind, tokens)))
+    except ValueError:
+        raise ValueError(f'"{tokens[0].value}" is no list of numbers; write them as 0,0.7,1.') from None
+
+
+def _list(text: str, converter: Any = names) -> Parameter:
+    return Parameter(
+        group=MEASUREMENT,
+        negative=(),
+        consume_multiple=True,
+        converter=converter,
+        show_default=lambda values: ",".join(str(value).removesuffix(".0") for value in values),
+        help=text,
+    )
+
+
+def _at_least_1(text: str) -> Parameter:
+    return Parameter(group=MEASUREMENT, validator=validators.Number(gte=1), help=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridOptions:
+    prompts: Annotated[
+        str,
+        Parameter(group=MEASUREMENT, help="JSON lines with prompt or turns (the first is asked), and category."),
+    ]
+    categories: Annotated[tuple[str, ...], _list("Categories of the prompts to measure.")] = ("all",)
+    concurrency: Annotated[
+        tuple[int, ...], _list("Prompts that run at once; the next begins when one has ended.", numbers)
+    ] = (1, 4, 16, 32)
+    temperature: Annotated[tuple[float, ...], _list("0 is greedy.", _temperatures)] = (0.0, 1.0)
+    drafters: Annotated[tuple[str, ...], _list("Drafters to measure.")] = ("ngram",)
+    limit: Annotated[
+        Whole, _at_least_1("Prompts of each category in a cell; where more run at once, as many as do.")
+    ] = 8
+    max_tokens: Annotated[Whole, _at_least_1("Output tokens of each prompt, past the model's end token.")] = 64
+    repeats: Annotated[Whole, _at_least_1("Runs of everything; ratios are medians over them.")] = 3
+    seed: Annotated[Whole, Parameter(group=MEASUREMENT, help="Prompt i is sampled with seed + i.")] = 0
+
+
+def grid(
+    *,
+    asked: Annotated[GridOptions, Parameter(name="*")],
+    output: Annotated[Path | None, Parameter(group=OUTPUT, help="Write all figures to this file, as JSON.")] = None,
+    plot: Annotated[Path | None, Parameter(group=OUTPUT, help="Draw a heat map of the cells: FILE.svg.")] = None,
+    engine: Annotated[GridEngineOptions, Parameter(name="*")] = _ENGINE,
+) -> None:
+    """Measure drafters in every combination of category, concurrency and temperature. On Ctrl-C, and when an output
+    differs, what was measured before is written and printed all the same."""
+    from specserve.bench.compare import Plan, check_concurrency
+    from specserve.bench.grid import groups
+    from specserve.bench.prompts import load_prompts
+    from specserve.speculation.lookup import makers
+
+    options = engine_options(engine)
+    plan = Plan(
+        drafters=asked.drafters,
+        params=SamplingParams(max_tokens=asked.max_tokens, seed=asked.seed, ignore_eos=True),
+        num_speculative_tokens=engine.num_speculative_tokens,
+        drafter_options=options.pop("drafter_options"),
+        repeats=asked.repeats,
+    )
+    check_concurrency(max(asked.concurrency, default=1), engine.max_num_seqs)
+    for name in plan.contenders[1:]:
+        makers(name, plan.drafter_options)  # a wrong name must not cost a model load, nor a wrong path all figures
+    for path in (output, plot):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"The plot {plot} needs a name that ends in .svg.")
+    prompts = load_prompts(asked.prompts)
+    categories = [prompt.category for prompt in prompts]
+    made = groups(categories, asked.categories, plan, asked.concurrency, asked.temperature, asked.limit)
+    llm, questions = load(options, [(prompt.text, prompt.category) for prompt in prompts], raw=False)
+    settings = {
+        **asdict(asked),
+        "num_speculative_tokens": plan.num_speculative_tokens,
+        "drafter_options": dict(plan.drafter_options),
+    }
+    with llm:
+        try:
+            _measure(llm, questions, made)
+        finally:
+            _report(llm, made, settings, output, plot)
+
+
+def _measure(llm: LLM, questions: list[Question], made: list[Group]) -> None:
+    """With a progress bar, and a line for each repeat of each group, on standard error."""
+    from specserve.bench.grid import measure
+
+    print(llm.summary, file=sys.stderr)
+    with progress_bar() as bar:
+        turns = sum(len(group.plan.contenders) for group in made) * made[0].plan.repeats
+        task = bar.add_task("warm-up", total=turns, completed=-1)
+
+        def on_turn(group: Group, contender: str) -> None:
+            bar.update(task, advance=1, description=f"{group}: {contender}")
+
+        def on_repeat(group: Group) -> None:
+            ratios = ", ".join(f"{name} {group.ratios(name)[-1]:.2f}x" for name in group.plan.contenders[1:])
+            bar.console.print(f"{len(group.repeats)}/{group.plan.repeats} {group}: {ratios}", highlight=False)
+
+        measure(llm, questions, made, on_turn, on_repeat)
+
+
+def _report(llm: LLM, made: list[Group], settings: dict[str, Any], output: Path | None, plot: Path | None) -> None:
+    """Of all groups that have a repeat; nothing where none has."""
+    from specserve.bench.grid import figures
+    from specserve.bench.heatmap import grid_tables, heat_map, worst_line
+    from specserve.bench.report import described
+    from specserve.machine.cores import processor
+
+    if not any(group.repeats for group in made):
+        return
+    found = figures(made, {**described(llm), "machine": processor()[0], "version": __version__, **settings})
+    write_json(output, found)
+    if plot is not None:
+        plot.write_text(heat_map(found), "utf-8")
+    console = Console()
+    for table in grid_tables(found):
+        console.print(table, "")
+    print("Plain decoding's seconds over the drafter's, by prompts at once and temperature (T).")
+    print(worst_line(found))

@@ -1,0 +1,79 @@
+"""`specserve bench replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from specserve.cli.bench import MEASUREMENT, JsonFile, names, write_json
+from specserve.cli.options import SPECULATION, Whole, drafter_arguments
+from specserve.errors import ConfigError
+
+
+def replay(
+    recording: Annotated[
+        Path, Parameter(group=MEASUREMENT, help="JSON lines with prompt_ids, output_ids, category, perhaps top.")
+    ],
+    *,
+    drafter: Annotated[
+        tuple[str, ...],
+        Parameter(
+            group=SPECULATION,
+            negative=(),
+            consume_multiple=True,
+            converter=names,
+            show_default=",".join,
+            help="The drafter to replay; several: a,b,c.",
+        ),
+    ] = ("ngram",),
+    num_speculative_tokens: Annotated[Whole, Parameter(group=SPECULATION, help="Most draft tokens a step.")] = 5,
+    drafter_options: Annotated[
+        dict[str, str] | None, Parameter(group=SPECULATION, help="As --drafter-options.NAME VALUE.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure drafters' acceptance on recorded answers. Several share the draft length and options; then the JSON holds
+    the figures of each under its name."""
+    from specserve.bench.replay import replay_file
+    from specserve.bench.report import table_of
+    from specserve.speculation.lookup import prepare
+
+    options = drafter_arguments(drafter_options or {})
+    if not drafter or len(set(drafter)) < len(drafter):
+        raise ConfigError(f"--drafter is {','.join(drafter)!r}; name one drafter or several, each once.")
+    for name in drafter:
+        prepare(name, options)  # a wrong name must not cost the replays before it
+    found = {name: replay_file(recording, name, num_speculative_tokens, options).summary() for name in drafter}
+    write_json(json_file, found if len(found) > 1 else found[drafter[0]])
+    console = Console()
+    limits = f"at most {num_speculative_tokens} draft tokens a step, replayed from {recording.name}"
+    for name, summary in found.items():
+        table = table_of(f"{name}, {limits}", "category", "steps", "tok/step", "accepted", "by position", "us/step")
+        for category, part in _parts(summary).items():
+            table.add_row(category, *_cells(part))
+        console.print(table)
+    if len(found) > 1:
+        table = table_of(f"Tokens a step, {limits}", "category", *found)
+        for category in _parts(found[drafter[0]]):
+            steps = (_parts(summary)[category]["tokens_per_step"] for summary in found.values())
+            table.add_row(category, *(f"{count:.2f}" for count in steps))
+        console.print("", table)
+
+
+def _parts(summary: dict[str, Any]) -> dict[str, Any]:
+    """The figures of each category, and of all together."""
+    return {**summary["categories"], "all": summary}
+
+
+def _cells(part: dict[str, Any]) -> list[str]:
+    accepted = part["accepted_tokens"] / part["draft_tokens"] if part["draft_tokens"] else 0.0
+    return [
+        str(part["steps"]),
+        f"{part['tokens_per_step']:.2f}",
+        f"{accepted:.0%}",
+        " ".join(f"{share:.2f}" for share in part["acceptance_by_position"]),
+        f"{part['drafting_microseconds_per_step']:.1f}",
+    ]

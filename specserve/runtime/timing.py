@@ -1,0 +1,49 @@
+"""Measures what steps of different numbers of rows take on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Many
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.ops import AttentionRows
+from specserve.runtime.pack import StepInput, padded
+from specserve.runtime.runner import Runner
+
+_REPEATS = 3  # the fastest counts: whatever else runs only makes a step longer
+
+
+def step_seconds(runner: Runner, sizes: Many[int], budget_s: float) -> NDArray[np.float64]:
+    """Seconds of a forward pass of that many rows, for each of the ascending sizes -> [sizes], never falling. It takes
+    about `budget_s` seconds: for sizes that there is no time left for, or no room, a row more takes what it took before
+    them. All is written to block 0, which is nobody's."""
+    until = time.perf_counter() + budget_s
+    _run(runner, sizes[0])
+    found: list[float] = []
+    for size in sizes:
+        if size > min(runner.max_rows, runner.max_logit_rows):
+            break
+        if time.perf_counter() > until and len(found) > 1:
+            break
+        found.append(min(_run(runner, size) for _ in range(_REPEATS)))
+    known = np.minimum.accumulate(found[::-1])[::-1]  # no more than what more rows took
+    slope = (known[-1] - known[0]) / max(sizes[len(known) - 1] - sizes[0], 1)
+    beyond = np.maximum(np.array(sizes) - sizes[len(known) - 1], 0) * slope
+    return np.asarray(np.interp(sizes, sizes[: len(known)], known) + beyond)
+
+
+def _run(runner: Runner, rows: int) -> float:
+    multiple = runner.ops.row_multiple
+    blocks = -(-rows // runner.block_size)
+    inputs = StepInput(
+        token_ids=padded([0] * rows, multiple),
+        positions=padded(list(range(rows)), multiple),
+        logit_rows=padded(list(range(rows)), multiple),
+        rows=AttentionRows.pack([0, rows], [0], [[0] * blocks], range(-1, rows - 1), multiple),
+    )
+    begun = time.perf_counter()
+    runner.start(inputs)
+    runner.finish()
+    return time.perf_counter() - begun

@@ -1,0 +1,28 @@
+"""Bounds what drafts may cost: never more than 1 % of the time and two steps."""
+
+from __future__ import annotations
+
+_SHARE = 0.01  # of the time
+_STEPS = 2  # of plain decoding: what may be lost beyond that, and what of a gain counts for later
+
+
+class Ledger:
+    """What drafts may still cost, in seconds, `allowance`: it grows by 1 % of all time spent and by what drafts gain,
+    up to two plain steps, and shrinks by what they lose. A step drafts only what it can afford if nothing is accepted,
+    so in any stretch of time drafts lose at most 1 % of it and four plain steps, two that were left and two gained
+    before."""
+
+    def __init__(self) -> None:
+        self.allowance = 0.0
+        self._is_new = True
+
+    def affordable(self, plain: float) -> float:
+        """Seconds that this step may take beyond `plain`, which it takes without drafts."""
+        if self._is_new and plain:
+            self.allowance, self._is_new = _STEPS * plain, False
+        return self.allowance
+
+    def settle(self, seconds: float, extra: float, gained: float, plain: float) -> None:
+        """A step took `seconds`, of these `extra` for drafts; accepted drafts saved `gained`. Plain steps take
+        `plain`."""
+        self.allowance = min(self.allowance + _SHARE * seconds + gained - extra, _STEPS * plain)

@@ -1,0 +1,109 @@
+"""Chooses which proposed nodes a step verifies: as many tokens a second as measured cost and acceptance promise, and no
+more than drafts may lose."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Many
+from statistics import median
+from typing import NamedTuple
+
+from specserve.speculation.cost import DecodeCost
+from specserve.speculation.ledger import Ledger
+from specserve.speculation.tree import Proposals
+
+_MARGIN = 1.01  # times as many tokens a second as without drafts: less is not worth the risk
+_PROBE = 64  # steps with drafts, at most, between two without, which tell what plain decoding takes; and
+_RARE_PROBE = 256  # where drafts make a step this much better:
+_CLEAR_GAIN = 1.3
+_FEW = 8  # nodes, as a sequence alone has
+_ERRORS = 5  # steps with drafts; what the middle one took more than was expected, drafts cost: pauses are not theirs
+
+
+class Load(NamedTuple):
+    """A step without its drafts."""
+
+    rows: int  # sequences that decode
+    context: int = 0  # tokens they have in all
+    tokens: int = 0  # of chunks of prompts
+
+
+class Planner:
+    """Joint admission for all sequences of a step. In a step of decoding alone, nodes are taken from the likeliest on
+    while that gives more tokens a second, "none at all" included; beside chunks of prompts, while a node is expected to
+    save more time than its row takes."""
+
+    def __init__(self, cost: DecodeCost) -> None:
+        self.ledger = Ledger()
+        self._cost = cost
+        self.load = Load(0)
+        self.plain = 0.0  # seconds of the step without drafts and chunks; 0 while nothing is known
+        self._curve = [0.0]  # seconds of the step with 0, 1, 2 ... nodes
+        self._since_plain = 0
+        self._errors: deque[float] = deque(maxlen=_ERRORS)  # seconds of steps with drafts over what was expected
+        self._gain = 1.0  # of the newest step: how many times the tokens a second of plain decoding were expected
+
+    def start(self, load: Load) -> None:
+        """A step without drafts so far."""
+        self.load = load
+        self._curve = self._cost.curve(load.rows + load.tokens, _FEW, load.context)
+        self.plain = self._curve[0] if not load.tokens else self._cost.seconds(load.rows, load.context)
+
+    def extra(self, count: int) -> float:
+        """Seconds that so many nodes add to the step."""
+        if count >= len(self._curve):
+            load = self.load
+            self._curve = self._cost.curve(load.rows + load.tokens, count, load.context)
+        return self._curve[count] - self._curve[0]
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether a row more can be afforded."""
+        return self.ledger.affordable(self.plain) >= self.extra(1)
+
+    def price(self, count: int) -> float:
+        """What so many nodes cost, in tokens that plain decoding of one sequence emits in the time."""
+        return self.extra(count) * self.load.rows / self.plain if count and self.plain else 0.0
+
+    def choose(self, proposals: Many[Proposals], most: int) -> list[list[int]]:
+        """For each of the proposals its nodes to verify, ascending: at most `most` together."""
+        chosen: list[list[int]] = [[] for _ in proposals]
+        load, plain, gain = self.load, self.plain, self._gain
+        self._gain = 1.0
+        if not plain or self._since_plain >= (_RARE_PROBE if gain > _CLEAR_GAIN else _PROBE):
+            return chosen
+        affordable = self.ledger.affordable(plain)
+        nodes = sorted((-p, i, node) for i, each in enumerate(proposals) for node, p in enumerate(each.survival))
+        self.extra(min(len(nodes), most))
+        curve = self._curve
+        taken, expected = 0, float(load.rows)
+        best = _MARGIN * expected / curve[0] if not load.tokens else 0.0
+        for count, (survival, _, _) in enumerate(nodes[:most], 1):
+            extra = curve[count] - curve[0]
+            if extra > affordable:
+                break
+            expected -= survival
+            value = expected / curve[count]
+            if load.tokens:  # a token that is accepted saves a later step's share, or only its own row beside a chunk
+                value = (expected - load.rows) * (plain / load.rows + extra / count) / 2 - extra
+            if value > best:
+                best, taken = value, count
+                self._gain = expected / load.rows * curve[0] / curve[count]
+        for _, i, node in nodes[:taken]:
+            chosen[i].append(node)
+        for each in chosen:
+            each.sort()
+        return chosen
+
+    def settle(self, drafted: int, accepted: int, drafting: float, seconds: float) -> None:
+        """The step took `seconds`, of these `drafting` for asking drafters; `accepted` of `drafted` nodes stood."""
+        load, plain, extra = self.load, self.plain, drafting
+        if drafted:
+            extra += self.extra(drafted)
+            expected = self._curve[drafted]
+            if not load.tokens:
+                self._errors.append((seconds - drafting) / expected)
+                extra += (median(self._errors) - 1) * expected
+        self._since_plain = self._since_plain + 1 if drafted else 0
+        if load.rows:
+            self.ledger.settle(seconds, extra, accepted * plain / load.rows, plain)

@@ -1,0 +1,126 @@
+"""Merges what drafters propose for one sequence into one tree, every node with its probability of acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Many
+
+import numpy as np
+
+from specserve.speculation.stats import Acceptance, Agreement, OwnAcceptance
+from specserve.types import JUMP_FORWARD, Draft
+
+_FORCED = 0.97  # how likely such a token is at first: others may spell the same
+
+
+class Proposals:
+    """The merged tree of one sequence. Node i follows node parents[i] < i, -1 is the last committed token; no two
+    siblings are equal. `survival[i]` is the estimated probability that node i is accepted, no higher than its parent's;
+    `owners[i]` are the sources that proposed it, each with its cell of Acceptance."""
+
+    __slots__ = ("_at", "_buckets", "_num_sources", "depths", "jump_forward", "owners", "parents", "survival", "tokens")
+
+    def __init__(self, drafts: Many[tuple[str, Draft]] = ()) -> None:
+        """Of drafts, each with the name of its source."""
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.survival: list[float] = []
+        self.owners: list[list[tuple[str, int]]] = []
+        self._buckets: list[list[tuple[str, int]]] = []  # of each node: sources, with the buckets of their confidence
+        self._num_sources: dict[int, int] = {}  # that propose what follows a node
+        self._at: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        self.jump_forward: frozenset[int] = frozenset()  # nodes that a grammar leaves no choice of
+        for source, draft in drafts:
+            self._add(source, draft)
+
+    @classmethod
+    def chain(cls, chances: Many[float]) -> Proposals:
+        """A chain of unknown tokens, each accepted with this probability if the one before it is."""
+        found, survival = cls(), 1.0
+        for chance in chances:
+            survival *= chance
+            found.survival.append(survival)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _add(self, source: str, draft: Draft) -> None:
+        """Take in a source's draft; nodes that are there already have one owner more."""
+        confidence = None if draft.confidence is None else draft.confidence.tolist()
+        places: list[int] = []
+        followed: set[int] = set()
+        for i, (token, parent) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
+            above = places[parent] if parent >= 0 else -1
+            node = self._at.get((above, token))
+            if node is None:
+                node = self._at[above, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(above)
+                self.depths.append(self.depths[above] + 1 if above >= 0 else 0)
+                self._buckets.append([])
+            places.append(node)
+            followed.add(above)
+            self._buckets[node].append((source, Acceptance.bucket(0.5 if confidence is None else confidence[i])))
+        for above in followed:
+            self._num_sources[above] = self._num_sources.get(above, 0) + 1
+
+    def settle(self, acceptance: Mapping[str, Acceptance], own: Mapping[str, OwnAcceptance]) -> None:
+        """Work out the survival of all nodes, once all drafts are in. Siblings are never likelier together than what is
+        certain: the likeliest keep their chances."""
+        chances: list[float] = []
+        for buckets, parent, depth in zip(self._buckets, self.parents, self.depths, strict=True):
+            if self._num_sources[parent] == 1:
+                agreement = Agreement.ALONE
+            else:
+                agreement = Agreement.AGREED if len(buckets) > 1 else Agreement.DISPUTED
+            owners = [(source, Acceptance.cell(bucket, depth, agreement)) for source, bucket in buckets]
+            self.owners.append(owners)
+            chances.append(max(own[source].probability(acceptance[source].rates[cell]) for source, cell in owners))
+        if len(set(self.parents)) < len(self):
+            left: dict[int, float] = {}
+            for node in sorted(range(len(self)), key=lambda node: -chances[node]):
+                rest = left.get(self.parents[node], 1.0)
+                chances[node] = min(chances[node], rest)
+                left[self.parents[node]] = rest - chances[node]
+        for node, parent in enumerate(self.parents):
+            self.survival.append(chances[node] * (self.survival[parent] if parent >= 0 else 1.0))
+
+    def guided(self, draft: Draft) -> Proposals:
+        """What a grammar made of the draft of all nodes: those that were there keep their owners."""
+        found = Proposals()
+        found.jump_forward = draft.jump_forward
+        found._add(JUMP_FORWARD, draft)
+        there: dict[int, int] = {-1: -1}  # node -> its like here
+        for node, (token, parent) in enumerate(zip(found.tokens, found.parents, strict=True)):
+            like = self._at.get((there[parent], token)) if parent in there else None
+            if like is not None:
+                there[node] = like
+                found._buckets[node] = self._buckets[like]
+            if node in draft.jump_forward:
+                found._buckets[node] = [(JUMP_FORWARD, Acceptance.bucket(_FORCED))]
+        found._num_sources = {
+            parent: self._num_sources.get(there[parent], 1) if parent in there else 1 for parent in {-1, *found.parents}
+        }
+        return found
+
+    def draft(self, nodes: Many[int]) -> Draft:
+        """The draft of these nodes, ascending, each with its parent."""
+        place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
+        return Draft(
+            np.array([self.tokens[node] for node in nodes], np.int32),
+            np.array([place[self.parents[node]] for node in nodes], np.int32),
+            jump_forward=frozenset(place[node] for node in self.jump_forward if node in place),
+            sources=[[source for source, _ in self.owners[node]] for node in nodes] if self.owners else (),
+        )
+
+    def judged(self, tokens: Many[int]) -> list[tuple[int, bool]]:
+        """The nodes that these tokens, which came, say something of: those behind accepted ones; with whether it was
+        accepted."""
+        found: list[tuple[int, bool]] = []
+        on_path = [False] * len(self)
+        for node, parent in enumerate(self.parents):
+            if (parent < 0 or on_path[parent]) and self.depths[node] < len(tokens):
+                on_path[node] = self.tokens[node] == tokens[self.depths[node]]
+                found.append((node, on_path[node]))
+        return found

@@ -1,0 +1,175 @@
+"""What drafts may cost: with exact times, against drafters that are right now and then, drift, lie, are slow or always
+wrong, the loss stays within the ledger's bound, and where drafts pay they are soon made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from specserve.runtime.pack import Step
+from specserve.speculation.adaptive import Adaptive
+from specserve.speculation.cost import ROWS, StepCost
+from specserve.speculation.tree import Proposals
+from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
+
+PLAIN = 0.004  # seconds of a step of one row
+LENGTH = 6  # of what is proposed
+RIGHT, WRONG = 1, 2  # tokens
+
+Acceptance = Callable[[int, int, int], bool]  # of step, sequence and depth: whether that node is right
+
+
+def flat(rows: int) -> float:
+    """Many rows cost little more than one, as with VNNI."""
+    return PLAIN * (1 + 0.02 * (rows - 1) + 0.002 * max(0, rows - 8) ** 1.5)
+
+
+def steep(rows: int) -> float:
+    """A row costs a third of a step, as in a large batch."""
+    return PLAIN * (1 + 0.34 * (rows - 1))
+
+
+@dataclass
+class Run:
+    seconds: float = 0.0
+    plain: float = 0.0  # seconds that plain decoding takes for as many tokens
+    drafted: list[int] | None = None  # nodes of each step
+
+
+class Machine:
+    """Decodes sequences that never end, with exact times. `asking` are the seconds that one proposal takes."""
+
+    def __init__(
+        self,
+        takes: Callable[[int], float],
+        is_right: Acceptance,
+        num_seqs: int = 1,
+        asking: float = 2e-5,
+        confidence: float = 0.5,
+        knows: Callable[[int], float] | None = None,
+    ) -> None:
+        self.cost = StepCost()
+        self.cost.decoding.begin(np.array([(knows or takes)(rows) for rows in ROWS]))
+        self.adaptive = Adaptive(self.cost.decoding)
+        self.takes, self.is_right, self.asking, self.confidence = takes, is_right, asking, confidence
+        self.seqs = [Sequence(str(i), 0, [0] * 20, 10, SamplingParams(), 0, 10**9) for i in range(num_seqs)]
+        for seq in self.seqs:
+            self.adaptive.begin(seq)
+
+    def run(self, num_steps: int, first: int = 0) -> Run:
+        run = Run(drafted=[])
+        for at in range(first, first + num_steps):
+            self._step(at, run)
+        return run
+
+    def _step(self, at: int, run: Run) -> None:
+        adaptive, scheduled = self.adaptive, [ScheduledSeq(seq, 19, 1, sampled=True) for seq in self.seqs]
+        step = Step(scheduled, 512, 512)
+        adaptive.start(step)
+        asked = adaptive.asked(scheduled)
+        proposals = [(each.seq, Proposals([("source", self._draft(at, each.seq))])) for each in asked]
+        asking = self.asking * len(asked)
+        chosen = adaptive.choose(proposals, 512, asking)
+        for (seq, found), nodes in zip(proposals, chosen, strict=True):
+            adaptive.verify(seq, found, nodes)
+        lengths = {seq: len(nodes) for (seq, _), nodes in zip(proposals, chosen, strict=True)}
+        verdicts = {seq: self._verdict(at, seq, lengths.get(seq, 0)) for seq in self.seqs}
+        adaptive.observe(verdicts)
+        drafted, num_seqs = sum(lengths.values()), len(self.seqs)
+        seconds = self.takes(num_seqs + drafted) + asking
+        adaptive.settle(drafted, seconds)
+        self.cost.observe(num_seqs + drafted, 20 * num_seqs, 0, 0.0, seconds)
+        num_tokens = sum(len(verdict.tokens) for verdict in verdicts.values())
+        run.seconds += seconds
+        run.plain += num_tokens * self.takes(num_seqs) / num_seqs
+        assert run.drafted is not None
+        run.drafted.append(drafted)
+
+    def _draft(self, at: int, seq: Sequence) -> Draft:
+        right = [self.is_right(at, int(seq.request_id), depth) for depth in range(LENGTH)]
+        return Draft.chain(
+            [RIGHT if r else WRONG for r in right], confidence=np.full(LENGTH, self.confidence, np.float32)
+        )
+
+    def _verdict(self, at: int, seq: Sequence, length: int) -> Verdict:
+        accepted = 0
+        while accepted < length and self.is_right(at, int(seq.request_id), accepted):
+            accepted += 1
+        return Verdict([RIGHT] * (accepted + 1), list(range(accepted)))
+
+
+def chance(*parts: float) -> float:
+    """A number in [0, 1) that follows from others."""
+    return math.sin(sum((i + 1) * 12.9898 * part for i, part in enumerate(parts)) + 78.233) * 43758.5453 % 1.0
+
+
+ADVERSARIES: dict[str, Acceptance] = {
+    "never": lambda at, seq, depth: False,
+    "every other step": lambda at, seq, depth: at % 2 == 0,
+    "ten and ten": lambda at, seq, depth: at // 10 % 2 == 0,
+    "a hundred and a hundred": lambda at, seq, depth: at // 100 % 2 == 0,
+    "five hundred good ones first": lambda at, seq, depth: at < 500,
+    "drifting": lambda at, seq, depth: chance(at, seq, depth) < 0.5 + 0.5 * math.sin(at / 200),
+    "one in three": lambda at, seq, depth: chance(at, seq, depth) < 1 / 3,
+    "one bad among good": lambda at, seq, depth: seq != 0,
+    "one good among bad": lambda at, seq, depth: seq == 0,
+}
+
+
+@pytest.mark.parametrize("takes", [flat, steep])
+@pytest.mark.parametrize("num_seqs", [1, 32])
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_the_loss_is_bounded(name: str, num_seqs: int, takes: Callable[[int], float]) -> None:
+    run = Machine(takes, ADVERSARIES[name], num_seqs).run(1200)
+    assert run.seconds <= 1.02 * run.plain + 8 * takes(num_seqs)
+
+
+@pytest.mark.parametrize("knows", [lambda rows: PLAIN, lambda rows: PLAIN * rows], ids=["too cheap", "too dear"])
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_costs_that_were_measured_wrong_are_put_right(name: str, knows: Callable[[int], float]) -> None:
+    run = Machine(steep, ADVERSARIES[name], 4, knows=knows).run(1200)
+    assert run.seconds <= 1.02 * run.plain + 40 * steep(4)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 32])
+@pytest.mark.parametrize("takes", [flat, steep])
+def test_a_drafter_that_lies_about_its_confidence(takes: Callable[[int], float], num_seqs: int) -> None:
+    run = Machine(takes, ADVERSARIES["never"], num_seqs, confidence=1.0).run(1200)
+    assert run.seconds <= 1.02 * run.plain + 8 * takes(num_seqs)
+
+
+@pytest.mark.parametrize("name", ["never", "a hundred and a hundred", "one in three"])
+@pytest.mark.parametrize("asking", [PLAIN / 20, PLAIN / 2, 5 * PLAIN])
+def test_a_slow_drafter(asking: float, name: str) -> None:
+    run = Machine(flat, ADVERSARIES[name], asking=asking).run(1200)
+    assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * PLAIN
+
+
+@pytest.mark.parametrize("num_seqs", [1, 16])
+def test_right_drafts_are_made_at_full_length(num_seqs: int) -> None:
+    run = Machine(flat, lambda at, seq, depth: True, num_seqs).run(500)
+    assert run.seconds < 1.3 / (1 + LENGTH) * run.plain * flat(num_seqs * (1 + LENGTH)) / flat(num_seqs)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 16])
+@pytest.mark.parametrize("bad", [50, 600])
+def test_drafting_begins_again_within_32_steps(bad: int, num_seqs: int) -> None:
+    machine = Machine(flat, lambda at, seq, depth: at >= bad, num_seqs)
+    machine.run(bad)
+    after = machine.run(32, first=bad).drafted
+    assert after is not None
+    assert after[-1] >= num_seqs * LENGTH / 2 or max(after) >= num_seqs * LENGTH / 2
+
+
+def test_what_is_worth_nothing_is_not_drafted() -> None:
+    """A chance that does not pay for a row of a large batch, and would for a row of a small one."""
+    often: Acceptance = lambda at, seq, depth: chance(at, seq, depth) < 0.3  # noqa: E731
+    drafted = Machine(steep, often, 8).run(1000).drafted
+    alone = Machine(flat, often).run(1000).drafted
+    assert drafted is not None and alone is not None
+    assert sum(drafted[500:]) < 0.02 * 500 * 8
+    assert sum(alone[500:]) > 300
