@@ -4,6 +4,7 @@ adds, by the context it reads. Knows rows and seconds; nothing of whose they are
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class DecodeCost:
         if not self.is_known:
             self._shape[:] = seconds
             self._list()
-        load, at = _load(context), int(np.searchsorted(ROWS[:-1], rows))
+        load, at = _load(context), bisect_left(ROWS, rows, hi=len(ROWS) - 1)
         ratio = seconds / self.seconds(rows, context)
         ratio = math.log(min(max(ratio, _LEAST), _MOST) if self._seen[at] else ratio)
         if self._has_begun:

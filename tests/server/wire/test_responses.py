@@ -56,7 +56,9 @@ def stats(**changed: Any) -> SequenceStats:
         "num_prefix_cached_tokens": 2,
         "longest_draft": 4,
     }
-    return SequenceStats(**{"predicted": True} | fields | changed)
+    fields |= changed
+    drafted, accepted = fields["num_draft_tokens"], fields["num_accepted_tokens"]
+    return SequenceStats(**{"by_source": {"prediction": [drafted, accepted]}} | fields)
 
 
 def scored(token: int, *top: tuple[int, float], logprob: float = -0.5) -> TokenLogprobs:
@@ -249,7 +251,7 @@ def test_what_did_not_end_well_is_no_answer(completion: CompletionOutput, status
 
 
 def test_drafts_that_no_prediction_gave_are_no_predicted_tokens() -> None:
-    details = usage([output(ended(stats=stats(predicted=False)), ended(1))])["completion_tokens_details"]
+    details = usage([output(ended(stats=stats(by_source={"ngram": [7, 3]})), ended(1))])["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}, "the second choice's alone"
 
 
