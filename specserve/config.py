@@ -30,7 +30,7 @@ class EngineConfig:
     CPU and no dtype is asked for, else none. `isa` is the instruction set of the CPU kernels; "auto" is what the
     environment variable SPECSERVE_ISA names, or else the fastest. `kv_cache_gib=None` sizes the cache from free memory.
     `max_step_ms` is what a step aims at that computes chunks of prompts while others decode; None: 2.5 times a step
-    without them.
+    without them, for each token that a decoding sequence gets.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 

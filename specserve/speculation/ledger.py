@@ -1,4 +1,4 @@
-"""Bounds what drafts may cost: never more than 1 % of the time and two steps."""
+"""Bounds what drafts may cost beyond what they save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Ledger:
     """What drafts may still cost, in seconds, `allowance`: it grows by 1 % of all time spent and by what drafts gain,
     up to two plain steps, and shrinks by what they lose. A step drafts only what it can afford if nothing is accepted,
     so in any stretch of time drafts lose at most 1 % of it and four plain steps, two that were left and two gained
-    before."""
+    before, as far as `extra` and `plain` are right."""
 
     def __init__(self) -> None:
         self.allowance = 0.0

@@ -106,14 +106,16 @@ class Policy:
             for each in step.seqs
             if each.num_new == 1 and each.seq.num_output > 0 and (limit := self._limit(each.seq))
         }
+        whole: list[ScheduledSeq] = []
         weighed: list[ScheduledSeq] = []
+        for each in limits:
+            (weighed if adaptive is not None and self._hosts[each.seq.drafter].is_weighed else whole).append(each)
         budgets: dict[ScheduledSeq, int] = {}
         if adaptive is not None:
             adaptive.start(step)
-            weighed = [each for each in limits if self._hosts[each.seq.drafter].is_weighed]
             asked = adaptive.asked([each for each in weighed if each.seq.draft_limit])
             budgets = {each: min(limits[each], each.seq.draft_limit) for each in asked}
-        for each in [each for each in limits if each not in weighed]:
+        for each in whole:
             length = limits[each] if adaptive is None else adaptive.length(each.seq, limits[each])
             budgets[each] = self._reserve(step, each, length)
         begun = time.perf_counter()
