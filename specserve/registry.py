@@ -16,9 +16,12 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import pkgutil
+import sys
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from operator import attrgetter
 from pathlib import Path
 from threading import Lock
@@ -105,7 +108,7 @@ class Registry:
         raise ConfigError(f"No {self.noun} here supports {asked}. " + " ".join(reasons))
 
     def _points(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=self.package)}
+        return {point.name: point for point in declared(self.package)}
 
     def _place(self, name: str, others: tuple[str, ...]) -> tuple[str, str]:
         """An entry's module, and where in it an entry point is; "" for a file."""
@@ -138,7 +141,22 @@ GRAMMARS = Registry("grammar backend", "specserve.grammars", "Backend", ("kinds"
 MODELS = Registry("model family", "specserve.models", "", ("spec",), mark="ARCHITECTURES")
 
 
-_parsing = Lock()  # Python 3.11 counts how deep it is for all threads together, and raises where that does not fit
+def declared(group: str) -> EntryPoints:
+    """The entry points of installed packages in that group. Packages are looked through anew when a folder that Python
+    imports from has changed: that takes as long as all else of a lookup ten times."""
+    return _declared(group, tuple((path, _changed(path)) for path in sys.path))
+
+
+@lru_cache(maxsize=16)
+def _declared(group: str, paths: tuple[tuple[str, int], ...]) -> EntryPoints:
+    return entry_points(group=group)
+
+
+def _changed(path: str) -> int:
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _literal(module_name: str, constant: str) -> Any:
@@ -149,14 +167,22 @@ def _literal(module_name: str, constant: str) -> Any:
         return None
     source = Path(spec.origin).read_text("utf-8") if spec and spec.origin and spec.origin.endswith(".py") else ""
     with _parsing:
-        nodes = ast.parse(source).body if constant in source else []
-    for node in nodes:
+        value = _assigned(source, constant) if constant in source else None
+        try:
+            return value and ast.literal_eval(value)
+        except ValueError:
+            why = "it is read without running the file, so it must be a literal"
+            raise ConfigError(f"{module_name}: {constant} is {value}; {why}.") from None
+
+
+_parsing = Lock()  # Python 3.11 counts how deep it is for all threads together, and raises where that does not fit
+
+
+@lru_cache(maxsize=256)
+def _assigned(source: str, constant: str) -> str | None:
+    for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [constant]:
-            try:
-                return ast.literal_eval(node.value)
-            except ValueError:
-                why = "it is read without running the file, so it must be a literal"
-                raise ConfigError(f"{module_name}: {constant} is {ast.unparse(node.value)}; {why}.") from None
+            return ast.unparse(node.value)
     return None
 
 

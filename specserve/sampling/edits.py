@@ -166,13 +166,15 @@ class _Occurrences:
 
     def drafted(self, draft: Draft) -> tuple[Int64s, Int64s, NDArray[np.bool_]]:
         """Tokens of a draft, int64 [n]; in each row their counts, and whether they have been had, [rows, n]."""
-        ids, columns = np.unique(draft.tokens, return_inverse=True)
-        added = np.zeros((len(draft) + 1, len(ids)), np.int64)
-        for node, parent in enumerate(draft.parents.tolist()):
+        tokens = draft.tokens.tolist()
+        columns = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+        added = np.zeros((len(draft) + 1, len(columns)), np.int64)
+        for node, (token, parent) in enumerate(zip(tokens, draft.parents.tolist(), strict=True)):
             added[node + 1] = added[parent + 1]
-            added[node + 1, columns[node]] += 1
+            added[node + 1, columns[token]] += 1
+        ids = np.array(list(columns))
         places = self._places[ids]
-        return ids.astype(np.int64), added + np.where(places < 0, 0, self._counts[places]), (added > 0) | (places >= 0)
+        return ids, added + np.where(places < 0, 0, self._counts[places]), (added > 0) | (places >= 0)
 
 
 class _Edits:

@@ -18,7 +18,6 @@ _MOST_SHADOWS = 4.0  # such questions that may be saved up
 _FORGETS = 0.1  # of what a sequence gained, each time it is asked
 _HOPE = 0.5  # tokens a step that a new sequence is expected to gain
 _LOOKS_AGAIN = 32  # steps without a draft
-_UNSURE = 3  # the bucket of drafts that do not say how sure they are
 _HELD_UP = 8.0  # times what asking takes: more was a pause of the machine
 
 
@@ -42,6 +41,7 @@ class Adaptive:
         self._acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # by source
         self._records: dict[Sequence, _Record] = {}
         self._asking = 0.0  # seconds for one sequence
+        self._asking_whole: dict[str, float] = {}  # the same by drafter, of those whose drafts are verified whole
         self._shadows = 0.0  # seconds for asking those that gain nothing
         self._drafting = 0.0  # seconds in this step
         self._accepted = 0  # nodes
@@ -64,7 +64,7 @@ class Adaptive:
         if not decoding or not self.planner.plain:
             return []
         token = self.planner.plain / self.planner.load.rows  # seconds
-        can_draft = self.planner.can_draft
+        can_draft = self.planner.can_draft()
         asked: list[ScheduledSeq] = []
         others: list[ScheduledSeq] = []
         for each in decoding:
@@ -84,10 +84,7 @@ class Adaptive:
         took `seconds`."""
         if not proposals:
             return []
-        per_seq = seconds / len(proposals)
-        per_seq = min(per_seq, _HELD_UP * self._asking) if self._asking else per_seq
-        self._asking += 0.1 * (per_seq - self._asking) if self._asking else per_seq
-        self._drafting += per_seq * len(proposals)
+        self._asking = self._took(seconds, len(proposals), self._asking)
         for seq, each in proposals:
             each.settle(self._acceptance, self._records[seq].own)
         return self.planner.choose([each for _, each in proposals], most)
@@ -100,14 +97,27 @@ class Adaptive:
         rates = self._acceptance[seq.drafter].rates
         chain = Proposals.chain(
             [
-                record.own[seq.drafter].probability(rates[Acceptance.cell(_UNSURE, depth, Agreement.ALONE)])
+                record.own[seq.drafter].probability(rates[Acceptance.cell(Acceptance.UNSURE, depth, Agreement.ALONE)])
                 for depth in range(limit)
             ]
         )
-        (nodes,) = self.planner.choose([chain], limit)
-        if not nodes and record.waited >= _LOOKS_AGAIN and self.planner.can_draft:
-            return min(limit, 1)
+        asking = self._asking_whole.get(seq.drafter, 0.0)
+        (nodes,) = self.planner.choose([chain], limit, asking)
+        if not nodes and limit and record.waited >= _LOOKS_AGAIN and self.planner.can_draft(asking):
+            self.planner.admit(chain.survival[0], asking)
+            return 1
         return len(nodes)
+
+    def asked_whole(self, drafter: str, num_seqs: int, seconds: float) -> None:
+        """That drafter was asked for drafts of `length` for so many sequences, which took so long."""
+        self._asking_whole[drafter] = self._took(seconds, num_seqs, self._asking_whole.get(drafter, 0.0))
+
+    def _took(self, seconds: float, num_seqs: int, before: float) -> float:
+        """What asking for one sequence takes, now that asking for some took so long."""
+        per_seq = seconds / num_seqs
+        per_seq = min(per_seq, _HELD_UP * before) if before else per_seq
+        self._drafting += per_seq * num_seqs
+        return before + 0.1 * (per_seq - before) if before else per_seq
 
     def verify(self, seq: Sequence, proposals: Proposals, nodes: Many[int]) -> None:
         """These nodes of the proposals are the draft; what comes will tell of all."""

@@ -31,7 +31,7 @@ class Load(NamedTuple):
 class Planner:
     """Joint admission for all sequences of a step. In a step of decoding alone, nodes are taken from the likeliest on
     while that gives more tokens a second, "none at all" included; beside chunks of prompts, while a node is expected to
-    save more time than its row takes."""
+    save more time than its row takes. What was chosen before in the step counts: all of it together is affordable."""
 
     def __init__(self, cost: DecodeCost) -> None:
         self.ledger = Ledger()
@@ -39,6 +39,10 @@ class Planner:
         self.load = Load(0)
         self.plain = 0.0  # seconds of the step without drafts and chunks; 0 while nothing is known
         self._curve = [0.0]  # seconds of the step with 0, 1, 2 ... nodes
+        self._num_chosen = 0  # nodes of this step so far
+        self._expected = 0.0  # tokens of this step, with what was chosen
+        self._promised = 0.0  # seconds that asking for chosen drafts will take
+        self._is_probe = False  # a step without drafts, which tells what plain decoding takes
         self._since_plain = 0
         self._errors: deque[float] = deque(maxlen=_ERRORS)  # seconds of steps with drafts over what was expected
         self._gain = 1.0  # of the newest step: how many times the tokens a second of plain decoding were expected
@@ -48,6 +52,9 @@ class Planner:
         self.load = load
         self._curve = self._cost.curve(load.rows + load.tokens, _FEW, load.context)
         self.plain = self._curve[0] if not load.tokens else self._cost.seconds(load.rows, load.context)
+        self._num_chosen, self._expected, self._promised = 0, float(load.rows), 0.0
+        self._is_probe = self._since_plain >= (_RARE_PROBE if self._gain > _CLEAR_GAIN else _PROBE)
+        self._gain = 1.0
 
     def extra(self, count: int) -> float:
         """Seconds that so many nodes add to the step."""
@@ -56,44 +63,60 @@ class Planner:
             self._curve = self._cost.curve(load.rows + load.tokens, count, load.context)
         return self._curve[count] - self._curve[0]
 
-    @property
-    def can_draft(self) -> bool:
-        """Whether a row more can be afforded."""
-        return self.ledger.affordable(self.plain) >= self.extra(1)
+    def can_draft(self, asking: float = 0.0) -> bool:
+        """Whether a row more can be afforded, and `asking` seconds for what is in it."""
+        return self.ledger.affordable(self.plain) >= self.extra(self._num_chosen + 1) + self._promised + asking
 
     def price(self, count: int) -> float:
         """What so many nodes cost, in tokens that plain decoding of one sequence emits in the time."""
         return self.extra(count) * self.load.rows / self.plain if count and self.plain else 0.0
 
-    def choose(self, proposals: Many[Proposals], most: int) -> list[list[int]]:
-        """For each of the proposals its nodes to verify, ascending: at most `most` together."""
+    def choose(self, proposals: Many[Proposals], most: int, asking: float = 0.0) -> list[list[int]]:
+        """For each of the proposals its nodes to verify, ascending: at most `most` together. `asking` are the seconds
+        that these proposals would still take to make."""
         chosen: list[list[int]] = [[] for _ in proposals]
-        load, plain, gain = self.load, self.plain, self._gain
-        self._gain = 1.0
-        if not plain or self._since_plain >= (_RARE_PROBE if gain > _CLEAR_GAIN else _PROBE):
+        load, plain = self.load, self.plain
+        if not plain or self._is_probe:
             return chosen
-        affordable = self.ledger.affordable(plain)
+        affordable = self.ledger.affordable(plain) - self._promised - asking
         nodes = sorted((-p, i, node) for i, each in enumerate(proposals) for node, p in enumerate(each.survival))
-        self.extra(min(len(nodes), most))
+        before, expected = self._num_chosen, self._expected
+        self.extra(before + min(len(nodes), most))
         curve = self._curve
-        taken, expected = 0, float(load.rows)
-        best = _MARGIN * expected / curve[0] if not load.tokens else 0.0
+        promised = self._promised + asking
+        taken, best = 0, self._value(before, expected, self._promised) * (1.0 if before or load.tokens else _MARGIN)
         for count, (survival, _, _) in enumerate(nodes[:most], 1):
-            extra = curve[count] - curve[0]
-            if extra > affordable:
+            if curve[before + count] - curve[0] > affordable:
                 break
             expected -= survival
-            value = expected / curve[count]
-            if load.tokens:  # a token that is accepted saves a later step's share, or only its own row beside a chunk
-                value = (expected - load.rows) * (plain / load.rows + extra / count) / 2 - extra
+            value = self._value(before + count, expected, promised)
             if value > best:
                 best, taken = value, count
-                self._gain = expected / load.rows * curve[0] / curve[count]
+                self._expected = expected
+        if taken:
+            self._num_chosen, self._promised = before + taken, promised
+            self._gain = self._expected / load.rows * curve[0] / (curve[self._num_chosen] + promised)
         for _, i, node in nodes[:taken]:
             chosen[i].append(node)
         for each in chosen:
             each.sort()
         return chosen
+
+    def admit(self, survival: float, asking: float) -> None:
+        """Take one node that is worth less than it costs, to learn."""
+        self._num_chosen, self._expected = self._num_chosen + 1, self._expected + survival
+        self._promised += asking
+
+    def _value(self, count: int, expected: float, promised: float) -> float:
+        """Of a step with so many nodes, which is expected to give so many tokens: tokens a second; beside chunks of
+        prompts the seconds that nodes save. A token that is accepted saves a later step's share there, or only its own
+        row beside a chunk."""
+        load, seconds = self.load, self._curve[count] + promised
+        if not load.tokens:
+            return expected / seconds
+        extra = seconds - self._curve[0]
+        share = self.plain / load.rows + (extra / count if count else 0.0)
+        return (expected - load.rows) * share / 2 - extra
 
     def settle(self, drafted: int, accepted: int, drafting: float, seconds: float) -> None:
         """The step took `seconds`, of these `drafting` for asking drafters; `accepted` of `drafted` nodes stood."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
@@ -120,11 +120,15 @@ class Policy:
             budgets[each] = self._reserve(step, each, length)
         begun = time.perf_counter()
         with self._timed("draft"):
-            drafts = self._propose(step.seqs, budgets)
+            drafts, took = self._propose(step.seqs, budgets)
             proposals = {each: Proposals(drafts.pop(each, ())) for each in weighed}
         seconds = time.perf_counter() - begun
         for each, found in drafts.items():
             self._keep_whole(each, found, budgets[each])
+        if adaptive is not None and whole:
+            for name, count in Counter(each.seq.drafter for each in whole if budgets[each]).items():
+                adaptive.asked_whole(name, count, took[name])
+                seconds -= took[name]
         if adaptive is not None and proposals:
             self._weigh(step, proposals, adaptive, limits, seconds)
 
@@ -184,18 +188,22 @@ class Policy:
 
     def _propose(
         self, step: list[ScheduledSeq], budgets: Mapping[ScheduledSeq, int]
-    ) -> dict[ScheduledSeq, list[tuple[str, Draft]]]:
-        """What the drafters propose for the sequences that have a budget, each with its drafter's name."""
+    ) -> tuple[dict[ScheduledSeq, list[tuple[str, Draft]]], defaultdict[str, float]]:
+        """What the drafters propose for the sequences that have a budget, each with its drafter's name; and the seconds
+        that each drafter took."""
         drafts: dict[ScheduledSeq, list[tuple[str, Draft]]] = {each: [] for each in budgets}
+        took: defaultdict[str, float] = defaultdict(float)
         for host in self._num_seqs:
             if not host.active:
                 continue
+            begun = time.perf_counter()
             share = [each for each in step if host in self._parts[each.seq]]
             found = host.propose([each.seq for each in share], [budgets.get(each, 0) for each in share])
             for each, draft in zip(share, found, strict=True):
                 if len(draft):
                     drafts[each].append((host.name, draft))
-        return drafts
+            took[host.name] += time.perf_counter() - begun
+        return drafts, took
 
     def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:
         """The draft of the one drafter that a sequence has, as its grammar leaves it."""
@@ -207,7 +215,8 @@ class Policy:
         if each.draft is not proposed:
             _forget_others(each.seq, proposed, each.draft)
         if self.adaptive is not None and len(proposed):
-            self.adaptive.verify(each.seq, Proposals(found), range(len(proposed)))
+            unsure = Draft(proposed.tokens, proposed.parents)  # `length` knows no confidence
+            self.adaptive.verify(each.seq, Proposals([(found[0][0], unsure)]), range(len(proposed)))
 
     def _weigh(
         self,

@@ -25,6 +25,8 @@ class Acceptance:
     not be calibrated; one without confidence has 0.5.
     """
 
+    UNSURE = _BUCKETS // 2  # the bucket of those without
+
     def __init__(self) -> None:
         per_bucket = _DEPTHS * len(Agreement)
         priors = [(cell // per_bucket + 0.5) / _BUCKETS for cell in range(_BUCKETS * per_bucket)]

@@ -61,7 +61,8 @@ class Proposals:
                 self._buckets.append([])
             places.append(node)
             followed.add(above)
-            self._buckets[node].append((source, Acceptance.bucket(0.5 if confidence is None else confidence[i])))
+            bucket = Acceptance.UNSURE if confidence is None else Acceptance.bucket(confidence[i])
+            self._buckets[node].append((source, bucket))
         for above in followed:
             self._num_sources[above] = self._num_sources.get(above, 0) + 1
 

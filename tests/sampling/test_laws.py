@@ -141,11 +141,12 @@ def generate(cell: Cell, sequence: Callable[..., Sequence], seeds: range) -> lis
     """The first LENGTH tokens for every seed."""
     judge = Sampler(VOCAB, cell.mode, OPS)
     params = sequence(CONTEXT, 2, **cell.options).params
+    seqs = [Sequence("r", 0, CONTEXT[:], 2, params, seed, 99) for seed in seeds]
     texts: list[Text] = [()] * len(seeds)
     while unfinished := [i for i, text in enumerate(texts) if len(text) < LENGTH]:
-        seqs = [Sequence("r", 0, [*CONTEXT, *texts[i]], 2, params, seeds[i], 99) for i in unfinished]
-        for i, text in zip(unfinished, _step(cell, judge, seqs, [texts[i] for i in unfinished]), strict=True):
-            texts[i] = text
+        longer = _step(cell, judge, [seqs[i] for i in unfinished], [texts[i] for i in unfinished])
+        for i, text in zip(unfinished, longer, strict=True):
+            texts[i], seqs[i].tokens = text, [*CONTEXT, *text]
     return [text[:LENGTH] for text in texts]
 
 
@@ -314,7 +315,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     ("residual of another law", "_subtract", "trial.q).clamp_(min=0.0)", "trial.q * 0)", at("rejection", "dense")),
     ("mask at the root alone", "_masked", "masks[rows]", "masks[rows * 0]", ENVELOPE),
     ("mask of another bit order", "_masked", 'bitorder="little"', 'bitorder="big"', ENVELOPE),
-    ("drafts not penalised", "_Occurrences.drafted", "added[node + 1, columns[node]] += 1", "pass", REPEATING),
+    ("drafts not penalised", "_Occurrences.drafted", "added[node + 1, columns[token]] += 1", "pass", REPEATING),
     (
         "siblings penalised",
         "_Occurrences.drafted",

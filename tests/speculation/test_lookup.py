@@ -86,9 +86,7 @@ def test_entry_points_come_after_files(monkeypatch: pytest.MonkeyPatch) -> None:
         "plugin": EntryPoint("plugin", "specserve.drafters.ngram:NgramDrafter", DRAFTERS.package),
         "nothing": EntryPoint("nothing", "builtins:dict", DRAFTERS.package),
     }
-    monkeypatch.setattr(
-        registry, "entry_points", lambda group: list(points.values()) if group == DRAFTERS.package else []
-    )
+    monkeypatch.setattr(registry, "declared", lambda group: points.values() if group == DRAFTERS.package else [])
     assert {"ngram", "plugin"} <= set(DRAFTERS.names())
     assert DRAFTERS.find("plugin") is DRAFTERS.find("ngram")
     with pytest.raises(ConfigError, match="has no begin, propose, observe, end"):

@@ -41,7 +41,8 @@ class Run:
 
 
 class Machine:
-    """Decodes sequences that never end, with exact times. `asking` are the seconds that one proposal takes."""
+    """Decodes sequences that never end, with exact times. `asking` are the seconds that one proposal takes; with
+    `is_whole` drafts are verified as they are, so that their lengths are decided before."""
 
     def __init__(
         self,
@@ -51,11 +52,13 @@ class Machine:
         asking: float = 2e-5,
         confidence: float = 0.5,
         knows: Callable[[int], float] | None = None,
+        is_whole: bool = False,
     ) -> None:
         self.cost = StepCost()
         self.cost.decoding.begin(np.array([(knows or takes)(rows) for rows in ROWS]))
         self.adaptive = Adaptive(self.cost.decoding)
         self.takes, self.is_right, self.asking, self.confidence = takes, is_right, asking, confidence
+        self.is_whole = is_whole
         self.seqs = [Sequence(str(i), 0, [0] * 20, 10, SamplingParams(), 0, 10**9) for i in range(num_seqs)]
         for seq in self.seqs:
             self.adaptive.begin(seq)
@@ -70,13 +73,24 @@ class Machine:
         adaptive, scheduled = self.adaptive, [ScheduledSeq(seq, 19, 1, sampled=True) for seq in self.seqs]
         step = Step(scheduled, 512, 512)
         adaptive.start(step)
-        asked = adaptive.asked(scheduled)
-        proposals = [(each.seq, Proposals([("source", self._draft(at, each.seq))])) for each in asked]
-        asking = self.asking * len(asked)
-        chosen = adaptive.choose(proposals, 512, asking)
-        for (seq, found), nodes in zip(proposals, chosen, strict=True):
-            adaptive.verify(seq, found, nodes)
-        lengths = {seq: len(nodes) for (seq, _), nodes in zip(proposals, chosen, strict=True)}
+        if self.is_whole:
+            lengths = {each.seq: adaptive.length(each.seq, LENGTH) for each in scheduled}
+            asked = [each for each in scheduled if lengths[each.seq]]
+            asking = self.asking * len(asked)
+            if asked:
+                adaptive.asked_whole("none", len(asked), asking)
+            for seq in (each.seq for each in asked):
+                draft = self._draft(at, seq)
+                cut = Draft(draft.tokens[: lengths[seq]], draft.parents[: lengths[seq]])
+                adaptive.verify(seq, Proposals([("none", cut)]), range(lengths[seq]))
+        else:
+            asked = adaptive.asked(scheduled)
+            proposals = [(each.seq, Proposals([("source", self._draft(at, each.seq))])) for each in asked]
+            asking = self.asking * len(asked)
+            chosen = adaptive.choose(proposals, 512, asking)
+            for (seq, found), nodes in zip(proposals, chosen, strict=True):
+                adaptive.verify(seq, found, nodes)
+            lengths = {seq: len(nodes) for (seq, _), nodes in zip(proposals, chosen, strict=True)}
         verdicts = {seq: self._verdict(at, seq, lengths.get(seq, 0)) for seq in self.seqs}
         adaptive.observe(verdicts)
         drafted, num_seqs = sum(lengths.values()), len(self.seqs)
@@ -126,6 +140,26 @@ ADVERSARIES: dict[str, Acceptance] = {
 def test_the_loss_is_bounded(name: str, num_seqs: int, takes: Callable[[int], float]) -> None:
     run = Machine(takes, ADVERSARIES[name], num_seqs).run(1200)
     assert run.seconds <= 1.02 * run.plain + 8 * takes(num_seqs)
+
+
+@pytest.mark.parametrize("asking", [2e-5, PLAIN / 4, 5 * PLAIN])
+@pytest.mark.parametrize("num_seqs", [1, 12])
+@pytest.mark.parametrize("name", ["never", "ten and ten", "five hundred good ones first", "one good among bad"])
+def test_the_loss_is_bounded_where_drafts_are_verified_whole(name: str, num_seqs: int, asking: float) -> None:
+    """Together the sequences of a step spend no more than there is."""
+    run = Machine(steep, ADVERSARIES[name], num_seqs, asking / num_seqs, is_whole=True).run(800)
+    assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 16])
+def test_whole_drafts_are_as_long_as_pays(num_seqs: int) -> None:
+    right = Machine(flat, lambda at, seq, depth: True, num_seqs, is_whole=True).run(500)
+    assert right.drafted is not None
+    assert max(right.drafted[-100:]) > 0.7 * num_seqs * LENGTH
+    assert right.seconds < 0.6 * right.plain
+    two = Machine(flat, lambda at, seq, depth: depth < 2, num_seqs, is_whole=True).run(500)
+    assert two.drafted is not None
+    assert max(two.drafted[-100:]) <= 3 * num_seqs
 
 
 @pytest.mark.parametrize("knows", [lambda rows: PLAIN, lambda rows: PLAIN * rows], ids=["too cheap", "too dear"])

@@ -459,7 +459,7 @@ def test_a_name_is_text(name: Any) -> None:
 
 def test_drafters_of_other_packages_are_only_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("plugin", "specserve.drafters.ngram:NgramDrafter", DRAFTERS.package)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(registry, "declared", lambda group: [point])
     assert "One of another package must be the engine's --drafter" in refused(policy(), "plugin")
     make = prepare("plugin", {})
     assert make is not None
