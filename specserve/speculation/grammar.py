@@ -21,10 +21,13 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
     """The draft as the grammar of its sequence leaves it, of at most `budget` tokens: without what may not stand, and
     with what is forced in front of it, behind each node, and so at its ends. What contradicts a forced token is
     dropped, what agrees with one becomes it. Nodes keep their order, which is their priority; a forced token is as
-    likely as the node that it follows and comes right behind it. Into a draft with distributions nothing is put."""
+    likely as the node that it follows and comes right behind it.
+
+    A draft with distributions keeps what it has drawn, with nothing put in: a token that may not stand ends its branch.
+    Without that token it would not be what its distributions say, and what is generated not what the target says."""
     assert seq.grammar is not None, "free sequences are not guided"
-    is_cut = draft.q is not None and len(draft) > 0
-    branches = _walk(seq.grammar, draft, budget, seq.stop_ids, is_cut)
+    is_drawn = draft.q is not None and len(draft) > 0
+    branches = _walk(seq.grammar, draft, budget, seq.stop_ids, is_drawn)
     if len(branches) - 1 == len(draft) == sum(len(branch.tokens) for branch in branches):
         return draft
     branches.sort()  # parents come before their children
@@ -46,15 +49,15 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
     return Draft(
         np.array(tokens, np.int32),
         np.array(parents, np.int32),
-        draft.q[origins] if is_cut and draft.q is not None else None,
+        draft.q[origins] if is_drawn and draft.q is not None else None,
         frozenset(i for i, origin in enumerate(origins) if origin < 0),
         confidence,
     )
 
 
-def _walk(state: GuardedState, draft: Draft, budget: int, ends: frozenset[int], is_cut: bool) -> list[_Branch]:
-    """The branches of nodes that may stand, on paths of at most `budget` tokens; with `is_cut` nothing is put in. The
-    state is then where it was."""
+def _walk(state: GuardedState, draft: Draft, budget: int, ends: frozenset[int], is_drawn: bool) -> list[_Branch]:
+    """The branches of nodes that may stand, on paths of at most `budget` tokens; with `is_drawn` nothing is put in, and
+    the first node of a path that may not stand is its last. The state is then where it was."""
     tokens = draft.tokens.tolist()
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(draft.parents.tolist()):
@@ -67,11 +70,13 @@ def _walk(state: GuardedState, draft: Draft, budget: int, ends: frozenset[int], 
             state.rollback(depth - level)
         depth = level
         if node >= 0 and not state.advance(tokens[node]):
+            if is_drawn:
+                branches.append(_Branch(node, before, [tokens[node]]))
             continue
         found = tokens[node : node + 1] if node >= 0 else []
         following = children.get(node, [])
         while (room := budget - level - len(found)) > 0 and not (found and found[-1] in ends):
-            forced = [] if is_cut else state.jump_forward()[:room]
+            forced = [] if is_drawn else state.jump_forward()[:room]
             if not forced:
                 ahead += [(child, node, level + len(found)) for child in reversed(following)]
                 break

@@ -23,6 +23,7 @@ from specserve.ops import fixed_point
 from specserve.sampling import edits, noise, sampler as sampler_file, verify
 from specserve.sampling.noise import Purpose, fold, hash_tokens, row_keys, sample
 from specserve.sampling.sampler import Sampler
+from specserve.speculation.tree import Proposals
 from specserve.testing import scheduled
 from specserve.types import Draft, Failure, Ids, Sequence
 
@@ -46,7 +47,9 @@ PENALTIES: dict[str, dict[str, Any]] = {
 }
 DRAFTS = ("one-hot", "dense", "tree", "dense tree")
 MODES = ("coupled", "rejection", "block")
-PARENTS = {"none": [], "one-hot": [-1, 0], "dense": [-1, 0], "tree": [-1, -1, 0, 1, 1], "dense tree": [-1, -1, 0, 1, 0]}
+MERGED = Proposals([("a", Draft.chain([2, 1])), ("b", Draft.chain([0, 3])), ("c", Draft.chain([0, 0]))])
+FIXED = {"one-hot": Draft.chain([2, 2]), "tree": MERGED.draft(range(len(MERGED)))}
+PARENTS = {"dense": [-1, 0], "dense tree": [-1, -1, 0, 1, 0]}
 
 
 @cache
@@ -79,13 +82,9 @@ class Cell:
 def _propose(cell: Cell, seqs: list[Sequence]) -> list[Draft]:
     """Fixed tokens for deterministic drafts; draws from a law of the drafter's own for dense ones, with the noise that
     a drafter is told to use."""
-    parents = np.array(PARENTS[cell.draft], np.int32)
-    if cell.draft == "none":
-        return [Draft.empty() for _ in seqs]
-    if not cell.draft.startswith("dense"):
-        tokens = np.array([2, 0, 1, 3, 0] if cell.draft == "tree" else [2, 2], np.int32)
-        return [Draft(tokens, parents) for _ in seqs]
-    return _draw_drafts(cell, seqs, parents)
+    if cell.draft in PARENTS:
+        return _draw_drafts(cell, seqs, np.array(PARENTS[cell.draft], np.int32))
+    return [FIXED.get(cell.draft, Draft.empty())] * len(seqs)
 
 
 def _draw_drafts(cell: Cell, seqs: list[Sequence], parents: np.ndarray) -> list[Draft]:

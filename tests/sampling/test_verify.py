@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -19,7 +19,9 @@ import pytest
 import torch
 
 from specserve.sampling import verify
-from specserve.types import Draft
+from specserve.speculation import grammar
+from specserve.speculation.tree import Proposals
+from specserve.types import Draft, SamplingParams, Sequence
 
 MODES = ("coupled", "rejection", "block")
 CHAINS = {"chain1": [-1], "chain2": [-1, 0], "chain3": [-1, 0, 1]}
@@ -62,6 +64,7 @@ class Case:
     target: Table
     drafter: Table | None  # None: every draft is tried on its own, one-hot
     bad: frozenset[int] = frozenset()
+    shorten: Callable[[Draft], Draft] = lambda draft: draft  # what is verified of a draft
 
     @cached_property
     def length(self) -> int:
@@ -145,15 +148,20 @@ def _plain(target: Table, given: tuple[int, ...], length: int) -> np.ndarray:
     return joint
 
 
+def joint_law(case: Case, draft: Draft) -> np.ndarray:
+    """Of what a verdict on this draft says and plain sampling adds, [vocab] * length."""
+    said: dict[tuple[int, ...], float] = defaultdict(float)
+    for tokens, probability in outcomes(case, draft):
+        said[tokens] += probability
+    return sum((p * target_law(case, tokens) for tokens, p in said.items()), np.zeros_like(target_law(case)))
+
+
 def check(case: Case) -> None:
     """What the suite demands of a case; it has to fail on every fault planted below."""
     target = target_law(case)
     total = np.zeros_like(target)
     for draft, weight in every_draft(case):
-        said: dict[tuple[int, ...], float] = defaultdict(float)
-        for tokens, probability in outcomes(case, draft):
-            said[tokens] += probability
-        joint = sum((p * target_law(case, tokens) for tokens, p in said.items()), np.zeros_like(target))
+        joint = joint_law(case, case.shorten(draft))
         if case.drafter is None:
             assert np.abs(joint - target).max() < 1e-12, f"{case} {draft.tokens}"
         total += weight * joint
@@ -168,6 +176,96 @@ def _cases(mode: str, dense: bool, names: dict[str, list[int]]) -> Iterator[Case
         for target_zeros, draft_zeros in ((0, 0), (2, 0), (0, 1), (1, 1)):
             drafter = Table(50 + index, vocab, min(draft_zeros, vocab - widest)) if dense else None
             yield Case(mode, tuple(parents), Table(index, vocab, min(target_zeros, vocab - 1)), drafter)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_merged_proposals_bend_no_law_whatever_is_taken_of_them(mode: str) -> None:
+    """Chains of three drafters made one tree, of which a step verifies some nodes, each with its parent."""
+    random = np.random.default_rng(5)
+    case = Case(mode, (-1, 0, 1), Table(6, 3), None)
+    for _ in range(30):
+        chains = [random.integers(0, 3, random.integers(1, 4)).tolist() for _ in range(3)]
+        merged = Proposals([(str(i), Draft.chain(chain)) for i, chain in enumerate(chains)])
+        taken: list[int] = []
+        for node, parent in enumerate(merged.parents):
+            if (parent < 0 or parent in taken) and random.random() < 0.8:
+                taken.append(node)
+        assert np.abs(joint_law(case, merged.draft(taken)) - target_law(case)).max() < 1e-12
+
+
+def _first(draft: Draft, count: int) -> Draft:
+    return Draft(draft.tokens[:count], draft.parents[:count], None if draft.q is None else draft.q[:count])
+
+
+def _by_what_was_drawn(draft: Draft) -> Draft:
+    """As long as all tokens are even: whether a token is tried hangs on that token."""
+    return _first(draft, next((i for i, token in enumerate(draft.tokens) if token % 2), len(draft)))
+
+
+def _by_what_came_before(draft: Draft) -> Draft:
+    """As long as the tokens before are even: whether a token is tried hangs on those in front of it."""
+    return _first(draft, next((i + 1 for i, token in enumerate(draft.tokens) if token % 2), len(draft)))
+
+
+TRAP = [Case(mode, (-1, 0), Table(8, 4), Table(9, 4)) for mode in ("rejection", "block")]
+
+
+@pytest.mark.parametrize("case", TRAP, ids=lambda case: case.mode)
+def test_who_shortens_a_sampled_draft_by_what_is_in_it_changes_the_law(case: Case) -> None:
+    check(replace(case, shorten=lambda draft: _first(draft, 1)))
+    check(replace(case, shorten=_by_what_came_before))
+    with pytest.raises(AssertionError):
+        check(replace(case, shorten=_by_what_was_drawn))
+
+
+@pytest.mark.parametrize("shorten", [_by_what_was_drawn, _by_what_came_before])
+@pytest.mark.parametrize(
+    "case",
+    [Case("coupled", (-1, 0), Table(8, 4), Table(9, 4)), *(replace(case, drafter=None) for case in TRAP)],
+    ids=["coupled", "one-hot, rejection", "one-hot, block"],
+)
+def test_coupled_and_one_hot_drafts_may_be_shortened_by_anything(case: Case, shorten: Callable[[Draft], Draft]) -> None:
+    check(replace(case, shorten=shorten))
+
+
+class PossibleState:
+    """A grammar that allows what a target can say."""
+
+    def __init__(self, target: Table) -> None:
+        self.target = target
+        self.said: list[int] = []
+
+    def advance(self, token: int) -> bool:
+        if self.target(tuple(self.said))[token] == 0:
+            return False
+        self.said.append(token)
+        return True
+
+    def rollback(self, n: int) -> None:
+        del self.said[len(self.said) - n :]
+
+    def jump_forward(self) -> list[int]:
+        return []
+
+
+def _guided(case: Case) -> Case:
+    seq = Sequence("", 0, [0], 1, SamplingParams(), 0, 99)
+    seq.grammar = PossibleState(case.target)  # type: ignore[assignment]
+    return replace(case, shorten=lambda draft: grammar.guide(seq, draft, len(draft)))
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["one-hot", "dense"])
+@pytest.mark.parametrize("shape", ["chain2", "fork", "late fork", "two deep"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_that_a_grammar_shortened_bends_no_law(mode: str, shape: str, dense: bool) -> None:
+    check(_guided(Case(mode, tuple(SHAPES[shape]), Table(3, 4, zeros=2), Table(4, 4) if dense else None)))
+
+
+@pytest.mark.parametrize("mode", ["rejection", "block"])
+def test_a_grammar_that_took_out_what_was_drawn_would_be_caught(mode: str, planted: Callable[..., Any]) -> None:
+    case = Case(mode, (-1, 0), Table(3, 4, zeros=2), Table(4, 4))
+    with planted(grammar, "_walk", "            if is_drawn:", "            if False:"), pytest.raises(AssertionError):
+        check(_guided(case))
 
 
 @pytest.mark.parametrize("mode", MODES)

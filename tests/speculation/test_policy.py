@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -22,7 +24,9 @@ from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import InputError
 from specserve.registry import DRAFTERS
 from specserve.runtime.pack import Step
+from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.cost import ROWS, DecodeCost
 from specserve.speculation.drive import NoTarget
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import NONE, prepare
@@ -99,9 +103,11 @@ class Roomy:
         return num_tokens <= self.most
 
 
-def policy(own: DraftHost | None = None, k: int = 5, max_model_len: int = 10**6) -> Policy:
+def policy(
+    own: DraftHost | None = None, k: int = 5, max_model_len: int = 10**6, adaptive: Adaptive | None = None
+) -> Policy:
     host = own or DraftHost(None, VOCABULARY, 5.0)
-    return Policy(host, k, cast(Any, Roomy()), max_model_len, NO_TARGET, lambda phase: nullcontext())
+    return Policy(host, k, cast(Any, Roomy()), max_model_len, NO_TARGET, lambda phase: nullcontext(), adaptive)
 
 
 def begun(policy: Policy, *names: str | None) -> list[Sequence]:
@@ -154,6 +160,61 @@ def test_each_drafter_is_called_once_with_its_own_and_drafts_come_in_the_batchs_
         ("begin", b), ("begin", f), ("propose", [f], [1]),
         ("observe", [f, b], [verdicts[0], verdicts[5]]), ("end", f), ("end", b),
     ]  # fmt: skip
+
+
+class SamplingDrafter:
+    """Says that it drew its own token from a uniform law, and how sure it is of it."""
+
+    token, confidence = 1, 1.0
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def begin(self, seq: SequenceView) -> None: ...
+
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        self.asked += [most for _, most in requests]
+        return [
+            Draft.chain(
+                [self.token] * most,
+                torch.full((most, VOCABULARY), 1 / VOCABULARY),
+                confidence=np.full(most, self.confidence, np.float32),
+            )
+            for _, most in requests
+        ]
+
+    def observe(self, step: StepReport) -> None: ...
+
+    def end(self, seq: SequenceView) -> None: ...
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_how_much_of_a_sampled_draft_is_verified_does_not_hang_on_what_is_in_it(is_accepted: bool) -> None:
+    """Neither on its tokens nor on what its drafter says of them: by what earlier drafts were worth alone."""
+    lengths: list[list[int]] = []
+    for token, confidence in itertools.product([1, 2], [0.0, 1.0]):
+        cost = DecodeCost()
+        cost.begin(np.array([0.01 + 0.001 * rows for rows in ROWS]))
+        drafter = SamplingDrafter()
+        drafter.token, drafter.confidence = token, confidence
+        adaptive = Adaptive(cost)
+        drafters = policy(DraftHost(drafter, VOCABULARY, 5.0, "sampling"), adaptive=adaptive)
+        (seq,) = begun(drafters, None)
+        lengths.append([])
+        for _ in range(40):
+            seq.draft_limit = 5
+            step = scheduled([seq])
+            drafters.draft(step)
+            draft = step.seqs[0].draft
+            lengths[-1].append(len(draft))
+            assert draft.tokens.tolist() == [token] * len(draft)
+            assert draft.q is not None or not len(draft)
+            accepted = len(draft) if is_accepted else 0
+            drafters.observe(step, {seq: Verdict([token] * accepted + [9], list(range(accepted)))}, {})
+            adaptive.settle(len(draft), 0.011 + 0.001 * len(draft))
+        assert drafter.asked == [length for length in lengths[-1] if length]
+    assert all(each == lengths[0] for each in lengths)
+    assert (lengths[0][-1] == 5) == is_accepted
 
 
 def test_hidden_states_go_to_who_needs_them_with_the_rows_of_its_own(folder: Path) -> None:

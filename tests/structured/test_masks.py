@@ -194,7 +194,7 @@ def test_a_node_is_looked_at_once(language: list[list[int]], draft: Draft, budge
 
 
 @given(sentences, trees(), st.integers(0, 4))
-def test_a_draft_with_distributions_is_cut_and_nothing_is_put_into_it(
+def test_a_draft_with_distributions_keeps_what_it_has_drawn_up_to_what_may_not_stand(
     language: list[list[int]], draft: Draft, said: int
 ) -> None:
     seq, state = guided(language, said)
@@ -202,7 +202,8 @@ def test_a_draft_with_distributions_is_cut_and_nothing_is_put_into_it(
     confidence = np.linspace(0, 1, len(draft), dtype=np.float32)
     led = guide(seq, replace(draft, q=q, confidence=confidence), max(1, len(draft)))
     paths = paths_of(draft)
-    kept = [n for n, p in enumerate(paths) if all(p[i] in may_come(state, list(p[:i])) for i in range(len(p)))]
+    following = [all(p[i] in may_come(state, list(p[:i])) - {EOS} for i in range(len(p) - 1)) for p in paths]
+    kept = [node for node, follows in enumerate(following) if follows]
     if len(draft):
         assert paths_of(led) == [paths[node] for node in kept]
         assert led.q is not None

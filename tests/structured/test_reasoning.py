@@ -182,7 +182,8 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
         assert bits(rows[node + 1]) == expected
     assert filled(state) == may_come(language, opening, closing, is_open, path)
     if len(draft):
-        assert len(guide(seq, replace(draft, q=torch.ones(len(draft), VOCAB)), 20)) == sum(stands.values()) - 1
+        behind = [stands[int(parent)] and (parent < 0 or int(draft.tokens[parent]) != EOS) for parent in draft.parents]
+        assert len(guide(seq, replace(draft, q=torch.ones(len(draft), VOCAB)), 20)) == sum(behind)
     led = guide(seq, draft, 20)
     for node in range(len(led)):
         to_node = [*path, *(int(led.tokens[n]) for n in led.path_to(node))]
