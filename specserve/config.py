@@ -23,8 +23,8 @@ class EngineConfig:
 
     `drafter` is a file name in drafters/ or an entry point of the group `specserve.drafters`; "auto" is all files that
     state a PRIORITY, together; "none" is plain decoding, but for what grammars force, which is drafted unless a request
-    itself names "none". With `adaptive` drafts are as long as pays by what steps take and drafts were worth, and none
-    are made where nothing does; without it they are as long as they may be.
+    itself names "none". With `adaptive` drafts are as long as pays by what steps take and drafts were worth, and there
+    are none where nothing does; without it they are as long as they may be.
     `drafter_options` go to that drafter unread. A request may name another drafter for itself, which drafts
     `num_speculative_tokens` as well, or 5 where that is 0. `quantization="auto"` is int8 where native kernels serve the
     CPU and no dtype is asked for, else none. `isa` is the instruction set of the CPU kernels; "auto" is what the
@@ -40,11 +40,11 @@ class EngineConfig:
     device: str = "auto"
     isa: str = "auto"
     threads: int | None = None
-    drafter: str = "none"
+    drafter: str = "auto"
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     drafter_timeout_s: float = 2.0
-    adaptive: bool = False
+    adaptive: bool = True
     verification: str = "coupled"
     grammar_backend: str = "auto"
     max_model_len: int | None = None

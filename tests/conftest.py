@@ -22,6 +22,15 @@ settings.load_profile("patient")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With --dist loadgroup a file's tests share a process, and so do all that share servers over HTTP: each process
+    would start all of these."""
+    http = Path(__file__).parent / "server" / "http"
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("http" if http in item.path.parents else item.location[0]))
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the real default model. Skips when it was not pulled; with SPECSERVE_REQUIRE_MODEL=1 that fails."""

@@ -110,7 +110,8 @@ def drop(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def small(folder: Path, **options: object) -> LLM:
-    return LLM(str(folder), **{"dtype": "float32", "threads": 1, "kv_cache_gib": 0.01, "max_model_len": 160, **options})
+    sizes = {"threads": 1, "kv_cache_gib": 0.01, "max_model_len": 160}
+    return LLM(str(folder), **{"dtype": "float32", "drafter": "none", "adaptive": False, **sizes, **options})
 
 
 def answer(llm: LLM, params: SamplingParams = GREEDY, drafter: str | None = None) -> CompletionOutput:

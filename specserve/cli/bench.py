@@ -120,7 +120,7 @@ def compare(
         Parameter(
             group=MEASUREMENT, negative=(), consume_multiple=True, show_default=" ".join, help="Drafters to measure."
         ),
-    ] = ("ngram",),
+    ] = ("auto",),
     prompts: Annotated[
         str,
         Parameter(group=MEASUREMENT, help="JSON lines with prompt or turns (the first is asked), perhaps category."),

@@ -70,7 +70,7 @@ class GridOptions:
         tuple[int, ...], _list("Prompts that run at once; the next begins when one has ended.", numbers)
     ] = (1, 4, 16, 32)
     temperature: Annotated[tuple[float, ...], _list("0 is greedy.", _temperatures)] = (0.0, 1.0)
-    drafters: Annotated[tuple[str, ...], _list("Drafters to measure.")] = ("ngram",)
+    drafters: Annotated[tuple[str, ...], _list("Drafters to measure.")] = ("auto",)
     limit: Annotated[
         Whole, _at_least_1("Prompts of each category in a cell; where more run at once, as many as do.")
     ] = 8

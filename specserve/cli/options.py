@@ -45,7 +45,7 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "num_speculative_tokens": (SPECULATION, "Most draft tokens a sequence gets in one step."),
     "drafter_options": (SPECULATION, "The drafter's own options, as --drafter-options.NAME VALUE."),
     "drafter_timeout_s": (SPECULATION, "Seconds a drafter of another package may take before it is switched off."),
-    "adaptive": (SPECULATION, "Draft only as much as pays, by measured cost and acceptance."),
+    "adaptive": (SPECULATION, "Draft only as much as pays, by measured cost and acceptance; else as much as may be."),
     "verification": (SPECULATION, "How drafts are judged; coupled gives the same text as plain decoding."),
     "grammar_backend": (ENGINE, "Who enforces structured output: auto, or a file name in grammars/."),
     "max_model_len": (ENGINE, "Longest prompt + output in tokens [default: the model's]."),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specserve.types import Draft, GuardedState, Sequence
+from specserve.types import JUMP_FORWARD, Draft, GuardedState, Sequence
 
 
 class _Branch(NamedTuple):
@@ -52,6 +52,7 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
         draft.q[origins] if is_drawn and draft.q is not None else None,
         frozenset(i for i, origin in enumerate(origins) if origin < 0),
         confidence,
+        [draft.sources[origin] if origin >= 0 else (JUMP_FORWARD,) for origin in origins] if draft.sources else (),
     )
 
 

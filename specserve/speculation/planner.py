@@ -17,7 +17,9 @@ _PROBE = 64  # steps with drafts, at most, between two without, which tell what 
 _RARE_PROBE = 256  # where drafts make a step this much better:
 _CLEAR_GAIN = 1.3
 _FEW = 8  # nodes, as a sequence alone has
-_ERRORS = 5  # steps with drafts; what the middle one took more than was expected, drafts cost: pauses are not theirs
+_ERRORS = 5  # steps with drafts, of which the middle one counts: pauses of the machine are not theirs
+_DOUBT = 1.0  # plain steps that drafts seem to have cost beyond what was expected, until a step without tells whether
+# it was they or the machine
 
 
 class Load(NamedTuple):
@@ -44,7 +46,9 @@ class Planner:
         self._promised = 0.0  # seconds that asking for chosen drafts will take
         self._is_probe = False  # a step without drafts, which tells what plain decoding takes
         self._since_plain = 0
-        self._errors: deque[float] = deque(maxlen=_ERRORS)  # seconds of steps with drafts over what was expected
+        self._errors: deque[float] = deque([1.0, 1.0], maxlen=_ERRORS)  # steps with drafts over what was expected
+        self._took = 0.0  # seconds of steps with drafts since the last without, and
+        self._foreseen = 0.0  # what was expected of them
         self._gain = 1.0  # of the newest step: how many times the tokens a second of plain decoding were expected
 
     def start(self, load: Load) -> None:
@@ -53,7 +57,8 @@ class Planner:
         self._curve = self._cost.curve(load.rows + load.tokens, _FEW, load.context)
         self.plain = self._curve[0] if not load.tokens else self._cost.seconds(load.rows, load.context)
         self._num_chosen, self._expected, self._promised = 0, float(load.rows), 0.0
-        self._is_probe = self._since_plain >= (_RARE_PROBE if self._gain > _CLEAR_GAIN else _PROBE)
+        is_in_doubt = abs(self._took - self._foreseen) > _DOUBT * self.plain
+        self._is_probe = is_in_doubt or self._since_plain >= (_RARE_PROBE if self._gain > _CLEAR_GAIN else _PROBE)
         self._gain = 1.0
 
     def extra(self, count: int) -> float:
@@ -123,10 +128,15 @@ class Planner:
         load, plain, extra = self.load, self.plain, drafting
         if drafted:
             extra += self.extra(drafted)
-            expected = self._curve[drafted]
-            if not load.tokens:
-                self._errors.append((seconds - drafting) / expected)
-                extra += (median(self._errors) - 1) * expected
+        if drafted and not load.tokens:
+            self._errors.append((seconds - drafting) / self._curve[drafted])
+            self._took += median(self._errors) * self._curve[drafted]
+            self._foreseen += self._curve[drafted]
+        elif load.rows and not load.tokens:
+            slower = (seconds - drafting) / plain if plain else 1.0  # the machine, than was expected
+            beyond = self._took - self._foreseen
+            extra += min(max(self._took / slower - self._foreseen, min(beyond, 0.0)), max(beyond, 0.0))
+            self._took = self._foreseen = 0.0
         self._since_plain = self._since_plain + 1 if drafted else 0
         if load.rows:
             self.ledger.settle(seconds, extra, accepted * plain / load.rows, plain)

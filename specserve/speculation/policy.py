@@ -206,17 +206,22 @@ class Policy:
         return drafts, took
 
     def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:
-        """The draft of the one drafter that a sequence has, as its grammar leaves it."""
-        proposed = found[0][1] if found else Draft.empty()
+        """The draft that a sequence's drafter made, as its grammar leaves it. Of several under one name those with the
+        highest priority come first."""
+        seq, proposed = each.seq, found[0][1] if found else Draft.empty()
+        if found and found[0][0] != seq.drafter:
+            names = [part.name for part in self._parts[seq]]
+            merged = Proposals(sorted(found, key=lambda one: names.index(one[0])))
+            proposed = merged.draft(range(min(len(merged), budget)))
         each.draft = proposed
-        if budget and each.seq.grammar is not None:
+        if budget and seq.grammar is not None:
             with self._timed("mask"):
-                each.draft = guide(each.seq, proposed, budget)
+                each.draft = guide(seq, proposed, budget)
         if each.draft is not proposed:
-            _forget_others(each.seq, proposed, each.draft)
+            _forget_others(seq, proposed, each.draft)
         if self.adaptive is not None and len(proposed):
             unsure = Draft(proposed.tokens, proposed.parents)  # `length` knows no confidence
-            self.adaptive.verify(each.seq, Proposals([(found[0][0], unsure)]), range(len(proposed)))
+            self.adaptive.verify(seq, Proposals([(seq.drafter, unsure)]), range(len(proposed)))
 
     def _weigh(
         self,

@@ -112,7 +112,7 @@ class Proposals:
             np.array([self.tokens[node] for node in nodes], np.int32),
             np.array([place[self.parents[node]] for node in nodes], np.int32),
             jump_forward=frozenset(place[node] for node in self.jump_forward if node in place),
-            sources=[[source for source, _ in self.owners[node]] for node in nodes] if self.owners else (),
+            sources=[[source for source, _ in self._buckets[node]] for node in nodes],
         )
 
     def judged(self, tokens: Many[int]) -> list[tuple[int, bool]]:

@@ -91,7 +91,7 @@ def test_python_runs(
     said = capsys.readouterr().out
     if "BaseModel" in block.text:
         assert said.startswith("name=")
-        assert float(said.split()[-1]) > 1.2, "jump-forward tokens are drafted"
+        assert float(said.split()[-1]) > 1, "jump-forward tokens are drafted"
     if "triggered_tags" in block.text:
         check_constrained(said, Tokenizer(smollm2))
 

@@ -185,7 +185,7 @@ def test_the_drafter_contract_is_documented() -> None:
 
 def test_every_drafter_is_documented() -> None:
     told = rows(sections(read("docs/drafters.md"), 2)["Which drafter when"])
-    assert told == {"none", *(path.stem for path in (ROOT / "drafters").glob("*.py"))}
+    assert told == {"auto", "none", *(path.stem for path in (ROOT / "drafters").glob("*.py"))}
 
 
 def test_the_number_of_grammars_is_right() -> None:

@@ -140,6 +140,7 @@ def drafted(model: Path, path: Path, salt: bytes) -> SequenceStats:
         max_model_len=128,
         drafter="suffix",
         drafter_options={"store_path": str(path)},
+        adaptive=False,
     )
     engine = build(config).engine
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

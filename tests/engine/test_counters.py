@@ -66,7 +66,8 @@ def bound(built: Built, prompt_ids: list[int], asked: Structured) -> tuple[Reque
 def test_masks_have_a_phase_of_their_own_and_forced_tokens_are_counted(tmp_path: Path) -> None:
     """A text that is forced from its second token on: all but what begins it was drafted and stood, in the sequence's
     counts and in the engine's, and its rows are in the times of masks, which free requests leave alone."""
-    built = build(EngineConfig(model=str(write_tiny_model(tmp_path, "llama", seed=3)), dtype="float32"))
+    folder = write_tiny_model(tmp_path, "llama", seed=3)
+    built = build(EngineConfig(model=str(folder), dtype="float32", drafter="none", adaptive=False))
     counters, params = built.engine.counters, SamplingParams(temperature=0.0, max_tokens=40)
     run(built, Request(id="free", prompt_ids=[5, 6, 7], params=params))
     assert sum(counters.mask_per_step.counts) == 0

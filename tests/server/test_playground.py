@@ -532,6 +532,6 @@ def test_with_a_real_server(server: Any, drafter: str) -> None:
     whole = server.post(CHAT, {k: v for k, v in drafted.items() if k not in ("stream", "stream_options")}).json
     assert played.answer()["text"] == whole["choices"][0]["message"]["content"]
     assert played.figures()["tokens"] == str(whole["usage"]["completion_tokens"])
-    assert played.figures()["drafter"] == (drafter or "none")
+    assert played.figures()["drafter"] == (drafter or "auto")
     if drafter:
         assert played.said()[0][0].startswith("The texts are identical.")

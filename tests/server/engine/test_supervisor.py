@@ -128,7 +128,7 @@ def test_a_request_that_is_wrong_is_refused_alone(on_one_engine: Callable[[Play]
 
 def test_what_a_drafter_learned_outlives_the_engine(folder: Path, expected: list[int], tmp_path: Path) -> None:
     """An engine that is asked to end closes its drafter, which saves; the next one begins with that."""
-    options: dict[str, Any] = {"drafter": "suffix", "drafter_options": {"store_path": str(tmp_path / "texts")}}
+    options: dict[str, Any] = {"drafter_options": {"store_path": str(tmp_path / "texts")}, "adaptive": False}
 
     async def play() -> float:
         async with running(folder, **options) as service:

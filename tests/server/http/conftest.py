@@ -377,9 +377,9 @@ def known_of(served: Any, canary: list[int]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def hostile_server(padded: Path, serving_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A server with room for the streams and a case beside them."""
+    """A server with room for the streams and a case beside them, that makes every draft that is asked for."""
     folder = tmp_path_factory.mktemp("hostile")
-    with serving_process(padded, folder, "--served-model-name=tiny", "--admin", **ROOM) as served:
+    with serving_process(padded, folder, "--served-model-name=tiny", "--admin", "--no-adaptive", **ROOM) as served:
         start_workers(served)
         yield served
 
