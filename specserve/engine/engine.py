@@ -175,6 +175,7 @@ class Engine:
         counters.num_steps += 1
         counters.num_preemptions = self.scheduler.num_preemptions
         counters.num_drafts_dropped = self.policy.num_dropped
+        counters.draft_seconds = self.policy.draft_seconds
         usage = self.cache.usage()
         counters.live_tokens += usage.live_tokens
         counters.allocated_tokens += usage.allocated_tokens

@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from specserve.speculation.grammar import guide
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import AUTO, NONE, makers
 from specserve.speculation.tree import Proposals
-from specserve.types import PREDICTION, Draft, Ids, ScheduledSeq, Sequence, Verdict
+from specserve.types import JUMP_FORWARD, PREDICTION, Draft, Ids, ScheduledSeq, Sequence, Verdict
 
 MOST_JUMP_FORWARD = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
 
@@ -54,6 +55,7 @@ class Policy:
         self.num_tokens = num_tokens
         self.context = context  # for drafters that requests name
         self.adaptive = adaptive
+        self.draft_seconds: defaultdict[str, float] = defaultdict(float)  # that asking and telling each drafter took
         self._own = own
         self._cache = cache
         self._max_model_len = max_model_len
@@ -145,9 +147,11 @@ class Policy:
         top: Ids | None = None,
     ) -> None:
         """Tell the drafters what a step has done."""
-        for host in self._num_seqs:
+        for host in (host for host in self._num_seqs if host.active):
+            begun = time.perf_counter()
             own = [s for s in step.seqs if host in self._parts[s.seq]]
             host.observe(own, verdicts, hidden, step.preempted, top)
+            self.draft_seconds[host.name] += time.perf_counter() - begun
         if self.adaptive is not None:
             self.adaptive.observe(verdicts)
 
@@ -203,6 +207,7 @@ class Policy:
                 if len(draft):
                     drafts[each].append((host.name, draft))
             took[host.name] += time.perf_counter() - begun
+            self.draft_seconds[host.name] += took[host.name]
         return drafts, took
 
     def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:
@@ -214,6 +219,10 @@ class Policy:
                 each.draft = guide(each.seq, proposed, budget)
         if each.draft is not proposed:
             _forget_others(each.seq, proposed, each.draft)
+        if found and found[0][0] != each.seq.drafter:  # one of several
+            forced = each.draft.jump_forward
+            owners = [[JUMP_FORWARD if node in forced else found[0][0]] for node in range(len(each.draft))]
+            each.draft = replace(each.draft, sources=owners)
         if self.adaptive is not None and len(proposed):
             unsure = Draft(proposed.tokens, proposed.parents)  # `length` knows no confidence
             self.adaptive.verify(each.seq, Proposals([(found[0][0], unsure)]), range(len(proposed)))

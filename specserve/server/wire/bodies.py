@@ -53,6 +53,11 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionTokensDetails
 
 
+class SourceDrafts(TypedDict):
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 @_described
 class SpeculativeDecoding(TypedDict):
     """How the drafts of a call fared. A step is a verify step, one without a draft too."""
@@ -68,6 +73,9 @@ class SpeculativeDecoding(TypedDict):
     num_draft_tokens: int
     num_spec_tokens: int
     """The longest draft that the engine makes."""
+    by_source: dict[str, SourceDrafts]
+    """Draft tokens by who proposed them: the name of a drafter, or jump_forward for what a grammar left no choice of.
+    One that two drafters proposed counts for both."""
 
 
 @_described
