@@ -7,12 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import takewhile
 
 from torch import Tensor
 
 from specserve.cache.cache import KVCache
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.errors import ConfigError, InputError, unknown
+from specserve.explained import Explained
 from specserve.registry import DRAFTERS
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
@@ -133,6 +135,12 @@ class Policy:
                 seconds -= took[name]
         if adaptive is not None and proposals:
             self._weigh(step, proposals, adaptive, limits, seconds)
+        for each in (each for each in step.seqs if each.seq.explained is not None):
+            merged = proposals.get(each) or Proposals(drafts.get(each, ()))
+            proposed = merged.by_source() | Counter({JUMP_FORWARD: len(each.draft.jump_forward)})
+            nodes, own = sum(len(other.draft) for other in step.seqs), sum(other.num_new for other in step.seqs)
+            costs = adaptive.planner.forecast(nodes, sum(took.values())) if adaptive is not None else ()
+            each.seq.explained = Explained(budgets.get(each, 0), proposed, own + nodes, *costs)
 
     def settle(self, step: Step, seconds: float) -> None:
         """The step is over and took so long."""
@@ -289,12 +297,9 @@ def _named(host: DraftHost) -> dict[str, DraftHost]:
 
 def _forget_others(seq: Sequence, proposed: Draft, kept: Draft) -> None:
     """A grammar has changed a draft: what a drafter's model computed of nodes that are others now is not theirs."""
-    same = 0
-    for a, b in zip(_nodes(proposed), _nodes(kept), strict=False):
-        if a != b:
-            break
-        same += 1
-    seq.draft_cached = min(seq.draft_cached, len(seq.tokens) + same)
+    pairs = zip(_nodes(proposed), _nodes(kept), strict=False)
+    same = list(takewhile(lambda pair: pair[0] == pair[1], pairs))
+    seq.draft_cached = min(seq.draft_cached, len(seq.tokens) + len(same))
 
 
 def _nodes(draft: Draft) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from specserve.config import EngineConfig
@@ -138,3 +139,72 @@ def test_what_a_grammar_forces_is_its_own(built: Built, everything: None, adapti
     assert set(stats.by_source) == {"jump_forward"}
     assert stats.by_source["jump_forward"] == [stats.num_draft_tokens, stats.num_accepted_tokens]
     assert stats.num_accepted_tokens > 5
+
+
+# --- step by step -----------------------------------------------------------------------------------------------------
+
+
+def test_each_step_is_explained_to_whom_asked(both: Engine, answer: list[int]) -> None:
+    """Two requests in the same steps; one asks. What is known: who proposed which of the next tokens."""
+    events = run(both, request("told", explain=True), request("other"))
+    assert [ids([e for e in events if e.request_id == name]) for name in ("told", "other")] == [answer, answer]
+    assert all(e.explained is None for e in events if e.request_id == "other")
+    first, *steps = [e.explained for e in events if e.request_id == "told"]
+    assert first is not None
+    assert (first.room, first.proposed, first.tokens, first.path) == (0, {}, [], [])
+    assert (first.num_rows, first.plain_s, first.expected_s) == (2 * len(PROMPT), None, None), "prompts"
+    assert len(steps) == 3
+    for number, step in enumerate(steps):
+        assert step is not None
+        come = answer[1 + 4 * number :]
+        assert (step.room, step.proposed, step.num_rows) == (3, {"right": 3, "half": 2}, 2 * (1 + 4))
+        assert step.tokens == [*come[:3], (come[1] + 1) % 256]
+        assert step.parents == [-1, 0, 1, 0]
+        assert step.sources == [["right", "half"], ["right"], ["right"], ["half"]]
+        assert step.path == [0, 1, 2]
+        assert step.seconds > 0
+        assert step.allowance_s is not None
+    assert sum(len(s.path) for s in steps if s) == 9
+    known = [(s.plain_s, s.expected_s) for s in steps if s and s.plain_s is not None]
+    assert len(known) >= 2, "what a step costs is known after one"
+    assert all(expected > plain > 0 for plain, expected in known if expected is not None)
+
+
+def test_events_keep_what_they_said(both: Engine) -> None:
+    """A later step does not change what an earlier event holds, and all of it crosses a socket."""
+    both.add(request(explain=True))
+    events: list[Event] = []
+    sent: list[bytes] = []
+    while both.has_work:
+        events += both.step()
+        sent.append(msgspec.msgpack.encode(events[-1]))
+    assert [msgspec.msgpack.decode(each, type=Event).explained for each in sent] == [e.explained for e in events]
+    assert len({id(event.explained) for event in events}) == len(events)
+
+
+def test_without_weighing_no_cost_is_expected(built: Built, answer: list[int]) -> None:
+    two(built.engine, answer, adaptive=False)
+    steps = [event.explained for event in run(built.engine, request(explain=True))][1:]
+    assert [(s.plain_s, s.expected_s, s.allowance_s) for s in steps if s] == [(None, None, None)] * 3
+    assert [s.sources for s in steps if s] == [[["right"]] * 3] * 3
+    assert [s.proposed for s in steps if s] == [{"right": 3, "half": 2}] * 3
+
+
+def test_an_aborted_request_has_nothing_more_to_explain(both: Engine) -> None:
+    both.add(request(explain=True))
+    both.step()
+    (event,) = both.abort("r")
+    assert (event.tokens, event.explained) == ([], None)
+
+
+def test_forced_tokens_are_explained_as_the_grammars(built: Built, everything: None) -> None:
+    built.engine.use(DraftHost(None, built.engine.limits.vocab_size, 10.0), 0, adaptive=True)
+    params = SamplingParams(temperature=0, max_tokens=40, structured=Structured.choice(["the other stone"]))
+    asked = Request(id="bound", prompt_ids=list(PROMPT), params=params, explain=True)
+    built.engine.add(asked, built.compiler.compile(params.structured))
+    steps = [event.explained for event in run(built.engine)]
+    forced = [step for step in steps if step is not None and step.tokens]
+    assert forced
+    for step in forced:
+        assert step.proposed == {"jump_forward": len(step.tokens)}
+        assert step.sources == [["jump_forward"]] * len(step.tokens)

@@ -8,6 +8,8 @@ from typing import Literal, NotRequired, TypeAlias
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from specserve.server.wire.explained import ExplainedStep
+
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 ErrorType: TypeAlias = Literal[
     "invalid_request_error",
@@ -211,6 +213,8 @@ class ChatChunkChoice(TypedDict):
     """In a choice's last chunk alone."""
     token_ids: NotRequired[list[int]]
     """Sent with return_token_ids."""
+    explained: NotRequired[ExplainedStep]
+    """What the step did that these tokens came from, with speculative.explain."""
 
 
 @_described
@@ -290,6 +294,8 @@ class CompletionChunkChoice(TypedDict):
     """In a choice's first chunk, with return_token_ids."""
     token_ids: NotRequired[list[int]]
     """Sent with return_token_ids."""
+    explained: NotRequired[ExplainedStep]
+    """What the step did that these tokens came from, with speculative.explain."""
 
 
 @_described
