@@ -135,7 +135,7 @@ class Policy:
                 seconds -= took[name]
         if adaptive is not None and proposals:
             self._weigh(step, proposals, adaptive, limits, seconds)
-        for each in (each for each in step.seqs if each.seq.explained is not None):
+        for each in (each for each in step.seqs if each.seq.explained is not None):  # and tell who asked
             merged = proposals.get(each) or Proposals(drafts.get(each, ()))
             proposed = merged.by_source() | Counter({JUMP_FORWARD: len(each.draft.jump_forward)})
             nodes, own = sum(len(other.draft) for other in step.seqs), sum(other.num_new for other in step.seqs)

@@ -328,8 +328,8 @@ def rejected(text: str, *who: str) -> Json:
 
 
 def explained_bytes() -> bytes:
-    """Three steps: without a draft; two tokens accepted and two branches rejected; the end, whose last character was held
-    back. Token i is spelled by the i-th word."""
+    """Three steps: without a draft; two tokens accepted and three branches rejected; the end, which shows half a
+    character that was held back. Token i is spelled by the i-th word."""
     words = [b"The", b" sky", b" is", b" blue", b"\nred", b" was", b"!"]
 
     class Words:
