@@ -125,9 +125,11 @@ class LLM:
         *,
         drafter: str | None = None,
         prediction: Prediction | None = None,
+        explain: bool = False,
     ) -> Iterator[Chunk]:
-        """Complete one prompt and yield its text as it comes. Leaving the loop early aborts the request."""
-        fields = self._requests.fields(drafter, prediction)
+        """Complete one prompt and yield its text as it comes. Leaving the loop early aborts the request. With `explain`
+        each chunk has `explained`: who proposed what in its step, what was accepted, and what the step took."""
+        fields = self._requests.fields(drafter, prediction, explain=explain)
         return self._stream(self._requests.of_prompt(prompt, params or SamplingParams(), **fields))
 
     def stream_chat(
@@ -137,10 +139,11 @@ class LLM:
         *,
         drafter: str | None = None,
         prediction: Prediction | None = None,
+        explain: bool = False,
         **template: Any,
     ) -> Iterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
-        fields = self._requests.fields(drafter, prediction)
+        fields = self._requests.fields(drafter, prediction, explain=explain)
         return self._stream(self._requests.of_chat(messages, params or SamplingParams(), template, **fields))
 
     def use_drafter(self, name: str, num_speculative_tokens: int | None = None, **options: Any) -> None:
@@ -259,7 +262,7 @@ class AsyncLLM:
         prediction: Prediction | None = None,
     ) -> RequestOutput:
         """Complete one prompt; many calls at once are batched by the engine."""
-        fields = self._requests.fields(drafter, prediction, priority)
+        fields = self._requests.fields(drafter, prediction, priority=priority)
         return await self._whole(*self._requests.of_prompt(prompt, params or SamplingParams(), **fields))
 
     async def chat(
@@ -273,7 +276,7 @@ class AsyncLLM:
         **template: Any,
     ) -> RequestOutput:
         """Answer one conversation."""
-        fields = self._requests.fields(drafter, prediction, priority)
+        fields = self._requests.fields(drafter, prediction, priority=priority)
         return await self._whole(*self._requests.of_chat(messages, params or SamplingParams(), template, **fields))
 
     def stream(
@@ -284,9 +287,10 @@ class AsyncLLM:
         priority: int = 0,
         drafter: str | None = None,
         prediction: Prediction | None = None,
+        explain: bool = False,
     ) -> AsyncIterator[Chunk]:
         """Complete one prompt and yield its text as it comes."""
-        fields = self._requests.fields(drafter, prediction, priority)
+        fields = self._requests.fields(drafter, prediction, priority=priority, explain=explain)
         return self._stream(*self._requests.of_prompt(prompt, params or SamplingParams(), **fields))
 
     def stream_chat(
@@ -297,10 +301,11 @@ class AsyncLLM:
         priority: int = 0,
         drafter: str | None = None,
         prediction: Prediction | None = None,
+        explain: bool = False,
         **template: Any,
     ) -> AsyncIterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
-        fields = self._requests.fields(drafter, prediction, priority)
+        fields = self._requests.fields(drafter, prediction, priority=priority, explain=explain)
         return self._stream(*self._requests.of_chat(messages, params or SamplingParams(), template, **fields))
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.errors import FailureCode, InputError, strict_fields
+from specserve.explained import Explained
 from specserve.structured.spec import Structured
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ def wrong_ids(ids: Many[Any], vocab_size: int) -> list[Any]:
     ]
 
 
-_INF = float("inf")
 # SamplingParams' numbers: int or float, least, most
 RANGES: dict[str, tuple[type, float, float]] = {
     "n": (int, 1, 128),
@@ -114,8 +114,8 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "repetition_penalty": (float, 1e-3, 1e3),
     "presence_penalty": (float, -2.0, 2.0),
     "frequency_penalty": (float, -2.0, 2.0),
-    "max_tokens": (int, 1, _INF),
-    "min_tokens": (int, 0, _INF),
+    "max_tokens": (int, 1, math.inf),
+    "min_tokens": (int, 0, math.inf),
     "seed": (int, -(2**63), 2**64 - 1),
     "logprobs": (int, 0, 64),
     "prompt_logprobs": (int, 0, 64),
@@ -127,14 +127,9 @@ _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculati
 def _check_number(name: str, value: Any, kind: type, low: float, high: float) -> None:
     """Finite, then type, then range: NaN and infinity are refused before any comparison could let them through."""
     allowed = (int,) if kind is int else (int, float)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, allowed)
-        or not math.isfinite(value)
-        or not low <= value <= high
-    ):
+    if isinstance(value, bool) or not isinstance(value, allowed) or not (math.isfinite(value) and low <= value <= high):
         what = "a whole number" if kind is int else "a finite number"
-        limits = f"from {low:g} to {high:g}" if high < _INF else f"of at least {low:g}"
+        limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
         raise InputError(f"{name} is {value!r}; it must be {what} {limits}.", name.split("[")[0])
 
 
@@ -247,6 +242,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it; None for eos
     stats: SequenceStats = field(default_factory=SequenceStats)
+    explained: Explained | None = None  # its newest step, if its request asked for that
     stop_ids: frozenset[int] = field(init=False)  # every id that ends it: eos_ids and params.stop_token_ids
 
     def __post_init__(self) -> None:
@@ -367,6 +363,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None  # with finish_reason "error"; so is the next
     error_code: FailureCode | None = None
     stats: SequenceStats | None = None
+    explained: Explained | None = None  # if asked for; comes with tokens
 
 
 class GrammarState(Protocol):

@@ -68,7 +68,7 @@ class Reply:
 @dataclass(slots=True)
 class Run:
     """Everything one contender did. `wall` is seconds of generation, prefill included, one entry a repeat; `num_steps`,
-    `seconds` and the KV tokens are the engine's own counts."""
+    `seconds`, `draft_seconds` and the KV tokens are the engine's own counts."""
 
     drafter: str
     replies: list[Reply] = field(default_factory=list)
@@ -77,6 +77,7 @@ class Run:
     live_tokens: int = 0
     allocated_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    draft_seconds: dict[str, float] = field(default_factory=dict)
     mask_per_step: Times = field(default_factory=Times)
     mask_per_row: Times = field(default_factory=Times)
 
@@ -91,6 +92,9 @@ class Run:
         self.allocated_tokens += after.allocated_tokens - before.allocated_tokens
         for phase, total in after.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + total - before.seconds[phase]
+        for source, total in after.draft_seconds.items():
+            spent = total - before.draft_seconds.get(source, 0.0)
+            self.draft_seconds[source] = self.draft_seconds.get(source, 0.0) + spent
         self.mask_per_step += after.mask_per_step - before.mask_per_step
         self.mask_per_row += after.mask_per_row - before.mask_per_row
 

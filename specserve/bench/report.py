@@ -62,9 +62,24 @@ def _run(run: Run, plain: Run, questions: Sequence[Question], num_mismatched: in
         "accepted_tokens": sum(reply.stats.num_accepted_tokens for reply in run.replies),
         "mismatched_requests": num_mismatched,
         "kv_waste": 1 - run.live_tokens / run.allocated_tokens if run.allocated_tokens else 0.0,
+        "sources": _sources(run),
         "step_ms": {phase: run.seconds[phase] / run.num_steps * 1e3 for phase in PHASES},
         "categories": _categories(run, plain, questions),
     }
+
+
+def _sources(run: Run) -> dict[str, dict[str, float]]:
+    """Draft tokens by who proposed them, and what asking each drafter took of a step. Who did neither is left out."""
+    found: dict[str, dict[str, float]] = {}
+    spent = {source: seconds for source, seconds in run.draft_seconds.items() if seconds}
+    for source in dict.fromkeys([*(source for reply in run.replies for source in reply.stats.by_source), *spent]):
+        counts = [reply.stats.by_source.get(source, (0, 0)) for reply in run.replies]
+        found[source] = {
+            "draft_tokens": sum(drafted for drafted, _ in counts),
+            "accepted_tokens": sum(accepted for _, accepted in counts),
+            "step_ms": spent.get(source, 0.0) / run.num_steps * 1e3,
+        }
+    return found
 
 
 def _tokens(replies: Iterable[Reply]) -> int:
@@ -180,6 +195,17 @@ def by_category(figures: dict[str, Any]) -> Table:
     for name in figures["runs"][0]["categories"]:
         cells = [run["categories"][name] for run in drafted]
         table.add_row(name, *(f"{cell['speedup']:.2f}x ({cell['mean_acceptance_length']:.2f})" for cell in cells))
+    return table
+
+
+def by_source(figures: dict[str, Any]) -> Table:
+    """Who drafted, one row a source of each run. Without a time: grammars, whose time is that of masks."""
+    table = table_of("Draft tokens by source", "drafter", "source", "drafted", "accepted", "share", "ms a step")
+    for run in figures["runs"]:
+        for source, each in run["sources"].items():
+            drafted, accepted = each["draft_tokens"], each["accepted_tokens"]
+            spent = f"{each['step_ms']:.3f}" if each["step_ms"] else "-"
+            table.add_row(run["drafter"], source, f"{drafted}", f"{accepted}", _percent(accepted, drafted), spent)
     return table
 
 

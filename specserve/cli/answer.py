@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,13 +36,17 @@ class Answer:
         return ", ".join(parts)
 
 
-def write(chunks: Iterable[Chunk]) -> Answer:
-    """Write a stream's text to standard output as it comes. Raises as `check` for an error of its own."""
+def write_text(chunk: Chunk) -> None:
+    print(chunk.text, end="", flush=True)
+
+
+def write(chunks: Iterable[Chunk], show: Callable[[Chunk], object] = write_text) -> Answer:
+    """Write a stream to standard output as it comes. Raises as `check` for an error of its own."""
     texts: list[str] = []
     num_tokens = 0
     stats: SequenceStats | None = None
     for chunk in chunks:
-        print(chunk.text, end="", flush=True)
+        show(chunk)
         texts.append(chunk.text)
         num_tokens += len(chunk.token_ids)
         check(chunk)

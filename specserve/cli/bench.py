@@ -232,11 +232,13 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def _print(figures: dict[str, Any], different: list[Mismatch]) -> None:
-    from specserve.bench.report import by_category, by_phase, describe, overview
+    from specserve.bench.report import by_category, by_phase, by_source, describe, overview
     from specserve.bench.structured import structured_table
 
     console = Console()
     tables = [overview(figures), *([by_category(figures)] if len(figures["runs"]) > 1 else []), by_phase(figures)]
+    if any(run["sources"] for run in figures["runs"]):
+        tables.append(by_source(figures))
     if "structured" in figures["runs"][0]:
         tables.append(structured_table(figures["runs"]))
     for table in tables:

@@ -8,10 +8,13 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from rich.console import Console
 
-from specserve.cli.answer import write
+from specserve.cli.answer import write, write_text
+from specserve.cli.explained import MarkedText
 from specserve.cli.options import (
     GENERATION,
+    OUTPUT,
     EngineOptions,
     SamplingOptions,
     engine_options,
@@ -32,6 +35,10 @@ _SAMPLING = SamplingOptions()
 def chat(
     *,
     system: Annotated[str | None, Parameter(group=GENERATION, help="System message of the conversation.")] = None,
+    show_drafts: Annotated[
+        bool,
+        Parameter(group=OUTPUT, negative=(), help="Mark tokens that were drafted, and show those that were rejected."),
+    ] = False,
     engine: Annotated[EngineOptions, Parameter(name="*")] = _ENGINE,
     sampling: Annotated[SamplingOptions, Parameter(name="*")] = _SAMPLING,
 ) -> None:
@@ -40,17 +47,18 @@ def chat(
 
     with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
         print(llm.summary, HELP, sep="\n", file=sys.stderr)
-        Conversation(llm, sampling_params(sampling), system).run()
+        Conversation(llm, sampling_params(sampling), system, show_drafts).run()
 
 
 class Conversation:
     """Reads messages from standard input until its end or /exit, and answers each."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, show_drafts: bool = False) -> None:
         self.llm = llm
         self.params = params
         self.opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.opening)
+        self.marked = MarkedText(Console(highlight=False), llm.tokenizer.token_bytes) if show_drafts else None
 
     def run(self) -> None:
         prompt = _line_editing()
@@ -70,7 +78,8 @@ class Conversation:
         """Stream the answer. What was interrupted or refused leaves the conversation as it was."""
         asked = [*self.messages, {"role": "user", "content": text}]
         try:
-            said = write(self.llm.stream_chat(asked, self.params))
+            chunks = self.llm.stream_chat(asked, self.params, explain=self.marked is not None)
+            said = write(chunks, self.marked.write if self.marked else write_text)
         except InputError as error:
             print(f"specserve: {error} Or start again with /reset.", file=sys.stderr)
             return
@@ -78,6 +87,8 @@ class Conversation:
             print("\n(stopped)", file=sys.stderr)
             return
         print(f"[{said.speed()}]", file=sys.stderr)
+        if self.marked:
+            Console(stderr=True, highlight=False).print(self.marked.legend())
         self.messages = [*asked, {"role": "assistant", "content": said.text}]
 
 

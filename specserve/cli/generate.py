@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
 
 from specserve.cli.answer import Answer, check, write
+from specserve.cli.explained import Explanation
 from specserve.cli.options import (
     GENERATION,
     OUTPUT,
@@ -25,7 +28,7 @@ from specserve.structured.spec import Structured
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from specserve.llm import LLM, RequestOutput
+    from specserve.llm import LLM, Chunk, RequestOutput
 
 _ENGINE = EngineOptions()
 _SAMPLING = SamplingOptions()
@@ -57,6 +60,10 @@ def generate(
     stats: Annotated[
         bool, Parameter(group=OUTPUT, negative=(), help="Speed and acceptance of each answer, on standard error.")
     ] = False,
+    explain: Annotated[
+        bool,
+        Parameter(group=OUTPUT, negative=(), help="What each step did with drafts, as a table on standard error."),
+    ] = False,
     engine: Annotated[EngineOptions, Parameter(name="*")] = _ENGINE,
     sampling: Annotated[SamplingOptions, Parameter(name="*")] = _SAMPLING,
 ) -> None:
@@ -65,11 +72,13 @@ def generate(
         raise InputError("--raw sends no messages, so --system has no place in it. Leave one of them out.", "system")
     params = replace(sampling_params(sampling), structured=_structured(schema, regex, choice, grammar))
     asked = [text if raw else _messages(text, system) for text in prompts or (_standard_input(),)]
+    if explain and (len(asked) > 1 or json_lines):
+        raise InputError("--explain tells of one prompt, whose text is streamed. Give one, and no --json.", "explain")
     from specserve.llm import LLM
 
     with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
         if len(asked) == 1 and not json_lines:
-            answers = [_stream(llm, asked[0], params)]
+            answers = [_stream(llm, asked[0], params, explain)]
         else:
             answers = _batch(llm, asked, params, json_lines)
     if stats:
@@ -112,8 +121,18 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*before, {"role": "user", "content": text}]
 
 
-def _stream(llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams) -> Answer:
-    return write(llm.stream(asked, params) if isinstance(asked, str) else llm.stream_chat(asked, params))
+def _stream(llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams, explain: bool) -> Answer:
+    chunks: Iterator[Chunk]
+    if isinstance(asked, str):
+        chunks = llm.stream(asked, params, explain=explain)
+    else:
+        chunks = llm.stream_chat(asked, params, explain=explain)
+    if not explain:
+        return write(chunks)
+    steps = Explanation(llm.tokenizer.token_bytes)
+    answer = write(steps.of(chunks))
+    Console(stderr=True, highlight=False).print("", steps.show(answer), sep="\n")
+    return answer
 
 
 def _batch(llm: LLM, asked: list[Any], params: SamplingParams, json_lines: bool) -> list[Answer]:

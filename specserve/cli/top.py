@@ -91,7 +91,7 @@ def frame(address: str, stats: Stats) -> RenderableType:
     """The figures of one look. Raises ConfigError when they are not those of this version's GET /stats."""
     try:
         return Panel(
-            Stack(_requests(stats), _memory(stats), "", _latencies(stats), "", _drafters(stats), _steps(stats)),
+            Stack(_requests(stats), _memory(stats), "", _latencies(stats), "", *_drafts(stats), _steps(stats)),
             title=Text(f"{clip(stats['model'])} at {address}", "bold"),
             subtitle=_state(stats),
             width=100,
@@ -173,8 +173,9 @@ def _latencies(stats: Stats) -> RenderableType:
     return table
 
 
-def _drafters(stats: Stats) -> RenderableType:
-    """Acceptance in all and of each drafter; how it is right now stands in the first row."""
+def _drafts(stats: Stats) -> list[RenderableType]:
+    """Acceptance in all and of each drafter, how it is right now in the first row; then who proposed the draft tokens,
+    and what asking each drafter takes of a step."""
     speculation = stats["speculation"]
     table = _table("drafter", "tokens a step", "now", "accepted", "drafts", "steps")
     rows = [("all", speculation, speculation["recent_tokens_per_step"])]
@@ -188,7 +189,14 @@ def _drafters(stats: Stats) -> RenderableType:
             f"{each['num_drafts']:,}",
             f"{each['num_steps']:,}",
         )
-    return table
+    sources = _table("draft tokens by source", "drafted", "accepted", "share", "ms a step")
+    num_steps = stats["steps"]["num_steps"]
+    for name, each in sorted(speculation["sources"].items()):
+        drafted, accepted, seconds = each["num_draft_tokens"], each["num_accepted_tokens"], each["draft_seconds"]
+        share = _share(accepted / drafted if drafted else None)
+        spent = _number(1e3 * seconds / num_steps if seconds and num_steps else None, 3)
+        sources.add_row(Text(clip(name)), f"{drafted:,}", f"{accepted:,}", share, spent)
+    return [table, "", sources, ""] if sources.row_count else [table]
 
 
 def _steps(stats: Stats) -> RenderableType:

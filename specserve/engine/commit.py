@@ -49,10 +49,12 @@ def _stood(seq: Sequence, draft: Draft, path: list[int], tokens: list[int]) -> l
 
 
 def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
-    stats, accepted = seq.stats, len(path)
-    for node in range(len(draft)):
-        own = [JUMP_FORWARD] if node in draft.jump_forward else [seq.drafter]
-        for source in draft.sources[node] if draft.sources else own:
+    stats, accepted, forced = seq.stats, len(path), draft.jump_forward
+    owners = draft.sources or [[JUMP_FORWARD if i in forced else seq.drafter] for i in range(len(draft))]
+    if (told := seq.explained) is not None:
+        told.tokens, told.parents, told.sources, told.path = draft.tokens.tolist(), draft.parents.tolist(), owners, path
+    for node, sources in enumerate(owners):
+        for source in sources:
             counts = stats.by_source.setdefault(source, [0, 0])
             counts[0] += 1
             counts[1] += node in path
@@ -89,4 +91,5 @@ def event(seq: Sequence, tokens: list[int], failure: Failure | None = None) -> E
         error=None if failure is None else failure.message,
         error_code=None if failure is None else failure.code,
         stats=seq.stats if seq.finish_reason or wants.stop else None,
+        explained=seq.explained if tokens else None,
     )

@@ -73,6 +73,7 @@ class Counters:
     live_tokens: int = 0
     allocated_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "host", "total"), 0.0))
+    draft_seconds: dict[str, float] = field(default_factory=dict)  # each drafter's part of the phase "draft"
     mask_per_step: Times = field(default_factory=Times)
     mask_per_row: Times = field(default_factory=Times)
 
@@ -81,7 +82,7 @@ class Counters:
 
     def snapshot(self) -> Counters:
         times = {name: getattr(self, name) + Times() for name in ("mask_per_step", "mask_per_row")}
-        return replace(self, seconds=dict(self.seconds), **times)
+        return replace(self, seconds=dict(self.seconds), draft_seconds=dict(self.draft_seconds), **times)
 
     def settle(self, mask_s: float, num_masked_rows: int) -> None:
         """After a step, whose masks took so long: the host's share is what the phases leave of the total."""

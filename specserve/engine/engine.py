@@ -101,6 +101,9 @@ class Engine:
                 self.policy.observe(step, verdicts, out.taps, out.top)
             self._close(step)
         seconds = time.perf_counter() - begun
+        for each in events:
+            if each.explained is not None:
+                each.explained.seconds = seconds
         self.policy.settle(step, seconds)
         decoding = [verdicts[each.seq] for each in step.seqs if each.num_new == 1 and each.seq in verdicts]
         self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
@@ -175,6 +178,7 @@ class Engine:
         counters.num_steps += 1
         counters.num_preemptions = self.scheduler.num_preemptions
         counters.num_drafts_dropped = self.policy.num_dropped
+        counters.draft_seconds = self.policy.draft_seconds
         usage = self.cache.usage()
         counters.live_tokens += usage.live_tokens
         counters.allocated_tokens += usage.allocated_tokens

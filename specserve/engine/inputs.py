@@ -32,14 +32,14 @@ class Requests:
         self._tokenizer = tokenizer
         self._ids = itertools.count()
 
-    def fields(self, drafter: str | None, prediction: Prediction | None, priority: int = 0) -> dict[str, Any]:
+    def fields(self, drafter: str | None, prediction: Prediction | None, **more: Any) -> dict[str, Any]:
         """Request's fields that are the same for all prompts of a call. A predicted text gets no special tokens: it
         stands inside an answer. Raises InputError."""
         if isinstance(prediction, str):
             prediction = self._tokenizer.encode(prediction, add_special_tokens=False)
         elif not isinstance(prediction, list | tuple | None):
             raise InputError(f"prediction is {prediction!r}; it must be text or a list of token ids.", "prediction")
-        return {"drafter": drafter, "prediction": tuple(prediction or ()), "priority": priority}
+        return {"drafter": drafter, "prediction": tuple(prediction or ()), **more}
 
     def of_prompt(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> tuple[Request, RequestOutput]:
         if isinstance(prompt, Mapping):

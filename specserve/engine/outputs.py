@@ -10,6 +10,7 @@ from typing import Any
 from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import FailureCode, SpecserveError
+from specserve.explained import Explained
 from specserve.text.detokenizer import Detokenizer
 from specserve.text.stops import StopString
 from specserve.text.tokenizer import Tokenizer
@@ -30,6 +31,8 @@ class Chunk:
     error: str | None = None  # with finish_reason "error"; so is the next
     error_code: FailureCode | None = None
     stats: SequenceStats | None = None
+    explained: Explained | None = None  # the step that it came from, if asked for
+    pieces: list[str] = field(default_factory=list)  # of the text, what each token made visible; the end's is no piece
 
 
 @dataclass(slots=True)
@@ -121,7 +124,9 @@ class Collector:
 
     def _chunk(self, event: Event) -> Chunk:
         text = self._texts[event.index]
-        step = text.push(self._shown(event))
+        # A token that ended the completion is an id and no text, as in vLLM.
+        hides_end = event.finish_reason == "stop" and not self._shows_stop
+        step = text.push(event.tokens[:-1] if hides_end else event.tokens)
         tokens, logprobs, visible = event.tokens, self._scores(event.logprobs), step.text
         reason, stop = event.finish_reason, event.stop_reason
         if step.stop is not None:
@@ -129,18 +134,12 @@ class Collector:
             logprobs = None if logprobs is None else logprobs[: step.num_kept]
         elif reason is not None:
             visible += text.finish()
-        stats = event.stats if reason else None
-        failure = event.error, event.error_code
-        return Chunk(event.request_id, event.index, visible, tokens, logprobs, reason, stop, *failure, stats)
+        rest = event.error, event.error_code, event.stats if reason else None, event.explained, step.pieces
+        return Chunk(event.request_id, event.index, visible, tokens, logprobs, reason, stop, *rest)
 
     def _scores(self, blocks: list[LogprobBlock] | None) -> Any:
         scores = None if blocks is None else Packed(blocks)
         return scores if scores is None or self._lazily else list(scores)
-
-    def _shown(self, event: Event) -> list[int]:
-        """The ids that become text: a token that ended the completion is an id and no text, as in vLLM."""
-        hides_end = event.finish_reason == "stop" and not self._shows_stop
-        return event.tokens[:-1] if hides_end else event.tokens
 
 
 def extended(scores: Any, more: Any) -> Any:

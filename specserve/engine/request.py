@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from specserve.errors import InputError, PromptTooLongError
+from specserve.explained import Explained
 from specserve.structured.base import Grammar, Guarded
 from specserve.types import BadWords, SamplingParams, Sequence, SequenceStats, wrong_ids
 
@@ -33,7 +34,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     `bad_words` are those of params as token ids. `priority`: lower is first, within bounds; see the scheduler. `salt`
     separates prefix caches. `drafter` is the name of its drafter, "none" for plain decoding; None leaves it to the
     engine. `prediction` is what the answer will mostly be, as ids: without a `drafter` the request drafts from it; a
-    drafter that is named may make use of it or not. `compiles_slowly`: params.structured is known to take long."""
+    drafter that is named may make use of it or not. `explain`: its events tell what steps did with drafts.
+    `compiles_slowly`: params.structured is known to take long."""
 
     id: str
     prompt_ids: list[int]
@@ -43,6 +45,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     salt: bytes = b""
     drafter: str | None = None
     prediction: tuple[int, ...] = ()
+    explain: bool = False
     compiles_slowly: bool = False
 
 
@@ -76,6 +79,7 @@ def sequences(request: Request, limits: Limits, grammar: Grammar | None = None) 
             grammar=_started(grammar),
             parent=first,
             stats=SequenceStats(arrived=time.perf_counter()),
+            explained=Explained() if request.explain else None,
         )
         first = first or seq
         group.append(seq)

@@ -153,15 +153,16 @@ class Metrics:
         """The JSON of GET /stats. Times are in ms; what there is no value of yet is None."""
         now = self.clock()
         flow, seconds = self.traffic.recent(now)
+        totals = self.engines.look(gauges)
         return {
             "model": self.model,
             "state": state,
             "uptime_s": now - self.started,
             "num_restarts": num_restarts,
-            **metrics_report.engine(self.engines.look(gauges)),
+            **metrics_report.engine(totals),
             "tokens": metrics_report.tokens(self.traffic.total, flow, seconds),
             "latency_ms": metrics_report.latency(self.times.windows),
-            "speculation": metrics_report.speculation(self.acceptance, flow),
+            "speculation": metrics_report.speculation(self.acceptance, flow, totals),
             "requests": dict(self.ended),
             "refused": {status: count for status, count in self.refusals.items() if count},
         }

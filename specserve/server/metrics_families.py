@@ -123,6 +123,11 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
     for name, text in _BY_DRAFTER.items():
         values = {drafter: getattr(each, name) for drafter, each in service.acceptance.items()}
         yield make.counters(f"{OWN}drafter_{name}", text, "drafter", values)
+    for place, (name, text) in enumerate(_BY_SOURCE.items()):
+        counts = {source: counts[place] for source, counts in whole.by_source.items()}
+        yield make.counters(f"{OWN}source_{name}", text, "source", counts)
+    text = "Time for asking each drafter and for telling it what came."
+    yield make.counters(OWN + "source_draft_seconds", text, "source", engine.draft_seconds)
 
 
 _BY_DRAFTER = {
@@ -130,6 +135,10 @@ _BY_DRAFTER = {
     "num_drafts": "Drafts that were verified, by drafter.",
     "num_draft_tokens": "Tokens of these drafts by drafter.",
     "num_accepted_tokens": "Accepted tokens of these drafts by drafter.",
+}
+_BY_SOURCE = {
+    "num_draft_tokens": "Draft tokens of ended completions by who proposed them; one of two drafters counts for both.",
+    "num_accepted_tokens": "Those of them that were accepted.",
 }
 
 

@@ -53,13 +53,22 @@ def latency(windows: Mapping[str, Window]) -> dict[str, dict[str, float | None]]
     }
 
 
-def speculation(drafters: Mapping[str, Acceptance], recent: Flow) -> dict[str, Any]:
-    """Of all ended completions and of those of each drafter. `recent_tokens_per_step` is of the last seconds, and of
-    running completions too."""
+def speculation(drafters: Mapping[str, Acceptance], recent: Flow, gauges: Gauges) -> dict[str, Any]:
+    """Of all ended completions and of those of each drafter, and by the source of draft tokens.
+    `recent_tokens_per_step` is of the last seconds, and of running completions too; so are draft_seconds."""
+    whole = together(drafters.values())
     return {
-        **_acceptance(together(drafters.values())),
+        **_acceptance(whole),
         "recent_tokens_per_step": recent.tokens_per_step,
         "drafters": {name: _acceptance(each) for name, each in drafters.items()},
+        "sources": {
+            name: {
+                "num_draft_tokens": whole.by_source.get(name, (0, 0))[0],
+                "num_accepted_tokens": whole.by_source.get(name, (0, 0))[1],
+                "draft_seconds": gauges.draft_seconds.get(name, 0.0),
+            }
+            for name in whole.by_source | gauges.draft_seconds
+        },
     }
 
 

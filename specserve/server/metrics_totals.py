@@ -128,6 +128,7 @@ class Acceptance:
     num_jump_forward_tokens: int = 0
     num_accepted_jump_forward_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    by_source: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, stats: SequenceStats | Acceptance) -> None:
         self.num_steps += stats.num_steps
@@ -140,6 +141,10 @@ class Acceptance:
         self.accepted_by_position += [0] * longer
         for i, count in enumerate(stats.accepted_by_position):
             self.accepted_by_position[i] += count
+        for source, (drafted, accepted) in stats.by_source.items():
+            counts = self.by_source.setdefault(source, [0, 0])
+            counts[0] += drafted
+            counts[1] += accepted
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -158,7 +163,7 @@ def together(parts: Iterable[Acceptance]) -> Acceptance:
     return whole
 
 
-_NO_ENGINE = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys((*STEP_PHASES, "total"), 0.0))
+_NO_ENGINE = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys((*STEP_PHASES, "total"), 0.0), {})
 _SUMMED = (
     "num_steps", "num_rows", "num_preemptions", "num_prefix_query_tokens", "num_prefix_hit_tokens",
     "num_drafts_dropped",
@@ -177,7 +182,9 @@ class Engines:
         self._last = gauges or replace(self._last, num_running=0, num_waiting=0, num_free_blocks=0, num_blocks=0)
         sums = {name: getattr(self._gone, name) + getattr(self._last, name) for name in _SUMMED}
         seconds = {name: self._gone.seconds[name] + self._last.seconds.get(name, 0.0) for name in _NO_ENGINE.seconds}
-        return replace(self._last, **sums, seconds=seconds)
+        gone, last = self._gone.draft_seconds, self._last.draft_seconds
+        drafting = {source: gone.get(source, 0.0) + last.get(source, 0.0) for source in gone | last}
+        return replace(self._last, **sums, seconds=seconds, draft_seconds=drafting)
 
     def lost(self) -> None:
         """The next gauges are another engine's."""

@@ -76,6 +76,12 @@ class Planner:
         """What so many nodes cost, in tokens that plain decoding of one sequence emits in the time."""
         return self.extra(count) * self.load.rows / self.plain if count and self.plain else 0.0
 
+    def forecast(self, count: int, asking: float) -> tuple[float | None, float | None, float]:
+        """Seconds of the step without drafts, and with so many nodes for which drafters were asked so long; None while
+        nothing is known and beside chunks. And the ledger's allowance."""
+        with_nodes, known = self.plain + self.extra(count) + asking, self.plain and not self.load.tokens
+        return (self.plain, with_nodes, self.ledger.allowance) if known else (None, None, self.ledger.allowance)
+
     def choose(self, proposals: Many[Proposals], most: int, asking: float = 0.0) -> list[list[int]]:
         """For each of the proposals its nodes to verify, ascending: at most `most` together. `asking` are the seconds
         that these proposals would still take to make."""

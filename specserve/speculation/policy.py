@@ -6,12 +6,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from itertools import takewhile
 
 from torch import Tensor
 
 from specserve.cache.cache import KVCache
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.errors import ConfigError, InputError, unknown
+from specserve.explained import Explained
 from specserve.registry import DRAFTERS
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
@@ -20,7 +22,7 @@ from specserve.speculation.grammar import guide
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import AUTO, NONE, makers
 from specserve.speculation.tree import Proposals
-from specserve.types import PREDICTION, Draft, Ids, ScheduledSeq, Sequence, Verdict
+from specserve.types import JUMP_FORWARD, PREDICTION, Draft, Ids, ScheduledSeq, Sequence, Verdict
 
 MOST_JUMP_FORWARD = 16  # tokens of a draft; a step of so many rows takes about half as long again as one of one
 
@@ -54,6 +56,7 @@ class Policy:
         self.num_tokens = num_tokens
         self.context = context  # for drafters that requests name
         self.adaptive = adaptive
+        self.draft_seconds: defaultdict[str, float] = defaultdict(float)  # that asking and telling each drafter took
         self._own = own
         self._cache = cache
         self._max_model_len = max_model_len
@@ -131,6 +134,12 @@ class Policy:
                 seconds -= took[name]
         if adaptive is not None and proposals:
             self._weigh(step, proposals, adaptive, limits, seconds)
+        for each in (each for each in step.seqs if each.seq.explained is not None):  # and tell who asked
+            merged = proposals.get(each) or Proposals(drafts.get(each, ()))
+            proposed = merged.by_source() | Counter({JUMP_FORWARD: len(each.draft.jump_forward)})
+            nodes, own = sum(len(other.draft) for other in step.seqs), sum(other.num_new for other in step.seqs)
+            costs = adaptive.planner.forecast(nodes, sum(took.values())) if adaptive is not None else ()
+            each.seq.explained = Explained(budgets.get(each, 0), proposed, own + nodes, *costs)
 
     def settle(self, step: Step, seconds: float) -> None:
         """The step is over and took so long."""
@@ -145,9 +154,11 @@ class Policy:
         top: Ids | None = None,
     ) -> None:
         """Tell the drafters what a step has done."""
-        for host in self._num_seqs:
+        for host in (host for host in self._num_seqs if host.active):
+            begun = time.perf_counter()
             own = [s for s in step.seqs if host in self._parts[s.seq]]
             host.observe(own, verdicts, hidden, step.preempted, top)
+            self.draft_seconds[host.name] += time.perf_counter() - begun
         if self.adaptive is not None:
             self.adaptive.observe(verdicts)
 
@@ -203,6 +214,7 @@ class Policy:
                 if len(draft):
                     drafts[each].append((host.name, draft))
             took[host.name] += time.perf_counter() - begun
+            self.draft_seconds[host.name] += took[host.name]
         return drafts, took
 
     def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:
@@ -285,12 +297,9 @@ def _named(host: DraftHost) -> dict[str, DraftHost]:
 
 def _forget_others(seq: Sequence, proposed: Draft, kept: Draft) -> None:
     """A grammar has changed a draft: what a drafter's model computed of nodes that are others now is not theirs."""
-    same = 0
-    for a, b in zip(_nodes(proposed), _nodes(kept), strict=False):
-        if a != b:
-            break
-        same += 1
-    seq.draft_cached = min(seq.draft_cached, len(seq.tokens) + same)
+    pairs = zip(_nodes(proposed), _nodes(kept), strict=False)
+    same = list(takewhile(lambda pair: pair[0] == pair[1], pairs))
+    seq.draft_cached = min(seq.draft_cached, len(seq.tokens) + len(same))
 
 
 def _nodes(draft: Draft) -> list[tuple[int, int]]:

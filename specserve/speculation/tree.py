@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence as Many
 
 import numpy as np
@@ -114,6 +115,10 @@ class Proposals:
             jump_forward=frozenset(place[node] for node in self.jump_forward if node in place),
             sources=[[source for source, _ in self._buckets[node]] for node in nodes],
         )
+
+    def by_source(self) -> Counter[str]:
+        """How many nodes each source proposed."""
+        return Counter(source for buckets in self._buckets for source, _ in buckets)
 
     def judged(self, tokens: Many[int]) -> list[tuple[int, bool]]:
         """The nodes that these tokens, which came, say something of: those behind accepted ones; with whether it was

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specserve.text.stops import StopSearch, StopString
 from specserve.text.tokenizer import Tokenizer
@@ -22,11 +22,12 @@ _MAX_CHARACTER_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class Step:
     """What some tokens made visible: new `text`; how many of them are kept, `num_kept`, fewer than given when a stop
-    string was complete before the last; and that stop string, or None."""
+    string was complete before the last; and that stop string, or None. `pieces` are the text by token."""
 
     text: str
     num_kept: int
     stop: str | None = None
+    pieces: list[str] = field(default_factory=list, compare=False)
 
 
 class Detokenizer:
@@ -59,14 +60,15 @@ class Detokenizer:
     def push(self, token_ids: Sequence[int]) -> Step:
         """Take the next tokens. Must not be called after a stop string or `finish`."""
         assert not self._ended, "push after the end"
-        visible: list[str] = []
-        for i, token in enumerate(token_ids):
+        pieces: list[str] = []
+        for token in token_ids:
             self._num_tokens += 1
-            stop = self._release(self._utf8.decode(self._bytes(token)), visible)
+            piece, stop = self._release(self._utf8.decode(self._bytes(token)))
+            pieces.append(piece)
             if stop is not None:
                 self._ended = True
-                return Step("".join(visible), i + 1, stop)
-        return Step("".join(visible), len(token_ids))
+                return Step("".join(pieces), len(pieces), stop, pieces)
+        return Step("".join(pieces), len(pieces), None, pieces)
 
     def finish(self) -> str:
         """What was held back, once no more tokens will come: empty after a stop string."""
@@ -77,20 +79,20 @@ class Detokenizer:
     def _bytes(self, token: int) -> bytes:
         return b"" if token in self._skipped else self._tokenizer.token_bytes(token)
 
-    def _release(self, text: str, visible: list[str]) -> str | None:
-        """Move what is certain with this new text to `visible`; the stop string that ended it, if one did."""
-        begin = 0
+    def _release(self, text: str) -> tuple[str, str | None]:
+        """What is certain with this new text, and the stop string that ended it, if one did."""
+        visible, begin = "", 0
         while found := self._stops.push(text, begin):
             end, stop = found
             is_end = self._num_tokens >= self._params.min_tokens
             hidden = len(stop) if is_end and not self._params.include_stop_str_in_output else 0
             shown = self._held + text[begin:end]
-            visible.append(shown[: len(shown) - hidden])
+            visible += shown[: len(shown) - hidden]
             if is_end:
-                return stop
+                return visible, stop
             self._held, begin = "", end
         self._held += text[begin:]
         certain = len(self._held) - self._stops.num_uncertain
-        visible.append(self._held[:certain])
+        visible += self._held[:certain]
         self._held = self._held[certain:]
-        return None
+        return visible, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from specserve.bench import compare as module
 from specserve.bench.compare import Mismatch, Plan, Question, Run, compare, explain, first_difference, turns
-from specserve.bench.report import acceptance_by_position, by_category, by_phase, describe, overview, report
+from specserve.bench.report import acceptance_by_position, by_category, by_phase, by_source, describe, overview, report
 from specserve.config import EngineConfig
 from specserve.engine.counters import Counters
 from specserve.engine.outputs import CompletionOutput, RequestOutput
@@ -25,7 +25,7 @@ QUESTIONS = [Question([1, 2], "a"), Question([3], "a"), Question([4], "b")]
 KEYS = {
     *("drafter", "output_tokens", "tokens_per_second", "time_per_output_token_ms", "time_to_first_token_ms", "speedup"),
     *("mean_acceptance_length", "acceptance_by_position", "draft_tokens", "accepted_tokens", "mismatched_requests"),
-    *("kv_waste", "step_ms", "categories", "decode_speedup"),
+    *("kv_waste", "step_ms", "categories", "decode_speedup", "sources"),
 }
 
 
@@ -54,7 +54,7 @@ class FakeLLM:
         self.log.append(("reset",))
 
     def counters(self) -> Counters:
-        return replace(self.totals, seconds=dict(self.totals.seconds))
+        return self.totals.snapshot()
 
     def generate(self, prompts: list[list[int]], params: Any, *, progress: bool = False) -> list[RequestOutput]:
         each = params if isinstance(params, list) else [params] * len(prompts)
@@ -72,6 +72,7 @@ class FakeLLM:
         stats.first_token = self.now + PREFILL_SECONDS
         self.now = stats.finished = stats.first_token + steps * SECONDS_PER_STEP
         stats.num_draft_tokens, stats.num_accepted_tokens = steps * 3 if accepted else 0, steps * accepted
+        stats.by_source = {self.drafter: [steps * 2, steps * accepted], "jump_forward": [steps, 0]} if accepted else {}
         stats.drafted_by_position = [steps] * 3 if accepted else []
         stats.accepted_by_position = [steps] * accepted
         self._count(steps)
@@ -88,6 +89,9 @@ class FakeLLM:
         self.totals.allocated_tokens += 10 * steps
         for phase, share in (("draft", 0.1), ("forward", 0.7), ("sample", 0.1), ("host", 0.1), ("total", 1.0)):
             self.totals.seconds[phase] += share * steps * SECONDS_PER_STEP
+        if self.drafter != "none":
+            spent = self.totals.draft_seconds.get(self.drafter, 0.0)
+            self.totals.draft_seconds[self.drafter] = spent + 0.05 * steps * SECONDS_PER_STEP
 
 
 @pytest.fixture
@@ -165,6 +169,11 @@ def test_figures(llm: FakeLLM) -> None:
     assert [each["mean_acceptance_length"] for each in found["runs"]] == [1, 2, 3]
     assert two["acceptance_by_position"] == [1, 1, 0]
     assert (two["draft_tokens"], two["accepted_tokens"]) == (3 * 3 * 4 * 3, 3 * 3 * 4 * 2)
+    assert plain["sources"] == {}
+    assert two["sources"] == {
+        "2": {"draft_tokens": 3 * 3 * 4 * 2, "accepted_tokens": 3 * 3 * 4 * 2, "step_ms": pytest.approx(0.5)},
+        "jump_forward": {"draft_tokens": 3 * 3 * 4, "accepted_tokens": 0, "step_ms": 0},
+    }
     assert one["kv_waste"] == pytest.approx(0.1)
     phases = {"draft": 1, "mask": 0, "forward": 7, "sample": 1, "host": 1, "total": 10}
     assert one["step_ms"] == pytest.approx(phases)
@@ -279,8 +288,14 @@ def text_of(*tables: Any) -> str:
 
 def test_tables_fit_a_terminal_whole(llm: FakeLLM) -> None:
     found = figures(llm, plan("1", "2"))
-    text = text_of(overview(found), by_category(found), by_phase(found))
+    text = text_of(overview(found), by_category(found), by_phase(found), by_source(found))
     assert "…" not in text
+    assert [line.split() for line in text.splitlines()[-4:]] == [
+        ["1", "1", "36", "18", "50%", "0.500"],
+        ["1", "jump_forward", "18", "0", "0%", "-"],
+        ["2", "2", "24", "24", "100%", "0.500"],
+        ["2", "jump_forward", "12", "0", "0%", "-"],
+    ]
     for word in ("speed-up", "1.89x", "3.00", "forward", "7.00", "1.55x (2.00)"):
         assert word in text
 

@@ -399,11 +399,11 @@ def test_chat_survives_an_interrupted_answer(specserve: Run, tiny: str, monkeypa
     write = cli_answer.write
     calls: list[int] = []
 
-    def interrupted(chunks: object) -> object:
+    def interrupted(*arguments: Any) -> object:
         calls.append(1)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return write(chunks)  # type: ignore[arg-type]
+        return write(*arguments)
 
     monkeypatch.setattr(cli_chat, "write", interrupted)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhello\n"))

@@ -24,7 +24,8 @@ from specserve.types import Event, SequenceStats
 Handler = Callable[[web.Request], web.Response]
 Outcome = tuple[int, str, str]
 Top = Callable[..., Outcome]
-GAUGES = Gauges(2, 1, 75, 100, 40, 90, 80, 3, 64, 16, 5, {"draft": 0.5, "forward": 3.0, "sample": 0.25, "host": 0.25})
+SECONDS = {"draft": 0.5, "forward": 3.0, "sample": 0.25, "host": 0.25}
+GAUGES = Gauges(2, 1, 75, 100, 40, 90, 80, 3, 64, 16, 5, SECONDS, {"suffix": 0.25, "ngram": 0.125})
 
 
 def figures(model: str = "smollm2-135m") -> dict[str, Any]:
@@ -44,6 +45,7 @@ def figures(model: str = "smollm2-135m") -> dict[str, Any]:
         num_draft_tokens=10,
         num_accepted_tokens=5,
         drafter="ngram",
+        by_source={"ngram": [8, 4], "jump_forward": [2, 1]},
     )
     metrics.notify(Event("1", 0, [1] * 9, finish_reason="length", stats=drafted))
     metrics.notify(Event("2", 0, [1], finish_reason="stop", stats=SequenceStats(4699.0, 4699.0, 4699.5, 4700.0, 1)))
@@ -130,6 +132,12 @@ def test_one_frame(top: Top) -> None:
     ]
     assert found[12:] == [
         "none 1.00 - 0 1",
+        "",
+        "draft tokens by source drafted accepted share ms a step",
+        "jump_forward 2 1 50% -",
+        "ngram 8 4 50% 3.125",
+        "suffix 0 0 - 6.250",
+        "",
         "40 steps 100.00 ms each: draft 12%, forward 75%, sample 6%, host 6% 5 drafts dropped",
     ]
 

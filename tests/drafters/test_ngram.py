@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 from hypothesis import given, strategies as st
 
+from specserve.bench.drive import Driver, NoTarget
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import ConfigError
 from specserve.speculation.check import fault
-from specserve.speculation.drive import Driver, NoTarget
 from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex
 from specserve.types import SamplingParams, Sequence, Verdict
 

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from specserve.bench.drive import Driver, NoTarget
 from specserve.bench.replay import accepted_path
 from specserve.drafters.prediction import PredictionDrafter
 from specserve.errors import ConfigError
 from specserve.speculation.check import fault
-from specserve.speculation.drive import Driver, NoTarget
 from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex
 from specserve.types import SamplingParams, Sequence, Verdict
 

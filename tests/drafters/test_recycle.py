@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from specserve.bench.drive import Driver, NoTarget
 from specserve.bench.replay import accepted_path
 from specserve.drafters import recycle
 from specserve.drafters.recycle import RecycleDrafter
 from specserve.errors import ConfigError
 from specserve.speculation.check import fault
-from specserve.speculation.drive import Driver, NoTarget
 from specserve.types import Draft, Ids, SamplingParams, Sequence, Verdict
 
 NO_TARGET: Any = NoTarget()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from specserve.bench.drive import NoTarget
 from specserve.bench.replay import Record, accepted_path, read_records, replay, replay_file
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import ConfigError, InputError
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.drive import NoTarget
 from specserve.types import Draft
 
 NO_TARGET: Any = NoTarget()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from specserve.bench.drive import Driver, NoTarget
 from specserve.drafters import suffix
 from specserve.drafters.suffix import Place, SuffixDrafter, tree
 from specserve.errors import ConfigError
 from specserve.speculation.check import fault
-from specserve.speculation.drive import Driver, NoTarget
 from specserve.types import Draft, SamplingParams, Sequence
 
 NO_TARGET: Any = NoTarget()

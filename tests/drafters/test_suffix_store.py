@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from specserve.bench.drive import Driver
 from specserve.config import EngineConfig
 from specserve.drafters import suffix
 from specserve.drafters.suffix import SuffixDrafter
@@ -25,7 +26,6 @@ from specserve.engine.build import build
 from specserve.engine.request import Request
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext
-from specserve.speculation.drive import Driver
 from specserve.speculation.textfile import TextFile, new_key
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams, Sequence, SequenceStats

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from specserve.bench.drive import NoTarget
 from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
@@ -22,7 +23,6 @@ from specserve.errors import ConfigError, InputError, PromptTooLongError
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.cost import ROWS, DecodeCost
-from specserve.speculation.drive import NoTarget
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers, prepare
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model

@@ -15,12 +15,12 @@ import pytest
 from scipy.stats import chisquare
 from tokenizers import AddedToken, Tokenizer as Backend
 
+from specserve.bench.drive import NoTarget
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.llm import LLM
-from specserve.speculation.drive import NoTarget
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
 from specserve.structured.base import Grammar

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from specserve.bench.drive import NoTarget
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.packed import Packed
@@ -23,7 +24,6 @@ from specserve.engine.request import Request
 from specserve.errors import NoTokenLeftError
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import StepReport
-from specserve.speculation.drive import NoTarget
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
 from specserve.speculation.policy import MOST_JUMP_FORWARD

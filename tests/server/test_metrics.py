@@ -66,6 +66,9 @@ OWN = {
     "drafter_num_drafts": "counter",
     "drafter_num_draft_tokens": "counter",
     "drafter_num_accepted_tokens": "counter",
+    "source_num_draft_tokens": "counter",
+    "source_num_accepted_tokens": "counter",
+    "source_draft_seconds": "counter",
 }
 
 
@@ -92,7 +95,7 @@ def gauges(**values: Any) -> Gauges:
     base: dict[str, Any] = {
         "num_running": 2, "num_waiting": 1, "num_free_blocks": 75, "num_blocks": 100, "num_steps": 40, "num_rows": 90,
         "num_advanced": 80, "num_preemptions": 3, "num_prefix_query_tokens": 64, "num_prefix_hit_tokens": 16,
-        "num_drafts_dropped": 5, "seconds": seconds,
+        "num_drafts_dropped": 5, "seconds": seconds, "draft_seconds": {"ngram": 0.25, "suffix": 0.125},
     }  # fmt: skip
     return Gauges(**base | values)
 
@@ -133,11 +136,13 @@ def play(metrics: Metrics, clock: Clock) -> None:
         arrived=1000.0, first_scheduled=1000.125, first_token=1000.5, finished=1000.75, num_steps=3, num_drafts=3,
         num_draft_tokens=9, num_accepted_tokens=4, num_jump_forward_tokens=5, num_accepted_jump_forward_tokens=3,
         accepted_by_position=[2, 2, 0], drafted_by_position=[3, 3, 3], drafter="ngram",
+        by_source={"ngram": [4, 1], "jump_forward": [5, 3]},
     )  # fmt: skip
     metrics.notify(Event("7", 0, [6, 7], finish_reason="length", stats=drafted))
     aborted = SequenceStats(
         arrived=1000.0, first_scheduled=1000.125, first_token=1000.5, finished=1000.75, num_steps=1, num_drafts=1,
         num_draft_tokens=4, accepted_by_position=[0] * 4, drafted_by_position=[1] * 4, drafter="ngram",
+        by_source={"ngram": [4, 0]},
     )  # fmt: skip
     metrics.notify(Event("7", 1, [], finish_reason="abort", stats=aborted))
     plain = SequenceStats(arrived=1000.0, first_scheduled=1000.0, first_token=1000.75, finished=1000.75, num_steps=1)
@@ -215,6 +220,9 @@ def test_labelled_counters_after_a_script(metrics: Metrics, clock: Clock) -> Non
     assert labelled(found, "drafter_num_drafts_total") == {"ngram": 4, "none": 0}
     assert labelled(found, "drafter_num_draft_tokens_total") == {"ngram": 13, "none": 0}
     assert labelled(found, "drafter_num_accepted_tokens_total") == {"ngram": 4, "none": 0}
+    assert labelled(found, "source_num_draft_tokens_total") == {"ngram": 8, "jump_forward": 5}
+    assert labelled(found, "source_num_accepted_tokens_total") == {"ngram": 1, "jump_forward": 3}
+    assert labelled(found, "source_draft_seconds_total") == {"ngram": 0.25, "suffix": 0.125}
 
 
 # count and sum of seconds; the aborted completion has no decode and no end-to-end time
@@ -332,10 +340,11 @@ def test_totals_of_engines_add_up(metrics: Metrics) -> None:
     assert value(metrics, "specserve:engine_steps_total") == 40
     between = samples(metrics)
     assert [between[f"vllm:{n}", ()] for n in ("num_requests_running", "kv_cache_usage_perc")] == [0, 0]
-    again = samples(metrics, gauges(num_steps=3, num_prefix_query_tokens=1))
+    again = samples(metrics, gauges(num_steps=3, num_prefix_query_tokens=1, draft_seconds={"ngram": 0.5, "auto": 1.0}))
     assert again["specserve:engine_steps_total", ()] == 43
     assert again["vllm:prefix_cache_queries_total", ()] == 65
     assert labelled(again, "step_time_seconds_total")["forward"] == 6.0
+    assert labelled(again, "source_draft_seconds_total") == {"ngram": 0.75, "suffix": 0.125, "auto": 1.0}
     metrics.lost()
     metrics.lost()
     assert value(metrics, "specserve:engine_steps_total", gauges(num_steps=1)) == 44
@@ -479,6 +488,11 @@ def test_stats_after_a_script(metrics: Metrics, clock: Clock) -> None:
             "num_steps": 5,
             "recent_tokens_per_step": 9 / 5,
             "drafters": {"ngram": drafted, "none": plain},
+            "sources": {
+                "ngram": {"num_draft_tokens": 8, "num_accepted_tokens": 1, "draft_seconds": 0.25},
+                "jump_forward": {"num_draft_tokens": 5, "num_accepted_tokens": 3, "draft_seconds": 0.0},
+                "suffix": {"num_draft_tokens": 0, "num_accepted_tokens": 0, "draft_seconds": 0.125},
+            },
         },
         "requests": {"stop": 1, "length": 1, "abort": 1, "error": 0},
         "refused": {"429": 1},

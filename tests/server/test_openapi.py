@@ -72,6 +72,8 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
     "top_logprobs needs logprobs true": ("/v1/chat/completions", {"messages": [USER], "top_logprobs": 1}),
     "top_logprobs needs include": ("/v1/responses", {"input": "a", "top_logprobs": 1}),
     "stream_options needs stream true": ("/v1/completions", {"prompt": "a", "stream_options": {}}),
+    "speculative.explain needs stream true": ("/v1/completions", {"prompt": "a", "speculative": {"explain": True}}),
+    "speculative.explain is for streams of": ("/v1/responses", {"input": "a", "speculative": {"explain": True}}),
     "continue_final_message goes on": ("/v1/chat/completions", {"messages": [USER], "continue_final_message": True}),
     "prompts times n": ("/v1/completions", {"prompt": ["a"] * 3, "n": 3}),
     "asks for no drafts": (

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.explained import Explained
 from specserve.server.pages import page
 from specserve.server.wire.errors import overloaded, timed_out, unauthorized
 from specserve.server.wire.fields import Limits
@@ -257,6 +258,12 @@ def test_a_drafter_may_be_chosen(drafter: str) -> None:
     assert asked([["type", "drafter", drafter]])["speculative"] == {"drafter": drafter}
 
 
+@pytest.mark.parametrize(("drafter", "named"), [("", {}), ("ngram", {"drafter": "ngram"})])
+def test_marked_drafts_are_asked_for(drafter: str, named: Json) -> None:
+    body = asked([["type", "drafter", drafter], ["type", "mark", "drafts"]])
+    assert body["speculative"] == {**named, "explain": True}
+
+
 def test_the_prediction_is_the_message() -> None:
     body = asked([["type", "drafter", "prediction"]])
     assert body["prediction"] == {"type": "content", "content": "Hi"}
@@ -308,6 +315,75 @@ def test_text_is_shown_in_its_steps_and_as_text() -> None:
     assert of_class(mine, "text")[0]["children"] == ["Hi"]
     assert theirs["aria-busy"] == "false"
     assert played.at("entry").get("value", "") == ""
+
+
+def draft(text: str, place: str, *who: str) -> Json:
+    title = f"proposed by {', '.join(who)}" if who else ""
+    return {"tag": "span", "class": "draft", "title": title, "data-source": place, "children": [text], "text": text}
+
+
+def rejected(text: str, *who: str) -> Json:
+    title = {"title": f"rejected, proposed by {', '.join(who)}"} if who else {}
+    return {"tag": "s", "class": "rejected", **title, "children": [text], "text": text}
+
+
+def explained_bytes() -> bytes:
+    """Three steps: without a draft; two tokens accepted and three branches rejected; the end, which shows half a
+    character that was held back. Token i is spelled by the i-th word."""
+    words = [b"The", b" sky", b" is", b" blue", b"\nred", b" was", b"!"]
+
+    class Words:
+        special_ids = frozenset[int]()
+
+        def token_bytes(self, token_id: int) -> bytes:
+            return words[token_id]
+
+    output = RequestOutput(
+        "r", None, [1, 2], [CompletionOutput(0, token_ids=[0] * 5, stats=SequenceStats(num_steps=3))]
+    )
+    output.outputs[0].stats.first_token, output.outputs[0].stats.finished = 1.0, 2.0
+    stream = ChatStream(Reply(id="x", created=1, model="tiny", vocabulary=Words(), include_usage=True), output)
+    told = Explained(
+        tokens=[1, 2, 3, 4, 5],
+        parents=[-1, 0, 1, 1, 0],
+        sources=[["suffix", "ngram"], ["jump_forward"], ["suffix"], ["suffix"], ["ngram"]],
+        path=[0, 1],
+    )
+    chunks = [
+        Chunk("r", 0, "<b>", [0], explained=Explained(), pieces=["<b>"]),
+        Chunk("r", 0, " sky is!", [1, 2, 6], explained=told, pieces=[" sky", " is", "!"]),
+        Chunk("r", 0, "", [6], explained=Explained(), pieces=[""]),
+        Chunk("r", 0, "\ufffd", [], finish_reason="stop", stats=output.outputs[0].stats),
+    ]
+    events = [event for chunk in chunks for event in stream.push(chunk)] + stream.end(9.0)
+    return b"".join(map(stream.frame, events))
+
+
+def test_draft_tokens_are_marked_by_who_proposed_them_and_rejected_ones_shown() -> None:
+    marked = [["type", "mark", "drafts"], *SEND]
+    more = [["shoot"], ["type", "entry", "More"], ["submit", "compose"], ["shoot"], ["click", "clear"]]
+    played = play([*marked, *more], server(reply(explained_bytes())))
+    assert played.answer(0)["children"] == [
+        "<b>",
+        draft(" sky", "0", "suffix", "ngram"),
+        rejected(" was", "ngram"),
+        draft(" is", "jump_forward", "jump_forward"),
+        rejected(" blue", "suffix"),
+        rejected("⏎red", "suffix"),
+        "!",
+        "\ufffd",
+    ]
+    legend = [
+        "Draft tokens: ",
+        draft("suffix", "0"),
+        ", ",
+        draft("jump_forward", "jump_forward"),
+        ", ",
+        rejected("rejected"),
+    ]
+    assert [played.at("legend", shot)["children"] for shot in (0, 1)] == [legend, legend]
+    assert (played.at("legend", 1).get("hidden", False), played.at("legend")["hidden"]) == (False, True)
+    assert [message["content"] for message in played.chats[1]["messages"]] == ["Hi", "<b> sky is!\ufffd", "More"]
 
 
 def test_the_figures_are_those_of_the_last_event() -> None:
@@ -535,3 +611,23 @@ def test_with_a_real_server(server: Any, drafter: str) -> None:
     assert played.figures()["drafter"] == (drafter or "auto")
     if drafter:
         assert played.said()[0][0].startswith("The texts are identical.")
+
+
+def test_a_real_servers_drafts_are_marked(server: Any) -> None:
+    """Without what was rejected the text is the same, and as many tokens are marked as the figures say."""
+    actions = [["type", "drafter", "ngram"], ["type", "mark", "drafts"], ["type", "max-tokens", "64"], *SEND]
+    played = play(actions, None, address=f"http://127.0.0.1:{server.port}/")
+    sent = {k: v for k, v in played.chats[0].items() if k not in ("stream", "stream_options", "speculative")}
+    whole = server.post(CHAT, sent).json["choices"][0]["message"]["content"]
+    parts = played.answer()["children"]
+    kept = [part if isinstance(part, str) else part["text"] for part in parts if not is_rejected(part)]
+    assert "".join(kept) == whole
+    drafted, accepted = int(played.figures()["drafted"]), int(played.figures()["accepted"].split()[0])
+    assert 0 < len([part for part in parts if is_rejected(part)]) <= drafted - accepted
+    marked = of_class(played.answer(), "draft")
+    assert {part["title"] for part in marked} <= {"proposed by ngram"}
+    assert len(marked) <= accepted
+
+
+def is_rejected(part: Any) -> bool:
+    return isinstance(part, dict) and part["tag"] == "s"

@@ -12,9 +12,9 @@ import pytest
 
 import specserve.drafters
 from specserve import registry
+from specserve.bench.drive import NoTarget
 from specserve.errors import ConfigError
 from specserve.registry import DRAFTERS
-from specserve.speculation.drive import NoTarget
 from specserve.speculation.lookup import prepare
 
 NO_TARGET: Any = NoTarget()

@@ -19,6 +19,7 @@ from hypothesis import given, settings, strategies as st
 
 import specserve.drafters
 from specserve import registry
+from specserve.bench.drive import NoTarget
 from specserve.cache.cache import KVCache
 from specserve.cache.storage import KVShape, KVStorage
 from specserve.drafters.ngram import NgramDrafter
@@ -28,7 +29,6 @@ from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.cost import ROWS, DecodeCost
-from specserve.speculation.drive import NoTarget
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import NONE, prepare
 from specserve.speculation.policy import Policy

@@ -59,10 +59,11 @@ def run(detokenizer: Detokenizer, bursts: list[list[int]]) -> tuple[str, int, st
     for burst in bursts:
         step = detokenizer.push(burst)
         text, kept = text + step.text, kept + step.num_kept
+        assert (step.text, step.num_kept) == ("".join(step.pieces), len(step.pieces))
         if step.stop is not None:
             assert detokenizer.finish() == ""
             return text, kept, step.stop
-        assert step.num_kept == len(burst)
+        assert step.num_kept == len(burst) == len(step.pieces)
     return text + detokenizer.finish(), kept, None
 
 

@@ -63,6 +63,7 @@ class Gauges:
     num_prefix_hit_tokens: int
     num_drafts_dropped: int
     seconds: dict[str, float]
+    draft_seconds: dict[str, float]
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):

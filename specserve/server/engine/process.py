@@ -8,6 +8,7 @@ it does inside a step, and ends with the process PARENT, which started it, howev
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import select
 import signal
@@ -186,6 +187,7 @@ class EngineProcess:
             num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
             num_drafts_dropped=counters.num_drafts_dropped,
             seconds=counters.seconds,
+            draft_seconds=counters.draft_seconds,
         )
 
 
@@ -234,7 +236,10 @@ def _warm_up(port: LocalPort) -> None:
         if event.error is not None:
             raise ModelError(f"The model cannot compute its first token, so its weights are broken. {event.error}")
     port.reset_prefix_cache()
-    port.engine.counters = Counters()
+    counters, none = port.engine.counters, Counters()
+    for each in dataclasses.fields(Counters):  # in their place: others count there, too
+        setattr(counters, each.name, getattr(none, each.name))
+    port.engine.policy.draft_seconds.clear()
 
 
 def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Ready:

@@ -139,5 +139,6 @@ def _prepare(
         salt=asked.salt,
         drafter=asked.speculative.drafter if asked.speculative else None,
         prediction=tuple(prediction),
+        explain=bool(asked.speculative and asked.speculative.explain),
     )
     return Prepared(request, prompt, asked.constraint[0] if asked.constraint else "structured")

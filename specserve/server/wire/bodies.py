@@ -8,6 +8,8 @@ from typing import Literal, NotRequired, TypeAlias
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from specserve.server.wire.explained import ExplainedStep
+
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 ErrorType: TypeAlias = Literal[
     "invalid_request_error",
@@ -53,6 +55,11 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionTokensDetails
 
 
+class SourceDrafts(TypedDict):
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 @_described
 class SpeculativeDecoding(TypedDict):
     """How the drafts of a call fared. A step is a verify step, one without a draft too."""
@@ -68,6 +75,9 @@ class SpeculativeDecoding(TypedDict):
     num_draft_tokens: int
     num_spec_tokens: int
     """The longest draft that the engine makes."""
+    by_source: dict[str, SourceDrafts]
+    """Draft tokens by who proposed them: the name of a drafter, or jump_forward for what a grammar left no choice of.
+    One that two drafters proposed counts for both."""
 
 
 @_described
@@ -203,6 +213,8 @@ class ChatChunkChoice(TypedDict):
     """In a choice's last chunk alone."""
     token_ids: NotRequired[list[int]]
     """Sent with return_token_ids."""
+    explained: NotRequired[ExplainedStep]
+    """What the step did that these tokens came from, with speculative.explain."""
 
 
 @_described
@@ -282,6 +294,8 @@ class CompletionChunkChoice(TypedDict):
     """In a choice's first chunk, with return_token_ids."""
     token_ids: NotRequired[list[int]]
     """Sent with return_token_ids."""
+    explained: NotRequired[ExplainedStep]
+    """What the step did that these tokens came from, with speculative.explain."""
 
 
 @_described

@@ -76,6 +76,8 @@ class Speculative(ClosedWire):
     """The longest draft; 0 turns drafting off, null leaves it to the server."""
     enabled: bool | None = None
     """False turns drafting off; true asks for it."""
+    explain: bool = False
+    """Tell in each chunk of a stream, as `explained`, who drafted its tokens, what was rejected, what the step took."""
 
     @property
     def cap(self) -> int | None:
@@ -217,6 +219,10 @@ class SamplingFields(StructuredFields):
             raise InputError("stream_options needs stream true.", "stream_options")
         if self.speculative is not None:
             self.speculative.check(limits.drafters)
+            if self.speculative.explain and not self.stream:
+                raise InputError(
+                    "speculative.explain needs stream true: it is told step by step.", "speculative.explain"
+                )
         self._check_amounts(limits)
         _ = self.sampling_params  # which is made now, so that what is wrong with it is found
         return self

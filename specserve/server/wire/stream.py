@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 from specserve.engine.outputs import Chunk, RequestOutput
 from specserve.server.wire.answer import Arguments, Part, Text
 from specserve.server.wire.errors import WireError
+from specserve.server.wire.explained import explained_step
 from specserve.server.wire.json_pieces import LongText, json_text
 from specserve.server.wire.logprobs import CompletionLogprobs, chat_logprobs
 from specserve.server.wire.responses import Beginning, Reply, finish_reason, raise_failure
@@ -117,7 +118,11 @@ class ChoiceStream(Stream):
         return [json_text(error.body)]
 
     def _news(self, index: int, chunk: Chunk) -> list[str]:
-        events = [self._event([choice]) for choice in self._told(index, chunk)]
+        told = self._told(index, chunk)
+        if chunk.explained is not None:
+            told = told or [self._choice(index, self._nothing)]
+            told[0]["explained"] = explained_step(chunk, self._reply.vocabulary.token_bytes)
+        events = [self._event([choice]) for choice in told]
         if chunk.finish_reason is not None:
             events.append(self._event([self._ending(index, chunk)]))
         return events

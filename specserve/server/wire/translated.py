@@ -50,6 +50,9 @@ class TranslatedRequest(Wire):
 
     def as_chat(self, limits: Limits) -> ChatCompletionRequest:
         """The same request to this server. Raises InputError naming this API's own field."""
+        if self.speculative is not None and self.speculative.explain:
+            where = "/v1/chat/completions and /v1/completions"
+            raise InputError(f"speculative.explain is for streams of {where}. Leave it out.", "speculative.explain")
         shared = {"model": self.model, "stream": self.stream}
         drafts = {} if self.speculative is None else {"speculative": self.speculative.model_dump(exclude_unset=True)}
         try:

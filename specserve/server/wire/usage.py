@@ -67,7 +67,15 @@ def speculative_decoding(stats: Sequence[SequenceStats]) -> SpeculativeDecoding:
         "num_accepted_draft_tokens": sum(accepted),
         "num_draft_tokens": num_drafted,
         "num_spec_tokens": num_spec_tokens,
+        "by_source": {
+            source: {"num_draft_tokens": _sum(stats, source, 0), "num_accepted_tokens": _sum(stats, source, 1)}
+            for source in dict.fromkeys(source for s in stats for source in s.by_source)
+        },
     }
+
+
+def _sum(stats: Sequence[SequenceStats], source: str, place: int) -> int:
+    return sum(s.by_source[source][place] for s in stats if source in s.by_source)
 
 
 def _completions(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from specserve.config import EngineConfig
+from specserve.engine.build import build
+from specserve.engine.compiling import Compiling
+from specserve.engine.port import LocalPort
+from specserve.engine.request import Request
 from specserve.server.engine import process
 from specserve.server.engine.messages import Command, Expect, Stop
 from specserve.server.engine.process import EngineProcess
+from specserve.testing import write_tiny_model
+from specserve.types import SamplingParams
 
 
 class Script:
@@ -27,6 +35,22 @@ class Script:
         if len(self.waits) == 1:
             return [self._first]
         return [Stop()] if self.waits[-2:] == [1000, 1000] else []
+
+
+def test_after_the_warm_up_everything_is_counted_and_the_warm_up_is_not(tmp_path: Path) -> None:
+    """The phase "draft" too, which is timed by whoever drafts."""
+    folder = write_tiny_model(tmp_path, "llama", seed=3)
+    built = build(EngineConfig(model=str(folder), dtype="float32", drafter="ngram"))
+    port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning))
+    process._warm_up(port)
+    counters = built.engine.counters
+    assert (counters.num_steps, counters.seconds["total"], counters.seconds["draft"]) == (0, 0.0, 0.0)
+    port.submit(Request(id="r", prompt_ids=[5, 6, 7] * 4, params=SamplingParams(ignore_eos=True)), lambda event: None)
+    while port.step():
+        pass
+    assert counters.num_steps > 1
+    assert counters.seconds["draft"] >= sum(counters.draft_seconds.values()) > 0
+    port.close()
 
 
 def test_it_stays_awake_for_a_request_that_is_about_to_come(monkeypatch: pytest.MonkeyPatch) -> None:

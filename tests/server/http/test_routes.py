@@ -68,6 +68,28 @@ def test_a_prediction_is_counted(server: Any) -> None:
     assert details["rejected_prediction_tokens"] == (metrics["num_draft_tokens"] - metrics["num_accepted_draft_tokens"])
 
 
+def test_a_stream_explains_its_steps(server: Any) -> None:
+    """A prediction that is the answer itself: every draft token is its, and stands."""
+    asked = {**CHAT, "max_tokens": 40, "ignore_eos": True}
+    text = server.post("/v1/chat/completions", asked).json["choices"][0]["message"]["content"]
+    fields = {"stream": True, "stream_options": {"include_usage": True}, "speculative": {"explain": True}}
+    predicted = {**asked, **fields, "prediction": {"type": "content", "content": text}}
+    *events, last, _ = server.post("/v1/chat/completions", predicted).events
+    choices = [choice for event in events for choice in event["choices"]]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == text
+    steps = [choice["explained"] for choice in choices if "explained" in choice]
+    counts = last["metrics"]["speculative_decoding"]
+    assert len(steps) == counts["num_spec_steps"]
+    assert sum(step["num_verified"] for step in steps) == counts["num_draft_tokens"]
+    assert sum(step["num_accepted"] for step in steps) == counts["num_accepted_draft_tokens"] > 0
+    tokens = [token for step in steps for token in step["tokens"]]
+    assert sum(token["sources"] == ["prediction"] for token in tokens) == counts["num_accepted_draft_tokens"]
+    assert sum(token["sources"] == [] for token in tokens) == len(steps)
+    assert min(step["step_ms"] for step in steps) > 0
+    by_source = {"num_draft_tokens": counts["num_draft_tokens"]}
+    assert counts["by_source"]["prediction"].items() >= by_source.items()
+
+
 def test_a_stream_says_what_the_body_says(server: Any) -> None:
     asked = {**CHAT, "n": 2, "temperature": 1, "seed": 3, "logprobs": True, "top_logprobs": 2}
     whole = server.post("/v1/chat/completions", asked).json

@@ -91,6 +91,7 @@ def stats(**changed: Any) -> SequenceStats:
         "drafted_by_position": [3, 3],
         "num_prefix_cached_tokens": 2,
         "longest_draft": 2,
+        "by_source": {"ngram": [6, 2]},
     }
     return SequenceStats(**fields | changed)
 
@@ -126,6 +127,7 @@ METRICS = {
         "num_accepted_draft_tokens": 2,
         "num_draft_tokens": 6,
         "num_spec_tokens": 2,
+        "by_source": {"ngram": {"num_draft_tokens": 6, "num_accepted_tokens": 2}},
     },
 }
 

@@ -156,6 +156,8 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"speculative": {"num_tokens": 2.0}}, "speculative.num_tokens"),
     ({"speculative": {"num_token": 2}}, "speculative.num_token"),
     ({"speculative": {"enabled": True, "drafter": "none"}}, "speculative"),
+    ({"speculative": {"explain": 1}, "stream": True}, "speculative.explain"),
+    ({"speculative": {"explain": True}}, "speculative.explain"),
     ({"top_k": 1.5}, "top_k"),
     ({"ignore_eos": "no"}, "ignore_eos"),
 ]

@@ -95,6 +95,7 @@ METRICS = {
         "num_accepted_draft_tokens": 3,
         "num_draft_tokens": 7,
         "num_spec_tokens": 4,
+        "by_source": {"prediction": {"num_draft_tokens": 7, "num_accepted_tokens": 3}},
     },
 }
 
