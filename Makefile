@@ -69,11 +69,11 @@ $(STAMP): pyproject.toml $(NATIVE_SOURCES)
 	@test $$SPECSERVE_REQUIRE_NATIVE = 1 || echo "== no C++ compiler: without native kernels"
 	@touch $@
 
-demo: $(STAMP) ## Fetch the default model, measure n-gram speculation on a few prompts, show an answer.
+demo: $(STAMP) ## Fetch the default model, measure speculation on a few prompts, show an answer.
 	@echo "== model $(MODEL)"
 	@$(BIN)/specserve pull $(MODEL)
-	@echo "== plain decoding and --drafter ngram on the bundled prompts"
-	@$(BIN)/specserve bench --model $(MODEL) --drafter ngram --limit 6 --max-tokens 64 --show 1
+	@echo "== plain decoding and the drafters ngram and auto on the bundled prompts"
+	@$(BIN)/specserve bench --model $(MODEL) --drafter ngram --drafter auto --limit 6 --max-tokens 64 --show 1
 
 serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI's API; SERVE_FLAGS="--port 9000" and so on.
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)

@@ -1,6 +1,6 @@
 """Are outputs the same, bit for bit, whatever runs them? Greedy and seeded answers to the same prompts: plain, with
-n-gram drafts and with scripted trees; alone and in batches; with one thread and more. Writes JSON; exits with 1 on a
-difference.
+each drafter, weighed as by default, and with scripted trees; alone and in batches; with one thread and more. Writes
+JSON; exits with 1 on a difference.
 
     python benchmarks/identity.py --prompts FILE --max-tokens 48 --batches 1,4,16 --threads 1,2 --json result.json
 """
@@ -24,7 +24,7 @@ from specserve.testing import ScriptedDrafter
 from specserve.types import SamplingParams
 
 Tokens = list[int]
-DRAFTERS = ("none", "ngram", "tree")
+DRAFTERS = ("none", "auto", "ngram", "recycle", "tree")
 
 
 def parse() -> argparse.Namespace:
@@ -78,7 +78,7 @@ def differing(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             dtype=options.dtype,
             quantization=options.quantization,
             threads=threads,
-            drafter="none" if drafter == "none" else "ngram",
+            drafter="none" if drafter == "tree" else drafter,
             max_num_seqs=max(options.batches),
         ) as llm:
             texts = spread(load_prompts(options.prompts), options.limit)
