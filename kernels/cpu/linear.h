@@ -97,6 +97,8 @@ class Quantized {
   int64_t groups_, width_, thrice_;
 };
 
+// Integers are asked for as far as the cache behind the innermost: they are soon computed, and so many requests of the
+// innermost one would hold up what is read now.
 template <int R>
 void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
   Tile<R, F> sum;
@@ -104,7 +106,7 @@ void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, i
   Quantized<R> rows(x, row);
   for (int g = 0; g < weight.inputs / kGroup; ++g, tile += 2 * kTile + kTile * kGroup, rows.next_group()) {
     const uint8_t* weights = tile + 2 * kTile;
-    fetch(ahead, 2 * kTile + kTile * kGroup);
+    fetch<false>(ahead, 2 * kTile + kTile * kGroup);
     const Int8Inputs<R, Quantized<R>> inputs(rows);
     for (int first = 0; first < kVectors; first += kIntVectors) {
       const auto& in = inputs.anew();
@@ -140,7 +142,7 @@ void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, i
   for (int g = 0; g < weight.inputs / kGroup; ++g, tile += 4 * kTile + kTile * kGroup / 2, rows.next_group()) {
     const uint8_t* weights = tile + 4 * kTile;
     const uint16_t* half = (const uint16_t*)tile;
-    fetch(ahead, 4 * kTile + kTile * kGroup / 2);
+    fetch<false>(ahead, 4 * kTile + kTile * kGroup / 2);
     for (int first = 0; first < kVectors; first += kIntVectors) {
       const Quantized<R> in = rows.anew();
       I dots[R][kIntVectors];

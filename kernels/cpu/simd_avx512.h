@@ -61,7 +61,7 @@ inline Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a
 // kLanes times four weights of a byte, prepared once for all rows.
 using Int8Weights = Bytes;
 inline Int8Weights int8_weights(const void* p) { return load_bytes(p); }
-// What dot4 finds a group of activations of R rows in: as linear.h has them, or rounded up to what can be multiplied.
+// What gives dot4 a group of activations of R rows: linear.h's Quantized itself, or what is made of it first.
 template <int R, class Rows>
 using Int8Inputs = Rows;
 // Each lane: sum += its four weights as they are stored, offset by 128, times its four activations.
