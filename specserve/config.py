@@ -10,7 +10,7 @@ from specserve.errors import ConfigError, strict_fields, unknown
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
-ISAS = ("auto", "avx512", "avx2", "portable")
+ISAS = ("auto", "avx512", "avx_vnni", "avx2", "portable")
 VERIFICATIONS = ("coupled", "rejection", "block")
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5

@@ -1,6 +1,10 @@
 // Recognises the instruction sets of this processor. Compiled for any machine.
 #include "isa.h"
 
+#ifdef SPECSERVE_X86
+#include <cpuid.h>
+#endif
+
 namespace specserve {
 
 namespace portable { extern const Kernels kKernels; }
@@ -8,8 +12,22 @@ namespace portable { extern const Kernels kKernels; }
 namespace avx2 { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 #endif
+#ifdef SPECSERVE_AVX_VNNI
+namespace avx_vnni { extern const Kernels kKernels; }
+#endif
 #ifdef SPECSERVE_NARROW
 namespace narrow { extern const Kernels kKernels; }
+#endif
+#if defined SPECSERVE_NARROW && defined SPECSERVE_X86
+namespace avx_vnni_evex { extern const Kernels kKernels; }
+#endif
+
+#ifdef SPECSERVE_AVX_VNNI
+// Whether the processor has it; that the system keeps its registers is known of AVX2. Older compilers do not know its name.
+static bool has_avx_vnni() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+}
 #endif
 
 std::vector<const Kernels*> supported_kernels() {
@@ -21,9 +39,15 @@ std::vector<const Kernels*> supported_kernels() {
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
   if (has_avx512 && has_avx2) found.push_back(&avx512::kKernels);
+#ifdef SPECSERVE_AVX_VNNI
+  if (has_avx2 && has_avx_vnni()) found.push_back(&avx_vnni::kKernels);
+#endif
   if (has_avx2) found.push_back(&avx2::kKernels);
 #endif
   found.push_back(&portable::kKernels);
+#if defined SPECSERVE_NARROW && defined SPECSERVE_X86
+  if (has_avx512 && has_avx2) found.push_back(&avx_vnni_evex::kKernels);
+#endif
 #ifdef SPECSERVE_NARROW
   found.push_back(&narrow::kKernels);
 #endif

@@ -59,49 +59,66 @@ void tile_bfloat16(const Weight& weight, const uint8_t* tile, const Activation& 
   store_sums<R>(sum, out);
 }
 
-// What R rows of quantized activations hold of a group of inputs.
-struct Quantized {
-  const int8_t* numbers;  // [R, width]
-  const float* scales;    // [R, groups]
-  const int32_t* sums;    // [R, groups]
-  int64_t width, groups;
-
+// What R rows of quantized activations hold of a group of inputs. One address for four rows, which lie one, two and three
+// widths further: an instruction finds its operand by itself, and few registers are taken.
+template <int R>
+class Quantized {
+ public:
   Quantized(const Activation& x, int row)
-      : numbers((const int8_t*)x.data + int64_t(row) * x.width),
-        scales(x.scales + int64_t(row) * (x.width / kGroup)),
-        sums(x.sums + int64_t(row) * (x.width / kGroup)),
-        width(x.width),
-        groups(x.width / kGroup) {}
+      : scales_(x.scales + int64_t(row) * (x.width / kGroup)),
+        sums_(x.sums + int64_t(row) * (x.width / kGroup)),
+        groups_(x.width / kGroup),
+        width_(x.width),
+        thrice_(3 * width_) {
+    for (int r = 0; r < R; r += 4) numbers_[r / 4] = (const int8_t*)x.data + (row + r) * width_;
+  }
+  void next_group() {
+    for (const int8_t*& some : numbers_) some += kGroup;
+    ++scales_;
+    ++sums_;
+  }
   // The same, as a compiler sees it for the first time: what it would keep of it takes the registers of sums.
   Quantized anew() const {
     Quantized same = *this;
-    asm("" : "+r"(same.numbers), "+r"(same.scales));
+    for (const int8_t*& some : same.numbers_) asm("" : "+r"(some));
+    asm("" : "+r"(same.width_), "+r"(same.thrice_), "+r"(same.scales_));
     return same;
   }
-  const int8_t* at(int r, int group) const { return numbers + r * width + group * kGroup; }
-  F scale(int r, int group) const { return set(scales[r * groups + group]); }
-  int32_t sum(int r, int group) const { return sums[r * groups + group]; }
+  const int8_t* at(int r) const { return numbers_[r / 4] + (r % 4 == 3 ? thrice_ : r % 4 * width_); }
+  Bytes four(int r, int j) const { return spread(at(r) + 4 * j); }
+  F scale(int r) const { return set(scales_[r * groups_]); }
+  int32_t sum(int r) const { return sums_[r * groups_]; }
+  int32_t offset(int r) const { return -128 * sum(r); }  // weights are stored as w + 128
+
+ private:
+  const int8_t* numbers_[(R + 3) / 4];
+  const float* scales_;
+  const int32_t* sums_;
+  int64_t groups_, width_, thrice_;
 };
 
+// Integers are asked for as far as the cache behind the innermost: they are soon computed, and so many requests of the
+// innermost one would hold up what is read now.
 template <int R>
 void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
   Tile<R, F> sum;
   clear<R>(sum);
-  const Quantized rows(x, row);
-  for (int g = 0; g < weight.inputs / kGroup; ++g, tile += 2 * kTile + kTile * kGroup) {
+  Quantized<R> rows(x, row);
+  for (int g = 0; g < weight.inputs / kGroup; ++g, tile += 2 * kTile + kTile * kGroup, rows.next_group()) {
     const uint8_t* weights = tile + 2 * kTile;
-    fetch(ahead, 2 * kTile + kTile * kGroup);
+    fetch<false>(ahead, 2 * kTile + kTile * kGroup);
+    const Int8Inputs<R, Quantized<R>> inputs(rows);
     for (int first = 0; first < kVectors; first += kIntVectors) {
-      const Quantized in = rows.anew();
+      const auto& in = inputs.anew();
       I dots[R][kIntVectors];
       for (int r = 0; r < R; ++r)
-        for (I& dot : dots[r]) dot = iset(kUnsignedWeights ? -128 * in.sum(r, g) : 0);
+        for (I& dot : dots[r]) dot = iset(in.offset(r));
 #pragma GCC unroll 8
       for (int j = 0; j < kGroup / 4; ++j) {
         Int8Weights some[kIntVectors];
         for (int v = 0; v < kIntVectors; ++v) some[v] = int8_weights(weights + 4 * kTile * j + (first + v) * kBytes);
         for (int r = 0; r < R; ++r) {
-          const Bytes four = spread(in.at(r, g) + 4 * j);
+          const auto four = in.four(r, j);
           for (int v = 0; v < kIntVectors; ++v) dots[r][v] = dot4(dots[r][v], some[v], four);
         }
       }
@@ -109,7 +126,7 @@ void tile_int8(const Weight& weight, const uint8_t* tile, const Activation& x, i
         const F step = load_half((const uint16_t*)tile + (first + v) * kLanes);
         for (int r = 0; r < R; ++r) {
           F& total = sum[r][first + v];
-          total = fma(to_float(dots[r][v]), mul(step, in.scale(r, g)), total);
+          total = fma(to_float(dots[r][v]), mul(step, in.scale(r)), total);
         }
       }
     }
@@ -121,13 +138,13 @@ template <int R>
 void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, int row, float* out, Ahead& ahead) {
   Tile<R, F> sum;
   clear<R>(sum);
-  const Quantized rows(x, row);
-  for (int g = 0; g < weight.inputs / kGroup; ++g, tile += 4 * kTile + kTile * kGroup / 2) {
+  Quantized<R> rows(x, row);
+  for (int g = 0; g < weight.inputs / kGroup; ++g, tile += 4 * kTile + kTile * kGroup / 2, rows.next_group()) {
     const uint8_t* weights = tile + 4 * kTile;
     const uint16_t* half = (const uint16_t*)tile;
-    fetch(ahead, 4 * kTile + kTile * kGroup / 2);
+    fetch<false>(ahead, 4 * kTile + kTile * kGroup / 2);
     for (int first = 0; first < kVectors; first += kIntVectors) {
-      const Quantized in = rows.anew();
+      const Quantized<R> in = rows.anew();
       I dots[R][kIntVectors];
       for (auto& row : dots)
         for (I& dot : row) dot = iset(0);
@@ -136,7 +153,7 @@ void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, i
         Bytes pairs[kIntVectors];
         for (int v = 0; v < kIntVectors; ++v) pairs[v] = load_bytes(weights + 4 * kTile * j + (first + v) * kBytes);
         for (int r = 0; r < R; ++r) {
-          const Bytes low = spread(in.at(r, g) + 4 * j), high = spread(in.at(r, g) + 4 * j + kGroup / 2);
+          const Bytes low = in.four(r, j), high = in.four(r, j + kGroup / 8);
           for (int v = 0; v < kIntVectors; ++v)
             dots[r][v] = dot_nibbles(dot_nibbles(dots[r][v], low_nibbles(pairs[v]), low), high_nibbles(pairs[v]), high);
         }
@@ -144,7 +161,7 @@ void tile_int4(const Weight& weight, const uint8_t* tile, const Activation& x, i
       for (int v = 0; v < kIntVectors; ++v) {
         const F step = load_half(half + (first + v) * kLanes), low = load_half(half + kTile + (first + v) * kLanes);
         for (int r = 0; r < R; ++r) {
-          const F scale = in.scale(r, g), all = mul(scale, set(float(in.sum(r, g))));
+          const F scale = in.scale(r), all = mul(scale, set(float(in.sum(r))));
           F& total = sum[r][first + v];
           total = fma(low, all, fma(to_float(whole(dots[r][v])), mul(step, scale), total));
         }

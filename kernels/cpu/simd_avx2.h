@@ -1,110 +1,62 @@
-// Vectors of eight floats: AVX2 with FMA and F16C.
+// AVX2 with FMA and F16C.
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
-#include <cstring>
+#include "simd_256.h"
 
 namespace specserve::SPECSERVE_ISA {
 
-constexpr int kLanes = 8;
-using F = __m256;
-using I = __m256i;
-using Bytes = __m256i;
-constexpr bool kUnsignedWeights = false;  // dot4 takes the offset of int8 weights away
-constexpr int kMaxRows = 2;
-constexpr int kMaxIntRows = 6;
-constexpr int kIntVectors = 1;
-constexpr int kQueries = 3;
-constexpr int kBfloat16Queries = 2;
+constexpr int kMaxIntRows = 8;
+constexpr int kIntVectors = 2;
 
-inline F zero() { return _mm256_setzero_ps(); }
-inline F set(float x) { return _mm256_set1_ps(x); }
-inline F load(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
-inline F add(F a, F b) { return _mm256_add_ps(a, b); }
-inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
-inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
-inline F div(F a, F b) { return _mm256_div_ps(a, b); }
-inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-inline F max(F a, F b) { return _mm256_max_ps(a, b); }
-inline F min(F a, F b) { return _mm256_min_ps(a, b); }
-inline F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
-inline float hmax(F a) {
-  __m128 n = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  n = _mm_max_ps(n, _mm_movehl_ps(n, n));
-  return _mm_cvtss_f32(_mm_max_ss(n, _mm_movehdup_ps(n)));
-}
-inline float hsum(F a) {
-  __m128 n = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  n = _mm_add_ps(n, _mm_movehl_ps(n, n));
-  return _mm_cvtss_f32(_mm_add_ss(n, _mm_movehdup_ps(n)));
-}
-inline int32_t hsum(I a) {
-  __m128i n = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-  n = _mm_add_epi32(n, _mm_shuffle_epi32(n, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(n, _mm_shuffle_epi32(n, 0xb1)));
-}
-inline bool any_nan(F a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
-
-inline I iset(int32_t x) { return _mm256_set1_epi32(x); }
-inline I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
-inline F to_float(I a) { return _mm256_cvtepi32_ps(a); }
-inline I to_int(F a) { return _mm256_cvtps_epi32(a); }
-inline void store_int8(int8_t* p, I a) {
-  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
-}
-inline F scale_by_power(F a, F n) {  // flushes to zero below the normal range
-  const I biased = _mm256_max_epi32(_mm256_add_epi32(to_int(n), iset(127)), _mm256_setzero_si256());
-  return mul(a, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
-}
-
-inline F load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-inline F load_bfloat(const uint16_t* p) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
-}
-inline void store_bfloat(uint16_t* p, F a) {  // to nearest even; a NaN stays one
-  const I bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), iset(1));
-  const I rounded = iadd(bits, iadd(odd, iset(0x7fff))), is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-  const I words = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, iset(0x7fc00000), is_nan), 16);
-  _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
-}
-
-inline Bytes load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline Bytes spread(const void* p) {
-  int32_t four;
-  std::memcpy(&four, p, 4);
-  return iset(four);
-}
-inline Bytes low_nibbles(Bytes a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
-inline Bytes high_nibbles(Bytes a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
 // Here and now: else compilers keep what is added and add it later, for which there are too few registers.
 inline I in_register(I sum) {
   asm("" : "+x"(sum));
   return sum;
 }
-// A weight's absolute value times the activation with its sign: 2 * 128 * 127 fits the 16 bits of maddubs, 2 * 255 * 127
-// does not.
+
+// Products of bytes are added in 16 bits, which do not hold two of 255 * 127: so int8 is multiplied as int16, numbers with
+// even and with odd places apart, which takes no shuffle. Products of bytes with the sign moved to the activation
+// (`vpsignb`, `vpmaddubsw`, `vpmaddwd`) are three operations for the two multipliers of a Zen, these are two.
 struct Int8Weights {
-  Bytes numbers, absolute;
+  Bytes even, odd;
 };
 inline Int8Weights int8_weights(const void* p) {
-  const Bytes numbers = _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(-128));
-  return {numbers, _mm256_abs_epi8(numbers)};
+  const Bytes stored = load_bytes(p);
+  return {_mm256_and_si256(stored, _mm256_set1_epi16(255)), _mm256_srli_epi16(stored, 8)};
 }
-inline I dot4(I sum, Int8Weights weights, Bytes x) {
-  const __m256i pairs = _mm256_maddubs_epi16(weights.absolute, _mm256_sign_epi8(x, weights.numbers));
-  return in_register(iadd(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+template <int R, class Rows>
+class Int8Inputs : public Rows {
+ public:
+  explicit Int8Inputs(const Rows& rows) : Rows(rows) {
+    for (int r = 0; r < R; ++r) {
+      const Bytes x = load_bytes(rows.at(r));
+      _mm256_store_si256(even_ + r, _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+      _mm256_store_si256(odd_ + r, _mm256_srai_epi16(x, 8));
+      offsets_[r] = rows.offset(r);
+      asm("" : "+m"(offsets_[r]));  // or a compiler gathers them in a vector first
+    }
+  }
+  // As Quantized::anew.
+  const Int8Inputs& anew() const {
+    const Int8Inputs* same = this;
+    asm("" : "+r"(same) : : "memory");
+    return *same;
+  }
+  int32_t offset(int r) const { return offsets_[r]; }
+  Int8Weights four(int r, int j) const { return {spread((const int32_t*)(even_ + r) + j), spread((const int32_t*)(odd_ + r) + j)}; }
+
+ private:
+  __m256i even_[R], odd_[R];
+  int32_t offsets_[R];
+};
+inline I dot4(I sum, Int8Weights weights, Int8Weights x) {
+  sum = in_register(iadd(sum, _mm256_madd_epi16(weights.even, x.even)));
+  return in_register(iadd(sum, _mm256_madd_epi16(weights.odd, x.odd)));
 }
 // In 16 bits, which hold a group's: 32 / 4 * 2 * 15 * 127 at most.
 inline I dot_nibbles(I sum, Bytes weights, Bytes x) {
   return in_register(_mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, x)));
 }
 inline I whole(I sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
-inline F even(Bytes pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
-inline F odd(Bytes pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, iset((int)0xffff0000))); }
-inline F dot2(F sum, Bytes weights, Bytes x) { return fma(odd(weights), odd(x), fma(even(weights), even(x), sum)); }
 
 }  // namespace specserve::SPECSERVE_ISA

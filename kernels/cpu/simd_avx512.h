@@ -12,7 +12,6 @@ constexpr int kLanes = 16;  // floats in a vector
 using F = __m512;
 using I = __m512i;
 using Bytes = __m512i;  // kLanes times 4 bytes
-constexpr bool kUnsignedWeights = true;  // dot4 reads int8 weights as stored, offset by 128
 constexpr int kMaxRows = 8;              // rows that share the registers of one tile
 constexpr int kMaxIntRows = 8;           // of one of integers: at least as many
 constexpr int kIntVectors = 2;           // vectors of a tile of integers that are in registers at a time
@@ -62,7 +61,10 @@ inline Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a
 // kLanes times four weights of a byte, prepared once for all rows.
 using Int8Weights = Bytes;
 inline Int8Weights int8_weights(const void* p) { return load_bytes(p); }
-// Each lane: sum += its four weights times its four activations.
+// What gives dot4 a group of activations of R rows: linear.h's Quantized itself, or what is made of it first.
+template <int R, class Rows>
+using Int8Inputs = Rows;
+// Each lane: sum += its four weights as they are stored, offset by 128, times its four activations.
 inline I dot4(I sum, Int8Weights weights, Bytes x) { return _mm512_dpbusd_epi32(sum, weights, x); }
 // The same of weights from 0 to 15, of at most a group; `whole` makes integers of 32 bits of that sum.
 inline I dot_nibbles(I sum, Bytes weights, Bytes x) { return _mm512_dpbusd_epi32(sum, weights, x); }

@@ -20,7 +20,6 @@ struct I {
 struct Bytes {
   uint8_t v[4 * kLanes];
 };
-constexpr bool kUnsignedWeights = true;
 constexpr int kMaxRows = 2;
 constexpr int kMaxIntRows = 2;
 constexpr int kIntVectors = 2;
@@ -135,6 +134,8 @@ inline Bytes high_nibbles(Bytes a) {
 }
 using Int8Weights = Bytes;
 inline Int8Weights int8_weights(const void* p) { return load_bytes(p); }
+template <int, class Rows>
+using Int8Inputs = Rows;
 inline I dot4(I sum, Int8Weights weights, Bytes x) {
   for (int i = 0; i < 4 * kLanes; ++i) sum.v[i / 4] += weights.v[i] * int8_t(x.v[i]);
   return sum;

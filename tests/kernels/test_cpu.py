@@ -220,6 +220,54 @@ def test_linear_is_the_product_of_what_lies_in_memory(
     assert not padded[:, outputs:].any(), "the padding stays zero"
 
 
+def pattern(kind: str, shape: tuple[int, ...], low: int, high: int, seed: int) -> NDArray[np.int64]:
+    """Integers from low to high: any, the same end everywhere, or both ends by turns."""
+    if kind == "any":
+        return np.random.default_rng(seed).integers(low, high + 1, shape)
+    ends = {"lowest": [low], "highest": [high], "alternating": [low, high], "pairs": [low, low, high, high]}[kind]
+    return np.resize(np.array(ends), shape)
+
+
+patterns = st.sampled_from(["any", "lowest", "highest", "alternating", "pairs"])
+
+
+@every_set
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@examples(25)
+@given(
+    groups=st.integers(1, 25),
+    outputs=sizes,
+    stored=patterns,
+    activations=patterns,
+    minimum=st.integers(-8, 8),
+    seed=seeds,
+)
+def test_integers_are_multiplied_exactly(
+    isa: str, weights: str, groups: int, outputs: int, stored: str, activations: str, minimum: int, seed: int
+) -> None:
+    """As plain integers are, by any number of rows: bytes of whatever value, with scales of one. Sums stay below 2^24,
+    so that not one is rounded."""
+    ops, inputs = make(isa, weights), groups * GROUP
+    weight = ops.pack(torch.zeros(outputs, inputs))
+    header = 64 if weights == "int8" else 128
+    tiles = weight.memory.numpy().reshape(-1, groups, header + GROUP * TILE // (1 if weights == "int8" else 2))
+    drawn = pattern(stored, (2, *tiles[..., header:].shape), 0, 255 if weights == "int8" else 15, seed)
+    tiles[..., header:] = drawn[0] if weights == "int8" else drawn[0] | drawn[1] << 4
+    halves = np.ones((*tiles.shape[:2], header // 2), np.float16)
+    halves[..., TILE:] = minimum
+    tiles[..., :header] = halves.view(np.uint8)
+    w = unpacked(weight, weights, inputs)[0][:outputs]
+    x = torch.from_numpy(pattern(activations, (33, inputs), -127, 127, seed + 1).astype(np.int8))
+    wanted = x.double() @ w.T
+    for rows in (*range(1, 10), 16, 17, 33):
+        activation = ops.quantize_activation(torch.zeros(rows, inputs))
+        data, scales, sums = activation.parts
+        data.copy_(x[:rows])
+        scales.fill_(1.0)
+        sums.copy_(in_groups(data).sum(-1, dtype=torch.int32))
+        assert torch.equal(ops.linear(activation, weight).double(), wanted[:rows])
+
+
 @every_set
 @every_format
 @examples(16)
@@ -339,7 +387,7 @@ def test_rowwise_ops_agree_with_the_reference(
 
 
 @every_set
-def test_norm_takes_rows_of_any_origin(isa: str) -> None:
+def test_norm_takes_activations_any_origin(isa: str) -> None:
     """Also those that no op returned, which are copied first."""
     ops, weight = make(isa), torch.randn(100)
     for rows in range(1, 60):
@@ -349,7 +397,7 @@ def test_norm_takes_rows_of_any_origin(isa: str) -> None:
 
 
 @every_set
-def test_activate_takes_rows_of_any_origin(isa: str) -> None:
+def test_activate_takes_activations_any_origin(isa: str) -> None:
     ops = make(isa)
     for rows in range(1, 60):
         x = torch.randn(2 * rows, 100)[::2]
@@ -618,8 +666,14 @@ def test_attention_of_a_row_has_the_same_bits_in_any_step(
 
 
 # Instruction sets that round alike, with vectors of different widths, and the formats for which they do: AVX-512 adds
-# products of bfloat16 in pairs. The sanitizer's build has the portable kernels in vectors of four, too.
-WIDTHS = {("avx512", "avx2"): ("float32", "int8", "int4"), ("portable", "narrow"): FORMATS}
+# products of bfloat16 in pairs. The sanitizer's build has the portable kernels in vectors of four, too, and those of
+# AVX-VNNI as a processor with AVX-512 runs them.
+WIDTHS = {
+    ("avx512", "avx2"): ("float32", "int8", "int4"),
+    ("avx_vnni", "avx2"): FORMATS,
+    ("avx2", "avx_vnni_evex"): FORMATS,
+    ("portable", "narrow"): FORMATS,
+}
 other_width = pytest.mark.parametrize(
     ("isa", "other", "weights"),
     [(*pair, weights) for pair, formats in WIDTHS.items() if set(pair) <= set(SETS) for weights in formats],

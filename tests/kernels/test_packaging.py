@@ -39,17 +39,18 @@ def instructions(disassembly: Iterable[str]) -> Iterator[tuple[str, str]]:
     for line in disassembly:
         if heading := re.match(r"[0-9a-f]+ <(.+)>:$", line):
             function = heading[1]
-        elif (operation := re.match(r"\s+[0-9a-f]+:\t(?:\{evex\} )?(\w+)", line)) is not None:
+        elif (operation := re.match(r"\s+[0-9a-f]+:\t(?:\{e?vex\} )?(\w+)", line)) is not None:
             yield function, operation[1]
 
 
 def misplaced(disassembly: Iterable[str]) -> set[str]:
-    """Functions with AVX instructions, all of which begin with a v, outside the namespaces avx2 and avx512. What sets
-    up a file's globals runs when the module is loaded, on every processor, whichever file that is."""
+    """Functions with AVX instructions, all of which begin with a v, outside the namespaces avx2, avx512 and avx_vnni.
+    What sets up a file's globals runs when the module is loaded, on every processor, whichever file that is."""
     return {
         function
         for function, mnemonic in instructions(disassembly)
-        if mnemonic.startswith("v") and (function.startswith("_GLOBAL_") or not re.search(r"4avx2|6avx512", function))
+        if mnemonic.startswith("v")
+        and (function.startswith("_GLOBAL_") or not re.search(r"4avx2|6avx512|8avx_vnni", function))
     }
 
 
