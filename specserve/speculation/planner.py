@@ -57,7 +57,7 @@ class Planner:
         self._curve = self._cost.curve(load.rows + load.tokens, _FEW, load.context)
         self.plain = self._curve[0] if not load.tokens else self._cost.seconds(load.rows, load.context)
         self._num_chosen, self._expected, self._promised = 0, float(load.rows), 0.0
-        is_in_doubt = abs(self._took - self._foreseen) > _DOUBT * self.plain
+        is_in_doubt = not load.tokens and abs(self._took - self._foreseen) > _DOUBT * self.plain
         self._is_probe = is_in_doubt or self._since_plain >= (_RARE_PROBE if self._gain > _CLEAR_GAIN else _PROBE)
         self._gain = 1.0
 
