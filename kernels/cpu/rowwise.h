@@ -213,20 +213,26 @@ inline void argmax(const float* x, int width, int n, int64_t* best, int begin, i
   }
 }
 
-// A head of d numbers, in bfloat16 or as they are.
-inline void store_head(bool is_bfloat16, void* to, int64_t at, const float* x, int d) {
-  if (!is_bfloat16) {
-    std::memcpy((float*)to + at, x, d * sizeof(float));
+constexpr float kLargestHalf = 65504.0f;
+
+// A head of d numbers as a cache of such numbers holds it. float16 holds the largest that it has of what is larger.
+inline void store_head(Number number, void* to, const float* x, int d) {
+  if (number == Number::kFloat32) {
+    std::memcpy(to, x, d * sizeof(float));
     return;
   }
+  const auto round = [number](uint16_t* rounded, const float* some) {
+    if (number == Number::kBfloat16) return store_bfloat(rounded, load(some));
+    store_half(rounded, min(set(kLargestHalf), max(set(-kLargestHalf), load(some))));
+  };
   int i = 0;
-  for (; i + kLanes <= d; i += kLanes) store_bfloat((uint16_t*)to + at + i, load(x + i));
+  for (; i + kLanes <= d; i += kLanes) round((uint16_t*)to + i, x + i);
   if (i == d) return;
   float rest[kLanes] = {};
   uint16_t rounded[kLanes];
   std::memcpy(rest, x + i, (d - i) * sizeof(float));
-  store_bfloat(rounded, load(rest));
-  std::memcpy((uint16_t*)to + at + i, rounded, (d - i) * sizeof(uint16_t));
+  round(rounded, rest);
+  std::memcpy((uint16_t*)to + i, rounded, (d - i) * sizeof(uint16_t));
 }
 
 }  // namespace specserve::SPECSERVE_ISA
