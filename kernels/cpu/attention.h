@@ -16,6 +16,7 @@ constexpr int kChunkVectors = kChunk / kLanes;
 constexpr int kAtOnce = 4;         // of these, summed at a time
 constexpr int kSlice = std::max(4 * kLanes, kTile);  // of a head's numbers, summed at a time: registers hold no more
 static_assert(kChunk % kPartialSums == 0 && kChunkVectors % kAtOnce == 0 && kSegment % kChunk == 0);
+constexpr float kLog2E = 1.44269504f;
 constexpr int64_t kFetchedBytes = 1024;  // of the weights that follow, with every query of a chunk: memory rests meanwhile
 
 // A chunk's words in vectors, and a sum with their products. `kMost` queries share the registers.
@@ -70,7 +71,8 @@ inline bool sees(const Workspace& w, int query, int start, int window) {
   return last >= start && !(window && last - window + 1 >= start + kChunk);
 }
 
-// Scores into probabilities relative to the running maximum; sums are rescaled where that rises.
+// Scores, times `scale` as powers of two, into probabilities relative to the running maximum; sums are rescaled where that
+// rises.
 inline void softmax_chunk(const Workspace& w, const Sums& sums, int query, int start, float scale, int window, bool in_pairs) {
   const int last = w.last[query], first = window ? last - window + 1 : 0;
   float* scores = w.scores + int64_t(query) * kChunk;
@@ -85,7 +87,7 @@ inline void softmax_chunk(const Workspace& w, const Sums& sums, int query, int s
   const float before = sums.top[query], top = std::max(before, hmax(peak));
   PartialSums total;
   for (int v = 0; v < kChunkVectors; ++v) {
-    p[v] = exp(sub(p[v], set(top)));
+    p[v] = exp2_of_negative(sub(p[v], set(top)));
     F& sum = total.v[v % PartialSums::kVectors];
     sum = add(sum, p[v]);
     if (in_pairs)
@@ -94,7 +96,7 @@ inline void softmax_chunk(const Workspace& w, const Sums& sums, int query, int s
       store(scores + v * kLanes, p[v]);
   }
   if (top != before) {
-    const float shrink = before == -INFINITY ? 0.0f : std::exp(before - top);
+    const float shrink = before == -INFINITY ? 0.0f : std::exp2(before - top);
     float* values = sums.values + int64_t(query) * w.width;
     for (int i = 0; i < w.width; i += kLanes) store(values + i, mul(load(values + i), set(shrink)));
     sums.total[query] *= shrink;
@@ -151,7 +153,7 @@ void reduce(const AttentionArgs& args, const Context& c, const Workspace& w, con
   for (int q = first; q < last; ++q) {
     fetch<false>(ahead, kFetchedBytes);
     if (!sees(w, q, start, args.window)) continue;
-    softmax_chunk(w, sums, q, start, args.scale, args.window, Form::kNumbers == 2);
+    softmax_chunk(w, sums, q, start, args.scale * kLog2E, args.window, Form::kNumbers == 2);
     w.seeing[n++] = q;
   }
   for (int column = 0; column < w.width; column += kSlice)
@@ -225,7 +227,7 @@ inline void merge(const Workspace& w, const Sums& next) {
       continue;
     }
     const float top = std::max(w.all.top[q], next.top[q]);
-    const float old = std::exp(w.all.top[q] - top), young = std::exp(next.top[q] - top);
+    const float old = std::exp2(w.all.top[q] - top), young = std::exp2(next.top[q] - top);
     for (int i = 0; i < w.width; i += kLanes)
       store(sum + i, fma(load(more + i), set(young), mul(load(sum + i), set(old))));
     w.all.total[q] = w.all.total[q] * old + next.total[q] * young;
