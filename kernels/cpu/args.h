@@ -219,7 +219,7 @@ struct Kernels {
   void (*top_k)(const TopKArgs&, int begin, int end);
 };
 
-constexpr int kRowBlock = 32;  // rows of one sequence that one call of attention computes, at most
+constexpr int kRowBlock = 64;  // rows of one sequence that one call of attention computes, at most
 constexpr int kMaxHead = 1024;  // head_dim, at most
 
 // Bytes of scratch that attention needs for kRowBlock rows.

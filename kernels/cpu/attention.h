@@ -43,9 +43,23 @@ inline void clear(const Workspace& w, const Sums& sums) {
   std::fill(sums.total, sums.total + w.queries, 0.0f);
 }
 
+// The share of the next chunk's groups that tile `tile` of `tiles` asks for, line by line, while it computes: all at once
+// they would fill the queue to memory, and then arithmetic would wait.
+struct Coming {
+  const Context* chunk;  // null: nothing
+  int tile, tiles;
+
+  template <class Use>  // use(group), of part `part` of `parts` of the tile
+  void each_group(int part, int parts, Use use) const {
+    if (!chunk) return;
+    const int here = tile * parts + part, all = tiles * parts;
+    for (int g = kGroups * here / all; g < kGroups * (here + 1) / all; ++g) use(g);
+  }
+};
+
 // scores[q, t] = q . key t, for Q queries.
 template <int Q, class Form>
-void score(const Context& c, const Workspace& w, int first) {
+void score(const Context& c, const Workspace& w, int first, const Coming& coming) {
   const int steps = w.width / Form::kNumbers;
   for (int begin = 0; begin < kChunkVectors; begin += kAtOnce) {
     const typename Form::Word* keys[kAtOnce];
@@ -56,11 +70,17 @@ void score(const Context& c, const Workspace& w, int first) {
     F sum[Q][kAtOnce];
     for (auto& s : sum)
       for (F& lane : s) lane = zero();
-    for (int i = 0; i < steps; ++i)
+    const char* ahead[kGroups];
+    int num_ahead = 0;
+    coming.each_group(begin / kAtOnce, kChunkVectors / kAtOnce, [&](int g) { ahead[num_ahead++] = (const char*)coming.chunk->keys[g]; });
+    const int64_t step = coming.chunk ? kSlotGroup * coming.chunk->word_bytes() : 0;
+    for (int i = 0; i < steps; ++i) {
+      for (int g = 0; g < num_ahead; ++g) __builtin_prefetch(ahead[g] + i * step);
       for (int v = 0; v < kAtOnce; ++v) {
         const auto words = Form::load(keys[v] + i * kSlotGroup);
         for (int q = 0; q < Q; ++q) sum[q][v] = Form::add(sum[q][v], words, w.q + int64_t(first + q) * w.width + i);
       }
+    }
     for (int q = 0; q < Q; ++q)
       for (int v = 0; v < kAtOnce; ++v) store(w.scores + int64_t(first + q) * kChunk + (begin + v) * kLanes, sum[q][v]);
   }
@@ -107,7 +127,7 @@ inline void softmax_chunk(const Workspace& w, const Sums& sums, int query, int s
 
 // sums[q] += probabilities . values, for Q queries and some vectors of numbers.
 template <int Q, int vectors, class Form>
-void weigh_vectors(const Context& c, const Workspace& w, const Sums& sums, const int32_t* queries, int column) {
+void weigh_vectors(const Context& c, const Workspace& w, const Sums& sums, const int32_t* queries, int column, const Coming& coming) {
   constexpr int steps = kSlotGroup / Form::kNumbers;
   F sum[Q][vectors];
   const float* probabilities[Q];
@@ -115,40 +135,51 @@ void weigh_vectors(const Context& c, const Workspace& w, const Sums& sums, const
     probabilities[q] = w.scores + int64_t(queries[q]) * kChunk;
     for (int v = 0; v < vectors; ++v) sum[q][v] = load(sums.values + int64_t(queries[q]) * w.width + column + v * kLanes);
   }
+  bool is_coming[kGroups] = {};
+  coming.each_group(0, 1, [&](int g) { is_coming[g] = true; });
+  const int word = coming.chunk ? coming.chunk->word_bytes() : 0;
   for (int g = 0; g < kGroups; ++g) {
     const typename Form::Word* values = (const typename Form::Word*)c.values[g] + column;
-    for (int t = 0; t < steps; ++t)
+    const char* ahead = is_coming[g] ? (const char*)coming.chunk->values[g] + column * word : nullptr;
+    for (int t = 0; t < steps; ++t) {
+      if (ahead)
+        for (int i = 0; i < vectors * kLanes * word; i += 64) __builtin_prefetch(ahead + t * w.width * word + i);
       for (int v = 0; v < vectors; ++v) {
         const auto words = Form::load(values + t * w.width + v * kLanes);
         for (int q = 0; q < Q; ++q) sum[q][v] = Form::add(sum[q][v], words, probabilities[q] + g * steps + t);
       }
+    }
   }
   for (int q = 0; q < Q; ++q)
     for (int v = 0; v < vectors; ++v) store(sums.values + int64_t(queries[q]) * w.width + column + v * kLanes, sum[q][v]);
 }
 
 template <class Form, int Q = Form::kMost>
-void score_some(const Context& c, const Workspace& w, int first, int n) {
+void score_some(const Context& c, const Workspace& w, int first, int n, const Coming& coming) {
   if constexpr (Q > 1)
-    if (n < Q) return score_some<Form, Q - 1>(c, w, first, n);
-  score<Q, Form>(c, w, first);
+    if (n < Q) return score_some<Form, Q - 1>(c, w, first, n, coming);
+  score<Q, Form>(c, w, first, coming);
 }
 
 template <class Form, int Q = Form::kMost>
-void weigh_some(const Context& c, const Workspace& w, const Sums& sums, const int32_t* queries, int n, int column) {
+void weigh_some(const Context& c, const Workspace& w, const Sums& sums, const int32_t* queries, int n, int column, const Coming& coming) {
   if constexpr (Q > 1)
-    if (n < Q) return weigh_some<Form, Q - 1>(c, w, sums, queries, n, column);
-  if (w.width - column >= kSlice) return weigh_vectors<Q, kSlice / kLanes, Form>(c, w, sums, queries, column);
-  weigh_vectors<Q, kTile / kLanes, Form>(c, w, sums, queries, column);
+    if (n < Q) return weigh_some<Form, Q - 1>(c, w, sums, queries, n, column, coming);
+  if (w.width - column >= kSlice) return weigh_vectors<Q, kSlice / kLanes, Form>(c, w, sums, queries, column, coming);
+  weigh_vectors<Q, kTile / kLanes, Form>(c, w, sums, queries, column, coming);
 }
 
 // Queries [first, last) against the chunk that begins at logical index `start`. All are scored, then all weighed: keys or
 // values stay in the innermost cache meanwhile.
 template <class Form>
-void reduce(const AttentionArgs& args, const Context& c, const Workspace& w, const Sums& sums, int start, int first, int last, Ahead& ahead) {
+void reduce(const AttentionArgs& args, const Context& c, const Workspace& w, const Sums& sums, int start, int first, int last, Ahead& ahead, const Context* next) {
   while (first < last && !sees(w, first, start, args.window)) ++first;
   while (first < last && !sees(w, last - 1, start, args.window)) --last;
-  each_block(last - first, Form::kMost, [&](int from, int to) { score_some<Form>(c, w, first + from, to - from); });
+  Coming coming{next, 0, (last - first + Form::kMost - 1) / Form::kMost};
+  each_block(last - first, Form::kMost, [&](int from, int to) {
+    score_some<Form>(c, w, first + from, to - from, coming);
+    ++coming.tile;
+  });
   int n = 0;
   for (int q = first; q < last; ++q) {
     fetch<false>(ahead, kFetchedBytes);
@@ -156,16 +187,20 @@ void reduce(const AttentionArgs& args, const Context& c, const Workspace& w, con
     softmax_chunk(w, sums, q, start, args.scale * kLog2E, args.window, Form::kNumbers == 2);
     w.seeing[n++] = q;
   }
-  for (int column = 0; column < w.width; column += kSlice)
-    each_block(n, Form::kMost,
-               [&](int from, int to) { weigh_some<Form>(c, w, sums, w.seeing + from, to - from, column); });
+  for (int column = 0; column < w.width; column += kSlice) {
+    coming = {next, 0, (n + Form::kMost - 1) / Form::kMost};
+    each_block(n, Form::kMost, [&](int from, int to) {
+      weigh_some<Form>(c, w, sums, w.seeing + from, to - from, column, coming);
+      ++coming.tile;
+    });
+  }
 }
 
-inline void reduce(const AttentionArgs& args, const Context& c, const Workspace& w, const Sums& sums, int start, int first, int last, Ahead& ahead) {
+inline void reduce(const AttentionArgs& args, const Context& c, const Workspace& w, const Sums& sums, int start, int first, int last, Ahead& ahead, const Context* next = nullptr) {
   switch (c.words) {
-    case Words::kFloats: return reduce<Floats>(args, c, w, sums, start, first, last, ahead);
-    case Words::kHalves: return reduce<Halves>(args, c, w, sums, start, first, last, ahead);
-    case Words::kPairs: return reduce<Pairs>(args, c, w, sums, start, first, last, ahead);
+    case Words::kFloats: return reduce<Floats>(args, c, w, sums, start, first, last, ahead, next);
+    case Words::kHalves: return reduce<Halves>(args, c, w, sums, start, first, last, ahead, next);
+    case Words::kPairs: return reduce<Pairs>(args, c, w, sums, start, first, last, ahead, next);
   }
 }
 
@@ -200,9 +235,14 @@ inline void read_segment(const AttentionArgs& args, const RowRange& rows, int se
   for (int start = std::max(rows.first, segment * kSegment) / kChunk * kChunk; start < stop; start += kChunk) {
     if (!span.paths || start + kChunk <= span.cached) {
       const int known = span.paths ? span.cached : rows.stop;  // while this chunk is computed the next is on its way
-      prefetch(args, span, start + kChunk, std::min(start + 2 * kChunk, known), rows.kv_head);
       const Context c = see_chain(args, span, start, std::min(kChunk, rows.stop - start), rows.kv_head, w);
-      reduce(args, c, w, sums, start, 0, w.queries, ahead);
+      if (has_groups(args, span) && start + 2 * kChunk <= known) {
+        const Context next = in_groups(args, span, start + kChunk, kChunk, rows.kv_head, false, w);
+        reduce(args, c, w, sums, start, 0, w.queries, ahead, &next);
+      } else {
+        prefetch(args, span, start + kChunk, std::min(start + 2 * kChunk, known), rows.kv_head);
+        reduce(args, c, w, sums, start, 0, w.queries, ahead);
+      }
       continue;
     }
     for (int r = rows.begin; r < rows.end; ++r) {

@@ -66,6 +66,8 @@ enum class Words { kFloats, kHalves, kPairs };
 struct Context {
   Words words;
   const void *keys[kGroups], *values[kGroups];
+
+  int word_bytes() const { return words == Words::kHalves ? 2 : 4; }
 };
 
 inline Context in_scratch(Words words, const Workspace& w) {

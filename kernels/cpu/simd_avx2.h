@@ -18,7 +18,7 @@ constexpr int kMaxIntRows = 6;
 constexpr int kIntVectors = 1;
 constexpr int kQueries = 3;
 constexpr int kBfloat16Queries = 2;
-constexpr int kHalfQueries = 6;  // with more of them float16 is widened once for all
+constexpr int kHalfQueries = 24;  // with more of them float16 is widened once for all
 
 inline F zero() { return _mm256_setzero_ps(); }
 inline F set(float x) { return _mm256_set1_ps(x); }
