@@ -91,7 +91,7 @@ def instruction_sets() -> list[str]:
 
 
 class Kernels:
-    """The op contract on a CPU. `dtype` is that of the embeddings; of the weights if not quantised."""
+    """The op contract on a CPU. `dtype` is that of the embeddings, and of weights and KV cache that have no other."""
 
     name = "cpu"
     row_multiple = 1
@@ -105,23 +105,14 @@ class Kernels:
     @classmethod
     def create(cls, asked: KernelOptions) -> Kernels:
         dtype, isa = asked.on_cpu(instruction_sets(), cls.name)
+        kv = torch.float16 if asked.dtype == "auto" and isa == "avx2" else dtype  # widened as it is read
         automatic = "int8" if asked.dtype == "auto" else "none"
-        quantization = automatic if asked.quantization == "auto" else asked.quantization
-        # AVX2 widens float16 as it reads it: half the bytes of float32 in as much time.
-        is_half = asked.dtype == asked.kv_cache_dtype == "auto" and isa == "avx2"
-        kv_dtype = torch.float16 if is_half else asked.kv_dtype(dtype)
-        return cls(dtype, quantization, asked.threads, isa, kv_dtype)
+        return cls(dtype, automatic if asked.quantization == "auto" else asked.quantization, asked.threads, isa, kv)
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        quantization: str,
-        threads: int,
-        isa: str = "auto",
-        kv_dtype: torch.dtype | None = None,
+        self, dtype: torch.dtype, quantization: str, threads: int, isa: str = "auto", kv: torch.dtype | None = None
     ) -> None:
-        self.dtype = self.weight_dtype = dtype
-        self.kv_dtype = kv_dtype or dtype
+        self.dtype, self.weight_dtype, self.kv_dtype = dtype, dtype, kv or dtype
         self.quantization = quantization
         self.instruction_set = choose_isa(isa, instruction_sets(), self.name)
         unquantised = "bfloat16" if dtype == torch.bfloat16 else "float32"
@@ -215,7 +206,6 @@ class Kernels:
     ) -> _Activation:
         rows, hidden = residual.shape
         out = self._activation("fused_add_rms_norm", rows, hidden, self._kind)
-        assert _is_padded(residual), "a residual comes from embed"
         with self._program(rows, residual, delta, post, weight) as program:
             program.fused_add_rms_norm(_at(residual), _at(delta), _at(post), _at(weight), eps, hidden, out.native)
         return out
@@ -301,11 +291,9 @@ class Kernels:
         q = self._floats("rope_and_cache", len(qkv), heads * d)
         q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
         positions, cos, sin = rotation.positions.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
-        assert _is_padded(qkv), "queries come from linear"
         with self._program(len(qkv), qkv, norms, rotation, kv, plan=plan) as program:
             program.rope_and_cache(
-                qkv.data_ptr(), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, q.data_ptr(),
-                *self._cache(kv),
+                _at(qkv), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, _at(q), *self._cache(kv),
             )  # fmt: skip
         return q[:, : heads * d]
 

@@ -116,18 +116,14 @@ class Kernels:
     @classmethod
     def create(cls, asked: KernelOptions) -> Kernels:
         if asked.device.type == "cpu":
-            dtype, isa = asked.on_cpu(instruction_sets(), cls.name)
-            return cls(asked.device, dtype, isa, asked.kv_dtype(dtype))
+            return cls(asked.device, *asked.on_cpu(instruction_sets(), cls.name))
         automatic = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
         dtype = automatic if asked.dtype == "auto" else getattr(torch, asked.dtype)
-        return cls(asked.device, dtype, asked.isa, asked.kv_dtype(dtype))
+        return cls(asked.device, dtype, asked.isa)
 
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, isa: str = "auto", kv_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, isa: str = "auto") -> None:
         self.device = device
-        self.dtype = dtype
-        self.kv_dtype = kv_dtype or dtype
+        self.dtype = self.kv_dtype = dtype
         self.instruction_set = choose_isa(isa, () if device.type == "cuda" else instruction_sets(), self.name)
         self.weight_dtype = dtype if device.type == "cuda" or _multiplies(dtype) else torch.float32
         self.tile = _CUDA_TILE if device.type == "cuda" else 0
@@ -252,13 +248,8 @@ class Kernels:
         cos, sin = rotation.rows
         qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
         rows = len(plan.write_slots)
-        written = torch.stack((qk[:rows, -kv_heads:], qkv[:rows, -kv_heads:].float()))
-        if kv.dtype == torch.float16:
-            finite, largest = written.isfinite(), torch.finfo(kv.dtype).max
-            written = written.clamp_(-largest, largest).to(kv.dtype)
-        else:
-            written = written.to(kv.dtype)
-            finite = written.isfinite()
+        written = torch.stack((qk[:rows, -kv_heads:].to(kv.dtype), qkv[:rows, -kv_heads:].to(kv.dtype)))
+        finite = written.isfinite()
         plan.broken |= ~finite.all(3).all(2).all(0)
         # Attention multiplies what a row does not see by 0, which would be NaN.
         kv.index_copy_(1, plan.write_slots, written.masked_fill_(~finite, 0))
@@ -306,7 +297,6 @@ class Kernels:
 
     def attention(self, q: Tensor, kv: Tensor, plan: _Plan, scale: float, window: int | None) -> Tensor:
         self._pulse.beat()
-        q = q.to(self.dtype)
         parts = [_attend(q, kv, group, scale, window, self.weight_dtype) for group in plan.groups]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         return flat.index_select(0, plan.order).to(self.dtype)
@@ -360,7 +350,7 @@ def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | No
     kv_heads = kv.shape[2]
     share = heads // kv_heads
     k, v = kv.index_select(1, group.slots).to(dtype).view(2, runs, context, kv_heads, d).transpose(2, 3)
-    q = q.index_select(0, group.rows).to(dtype).view(runs, length, kv_heads, share, d).transpose(1, 2)
+    q = q.index_select(0, group.rows).to(kv.dtype).to(dtype).view(runs, length, kv_heads, share, d).transpose(1, 2)
     q = q.reshape(runs, kv_heads, length * share, d)
     if padding := -length * share % _QUERY_MULTIPLE:
         q = F.pad(q, (0, 0, 0, padding))

@@ -9,7 +9,6 @@ from typing import Any
 from specserve.errors import ConfigError, strict_fields, unknown
 
 DTYPES = ("auto", "float32", "bfloat16")
-KV_CACHE_DTYPES = (*DTYPES, "float16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 ISAS = ("auto", "avx512", "avx2", "portable")
 VERIFICATIONS = ("coupled", "rejection", "block")
@@ -28,8 +27,7 @@ class EngineConfig:
     are made where nothing does; without it they are as long as they may be.
     `drafter_options` go to that drafter unread. A request may name another drafter for itself, which drafts
     `num_speculative_tokens` as well, or 5 where that is 0. `quantization="auto"` is int8 where native kernels serve the
-    CPU and no dtype is asked for, else none. `kv_cache_dtype="auto"` is the dtype; on AVX2, where none is asked for,
-    float16. `isa` is the instruction set of the CPU kernels; "auto" is what the
+    CPU and no dtype is asked for, else none. `isa` is the instruction set of the CPU kernels; "auto" is what the
     environment variable SPECSERVE_ISA names, or else the fastest. `kv_cache_gib=None` sizes the cache from free memory.
     `max_step_ms` is what a step aims at that computes chunks of prompts while others decode; None: 2.5 times a step
     without them, for each token that a decoding sequence gets.
@@ -39,7 +37,6 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
     quantization: str = "auto"
-    kv_cache_dtype: str = "auto"
     device: str = "auto"
     isa: str = "auto"
     threads: int | None = None
@@ -59,10 +56,10 @@ class EngineConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        named = {"dtype": DTYPES, "kv_cache_dtype": KV_CACHE_DTYPES, "quantization": QUANTIZATIONS, "isa": ISAS}
-        for name, allowed in {**named, "verification": VERIFICATIONS}.items():
+        named = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "isa": ISAS, "verification": VERIFICATIONS}
+        for name, allowed in named.items():
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"--{name.replace('_', '-')}: " + unknown("value", str(getattr(self, name)), allowed))
+                raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _at_least(name, getattr(self, name), 1)

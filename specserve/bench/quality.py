@@ -18,7 +18,7 @@ from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM
 from specserve.types import SamplingParams
 
-REFERENCE: Mapping[str, Any] = {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "float32"}
+REFERENCE: Mapping[str, Any] = {"dtype": "float32", "quantization": "none"}
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 from cyclopts import Group, Parameter, Token
 
-from specserve.config import DTYPES, ISAS, KV_CACHE_DTYPES, QUANTIZATIONS, VERIFICATIONS, EngineConfig
+from specserve.config import DTYPES, ISAS, QUANTIZATIONS, VERIFICATIONS, EngineConfig
 from specserve.types import SamplingParams
 
 MODEL = Group("Model", sort_key=1)
@@ -34,7 +34,6 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "model": (MODEL, "Catalog name, Hugging Face folder, .gguf file or hub id (org/name)."),
     "dtype": (MODEL, "Compute type; auto takes what the device is fastest at."),
     "quantization": (MODEL, "How weights are stored in memory."),
-    "kv_cache_dtype": (MODEL, "How keys and values are stored; auto is the dtype, on AVX2 float16."),
     "device": (MODEL, "cpu, cuda or cuda:N; auto takes a GPU if there is one."),
     "isa": (MODEL, "Instruction set of the CPU kernels; auto takes the fastest that there is."),
     "threads": (MODEL, "CPU threads of the kernels [default: the cores this process may use]."),
@@ -81,7 +80,6 @@ SAMPLING_HELP: dict[str, tuple[Group, str]] = {
 _TYPES: dict[str, Any] = {
     "dtype": Literal[DTYPES],
     "quantization": Literal[QUANTIZATIONS],
-    "kv_cache_dtype": Literal[KV_CACHE_DTYPES],
     "isa": Literal[ISAS],
     "verification": Literal[VERIFICATIONS],
     "drafter_options": dict[str, str],

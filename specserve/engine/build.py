@@ -57,8 +57,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     threads = config.threads or usable_cores()
-    device, quantization = choose_device(config.device), config.quantization
-    ops = choose_ops(device, config.dtype, quantization, threads, config.isa, config.kv_cache_dtype)
+    ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads, config.isa)
     torch.set_num_threads(1 if ops.has_own_threads else threads)
     folder = catalog.resolve(config.model, progress=progress)
     tokenizer = Tokenizer(folder)
@@ -106,7 +105,6 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     dtype = str(ops.dtype).removeprefix("torch.")
     weights = dtype if ops.quantization == "none" else ops.quantization
     isa = f", {ops.instruction_set}" if ops.instruction_set else ""
-    chosen = f"KV in {str(ops.kv_dtype).removeprefix('torch.')}; {chosen}" if ops.kv_dtype != ops.dtype else chosen
     summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {chosen}"
     compiler = Compiler(lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend)
     return Built(engine, tokenizer, compiler, str(ops.device), dtype, ops.quantization, threads, summary)
@@ -127,11 +125,9 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_ops(
-    device: torch.device, dtype: str, quantization: str, threads: int, isa: str = "auto", kv_cache_dtype: str = "auto"
-) -> Ops:
+def choose_ops(device: torch.device, dtype: str, quantization: str, threads: int, isa: str = "auto") -> Ops:
     """The kernels that serve a device, of the first backend in kernels/ that can; "auto" is what is fastest with them.
     Raises ConfigError for what no backend can serve, and for an instruction set that the kernels do not have."""
-    asked = KernelOptions(device, dtype, quantization, threads, isa, kv_cache_dtype)
+    asked = KernelOptions(device, dtype, quantization, threads, isa)
     backend: KernelBackend = KERNELS.choose(asked)
     return backend.create(asked)

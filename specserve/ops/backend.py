@@ -23,11 +23,9 @@ class KernelOptions:
     quantization: str = "auto"
     threads: int = 1
     isa: str = "auto"
-    kv_cache_dtype: str = "auto"
 
     def __str__(self) -> str:
         named = {"dtype": self.dtype, "quantization": self.quantization, "isa": self.isa}
-        named["kv-cache-dtype"] = self.kv_cache_dtype
         return " ".join([f"--device {self.device}", *(f"--{k} {v}" for k, v in named.items() if v != "auto")])
 
     def on_cpu(self, instruction_sets: list[str], kernels: str) -> tuple[torch.dtype, str]:
@@ -40,10 +38,6 @@ class KernelOptions:
         if self.dtype != "auto":
             return getattr(torch, self.dtype), isa
         return torch.bfloat16 if isa == "avx512" and torch.cpu._is_avx512_bf16_supported() else torch.float32, isa
-
-    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """That of the KV cache of kernels of this dtype; "auto" is the same."""
-        return dtype if self.kv_cache_dtype == "auto" else getattr(torch, self.kv_cache_dtype)
 
 
 class KernelBackend(Protocol):
