@@ -13,7 +13,7 @@ PYTEST_FLAGS ?=
 # status 5 is that PYTEST_FLAGS picked none of a part.
 PROCESSES ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
 PYTEST := $(VENV)/bin/python -m pytest -q
-IN_PARTS = @$(1) $(PYTEST) -n $(PROCESSES) --dist loadgroup -m "not alone" --durations=20 $(PYTEST_FLAGS) || first=$$?; \
+IN_PARTS = @$(1) $(PYTEST) -n $(PROCESSES) --dist loadfile -m "not alone" --durations=20 $(PYTEST_FLAGS) || first=$$?; \
   test $${first:-0} = 0 -o $${first:-0} = 5 || exit $$first; \
   $(1) $(PYTEST) -m alone --durations=5 tests/server/http $(PYTEST_FLAGS) || second=$$?; \
   test $${second:-0} = 0 -o \( $${second:-0} = 5 -a $${first:-0} = 0 \)
@@ -87,7 +87,7 @@ builds: $(BARE)/.made $(SANITIZE)/.made ## Make what `sanitize` and `bare` run i
 
 quick: check ## Lint, types and the tests of the core: what to run between two commits. About a minute on two cores.
 	@echo "== pytest, the core"
-	@$(PYTEST) -n $(PROCESSES) --dist loadgroup $(QUICK) $(PYTEST_FLAGS)
+	@$(PYTEST) -n $(PROCESSES) --dist loadfile $(QUICK) $(PYTEST_FLAGS)
 
 check: lint types ## What needs no tests to run: lint and types.
 
@@ -110,7 +110,7 @@ pytest-avx2: $(STAMP) ## Run the tests of kernels, models and the engine again a
 ifneq ($(HAS_AVX512),)
 	@$(BIN)/specserve pull $(MODEL)
 	@echo "== pytest, AVX-512 hidden"
-	@$(HIDE_AVX512) SPECSERVE_REQUIRE_MODEL=1 $(PYTEST) -n $(PROCESSES) --dist loadgroup $(REPEATED) --durations=10 \
+	@$(HIDE_AVX512) SPECSERVE_REQUIRE_MODEL=1 $(PYTEST) -n $(PROCESSES) --dist loadfile $(REPEATED) --durations=10 \
 	  $(OF_THE_CPU) $(PYTEST_FLAGS)
 else
 	@echo "== no AVX-512 that could be hidden"

@@ -6,26 +6,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_PLAIN_FLOAT32, _PLAIN_BFLOAT16, _GROUPS = range(3)  # as Cache in kernels/cpu/args.h
+_NUMBERS = torch.float32, torch.bfloat16, torch.float16  # as Number in kernels/cpu/args.h
 _SLOT_GROUP = 16  # slots interleaved in memory
 _TILE = 32
 _ALIGNMENT = 64
 
 
-def layout_of(kv: Tensor) -> int:
-    """Which layout a cache [2, slots, kv_heads, d] has."""
-    if kv.dtype == torch.float32:
-        return _PLAIN_FLOAT32
-    return _PLAIN_BFLOAT16 if kv.shape[1] % _SLOT_GROUP or kv.shape[3] % _TILE else _GROUPS
+def layout_of(kv: Tensor) -> tuple[int, bool]:
+    """Which numbers a cache [2, slots, kv_heads, d] holds, and whether in groups."""
+    return _NUMBERS.index(kv.dtype), not (kv.shape[1] % _SLOT_GROUP or kv.shape[3] % _TILE)
 
 
 def places(kv: Tensor, slots: Tensor) -> Tensor:
     """Where the keys and the values of slots [n] lie in kv[0] and kv[1], int64 [2, n, kv_heads, d]."""
     kv_heads, d = kv.shape[2:]
     slot, head, i = slots[:, None, None], torch.arange(kv_heads)[:, None], torch.arange(d)
-    if layout_of(kv) != _GROUPS:
+    if not layout_of(kv)[1]:
         return ((slot * kv_heads + head) * d + i).expand(2, -1, -1, -1)
     start, place = (slot // _SLOT_GROUP * kv_heads + head) * d * _SLOT_GROUP, slot % _SLOT_GROUP
+    if kv.dtype != torch.bfloat16:
+        return start + torch.stack((i * _SLOT_GROUP + place, place * d + i))
     return start + torch.stack((i // 2 * 2 * _SLOT_GROUP + 2 * place + i % 2, place // 2 * 2 * d + 2 * i + place % 2))
 
 

@@ -91,7 +91,7 @@ def instruction_sets() -> list[str]:
 
 
 class Kernels:
-    """The op contract on a CPU. `dtype` is that of the KV cache and the embeddings; of the weights if not quantised."""
+    """The op contract on a CPU. `dtype` is that of the embeddings, and of weights and KV cache that have no other."""
 
     name = "cpu"
     row_multiple = 1
@@ -105,11 +105,14 @@ class Kernels:
     @classmethod
     def create(cls, asked: KernelOptions) -> Kernels:
         dtype, isa = asked.on_cpu(instruction_sets(), cls.name)
+        kv = torch.float16 if asked.dtype == "auto" and isa == "avx2" else dtype  # widened as it is read
         automatic = "int8" if asked.dtype == "auto" else "none"
-        return cls(dtype, automatic if asked.quantization == "auto" else asked.quantization, asked.threads, isa)
+        return cls(dtype, automatic if asked.quantization == "auto" else asked.quantization, asked.threads, isa, kv)
 
-    def __init__(self, dtype: torch.dtype, quantization: str, threads: int, isa: str = "auto") -> None:
-        self.dtype = self.weight_dtype = dtype
+    def __init__(
+        self, dtype: torch.dtype, quantization: str, threads: int, isa: str = "auto", kv: torch.dtype | None = None
+    ) -> None:
+        self.dtype, self.weight_dtype, self.kv_dtype = dtype, dtype, kv or dtype
         self.quantization = quantization
         self.instruction_set = choose_isa(isa, instruction_sets(), self.name)
         unquantised = "bfloat16" if dtype == torch.bfloat16 else "float32"
@@ -203,7 +206,6 @@ class Kernels:
     ) -> _Activation:
         rows, hidden = residual.shape
         out = self._activation("fused_add_rms_norm", rows, hidden, self._kind)
-        assert _is_padded(residual), "a residual comes from embed"
         with self._program(rows, residual, delta, post, weight) as program:
             program.fused_add_rms_norm(_at(residual), _at(delta), _at(post), _at(weight), eps, hidden, out.native)
         return out
@@ -289,11 +291,9 @@ class Kernels:
         q = self._floats("rope_and_cache", len(qkv), heads * d)
         q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
         positions, cos, sin = rotation.positions.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
-        assert _is_padded(qkv), "queries come from linear"
         with self._program(len(qkv), qkv, norms, rotation, kv, plan=plan) as program:
             program.rope_and_cache(
-                qkv.data_ptr(), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, q.data_ptr(),
-                *self._cache(kv),
+                _at(qkv), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, _at(q), *self._cache(kv),
             )  # fmt: skip
         return q[:, : heads * d]
 
@@ -328,9 +328,9 @@ class Kernels:
         for keys, values in (kv.view(2, -1) for kv in kvs):
             keys[key_to], values[value_to] = keys[key_from], values[value_from]
 
-    def _cache(self, kv: Tensor) -> tuple[int, int, int]:
-        assert kv.is_contiguous() and kv.dtype == self.dtype, "the cache holds the kernels' dtype"
-        return layout_of(kv), kv[0].data_ptr(), kv[1].data_ptr()
+    def _cache(self, kv: Tensor) -> tuple[int, bool, int, int]:
+        assert kv.is_contiguous() and kv.dtype == self.kv_dtype, "the cache holds the kernels' kv_dtype"
+        return *layout_of(kv), kv[0].data_ptr(), kv[1].data_ptr()
 
     @contextmanager
     def _program(

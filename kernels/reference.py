@@ -123,7 +123,7 @@ class Kernels:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, isa: str = "auto") -> None:
         self.device = device
-        self.dtype = dtype
+        self.dtype = self.kv_dtype = dtype
         self.instruction_set = choose_isa(isa, () if device.type == "cuda" else instruction_sets(), self.name)
         self.weight_dtype = dtype if device.type == "cuda" or _multiplies(dtype) else torch.float32
         self.tile = _CUDA_TILE if device.type == "cuda" else 0

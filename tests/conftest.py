@@ -18,17 +18,24 @@ settings.register_profile("patient", deadline=None)  # how long one example take
 settings.register_profile("repeated", deadline=None, max_examples=10)
 settings.load_profile("patient")
 
+_HTTP = "tests/server/http"
+
 # Before anything imports torch; whoever sets it has the last word.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With --dist loadgroup a file's tests share a process, and so do all that share servers over HTTP: each process
-    would start all of these."""
-    http = Path(__file__).parent / "server" / "http"
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("http" if http in item.path.parents else item.location[0]))
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests share a process, and so do all that share servers over HTTP: each process would start all of
+    these."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return _HTTP if file.startswith(_HTTP) else file
+
+    return ByServers(config, log)
 
 
 @pytest.fixture(scope="session")

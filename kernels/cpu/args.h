@@ -12,8 +12,9 @@ namespace specserve {
 // is none of these: it is kLanes of simd_*.h.
 constexpr int kTile = 32;         // outputs that packed weights hold interleaved
 constexpr int kGroup = 32;        // inputs that share one scale
-constexpr int kSlotGroup = 16;    // slots that Cache::kBfloat16Groups holds interleaved
+constexpr int kSlotGroup = 16;    // slots that a cache in groups holds interleaved
 constexpr int kChunk = 64;        // logical tokens that attention reduces at a time
+constexpr int kSegment = 512;     // and whose sums it adds to those of the segments before
 constexpr int kPartialSums = 16;  // number i is added to partial sum i % kPartialSums; those then in halves, i and i + n
 
 inline int64_t padded(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
@@ -59,7 +60,11 @@ struct LinearArgs {
 };
 
 // How the cache holds keys and values; see context.h. Groups need a multiple of kSlotGroup slots and head_dim % kTile == 0.
-enum class Cache : int { kFloat32 = 0, kBfloat16 = 1, kBfloat16Groups = 2 };
+enum class Number : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+struct Cache {
+  Number number;
+  bool in_groups;
+};
 
 enum class Gate : int { kSilu = 0, kGeluTanh = 1 };
 
@@ -115,8 +120,7 @@ struct RopeAndCacheArgs {
   float* q;  // [rows, q_stride]
   int q_stride;
   Cache cache;
-  void* keys;  // [slots, kv_heads, head_dim]
-  void* values;
+  void *keys, *values;
 };
 
 // Rows [first, last) of the step belong to one sequence; its row r (from 0) lies at logical index cached + r. In a tree row
@@ -200,7 +204,13 @@ struct Kernels {
   void (*gather_rows)(const GatherRowsArgs&, int begin, int end);
   // broken[row] is set where a key or a value is not finite.
   void (*rope_and_cache)(const RopeAndCacheArgs&, const int64_t* slots, std::atomic<bool>* broken, int begin, int end, float* scratch);
+  // Rows [begin, end) of a span, at most kRowBlock. The same in parts, which give the same bits: what each segment of the
+  // context comes to, in any order, and then all of them, which lie one after the other.
   void (*attention)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, void* scratch, Ahead&);
+  void (*attention_segment)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, int segment, float* part,
+                            void* scratch, Ahead&);
+  void (*merge_segments)(const AttentionArgs&, const Span&, int begin, int end, int kv_head, int segments, float* parts,
+                         void* scratch);
   void (*quantize_activation)(const QuantizeActivationArgs&, int begin, int end);
   void (*softcap)(float* x, int width, float cap, int begin, int end);
   int (*sample)(const SampleArgs&, int row, const SampleScratch&);
@@ -209,10 +219,13 @@ struct Kernels {
   void (*top_k)(const TopKArgs&, int begin, int end);
 };
 
-constexpr int kRowBlock = 16;  // rows of one sequence that one call of attention computes, at most
+constexpr int kRowBlock = 64;  // rows of one sequence that one call of attention computes, at most
 constexpr int kMaxHead = 1024;  // head_dim, at most
 
 // Bytes of scratch that attention needs for kRowBlock rows.
 int64_t attention_scratch_bytes(int share, int head_dim);
+
+// Floats of a segment's part of so many queries (rows times heads).
+inline int64_t part_floats(int64_t queries, int head_dim) { return queries * (padded(head_dim) + 2); }
 
 }  // namespace specserve

@@ -1,8 +1,9 @@
 // Keys and values: how rows are stored in the cache, and a chunk of them as attention reads it.
 //
-// Cache::kBfloat16Groups holds what attention reads: for every kSlotGroup slots and each kv head, as pairs in words of 32
-// bits, keys [head_dim / 2][kSlotGroup slots] (two numbers of a token) and values [kSlotGroup / 2][head_dim] (one number of
-// two tokens). The other formats hold [slots, kv_heads, head_dim], and a chunk of theirs is brought into this order first.
+// A cache in groups holds what attention reads: for every kSlotGroup slots and each kv head keys [head_dim][kSlotGroup slots]
+// and values [kSlotGroup][head_dim]; of bfloat16 pairs in words of 32 bits, keys [head_dim / 2][kSlotGroup slots] (two
+// numbers of a token) and values [kSlotGroup / 2][head_dim] (one number of two tokens). Every other cache holds
+// [slots, kv_heads, head_dim], and a chunk of it is brought into this order first.
 #pragma once
 
 #include "args.h"
@@ -12,16 +13,26 @@ namespace specserve::SPECSERVE_ISA {
 
 constexpr int kGroups = kChunk / kSlotGroup;
 
+inline int64_t bytes_of(Number number) { return number == Number::kFloat32 ? 4 : 2; }
+
+// What queries have seen so far: sums of values [queries, width], the highest score, and the total of probabilities relative
+// to it; that is 0 until something is seen.
+struct Sums {
+  float *values, *top, *total;
+};
+
+inline Sums sums_at(float* p, int64_t queries, int width) { return {p, p + queries * width, p + queries * (width + 1)}; }
+
 // Views of one thread's scratch. Numbers are float32, or pairs of bfloat16 if the cache holds these.
 struct Workspace {
   int queries, width;  // rows of q; padded head_dim
   float* q;              // [queries, width]
   float *keys, *values;  // [kChunk, width] each, room for a chunk as Context has it
   float* scores;         // [queries, kChunk]
-  float* sums;           // [queries, width]
+  Sums all, segment;     // of the context so far, and of the segment that is read
   float* joined;         // [share * head_dim and kTile]: what one row's heads come to
-  float *top, *total;    // [queries]
   int32_t* last;         // [queries]: the last logical index it sees
+  int32_t* seeing;       // [queries]: those that see something of a chunk
 };
 
 inline Workspace lay_out(void* scratch, int queries, int share, int head_dim) {
@@ -38,23 +49,29 @@ inline Workspace lay_out(void* scratch, int queries, int share, int head_dim) {
   w.keys = take(int64_t(w.width) * kChunk);
   w.values = take(int64_t(w.width) * kChunk);
   w.scores = take(int64_t(queries) * kChunk);
-  w.sums = take(int64_t(queries) * w.width);
+  w.all = sums_at(take(part_floats(queries, head_dim)), queries, w.width);
+  w.segment = sums_at(take(part_floats(queries, head_dim)), queries, w.width);
   w.joined = take(int64_t(share) * head_dim + kTile);
-  w.top = take(queries);
-  w.total = take(queries);
   w.last = (int32_t*)take(queries);
+  w.seeing = (int32_t*)take(queries);
   return w;
 }
+
+// How a chunk's numbers are multiplied: as float32, as float16 that is widened first, as pairs of bfloat16.
+enum class Words { kFloats, kHalves, kPairs };
 
 // One chunk, in groups of kSlotGroup logical tokens: keys [width or width / 2][kSlotGroup], values [kSlotGroup or
 // kSlotGroup / 2][width]. Values of tokens that no row sees are finite; in the group in which the context ends they are
 // zeros.
 struct Context {
-  const float *keys[kGroups], *values[kGroups];
+  Words words;
+  const void *keys[kGroups], *values[kGroups];
+
+  int word_bytes() const { return words == Words::kHalves ? 2 : 4; }
 };
 
-inline Context in_scratch(const Workspace& w) {
-  Context c;
+inline Context in_scratch(Words words, const Workspace& w) {
+  Context c{words, {}, {}};
   for (int g = 0; g < kGroups; ++g) {
     c.keys[g] = w.keys + g * w.width * kSlotGroup;
     c.values[g] = w.values + g * w.width * kSlotGroup;
@@ -62,39 +79,79 @@ inline Context in_scratch(const Workspace& w) {
   return c;
 }
 
-// Where the group of logical index `index` begins, for a kv head of Cache::kBfloat16Groups, in numbers.
+// Where the group of a slot begins, for a kv head of a cache in groups, in numbers.
 inline int64_t group_at(int64_t slot, int kv_heads, int kv_head, int head_dim) {
   return (slot / kSlotGroup * kv_heads + kv_head) * head_dim * kSlotGroup;
 }
 
-inline void store_key(Cache cache, void* keys, int64_t slot, int kv_heads, int kv_head, const float* x, int d) {
+// Where a head of a slot lies whose numbers are not in pairs: number i of the key at key + i * stride, of the value at
+// value + i.
+struct Place {
+  int64_t key, stride, value;
+};
+
+inline Place place_of(Cache cache, int64_t slot, int kv_heads, int kv_head, int d) {
   const int64_t plain = (slot * kv_heads + kv_head) * d;
-  if (cache != Cache::kBfloat16Groups) return store_head(cache == Cache::kBfloat16, keys, plain, x, d);
-  uint16_t rounded[kMaxHead];
-  store_head(true, rounded, 0, x, d);
-  uint16_t* to = (uint16_t*)keys + group_at(slot, kv_heads, kv_head, d) + 2 * (slot % kSlotGroup);
-  for (int i = 0; i < d; i += 2) std::memcpy(to + i * kSlotGroup, rounded + i, 4);
+  if (!cache.in_groups) return {plain, 1, plain};
+  const int64_t group = group_at(slot, kv_heads, kv_head, d), place = slot % kSlotGroup;
+  return {group + place, kSlotGroup, group + place * d};
+}
+
+template <class Word>
+void scatter(const void* words, int n, void* to, int64_t stride) {
+  for (int i = 0; i < n; ++i) ((Word*)to)[i * stride] = ((const Word*)words)[i];
+}
+
+inline void store_key(Cache cache, void* keys, int64_t slot, int kv_heads, int kv_head, const float* x, int d) {
+  const bool in_pairs = cache.in_groups && cache.number == Number::kBfloat16;
+  const Place at = place_of(cache, slot, kv_heads, kv_head, d);
+  float rounded[kMaxHead];
+  store_head(cache.number, rounded, x, d);
+  if (in_pairs) {
+    uint16_t* group = (uint16_t*)keys + group_at(slot, kv_heads, kv_head, d);
+    scatter<uint32_t>(rounded, d / 2, (uint32_t*)group + slot % kSlotGroup, kSlotGroup);
+  } else if (cache.number == Number::kFloat32) {
+    scatter<float>(rounded, d, (float*)keys + at.key, at.stride);
+  } else {
+    scatter<uint16_t>(rounded, d, (uint16_t*)keys + at.key, at.stride);
+  }
 }
 
 inline void store_value(Cache cache, void* values, int64_t slot, int kv_heads, int kv_head, const float* x, int d) {
-  const int64_t plain = (slot * kv_heads + kv_head) * d, place = slot % kSlotGroup;
-  if (cache != Cache::kBfloat16Groups) return store_head(cache == Cache::kBfloat16, values, plain, x, d);
+  if (!cache.in_groups || cache.number != Number::kBfloat16) {
+    const int64_t at = place_of(cache, slot, kv_heads, kv_head, d).value;
+    return store_head(cache.number, (char*)values + at * bytes_of(cache.number), x, d);
+  }
   uint16_t rounded[kMaxHead];
-  store_head(true, rounded, 0, x, d);
+  store_head(cache.number, rounded, x, d);
+  const int64_t place = slot % kSlotGroup;
   uint16_t* to = (uint16_t*)values + group_at(slot, kv_heads, kv_head, d) + place / 2 * 2 * d + place % 2;
   for (int i = 0; i < d; ++i) to[2 * i] = rounded[i];
 }
 
-// Keys and values of up to kChunk slots into the scratch, zeros after them.
-inline void gather_float32(const AttentionArgs& args, const int64_t* slots, int n, int kv_head, const Workspace& w) {
+// d numbers of float32 or float16, `stride` apart, from number `at` on; `out` has room for whole vectors.
+inline void widen(Number number, const void* from, int64_t at, int64_t stride, int d, float* out) {
+  if (number == Number::kFloat32) {
+    for (int i = 0; i < d; ++i) out[i] = ((const float*)from)[at + i * stride];
+    return;
+  }
+  uint16_t some[kMaxHead];
+  for (int i = 0; i < d; ++i) some[i] = ((const uint16_t*)from)[at + i * stride];
+  std::fill(some + d, some + padded(d), 0);
+  for (int i = 0; i < d; i += kLanes) store(out + i, load_half(some + i));
+}
+
+// Keys and values of tokens [first, n), first a multiple of kSlotGroup, into the scratch as floats, zeros after them.
+inline void gather_floats(const AttentionArgs& args, const int64_t* slots, int first, int n, int kv_head, const Workspace& w) {
   const int d = args.head_dim;
-  std::fill(w.keys, w.keys + w.width * kChunk, 0.0f);
-  std::fill(w.values, w.values + w.width * kChunk, 0.0f);
-  for (int t = 0; t < n; ++t) {
-    const int64_t at = (slots[t] * args.kv_heads + kv_head) * d;
-    const int group = t / kSlotGroup * w.width, place = t % kSlotGroup;
-    for (int i = 0; i < d; ++i) w.keys[(group + i) * kSlotGroup + place] = ((const float*)args.keys)[at + i];
-    std::memcpy(w.values + int64_t(t) * w.width, (const float*)args.values + at, d * sizeof(float));
+  std::fill(w.keys + first * w.width, w.keys + w.width * kChunk, 0.0f);
+  std::fill(w.values + first * w.width, w.values + w.width * kChunk, 0.0f);
+  for (int t = first; t < n; ++t) {
+    const Place at = place_of(args.cache, slots[t], args.kv_heads, kv_head, d);
+    float key[kMaxHead];
+    widen(args.cache.number, args.keys, at.key, at.stride, d, key);
+    scatter<float>(key, d, w.keys + t / kSlotGroup * kSlotGroup * w.width + t % kSlotGroup, kSlotGroup);
+    widen(args.cache.number, args.values, at.value, 1, d, w.values + int64_t(t) * w.width);
   }
 }
 
@@ -136,7 +193,7 @@ inline void gather_bfloat16(const AttentionArgs& args, const int64_t* slots, int
 }
 
 // The same for tokens [first, n) of a cache in groups, first a multiple of kSlotGroup.
-inline void gather_groups(const AttentionArgs& args, const int64_t* slots, int first, int n, int kv_head, const Workspace& w) {
+inline void gather_pairs(const AttentionArgs& args, const int64_t* slots, int first, int n, int kv_head, const Workspace& w) {
   const int d = args.head_dim;
   std::fill(w.keys + first * d, w.keys + kChunk * d, 0.0f);
   std::fill(w.values + first * d, w.values + kChunk * d, 0.0f);
@@ -151,13 +208,13 @@ inline void gather_groups(const AttentionArgs& args, const int64_t* slots, int f
   }
 }
 
-inline Context gather(const AttentionArgs& args, const int64_t* slots, int n, int kv_head, const Workspace& w) {
-  switch (args.cache) {
-    case Cache::kFloat32: gather_float32(args, slots, n, kv_head, w); break;
-    case Cache::kBfloat16: gather_bfloat16(args, slots, n, kv_head, w); break;
-    case Cache::kBfloat16Groups: gather_groups(args, slots, 0, n, kv_head, w); break;
+inline Context gather(const AttentionArgs& args, const int64_t* slots, int first, int n, int kv_head, const Workspace& w) {
+  if (args.cache.number != Number::kBfloat16) {
+    gather_floats(args, slots, first, n, kv_head, w);
+    return in_scratch(Words::kFloats, w);
   }
-  return in_scratch(w);
+  args.cache.in_groups ? gather_pairs(args, slots, first, n, kv_head, w) : gather_bfloat16(args, slots, n, kv_head, w);
+  return in_scratch(Words::kPairs, w);
 }
 
 // use(slot, n): runs of n slots in a row, of logical tokens [begin, end). Blocks are walked, since a division for every
@@ -182,7 +239,7 @@ inline int64_t* write_slots(const Span& span, int begin, int end, int64_t* slots
 
 // Whether kSlotGroup logical tokens are a group of the cache.
 inline bool has_groups(const AttentionArgs& args, const Span& span) {
-  return args.cache == Cache::kBfloat16Groups && span.block_size % kSlotGroup == 0;
+  return args.cache.in_groups && span.block_size % kSlotGroup == 0;
 }
 
 inline int64_t group_of(const AttentionArgs& args, const Span& span, int index, int kv_head) {
@@ -191,35 +248,56 @@ inline int64_t group_of(const AttentionArgs& args, const Span& span, int index, 
 }
 
 // The first n of a group's values, zeros after them: there may be old ones, even what is not finite.
-inline void copy_values(const uint16_t* values, int n, int d, uint32_t* out) {
-  const int whole = n / 2 * d;
-  std::memcpy(out, values, whole * sizeof(uint32_t));
-  std::fill(out + whole, out + kSlotGroup / 2 * d, 0);
-  if (n % 2)
-    for (int i = 0; i < d; ++i) out[whole + i] = values[2 * (whole + i)];
+inline void copy_values(Number number, const void* values, int n, int d, void* out) {
+  const int64_t size = bytes_of(number), whole = (number == Number::kBfloat16 ? n / 2 * 2 : n) * d;
+  std::memcpy(out, values, whole * size);
+  std::memset((char*)out + whole * size, 0, (kSlotGroup * d - whole) * size);
+  if (number == Number::kBfloat16 && n % 2)
+    for (int i = 0; i < d; ++i) ((uint16_t*)out)[whole + 2 * i] = ((const uint16_t*)values)[whole + 2 * i];
 }
 
-// The n tokens from `start` on where they lie, in groups. Groups that the context does not reach are the first one again.
-inline Context in_place(const AttentionArgs& args, const Span& span, int start, int n, int kv_head, const Workspace& w) {
-  Context c = in_scratch(w);
+inline void widen_all(const void* halves, int64_t n, const void* out) {
+  for (int64_t i = 0; i < n; i += kLanes) store((float*)out + i, load_half((const uint16_t*)halves + i));
+}
+
+// The n tokens from `start` on in groups: where they lie, or float16 as floats in the scratch, which takes a moment and then
+// less for each query. Groups that the context does not reach are the first one again.
+inline Context in_groups(const AttentionArgs& args, const Span& span, int start, int n, int kv_head, bool widened, const Workspace& w) {
+  const Number number = args.cache.number;
+  const bool is_half = number == Number::kFloat16;
+  const int d = args.head_dim;
+  Context c = in_scratch(number == Number::kBfloat16 ? Words::kPairs : is_half && !widened ? Words::kHalves : Words::kFloats, w);
   for (int g = 0; g < kGroups; ++g) {
     const int left = n - g * kSlotGroup;
-    const int64_t at = left > 0 ? group_of(args, span, start + g * kSlotGroup, kv_head) : 0;
-    const uint16_t* values = (const uint16_t*)args.values + at;
-    c.keys[g] = left > 0 ? (const float*)((const uint16_t*)args.keys + at) : c.keys[0];
-    if (left > 0 && left < kSlotGroup) copy_values(values, left, args.head_dim, (uint32_t*)c.values[g]);
-    if (left <= 0) c.values[g] = c.values[0];
-    if (left >= kSlotGroup) c.values[g] = (const float*)values;
+    if (left <= 0) {
+      c.keys[g] = c.keys[0];
+      c.values[g] = c.values[0];
+      continue;
+    }
+    const int64_t at = group_of(args, span, start + g * kSlotGroup, kv_head) * bytes_of(number);
+    const void *keys = (const char*)args.keys + at, *values = (const char*)args.values + at;
+    if (is_half && widened) {
+      const int64_t whole = int64_t(std::min(left, kSlotGroup)) * d;
+      widen_all(keys, kSlotGroup * d, c.keys[g]);
+      widen_all(values, whole, c.values[g]);
+      std::fill((float*)c.values[g] + whole, (float*)c.values[g] + kSlotGroup * d, 0.0f);
+      continue;
+    }
+    c.keys[g] = keys;
+    if (left < kSlotGroup)
+      copy_values(number, values, left, d, (void*)c.values[g]);
+    else
+      c.values[g] = values;
   }
   return c;
 }
 
 // n tokens of the chunk from `start` on as all rows of a chain see them.
 inline Context see_chain(const AttentionArgs& args, const Span& span, int start, int n, int kv_head, const Workspace& w) {
-  if (has_groups(args, span)) return in_place(args, span, start, n, kv_head, w);
+  if (has_groups(args, span)) return in_groups(args, span, start, n, kv_head, w.queries > kHalfQueries, w);
   int64_t slots[kChunk];
   write_slots(span, start, start + n, slots);
-  return gather(args, slots, n, kv_head, w);
+  return gather(args, slots, 0, n, kv_head, w);
 }
 
 // n tokens of the chunk as row r of a tree sees them: cached ones, then its ancestors and itself as if they were a chain.
@@ -231,11 +309,10 @@ inline Context see_tree(const AttentionArgs& args, const Span& span, int start, 
     const int at = span.cached + path[index - span.cached];
     next = write_slots(span, at, at + 1, next);
   }
-  if (!has_groups(args, span)) return gather(args, slots, n, kv_head, w);
+  if (!has_groups(args, span)) return gather(args, slots, 0, n, kv_head, w);
   const int whole = std::max(0, std::min(n, span.cached - start) / kSlotGroup * kSlotGroup);
-  Context c = in_place(args, span, start, whole, kv_head, w);
-  gather_groups(args, slots, whole, n, kv_head, w);
-  const Context rest = in_scratch(w);
+  Context c = in_groups(args, span, start, whole, kv_head, true, w);
+  const Context rest = gather(args, slots, whole, n, kv_head, w);
   for (int g = whole / kSlotGroup; g < kGroups; ++g) {
     c.keys[g] = rest.keys[g];
     c.values[g] = rest.values[g];
@@ -245,6 +322,7 @@ inline Context see_tree(const AttentionArgs& args, const Span& span, int start, 
 
 // Asks for the KV of logical tokens [begin, end): they lie apart, and hardware does not foresee them.
 inline void prefetch(const AttentionArgs& args, const Span& span, int begin, int end, int kv_head) {
+  const int64_t size = bytes_of(args.cache.number);
   const auto ask = [&args](int64_t at, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) {
       __builtin_prefetch((const char*)args.keys + at + i);
@@ -253,10 +331,10 @@ inline void prefetch(const AttentionArgs& args, const Span& span, int begin, int
   };
   if (has_groups(args, span)) {
     for (int index = begin; index < end; index += kSlotGroup)
-      ask(group_of(args, span, index, kv_head) * 2, int64_t(args.head_dim) * kSlotGroup * 2);
+      ask(group_of(args, span, index, kv_head) * size, int64_t(args.head_dim) * kSlotGroup * size);
     return;
   }
-  const int64_t bytes = args.head_dim * (args.cache == Cache::kFloat32 ? 4 : 2);
+  const int64_t bytes = args.head_dim * size;
   each_run(span, begin, end, [&](int64_t slot, int n) {
     for (int64_t i = slot; i < slot + n; ++i) ask((i * args.kv_heads + kv_head) * bytes, bytes);
   });

@@ -123,15 +123,15 @@ void bind_program(nb::module_& m) {
                        const Activation& out) { p.gated({w, x, at<float>(bias), Gate(gate), out}); })
       .def("rope_and_cache",
            [](Program& p, Address qkv, int heads, int kv_heads, int head_dim, Address q_norm, Address k_norm, float eps,
-              Address positions, Address cos, Address sin, Address q, int cache, Address keys, Address values) {
+              Address positions, Address cos, Address sin, Address q, int number, bool in_groups, Address keys, Address values) {
              p.rope_and_cache({at<float>(qkv), int(padded((heads + 2 * kv_heads) * head_dim)), heads, kv_heads, head_dim,
                        at<float>(q_norm), at<float>(k_norm), eps, at<int64_t>(positions), at<float>(cos), at<float>(sin),
-                       at<float>(q), int(padded(heads * head_dim)), Cache(cache), at<void>(keys), at<void>(values)});
+                       at<float>(q), int(padded(heads * head_dim)), {Number(number), in_groups}, at<void>(keys), at<void>(values)});
            })
       .def("attention",
-           [](Program& p, Address q, int heads, int kv_heads, int head_dim, int cache, Address keys, Address values,
-              float scale, int window, const Activation& out) {
-             p.attention({at<float>(q), int(padded(heads * head_dim)), heads, kv_heads, head_dim, Cache(cache),
+           [](Program& p, Address q, int heads, int kv_heads, int head_dim, int number, bool in_groups, Address keys,
+              Address values, float scale, int window, const Activation& out) {
+             p.attention({at<float>(q), int(padded(heads * head_dim)), heads, kv_heads, head_dim, {Number(number), in_groups},
                           at<void>(keys), at<void>(values), scale, window, out});
            })
       .def("quantize_activation",

@@ -10,6 +10,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kPiecesPerThread = 8;  // so many that a thread that is held up leaves its share to the others
 constexpr int kMaxLead = 8192;
+constexpr int kEnoughSegments = 4;   // pieces of a context that keep the threads busy whatever the rows
 constexpr int64_t kFetchedAtOnce = 4096;       // bytes, between two looks for the next step
 constexpr int64_t kFetchedMeanwhile = 2 << 20;  // bytes, while the host prepares that: as much as any L3 has room for
 
@@ -36,6 +37,7 @@ Plan::Plan(const StepRows& rows, int block_size, int max_rows_per_block)
       paths_(rows.num_seqs),
       path_starts_(rows.num_seqs) {
   slots_.reserve(rows.starts[rows.num_seqs]);
+  const bool is_few = rows.starts[rows.num_seqs] <= kRowBlock;
   for (int s = 0; s < rows.num_seqs; ++s) {
     const int first = rows.starts[s], last = rows.starts[s + 1], count = last - first, cached = rows.cached[s];
     const int32_t* table = tables_.data() + int64_t(s) * rows.table_width;
@@ -43,8 +45,15 @@ Plan::Plan(const StepRows& rows, int block_size, int max_rows_per_block)
     if (is_tree) add_paths(s, rows.parents + first, count);
     spans_.push_back({first, last, cached, block_size, table, is_tree ? paths_[s].data() : nullptr,
                       is_tree ? path_starts_[s].data() : nullptr});
-    const int most = std::min(max_rows_per_block, kRowBlock), blocks = (count + most - 1) / most;
-    for (int b = 0; b < blocks; ++b) row_blocks_.push_back({s, count * b / blocks, count * (b + 1) / blocks});
+    const int all = (cached + count + kSegment - 1) / kSegment, segments = is_few && all > 1 ? all : 0;
+    const int most = segments >= kEnoughSegments ? kRowBlock : std::min(max_rows_per_block, kRowBlock);
+    const int blocks = (count + most - 1) / most;
+    for (int b = 0; b < blocks; ++b) {
+      const int begin = count * b / blocks, end = count * (b + 1) / blocks;
+      for (int i = 0; i < std::max(segments, 1); ++i) pieces_.push_back({int(row_blocks_.size()), i});
+      row_blocks_.push_back({s, begin, end, segments, num_parts_});
+      num_parts_ += int64_t(end - begin) * segments;
+    }
     for (int i = cached; i < cached + count; ++i)
       slots_.push_back(int64_t(table[i / block_size]) * block_size + i % block_size);
   }
@@ -122,13 +131,26 @@ void Program::rope_and_cache(const RopeAndCacheArgs& args) {
 
 void Program::attention(const AttentionArgs& args) {
   const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch, Ahead& ahead) {
-    for (int i = begin; i < end; ++i) {
-      const Plan::Block& block = rows.plan->blocks()[i / args.kv_heads];
-      kernels_.attention(args, rows.plan->span(block.span), block.begin, block.end, i % args.kv_heads, scratch,
-                         ahead);
-    }
+    for (int i = begin; i < end; ++i)
+      attend(args, *rows.plan, rows.plan->pieces()[i / args.kv_heads], i % args.kv_heads, scratch, ahead);
   };
-  add("attention", {{RowCount::Of::kAttentionBlocks}, run, args.kv_heads}, attention_scratch_bytes(args.heads / args.kv_heads, args.head_dim));
+  most_kv_heads_ = std::max(most_kv_heads_, args.kv_heads);
+  most_part_floats_ = std::max(most_part_floats_, part_floats(args.heads, args.head_dim));
+  add("attention", {{RowCount::Of::kAttentionPieces}, run, args.kv_heads}, attention_scratch_bytes(args.heads / args.kv_heads, args.head_dim));
+}
+
+// Whoever completes the last segment of a block adds them all up.
+void Program::attend(const AttentionArgs& args, const Plan& plan, const Plan::Piece& piece, int kv_head, void* scratch, Ahead& ahead) {
+  const Plan::Block& block = plan.blocks()[piece.block];
+  const Span& span = plan.span(block.span);
+  if (!block.segments) return kernels_.attention(args, span, block.begin, block.end, kv_head, scratch, ahead);
+  const int64_t size = part_floats(int64_t(block.end - block.begin) * (args.heads / args.kv_heads), args.head_dim);
+  float* parts = segments_.data() + block.parts_before * part_floats(args.heads, args.head_dim) + kv_head * block.segments * size;
+  kernels_.attention_segment(args, span, block.begin, block.end, kv_head, piece.segment, parts + piece.segment * size, scratch, ahead);
+  std::atomic<int>& done = segments_done_[piece.block * args.kv_heads + kv_head];
+  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < block.segments) return;
+  done.store(0, std::memory_order_relaxed);
+  kernels_.merge_segments(args, span, block.begin, block.end, kv_head, block.segments, parts, scratch);
 }
 
 void Program::quantize_activation(const QuantizeActivationArgs& args) {
@@ -174,7 +196,7 @@ int Program::RowCount::in(const Rows& rows) const {
   switch (of) {
     case Of::kStep: return rows.step;
     case Of::kGathered: return rows.gathered;
-    case Of::kAttentionBlocks: return int(rows.plan->blocks().size());
+    case Of::kAttentionPieces: return int(rows.plan->pieces().size());
     case Of::kPointer: return int(*pointer);
   }
   return 0;
@@ -293,6 +315,13 @@ bool Program::fetch_next(int thread, int turn) const {
 
 std::shared_ptr<const Program::Pass> Program::begin(const Rows& rows) {
   begun_ = Clock::now();
+  if (rows.plan && rows.plan->num_parts()) {  // nobody computes anything now
+    if (const int64_t floats = rows.plan->num_parts() * most_part_floats_; floats > int64_t(segments_.size())) segments_.resize(floats);
+    if (const int counts = int(rows.plan->blocks().size()) * most_kv_heads_; counts > num_segments_done_) {
+      segments_done_.reset(new std::atomic<int>[counts]());
+      num_segments_done_ = counts;
+    }
+  }
   auto pass = std::make_shared<const Pass>(Pass{++number_, rows, prefetch_.next(rows.step) ? lead_of(rows) : 0});
   count_items(0, *pass);
   return pass;
@@ -345,7 +374,8 @@ std::vector<double> Program::profile(const Rows& rows) {
 
 int64_t attention_scratch_bytes(int share, int head_dim) {
   const int64_t width = padded(head_dim), queries = int64_t(kRowBlock) * share;
-  const int64_t floats = queries * (2 * width + kChunk + 3) + 2 * width * kChunk + int64_t(share) * head_dim + 10 * kTile;
+  const int64_t floats = queries * (width + kChunk + 2) + 2 * part_floats(queries, head_dim) + 2 * width * kChunk +
+                         int64_t(share) * head_dim + 10 * kTile;
   return floats * int64_t(sizeof(float));
 }
 

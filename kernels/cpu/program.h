@@ -28,18 +28,25 @@ struct StepRows {
 // What attention needs to know of one step: who owns which rows, and where they lie in the cache.
 class Plan {
  public:
-  // Keeps nothing of what `rows` points to. Rows that one call of attention computes share what it gathers; fewer of them
-  // are more pieces for the threads.
+  // Keeps nothing of what `rows` points to. Rows that one call of attention computes share what it reads; fewer of them are
+  // more pieces for the threads. Of a long context each segment is a piece, if there are few rows in the step.
   Plan(const StepRows& rows, int block_size, int max_rows_per_block);
   Plan(const Plan&) = delete;  // spans point into it
   Plan& operator=(const Plan&) = delete;
 
   struct Block {
     int span, begin, end;
+    int segments;         // pieces that it is computed in; 0: in one
+    int64_t parts_before;  // rows times segments of the blocks before it
+  };
+  struct Piece {
+    int block, segment;
   };
   int rows() const { return int(slots_.size()); }
   const Span& span(int i) const { return spans_[i]; }
   const std::vector<Block>& blocks() const { return row_blocks_; }
+  const std::vector<Piece>& pieces() const { return pieces_; }
+  int64_t num_parts() const { return num_parts_; }  // rows times segments of all blocks
   const int64_t* slots() const { return slots_.data(); }
   // Set by the step that runs: whether keys or values of a row were not finite.
   std::atomic<bool>* broken() const { return broken_.get(); }
@@ -51,6 +58,8 @@ class Plan {
   std::vector<std::vector<int32_t>> paths_, path_starts_;
   std::vector<Span> spans_;
   std::vector<Block> row_blocks_;
+  std::vector<Piece> pieces_;
+  int64_t num_parts_ = 0;
   std::vector<int64_t> slots_;
   std::unique_ptr<std::atomic<bool>[]> broken_;
 };
@@ -100,7 +109,7 @@ class Program {
  private:
   // How many rows an op works on. Plain numbers: between two uses everything was pushed out of the caches.
   struct RowCount {
-    enum class Of { kStep, kGathered, kAttentionBlocks, kPointer } of = Of::kStep;
+    enum class Of { kStep, kGathered, kAttentionPieces, kPointer } of = Of::kStep;
     const int64_t* pointer = nullptr;
     int in(const Rows& rows) const;
   };
@@ -143,6 +152,7 @@ class Program {
     std::vector<uint8_t> scratch;
   };
   void add(const char* name, Op op, int64_t scratch_bytes = 0);
+  void attend(const AttentionArgs& args, const Plan& plan, const Plan::Piece& piece, int kv_head, void* scratch, Ahead& ahead);
   std::shared_ptr<const Pass> begin(const Rows& rows);
   void count_items(int index, const Pass& pass);
   Job job(const Rows& rows);
@@ -162,6 +172,10 @@ class Program {
   std::vector<Part> parts_;  // of each thread
   std::vector<Count> items_ = std::vector<Count>(1);  // of each op, set when those before it are complete; at the end one more
   std::vector<Count> done_;   // of each op, items that are computed
+  std::vector<float> segments_;  // what attention's segments come to, of all pieces of one op
+  std::unique_ptr<std::atomic<int>[]> segments_done_;  // of each block and kv head; 0 between ops
+  int num_segments_done_ = 0, most_kv_heads_ = 0;
+  int64_t most_part_floats_ = 0;  // of a row
   uint32_t number_ = 0;       // of the newest pass
   std::shared_ptr<const Job> started_;
   PrefetchChoice prefetch_;

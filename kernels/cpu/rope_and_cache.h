@@ -27,7 +27,7 @@ inline void clear_broken(Cache cache, float* x, int d, std::atomic<bool>& broken
     std::memcpy(&bits, x + i, 4);
     largest = std::max(largest, bits & 0x7fffffff);
   }
-  if (largest < (cache == Cache::kFloat32 ? 0x7f800000u : 0x7f7f8000u)) return;
+  if (largest < (cache.number == Number::kBfloat16 ? 0x7f7f8000u : 0x7f800000u)) return;
   std::fill(x, x + d, 0.0f);
   broken.store(true, std::memory_order_relaxed);
 }

@@ -39,6 +39,16 @@ inline F exp(F x) {
   return scale_by_power(sum, power);
 }
 
+// 2^x for x up to 0, to within 2 units in the last place, exactly 1 at 0 and 0 far below: a polynomial whose relative error
+// on [-1/2, 1/2] is at most 1e-7.
+inline F exp2_of_negative(F x) {
+  const F bounded = max(set(-150.0f), x);
+  const F power = to_float(to_int(bounded)), rest = sub(bounded, power);
+  F sum = set(0.001326472731f);
+  for (float factor : {0.009671512991f, 0.055507335812f, 0.240222424269f, 0.693147003651f, 1.0f}) sum = fma(sum, rest, set(factor));
+  return scale_by_power(sum, power);
+}
+
 inline F silu(F x) { return div(x, add(set(1.0f), exp(sub(zero(), x)))); }
 
 // x (1 + tanh(y)) / 2 = x / (1 + e^(-2y)).
@@ -213,20 +223,26 @@ inline void argmax(const float* x, int width, int n, int64_t* best, int begin, i
   }
 }
 
-// A head of d numbers, in bfloat16 or as they are.
-inline void store_head(bool is_bfloat16, void* to, int64_t at, const float* x, int d) {
-  if (!is_bfloat16) {
-    std::memcpy((float*)to + at, x, d * sizeof(float));
+constexpr float kLargestHalf = 65504.0f;
+
+// A head of d numbers as a cache of such numbers holds it. float16 holds the largest that it has of what is larger.
+inline void store_head(Number number, void* to, const float* x, int d) {
+  if (number == Number::kFloat32) {
+    std::memcpy(to, x, d * sizeof(float));
     return;
   }
+  const auto round = [number](uint16_t* rounded, const float* some) {
+    if (number == Number::kBfloat16) return store_bfloat(rounded, load(some));
+    store_half(rounded, min(set(kLargestHalf), max(set(-kLargestHalf), load(some))));
+  };
   int i = 0;
-  for (; i + kLanes <= d; i += kLanes) store_bfloat((uint16_t*)to + at + i, load(x + i));
+  for (; i + kLanes <= d; i += kLanes) round((uint16_t*)to + i, x + i);
   if (i == d) return;
   float rest[kLanes] = {};
   uint16_t rounded[kLanes];
   std::memcpy(rest, x + i, (d - i) * sizeof(float));
-  store_bfloat(rounded, load(rest));
-  std::memcpy((uint16_t*)to + at + i, rounded, (d - i) * sizeof(uint16_t));
+  round(rounded, rest);
+  std::memcpy((uint16_t*)to + i, rounded, (d - i) * sizeof(uint16_t));
 }
 
 }  // namespace specserve::SPECSERVE_ISA

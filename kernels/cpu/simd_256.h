@@ -15,6 +15,7 @@ using Bytes = __m256i;
 constexpr int kMaxRows = 2;
 constexpr int kQueries = 3;
 constexpr int kBfloat16Queries = 2;
+constexpr int kHalfQueries = 24;  // with more of them float16 is widened once for all
 
 inline F zero() { return _mm256_setzero_ps(); }
 inline F set(float x) { return _mm256_set1_ps(x); }
@@ -59,6 +60,7 @@ inline F scale_by_power(F a, F n) {  // flushes to zero below the normal range
 }
 
 inline F load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline void store_half(uint16_t* p, F a) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 inline F load_bfloat(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }

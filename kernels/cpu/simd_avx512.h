@@ -17,6 +17,7 @@ constexpr int kMaxIntRows = 8;           // of one of integers: at least as many
 constexpr int kIntVectors = 2;           // vectors of a tile of integers that are in registers at a time
 constexpr int kQueries = 6;              // query rows that share those of attention, of float32
 constexpr int kBfloat16Queries = 6;      // and where the cache is bfloat16: at most as many
+constexpr int kHalfQueries = 6;          // with more of them float16 is widened once for all
 
 inline F zero() { return _mm512_setzero_ps(); }
 inline F set(float x) { return _mm512_set1_ps(x); }
@@ -45,6 +46,9 @@ inline void store_int8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cv
 inline F scale_by_power(F a, F n) { return _mm512_scalef_ps(a, n); }
 
 inline F load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline void store_half(uint16_t* p, F a) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
 inline F load_bfloat(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }

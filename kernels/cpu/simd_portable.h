@@ -25,6 +25,7 @@ constexpr int kMaxIntRows = 2;
 constexpr int kIntVectors = 2;
 constexpr int kQueries = 2;
 constexpr int kBfloat16Queries = 2;
+constexpr int kHalfQueries = 2;
 
 #define SPECSERVE_EACH(expression)                        \
   {                                                       \
@@ -104,6 +105,18 @@ inline float from_half(uint16_t h) {
   return from_bits(sign | magnitude << 13) * from_bits(0x77800000);
 }
 inline F load_half(const uint16_t* p) SPECSERVE_EACH(from_half(p[i]))
+inline uint16_t to_half(float x) {  // to nearest even
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude >= 0x47800000) return sign | (magnitude > 0x7f800000 ? 0x7e00 : 0x7c00);
+  if (magnitude < 0x38800000) return sign | uint16_t(std::nearbyint(std::fabs(x) * 16777216.0f));  // below the normal range
+  return sign | uint16_t((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13);
+}
+inline void store_half(uint16_t* p, F x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = to_half(x.v[i]);
+}
 inline F load_bfloat(const uint16_t* p) SPECSERVE_EACH(from_bits(uint32_t(p[i]) << 16))
 inline uint16_t to_bfloat(float x) {
   uint32_t bits;

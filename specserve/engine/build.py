@@ -81,11 +81,11 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     taken = step_bytes(max_rows, width, max_logit_rows, spec.vocab_size)
     taken += model.num_mapped_bytes + host.needs.memory_bytes  # mapped weights pass for free memory
     free = max(0, free_memory(ops.device) - taken)
-    per_block = KVStorage.bytes_per_block(shapes, block_size, ops.dtype)
+    per_block = KVStorage.bytes_per_block(shapes, block_size, ops.kv_dtype)
     num_blocks, chosen = plan_blocks(
         free, per_block, block_size, spec.max_len, config.max_num_seqs, config.kv_cache_gib
     )
-    storage = KVStorage(shapes, num_blocks, block_size, ops.dtype, ops.device, ops.copy_kv)
+    storage = KVStorage(shapes, num_blocks, block_size, ops.kv_dtype, ops.device, ops.copy_kv)
     context.bind(storage.layers[spec.num_layers :], block_size)
     cache, counters = KVCache(storage, config.prefix_caching), Counters()
     max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000

@@ -94,13 +94,15 @@ class HeadNorms:
 
 
 class Ops(Protocol):
-    """One device's kernels. `dtype` is that of the KV cache and of what is not quantised (float32 or bfloat16); the
-    residual stream, norms and rotary embedding are float32, and so are the sums inside products and attention."""
+    """One device's kernels. `dtype` is that of what is not quantised (float32 or bfloat16); the residual stream, norms
+    and rotary embedding are float32, and so are the sums inside products and attention. `kv_dtype` is that of the KV
+    cache; what is larger than the largest number of float16 is stored as that."""
 
     name: str
     row_multiple: int
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     weight_dtype: torch.dtype  # of matrices in memory that are not quantised: float32 where bfloat16 has no products
     instruction_set: str  # as in config.ISAS; "" where there is no choice, as on a GPU
     quantization: str  # how weights are stored, as in config.QUANTIZATIONS

@@ -178,7 +178,7 @@ class PagedDecoder:
         shape = (2, (1 + num_seqs * blocks) * block_size, spec.num_kv_heads, spec.head_dim)
         kv = [torch.randn(shape, generator=generator) for _ in range(spec.num_layers)]
         self.model = model
-        self.kv = [layer.to(ops.device, ops.dtype) for layer in kv]
+        self.kv = [layer.to(ops.device, ops.kv_dtype) for layer in kv]
         self.block_size = block_size
         self.block_tables: list[list[int]] = order.view(num_seqs, blocks).tolist()
         self.cached = [0] * num_seqs

@@ -115,12 +115,12 @@ def test_a_token_counts_for_all_who_proposed_it(both: Engine, answer: list[int])
     assert sum(spent.values()) < both.counters.seconds["draft"] - before.seconds["draft"]
 
 
-def test_with_one_owner_each_sources_add_up(built: Built, answer: list[int]) -> None:
-    """Without weighing the first of several that finds anything drafts, under its own name."""
+def test_without_weighing_those_of_the_first_come_first(built: Built, answer: list[int]) -> None:
+    """As much of what several propose as there may be: here all of the first's, one of which is the second's too."""
     two(built.engine, answer, adaptive=False)
     stats = run(built.engine, request())[-1].stats
     assert stats is not None
-    assert stats.by_source == {"right": [9, 9]}
+    assert stats.by_source == {"right": [9, 9], "half": [3, 3]}
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (9, 9)
 
 
@@ -186,7 +186,7 @@ def test_without_weighing_no_cost_is_expected(built: Built, answer: list[int]) -
     two(built.engine, answer, adaptive=False)
     steps = [event.explained for event in run(built.engine, request(explain=True))][1:]
     assert [(s.plain_s, s.expected_s, s.allowance_s) for s in steps if s] == [(None, None, None)] * 3
-    assert [s.sources for s in steps if s] == [[["right"]] * 3] * 3
+    assert [s.sources for s in steps if s] == [[["right", "half"], ["right"], ["right"]]] * 3
     assert [s.proposed for s in steps if s] == [{"right": 3, "half": 2}] * 3
 
 

@@ -255,6 +255,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
             "device": built.device,
             "dtype": built.dtype,
             "quantization": built.quantization,
+            "kv_cache_dtype": str(engine.runner.ops.kv_dtype).removeprefix("torch."),
             "threads": str(built.threads),
             "kernels": engine.runner.ops.name,
             "instruction_set": engine.runner.ops.instruction_set,

@@ -14,6 +14,7 @@ from specserve.types import SamplingParams
 
 CHAT = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 12, "temperature": 0}
 COMPLETION = {"prompt": "the cat sat", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+DRAFTED: dict[str, Any] = {"speculative": {"drafter": "prediction"}}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_a_prediction_is_counted(server: Any) -> None:
     text = plain["choices"][0]["message"]["content"]
     predicted = server.post(
         "/v1/chat/completions",
-        {**CHAT, "max_tokens": 40, "ignore_eos": True, "prediction": {"type": "content", "content": text}},
+        {**CHAT, "max_tokens": 40, "ignore_eos": True, "prediction": {"type": "content", "content": text}, **DRAFTED},
     ).json
     assert predicted["choices"] == plain["choices"]
     details = predicted["usage"]["completion_tokens_details"]
@@ -72,7 +73,11 @@ def test_a_stream_explains_its_steps(server: Any) -> None:
     """A prediction that is the answer itself: every draft token is its, and stands."""
     asked = {**CHAT, "max_tokens": 40, "ignore_eos": True}
     text = server.post("/v1/chat/completions", asked).json["choices"][0]["message"]["content"]
-    fields = {"stream": True, "stream_options": {"include_usage": True}, "speculative": {"explain": True}}
+    fields = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "speculative": {"explain": True, **DRAFTED["speculative"]},
+    }
     predicted = {**asked, **fields, "prediction": {"type": "content", "content": text}}
     *events, last, _ = server.post("/v1/chat/completions", predicted).events
     choices = [choice for event in events for choice in event["choices"]]
