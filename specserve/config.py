@@ -28,7 +28,8 @@ class EngineConfig:
     `drafter_options` go to that drafter unread. A request may name another drafter for itself, which drafts
     `num_speculative_tokens` as well, or 5 where that is 0. `quantization="auto"` is int8 where native kernels serve the
     CPU and no dtype is asked for, else none. `isa` is the instruction set of the CPU kernels; "auto" is what the
-    environment variable SPECSERVE_ISA names, or else the fastest. `kv_cache_gib=None` sizes the cache from free memory.
+    environment variable SPECSERVE_ISA names, or else the fastest. `threads=None` is what SPECSERVE_THREADS says, or as
+    many as cores may be used. `kv_cache_gib=None` sizes the cache from free memory.
     `max_step_ms` is what a step aims at that computes chunks of prompts while others decode; None: 2.5 times a step
     without them, for each token that a decoding sequence gets.
     Raises ConfigError naming the field, what it was and what is allowed.

@@ -19,7 +19,7 @@ from specserve.cache.sizing import GIB, free_memory
 from specserve.checkpoint import catalog
 from specserve.engine import build
 from specserve.errors import SpecserveError
-from specserve.machine.cores import processor, usable_cores
+from specserve.machine.cores import THREADS, default_threads, processor, usable_cores
 from specserve.ops.isa import VARIABLE
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
 from specserve.version import __version__
@@ -87,7 +87,8 @@ def _cpu(root: Path) -> list[tuple[str, str]]:
     return [
         ("processor", name),
         ("instruction sets", found if flags else f"not reported by {platform.system()}"),
-        ("cores", f"{usable_cores()} usable of {os.cpu_count()}, hence as many threads; --threads changes it"),
+        ("cores", f"{usable_cores()} usable of {os.cpu_count()}"),
+        ("threads", f"{default_threads()}; --threads or {THREADS} changes it"),
     ]
 
 

@@ -20,8 +20,11 @@ settings.load_profile("patient")
 
 _HTTP = "tests/server/http"
 
-# Before anything imports torch; whoever sets it has the last word.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before anything imports torch; whoever sets it has the last word. Where as many processes run tests as there are cores,
+# threads of one would wait for those of another: tests that are about threads say how many.
+threads = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+os.environ.setdefault("OMP_NUM_THREADS", threads)
+os.environ.setdefault("SPECSERVE_THREADS", threads)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's

@@ -17,7 +17,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Limits
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError
-from specserve.machine.cores import usable_cores
+from specserve.machine.cores import default_threads
 from specserve.models.loader import load_model
 from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.backend import KernelBackend, KernelOptions
@@ -56,7 +56,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     """Load everything a configuration names. Raises ConfigError, ModelError or CapacityError before any request."""
     drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
-    threads = config.threads or usable_cores()
+    threads = config.threads or default_threads()
     ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads, config.isa)
     torch.set_num_threads(1 if ops.has_own_threads else threads)
     folder = catalog.resolve(config.model, progress=progress)

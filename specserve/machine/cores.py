@@ -8,7 +8,22 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from specserve.errors import ConfigError
 from specserve.machine.cgroups import Group, groups
+
+
+THREADS = "SPECSERVE_THREADS"  # the environment variable
+
+
+def default_threads() -> int:
+    """Threads of an engine that is not told how many: what SPECSERVE_THREADS says, or as many as usable cores. Raises
+    ConfigError for what is no number of threads."""
+    said = os.environ.get(THREADS)
+    if not said:
+        return usable_cores()
+    if not said.isdecimal() or int(said) < 1:
+        raise ConfigError(f"{THREADS} is {said!r}; it must be a whole number of at least 1.")
+    return int(said)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -147,7 +147,7 @@ DRAFTERS: dict[str, dict[str, Any] | None] = {
 def test_output_does_not_depend_on_batch_or_drafter(tiny: Path, alone, name: str, batch: int) -> None:
     options = DRAFTERS[name]
     drafter = scripted(alone, **options) if options is not None else None
-    engine = make(tiny, drafter, k=7, max_num_seqs=batch)
+    engine = make(tiny, drafter, k=7, max_num_seqs=batch, threads=2)
     assert drive(engine, requests(16)) == alone
     if drafter is not None:
         assert drafter.num_drafted > 100
@@ -160,7 +160,7 @@ def test_output_does_not_depend_on_batch_or_drafter(tiny: Path, alone, name: str
 def test_output_survives_preemption_and_chunks(tiny: Path, alone, name: str) -> None:
     options = DRAFTERS[name]
     drafter = scripted(alone, **options) if options is not None else None
-    engine = make(tiny, drafter, blocks=14, max_num_batched_tokens=24, max_num_seqs=16)
+    engine = make(tiny, drafter, blocks=14, max_num_batched_tokens=24, max_num_seqs=16, threads=2)
     assert drive(engine, requests(16)) == alone
     assert engine.counters.num_preemptions > 0, "the cache was to be too small"
     assert engine.counters.num_prefill_chunks > 0, "prompts were to be cut"
@@ -619,7 +619,7 @@ def test_weighed_drafts_change_nothing(
     """Where rows cost little and nothing else is learned of their cost, drafts are made; alone and in batches, with
     blocks that do not suffice and prompts in chunks, outputs are those of plain decoding."""
     monkeypatch.setattr(DecodeCost, "observe", lambda *args: None)
-    engine = make(tiny, blocks=24, adaptive=True, max_num_seqs=batch, max_num_batched_tokens=48)
+    engine = make(tiny, blocks=24, adaptive=True, max_num_seqs=batch, max_num_batched_tokens=48, threads=2)
     engine.scheduler.cost.decoding.begin(np.linspace(1.0, 1.5, len(ROWS)))
     host = DraftHost(scripted(alone, accuracy=0.8, decoys=2), VOCAB, 10.0)
     if drafter != "scripted":

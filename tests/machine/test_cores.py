@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specserve.machine.cores import usable_cores
+from specserve.errors import ConfigError
+from specserve.machine.cores import THREADS, default_threads, usable_cores
 
 CORES = 16
 V2 = "30 1 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
@@ -113,6 +114,16 @@ def test_a_quota_that_cannot_be_read_limits_nothing(tmp_path: Path, quota: str) 
 
 def test_listings_that_cannot_be_read_limit_nothing(tmp_path: Path) -> None:
     assert cores(tmp_path, "garbage\n0:\n\n::\n", ["", "a b c", "1 2 3 4 5 - cgroup2", " - "]) == CORES
+
+
+def test_threads_are_those_of_the_environment_or_one_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, found in (("3", 3), ("", usable_cores())):
+        monkeypatch.setenv(THREADS, said)
+        assert default_threads() == found
+    for wrong in ("0", "-1", "two", "1.5"):
+        monkeypatch.setenv(THREADS, wrong)
+        with pytest.raises(ConfigError, match=f"SPECSERVE_THREADS is '{wrong}'"):
+            default_threads()
 
 
 def test_this_machine() -> None:

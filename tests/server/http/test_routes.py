@@ -14,7 +14,6 @@ from specserve.types import SamplingParams
 
 CHAT = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 12, "temperature": 0}
 COMPLETION = {"prompt": "the cat sat", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-DRAFTED: dict[str, Any] = {"speculative": {"drafter": "prediction"}}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,13 @@ def test_a_prediction_is_counted(server: Any) -> None:
     text = plain["choices"][0]["message"]["content"]
     predicted = server.post(
         "/v1/chat/completions",
-        {**CHAT, "max_tokens": 40, "ignore_eos": True, "prediction": {"type": "content", "content": text}, **DRAFTED},
+        {
+            **CHAT,
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "prediction": {"type": "content", "content": text},
+            "speculative": {"drafter": "prediction"},
+        },
     ).json
     assert predicted["choices"] == plain["choices"]
     details = predicted["usage"]["completion_tokens_details"]
@@ -76,7 +81,7 @@ def test_a_stream_explains_its_steps(server: Any) -> None:
     fields = {
         "stream": True,
         "stream_options": {"include_usage": True},
-        "speculative": {"explain": True, **DRAFTED["speculative"]},
+        "speculative": {"explain": True, "drafter": "prediction"},
     }
     predicted = {**asked, **fields, "prediction": {"type": "content", "content": text}}
     *events, last, _ = server.post("/v1/chat/completions", predicted).events
