@@ -20,7 +20,7 @@ settings.load_profile("patient")
 
 _HTTP = "tests/server/http"
 
-# Before anything imports torch; whoever sets it has the last word. Where as many processes run tests as there are cores,
+# Before anything imports torch; whoever sets it has the last word. Where as many processes as cores run tests,
 # threads of one would wait for those of another: tests that are about threads say how many.
 threads = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
 os.environ.setdefault("OMP_NUM_THREADS", threads)

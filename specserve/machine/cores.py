@@ -11,7 +11,6 @@ from pathlib import Path
 from specserve.errors import ConfigError
 from specserve.machine.cgroups import Group, groups
 
-
 THREADS = "SPECSERVE_THREADS"  # the environment variable
 
 

@@ -122,7 +122,10 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     assert engine_options(engine)["drafter_options"] == {"n": 4, "on": True}
 
 
-def test_command_table_wins_over_top_level(specserve: Run, parsed: list[tuple[EngineConfig, SamplingParams]]) -> None:
+def test_command_table_wins_over_top_level(
+    specserve: Run, parsed: list[tuple[EngineConfig, SamplingParams]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPECSERVE_THREADS", raising=False)
     Path("mine.toml").write_text("max_num_seqs = 3\nthreads = 4\n[generate]\nmax-num-seqs = 5\n[bench]\nlimit = 1\n")
     assert specserve("generate", "hello", "--config", "mine.toml")[0] == 0
     assert (parsed[0][0].max_num_seqs, parsed[0][0].threads) == (5, 4)
