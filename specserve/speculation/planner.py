@@ -18,6 +18,7 @@ _RARE_PROBE = 256  # where drafts make a step this much better:
 _CLEAR_GAIN = 1.3
 _FEW = 8  # nodes, as a sequence alone has
 _ERRORS = 5  # steps with drafts, of which the middle one counts: pauses of the machine are not theirs
+_TRUST = 2.0  # times what was expected, which costs learn from; only what is beyond is a loss that nobody foresaw
 _DOUBT = 1.0  # plain steps that drafts seem to have cost beyond what was expected, until a step without tells whether
 # it was they or the machine
 
@@ -140,8 +141,8 @@ class Planner:
             self._foreseen += self._curve[drafted]
         elif load.rows and not load.tokens:
             slower = (seconds - drafting) / plain if plain else 1.0  # the machine, than was expected
-            beyond = self._took - self._foreseen
-            extra += min(max(self._took / slower - self._foreseen, min(beyond, 0.0)), max(beyond, 0.0))
+            if min(self._took, self._took / slower) > _TRUST * self._foreseen:
+                extra += min(self._took, self._took / slower) - self._foreseen
             self._took = self._foreseen = 0.0
         self._since_plain = self._since_plain + 1 if drafted else 0
         if load.rows:
