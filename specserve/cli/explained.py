@@ -69,7 +69,7 @@ class Explanation:
         for source, (drafted, accepted) in stats.by_source.items():
             lines.append(f"{source}: {accepted} of {drafted} draft tokens accepted, {accepted / drafted:.0%}.")
         if all(step["allowance_ms"] is None for _, step in self._steps):
-            return [*lines, "No times were expected: drafts are weighed by what steps cost with --adaptive alone."]
+            return [*lines, "No times were expected: with --no-adaptive drafts are not weighed by what steps cost."]
         if not self._num_estimated:
             return [*lines, "No times were expected: what steps cost was not known yet."]
         won = self._plain_ms - self._took_ms

@@ -130,8 +130,9 @@ class Policy:
             self._keep_whole(each, found, budgets[each])
         if adaptive is not None and whole:
             for name, count in Counter(each.seq.drafter for each in whole if budgets[each]).items():
-                adaptive.asked_whole(name, count, took[name])
-                seconds -= took[name]
+                spent = sum(took[part.name] for part in self._hosts[name].parts)
+                adaptive.asked_whole(name, count, spent)
+                seconds -= spent
         if adaptive is not None and proposals:
             self._weigh(step, proposals, adaptive, limits, seconds)
         for each in (each for each in step.seqs if each.seq.explained is not None):  # and tell who asked

@@ -80,7 +80,7 @@ def test_what_was_lost_and_what_is_not_known() -> None:
     assert "2.0 ms lost" in " ".join(shown(lost, 1, num_steps=1))
     fixed, unknown = Explanation(spelled), Explanation(spelled)
     list(fixed.of([step(["!"])]))
-    assert "with --adaptive alone" in shown(fixed, 1, num_steps=1)[-1]
+    assert "with --no-adaptive drafts are not weighed" in shown(fixed, 1, num_steps=1)[-1]
     list(unknown.of([step(["!"], allowance_s=0.0)]))
     assert "was not known yet" in shown(unknown, 1, num_steps=1)[-1]
 
@@ -164,7 +164,7 @@ def test_generate_explains_what_a_grammar_forced(specserve: Run, tiny: str) -> N
     assert (str(sum(int(row[-5]) for row in drafted)), str(sum(int(row[-6]) for row in drafted))) == sums
     assert int(sums[0]) > 5
     assert {(row[-3], row[-1]) for row in steps} == {("-", "-")}
-    assert "with --adaptive alone" in err
+    assert "with --no-adaptive drafts are not weighed" in err
     weighed = specserve("generate", "hello", *flags, "--adaptive", "--explain")
     assert weighed[:2] == (0, plain)
     assert re.search(r"steps of known cost took [\d.]+ ms", weighed[2])

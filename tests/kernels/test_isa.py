@@ -83,7 +83,7 @@ def test_it_decides_the_automatic_dtype(monkeypatch: pytest.MonkeyPatch) -> None
         ops: Any = build.choose_ops(CPU, "auto", "auto", 1)
         assert (ops.instruction_set, ops.quantization) == (isa, "int8")
         assert ops.dtype == (torch.bfloat16 if isa == "avx512" else torch.float32)
-        assert ops.kv_dtype == (torch.float16 if isa == "avx2" else ops.dtype)
+        assert ops.kv_dtype == (torch.float16 if isa in ("avx_vnni", "avx2") else ops.dtype)
         for dtype in (torch.bfloat16, torch.float32):
             asked: Any = build.choose_ops(CPU, str(dtype).removeprefix("torch."), "int8", 1)
             assert asked.dtype == asked.kv_dtype == dtype, "who asks for it gets it"

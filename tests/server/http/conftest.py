@@ -401,7 +401,7 @@ def one_context_gib() -> float:
     """GiB of KV of one context and a little more, in the dtype that an engine chooses here."""
     from specserve.engine.build import choose_device, choose_ops
 
-    return 0.00015 * choose_ops(choose_device("auto"), "auto", "auto", 1).dtype.itemsize
+    return 0.00015 * choose_ops(choose_device("auto"), "auto", "auto", 1).kv_dtype.itemsize
 
 
 @pytest.fixture(scope="session")
