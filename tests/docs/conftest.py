@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import specserve
+import specserve.drafters
 from specserve import LLM, EngineConfig
 from specserve.cli.main import run as cli
 
@@ -62,6 +62,8 @@ def runs_python(engine: LLM, url: str, monkeypatch: pytest.MonkeyPatch) -> Calla
         yield engine
 
     def run(text: str, name: str) -> None:
+        # one of them adds its folder, which other tests of this process must not find drafters in
+        monkeypatch.setattr(specserve.drafters, "__path__", [*specserve.drafters.__path__])
         module = ModuleType("__main__")
         module.__file__ = name
         monkeypatch.setitem(sys.modules, "__main__", module)  # where pydantic looks for the names of a class's fields
