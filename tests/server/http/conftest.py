@@ -348,10 +348,10 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _plant_overflow(weights: dict[str, Any]) -> None:
     """All weights are finite, and what reads BROKEN_TOKEN is not: the first number of every other token is 0, and where
-    it is not the first layer makes it so large that attention overflows."""
+    it is not the first layer makes it so large that it overflows in any dtype."""
     weights["model.embed_tokens.weight"][:, 0] = 0
     weights["model.embed_tokens.weight"][BROKEN_TOKEN, 0] = 1
-    weights["model.layers.0.input_layernorm.weight"][0] = 1e30
+    weights["model.layers.0.input_layernorm.weight"][0] = 3e38
 
 
 @pytest.fixture(scope="session")
