@@ -32,7 +32,6 @@ PRIORITY = 10
 _TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
 _GROUP = 32  # inputs that share a scale
 _FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
-_READ_HALVES = ("avx_vnni", "avx2")  # widen float16 as they read it; bfloat16 they multiply slowly
 _FORMATS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int8": _INT8, "int4": _INT4}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _BANDWIDTH_BYTES, _BANDWIDTH_PASSES = 2**28, 7  # no cache holds so much
@@ -106,7 +105,7 @@ class Kernels:
     @classmethod
     def create(cls, asked: KernelOptions) -> Kernels:
         dtype, isa = asked.on_cpu(instruction_sets(), cls.name)
-        kv = torch.float16 if asked.dtype == "auto" and isa in _READ_HALVES else dtype
+        kv = torch.float16 if asked.dtype == "auto" and isa in ("avx_vnni", "avx2") else dtype  # widened when read
         automatic = "int8" if asked.dtype == "auto" else "none"
         return cls(dtype, automatic if asked.quantization == "auto" else asked.quantization, asked.threads, isa, kv)
 
