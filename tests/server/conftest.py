@@ -100,8 +100,24 @@ class Served:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text("utf-8").split()
         return int(children[0]) if children else None
 
+    @property
+    def trial_workers(self) -> list[int]:
+        """Its processes in which constraints are tried."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                is_ours = f"PPid:\t{self.process.pid}\n" in (folder / "status").read_text("utf-8")
+                is_worker = b"structured.worker" in (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if is_ours and is_worker:
+                found.append(int(folder.name))
+        return found
+
     def wait_until_ready(self, seconds: float = START_S) -> None:
+        """Ready, and with the worker that a server starts then: its pipes are no leak of a request."""
         self.until(lambda: self.get("/health").status == 200, seconds)
+        self.until(lambda: bool(self.trial_workers), seconds)
 
     def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
         """Waits for a condition; fails with the log when it does not come about, or the server has ended."""

@@ -101,10 +101,6 @@ class Talk:
 class Case:
     """A server as one hostile case sees it. `api_mib` is what the API process may have grown by afterwards."""
 
-    @property
-    def workers(self) -> list[int]:
-        return workers(self.served.process.pid)
-
     def __init__(self, served: Any) -> None:
         self.served = served
         self.api_mib = API_MIB
@@ -190,10 +186,6 @@ class Beside(threading.Thread):
         while self.num_tokens < num_tokens and self.is_alive():
             time.sleep(0.002)
 
-    def start_workers(self) -> None:
-        """After some were killed: those that are there before a case are there after it."""
-        start_workers(self.served)
-
     def end(self) -> None:
         self._ending.set()
         if self._connection is not None and self._connection.sock is not None:
@@ -259,20 +251,6 @@ def memory_mib(pid: int, field: str = "VmRSS") -> float:
     return int(found[1]) / 1024
 
 
-def workers(api: int) -> list[int]:
-    """Processes in which a server tries constraints."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            is_ours = f"PPid:\t{api}\n" in (folder / "status").read_text("utf-8")
-            is_worker = b"structured.worker" in (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if is_ours and is_worker:
-            found.append(int(folder.name))
-    return found
-
-
 def start_workers(served: Any) -> None:
     """Keep it busy with constraints until it has all the workers that it may have: their pipes are no leak."""
     for i in range(50):
@@ -283,9 +261,9 @@ def start_workers(served: Any) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        if len(workers(served.process.pid)) == 2:
+        if len(served.trial_workers) == 2:
             return
-    raise AssertionError(f"{workers(served.process.pid)} are not two workers")
+    raise AssertionError(f"{served.trial_workers} are not two workers")
 
 
 def forget_peak(pid: int) -> None:

@@ -210,7 +210,7 @@ def fresh(number: int, i: int) -> dict[str, Any]:
 def signalled(case: Any, number: int) -> int:
     """How many workers there were, all of which got a signal."""
     assert case.complete(**fresh(number, 0)).status == 200, "a worker runs"
-    found: list[int] = case.workers
+    found: list[int] = case.served.trial_workers
     for worker in found:
         os.kill(worker, number)
     return len(found)
