@@ -60,12 +60,13 @@ env: $(STAMP) ## Make the environment in .venv: the package, editable, with all 
 
 # The stamp is newer than pyproject.toml and the native sources exactly when what is installed is made of them. The tools
 # that build the package stay in the environment: in isolation pip brings new ones and all is compiled anew each time.
+# Modules are compiled when they are first imported: most never are, and all of torch takes 25 s.
 $(STAMP): pyproject.toml $(NATIVE_SOURCES)
 	@echo "== environment in $(VENV) (the first time it fetches torch, which takes minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c '$(BUILD_REQUIRES)' | $(PIP) install -r /dev/stdin $(MISSING_TOOLS)
-	@$(PIP) install --no-build-isolation -e '.[dev]'
-	@$(BIN)/python -c '$(GRAMMARS)' | $(PIP) install --no-deps -r /dev/stdin
+	@$(PIP) install --no-compile --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -c '$(GRAMMARS)' | $(PIP) install --no-compile --no-deps -r /dev/stdin
 	@test $$SPECSERVE_REQUIRE_NATIVE = 1 || echo "== no C++ compiler: without native kernels"
 	@touch $@
 
@@ -173,7 +174,7 @@ wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of it
 $(BARE)/.made: pyproject.toml $(STAMP)
 	@echo "== a bare environment, with what the wheel requires"
 	@rm -rf $(BARE) && $(PYTHON) -m venv $(BARE)/venv
-	@$(BIN)/python -c '$(REQUIRES)' | $(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install -r /dev/stdin
+	@$(BIN)/python -c '$(REQUIRES)' | $(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install --no-compile -r /dev/stdin
 	@touch $@
 
 bare: wheel $(BARE)/.made ## Use the wheel as a newcomer without extras: in an environment of its own, from another folder.

@@ -15,10 +15,7 @@ namespace avx512 { extern const Kernels kKernels; }
 #ifdef SPECSERVE_AVX_VNNI
 namespace avx_vnni { extern const Kernels kKernels; }
 #endif
-#ifdef SPECSERVE_NARROW
-namespace narrow { extern const Kernels kKernels; }
-#endif
-#if defined SPECSERVE_NARROW && defined SPECSERVE_X86
+#ifdef SPECSERVE_AVX_VNNI_EVEX
 namespace avx_vnni_evex { extern const Kernels kKernels; }
 #endif
 
@@ -45,11 +42,8 @@ std::vector<const Kernels*> supported_kernels() {
   if (has_avx2) found.push_back(&avx2::kKernels);
 #endif
   found.push_back(&portable::kKernels);
-#if defined SPECSERVE_NARROW && defined SPECSERVE_X86
+#ifdef SPECSERVE_AVX_VNNI_EVEX
   if (has_avx512 && has_avx2) found.push_back(&avx_vnni_evex::kKernels);
-#endif
-#ifdef SPECSERVE_NARROW
-  found.push_back(&narrow::kKernels);
 #endif
   return found;
 }

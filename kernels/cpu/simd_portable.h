@@ -7,10 +7,7 @@
 
 namespace specserve::SPECSERVE_ISA {
 
-#ifndef SPECSERVE_LANES
-#define SPECSERVE_LANES 16
-#endif
-constexpr int kLanes = SPECSERVE_LANES;
+constexpr int kLanes = 16;
 struct F {
   float v[kLanes];
 };

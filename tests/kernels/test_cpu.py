@@ -717,13 +717,11 @@ def test_float16_holds_its_largest_number_of_what_is_larger(isa: str) -> None:
 
 
 # Instruction sets that round alike, with vectors of different widths, and the formats for which they do: AVX-512 adds
-# products of bfloat16 in pairs. The sanitizer's build has the portable kernels in vectors of four, too, and those of
-# AVX-VNNI as a processor with AVX-512 runs them.
+# products of bfloat16 in pairs. The sanitizer's build has the kernels of AVX-VNNI as a processor with AVX-512 runs them.
 WIDTHS = {
     ("avx512", "avx2"): ("float32", "int8", "int4"),
     ("avx_vnni", "avx2"): FORMATS,
     ("avx2", "avx_vnni_evex"): FORMATS,
-    ("portable", "narrow"): FORMATS,
 }
 other_width = pytest.mark.parametrize(
     ("isa", "other", "weights"),
