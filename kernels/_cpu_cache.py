@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ def places(kv: Tensor, slots: Tensor) -> Tensor:
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Aligned zeros, whose pages the system provides when they are first written."""
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

@@ -46,14 +46,14 @@ def run(program: Any, monkeypatch: pytest.MonkeyPatch, told: Path, *options: str
 def test_a_real_models_outputs_fit_and_free_rows_are_what_they_are_alone(
     programs: SimpleNamespace, smollm2: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    options = ("--schemas=40", "--limit=8", "--drafters=ngram,prediction", "--batch=8", "--max-tokens=80")
+    options = ("--schemas=40", "--seed=4", "--limit=4", "--drafters=ngram,prediction", "--batch=8", "--max-tokens=80")
     status, figures = run(programs.validity, monkeypatch, tmp_path / "told.json", f"--model={smollm2}", *options)
     assert status == 0
     assert [each["temperature"] for each in figures["runs"]] == [0.0, 0.0, 1.0, 1.0]
     for each in figures["runs"]:
         assert (each["invalid"], each["failed"], each["free_differs"], each["faults"]) == (0, 0, 0, [])
-        assert each["fits"] + each["cut_off"] == each["free"] == 8
-        assert each["fits"] >= 4, "too few ended within their limit to tell anything"
+        assert each["fits"] + each["cut_off"] == each["free"] == 4
+        assert each["fits"] >= 2, "too few ended within their limit to tell anything"
         assert each["accepted"] >= each["forced_and_accepted"] > 0
     (predicted, *_) = (each for each in figures["runs"] if each["drafter"] == "prediction")
     assert predicted["accepted"] > predicted["tokens"] / 2, "what it said before is followed"

@@ -493,9 +493,8 @@ def test_pull_lists_an_empty_cache(specserve: Run, monkeypatch: pytest.MonkeyPat
     assert specserve("pull", "--list") == (0, "", "")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_commands_and_options(shell: str) -> None:
-    script = build_app().generate_completion(shell=shell)  # type: ignore[arg-type]
+def test_completion_knows_commands_and_options() -> None:
+    script = build_app().generate_completion(shell="bash")
     assert "max-num-seqs" in script
     assert "doctor" in script
 

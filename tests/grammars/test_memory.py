@@ -119,7 +119,7 @@ def use(grammar, seed):
 for i in range(4):
     use(compiler.compile(kind(1000 + i)), i)
 before, counted = resident(), compiler.num_bytes
-grammars = [compiler.compile(kind(i)) for i in range(30)]
+grammars = [compiler.compile(kind(i)) for i in range(12)]
 for i, grammar in enumerate(grammars):
     use(grammar, i)
     use(grammar, 100 + i)

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 
 from specserve.cli.main import run
 from specserve.errors import EngineError, InputError
-from specserve.structured import suite
+from specserve.structured import suite, trial as module
 from specserve.structured.spec import Structured
 from specserve.structured.trial import Outcome, Trial
 from specserve.testing import write_tiny_model
@@ -109,15 +109,17 @@ def test_one_that_takes_too_long_is_killed_and_the_next_is_answered(tiny: Path) 
     trial.close()
 
 
-def test_one_that_hangs_is_replaced(tiny: Path) -> None:
-    """However much it is told: more than its pipe holds."""
+def test_one_that_hangs_is_replaced(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much it is told: more than its pipe holds. One that is stopped may be looked at more often."""
     trial = Trial(tiny, 293)
     for asked in (Structured.regex("b"), Structured.regex("b" * 2**17)):
         assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
         worker = trial._process
         assert worker is not None
         os.kill(worker.pid, signal.SIGSTOP)
-        assert trial.run(asked) == Outcome(timed_out=True)
+        with monkeypatch.context() as soon:
+            soon.setattr(module, "_LOOK_S", 0.2)
+            assert trial.run(asked) == Outcome(timed_out=True)
         assert worker.returncode == -signal.SIGKILL
         assert not trial.is_ready
     trial.close()
