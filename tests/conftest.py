@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-settings.register_profile("patient", deadline=None)  # how long one example takes is no finding: machines pause
+settings.register_profile("patient", deadline=None, max_examples=50)  # no limit to one: machines pause
+settings.register_profile("thorough", deadline=None, max_examples=1000)  # --hypothesis-profile=thorough: for a night
 # --hypothesis-profile=repeated: for a second run of tests, which looks for what depends on instructions or memory.
 settings.register_profile("repeated", deadline=None, max_examples=10)
 settings.load_profile("patient")

@@ -204,7 +204,7 @@ def tell(tally: Tally) -> str:
 
 def main() -> int:
     options = parse()
-    with LLM(options.model, max_num_seqs=max(2, options.batch)) as llm:
+    with LLM(options.model, max_num_seqs=max(2, options.batch), adaptive=False) as llm:
         print(llm.summary, file=sys.stderr)
         words = vocabulary(llm.tokenizer, llm.tokenizer.vocab_size)
         cases, refused = gather(Compiler(lambda: words), options)
