@@ -352,8 +352,8 @@ def test_a_failing_engine_tells_everyone(tiny: Path) -> None:
 def test_the_real_model_answers_the_same_with_and_without_drafts(smollm2: Path) -> None:
     """Greedy and seeded, alone and together, float32: the promise on real weights."""
     params = [
-        SamplingParams(temperature=0, max_tokens=24),
-        SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=24),
+        SamplingParams(temperature=0, max_tokens=16),
+        SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=16),
     ]
     passage = "Bees visit flowers for nectar. Nectar is turned into honey. Honey feeds the hive in winter. "
     messages = [

@@ -67,8 +67,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 def make(model: Path, **options: Any) -> Engine:
     defaults = {"dtype": "float32", "max_model_len": 160, "max_step_ms": 1e9, "drafter": "none", "adaptive": False}
-    few_blocks = {"kv_cache_gib": 0.005}  # every step looks at all of them
-    return build(EngineConfig(model=str(model), **{**defaults, **few_blocks, **options})).engine
+    return build(EngineConfig(model=str(model), **{**defaults, **options})).engine
 
 
 def with_blocks(model: Path, blocks: int, **options: Any) -> Engine:
