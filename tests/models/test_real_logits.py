@@ -69,9 +69,7 @@ def model(request: pytest.FixtureRequest, smollm2: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("model", ["reference-float32", "native-float32"], indirect=True)
-def test_logits_equal_transformers_at_every_position(
-    prompt: list[int], expected: torch.Tensor, model: Decoder
-) -> None:
+def test_logits_equal_transformers_at_every_position(prompt: list[int], expected: torch.Tensor, model: Decoder) -> None:
     paged = PagedDecoder(model, 2, 160)
     (whole,) = paged.step(Feed(0, prompt))
     chunks = [paged.step(Feed(1, prompt[i : i + 50]))[0] for i in range(0, len(prompt), 50)]
