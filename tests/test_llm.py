@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -352,15 +351,15 @@ def test_a_failing_engine_tells_everyone(tiny: Path) -> None:
 def test_the_real_model_answers_the_same_with_and_without_drafts(smollm2: Path) -> None:
     """Greedy and seeded, alone and together, float32: the promise on real weights."""
     params = [
-        SamplingParams(temperature=0, max_tokens=24),
-        SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=24),
+        SamplingParams(temperature=0, max_tokens=16),
+        SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=16),
     ]
     passage = "Bees visit flowers for nectar. Nectar is turned into honey. Honey feeds the hive in winter. "
     messages = [
         [{"role": "user", "content": f"Repeat this text: {passage}"}],
         [{"role": "user", "content": "What is the capital of France?"}],
     ]
-    options = {"drafter": "none", "adaptive": False, "threads": os.cpu_count()}
+    options = {"drafter": "none", "adaptive": False}
     with LLM(str(smollm2), dtype="float32", max_model_len=512, **options) as llm:
         plain = [llm.chat(m, p)[0].outputs[0] for m in messages for p in params]
         assert "Paris" in plain[2].text

@@ -3,6 +3,7 @@ of a computation that failed. The models' weights are finite; BROKEN is a token 
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ KERNELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+FOLDERS = ("llama", "gemma3")
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """gemma3 has layers with a window. The first number of every embedding is 0 but for BROKEN's, which the first norm
     makes so large that a product overflows."""
@@ -54,7 +58,7 @@ def kernels(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def make(folder: Path, **options: Any) -> Engine:
-    options = {"max_model_len": 160, "kv_cache_gib": 0.01, "threads": 1, "num_speculative_tokens": 7, **options}
+    options = {"max_model_len": 160, "kv_cache_gib": 0.003, "threads": 1, "num_speculative_tokens": 7, **options}
     return building.build(EngineConfig(model=str(folder), **options)).engine
 
 
@@ -116,7 +120,14 @@ class Saboteur:
     def end(self, seq: SequenceView) -> None: ...
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("folder", "kernels", "params"),  # any two of them in every combination
+    [
+        pytest.param(folder, kernels, (GREEDY, SAMPLED)[(i + j) % 2], id=f"{folder}-{kernels}")
+        for (i, folder), (j, kernels) in itertools.product(enumerate(FOLDERS), enumerate(KERNELS))
+    ],
+    indirect=["folder", "kernels"],
+)
 def test_a_draft_that_cannot_be_computed_changes_nothing(
     folder: Path, kernels: dict[str, Any], params: SamplingParams
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import warnings
@@ -133,16 +134,25 @@ def transformers_logits(folder: Path, *prompts: list[int]) -> list[torch.Tensor]
         return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
 
 
+PROMPTS = [PROMPT, PROMPT[3:20], PROMPT[::-1][:33]]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case_and_logits(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[torch.Tensor]]:
+    """A case's folder, and what transformers says of PROMPTS."""
+    folder = write(tmp_path_factory.mktemp("case"), request.param)
+    return folder, transformers_logits(folder, *PROMPTS)
+
+
 @pytest.mark.parametrize("kernels", FLOAT32)
-@pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str, kernels: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, case)
-    prompts = [PROMPT, PROMPT[3:20], PROMPT[::-1][:33]]
-    expected = transformers_logits(folder, *prompts)
-    paged = PagedDecoder(load_model(folder, make_ops(kernels)), num_seqs=6, capacity=48)
-    whole = paged.step(*(Feed(seq, prompt) for seq, prompt in enumerate(prompts)))
-    by_size = [paged.chunks(seq, PROMPT, size) for seq, size in ((3, len(PROMPT)), (4, 10), (5, 1))]
-    for actual, wanted in zip([*whole, *by_size], [*expected, *[expected[0]] * 3], strict=True):
+def test_logits_equal_transformers(case_and_logits: tuple[Path, list[torch.Tensor]], kernels: str) -> None:
+    folder, expected = case_and_logits
+    paged = PagedDecoder(load_model(folder, make_ops(kernels)), num_seqs=5, capacity=48)
+    whole = paged.step(*(Feed(seq, prompt) for seq, prompt in enumerate(PROMPTS)))
+    by_size = [paged.chunks(seq, PROMPT, size) for seq, size in ((3, len(PROMPT)), (4, 10))]
+    for actual, wanted in zip([*whole, *by_size], [*expected, *[expected[0]] * 2], strict=True):
         error = (actual - wanted).abs().max() / wanted.abs().max()
         assert error < 2e-5, f"relative error {error:.1e}"
 
@@ -246,19 +256,13 @@ def blind_to_trees(ops: Ops) -> Callable[[Any, int], Any]:
     return blind
 
 
-INVARIANCE = (
-    "llama",
-    "llama-odd-biased",
-    "mistral-window",
-    "qwen2-window",
-    "qwen3",
-    "gemma3",
-    "gemma3-pattern-softcap",
+INVARIANCE = (  # how weights are kept is the products' affair: the odd shapes tell, and one with windows
+    *itertools.product(("llama-odd-biased", "gemma3-pattern-softcap"), ALL_WEIGHTS),
+    *itertools.product(("llama", "mistral-window", "qwen2-window", "qwen3", "gemma3"), FLOAT32),
 )
 
 
-@pytest.mark.parametrize("kernels", ALL_WEIGHTS)
-@pytest.mark.parametrize("case", INVARIANCE)
+@pytest.mark.parametrize(("case", "kernels"), INVARIANCE)
 def test_a_row_has_the_same_bits_in_any_company(case: str, kernels: str, tmp_path: Path) -> None:
     assert unequal_rows(load_model(write(tmp_path, case), make_ops(kernels))) == []
 

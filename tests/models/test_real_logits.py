@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specserve.kernels.reference import Kernels
+from specserve.models.decoder import Decoder
 from specserve.models.loader import load_model
 from specserve.ops import Ops
 from specserve.testing import Feed, PagedDecoder
@@ -61,11 +62,15 @@ def expected(smollm2: Path, prompt: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("kernels", ["reference-float32", "native-float32"])
-def test_logits_equal_transformers_at_every_position(
-    smollm2: Path, prompt: list[int], expected: torch.Tensor, kernels: str
-) -> None:
-    paged = PagedDecoder(load_model(smollm2, make_ops(kernels), max_len=512), 2, 160)
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, smollm2: Path) -> Decoder:
+    """Loaded by the kernels of that name; tests of the same ones run together."""
+    return load_model(smollm2, make_ops(request.param), max_len=512)
+
+
+@pytest.mark.parametrize("model", ["reference-float32", "native-float32"], indirect=True)
+def test_logits_equal_transformers_at_every_position(prompt: list[int], expected: torch.Tensor, model: Decoder) -> None:
+    paged = PagedDecoder(model, 2, 160)
     (whole,) = paged.step(Feed(0, prompt))
     chunks = [paged.step(Feed(1, prompt[i : i + 50]))[0] for i in range(0, len(prompt), 50)]
     assert torch.equal(whole, torch.cat(chunks))
@@ -87,11 +92,12 @@ def test_reads_a_folder_that_transformers_wrote_of_the_same_model(smollm2: Path,
 
 
 @pytest.mark.parametrize(
-    "kernels",
+    "model",
     ["reference-float32", "reference-bfloat16", "native-float32", "native-bfloat16", "native-int8", "native-int4"],
+    indirect=True,
 )
-def test_a_row_has_the_same_bits_in_any_company(smollm2: Path, prompt: list[int], kernels: str) -> None:
-    paged = PagedDecoder(load_model(smollm2, make_ops(kernels), max_len=512), 5, 160)
+def test_a_row_has_the_same_bits_in_any_company(prompt: list[int], model: Decoder) -> None:
+    paged = PagedDecoder(model, 5, 160)
     paged.step(*(Feed(seq, prompt[:100]) for seq in range(3)), Feed(3, prompt[:37]))
     text = prompt[100:104]
     alone = torch.cat([paged.step(Feed(0, [token]))[0] for token in text])
@@ -103,14 +109,15 @@ def test_a_row_has_the_same_bits_in_any_company(smollm2: Path, prompt: list[int]
 
 
 @pytest.mark.parametrize(
-    ("kernels", "least"),
+    ("model", "least"),
     [("reference-bfloat16", 0.9), ("native-bfloat16", 0.9), ("native-int8", 0.9), ("native-int4", 0.65)],
+    indirect=["model"],
 )
 def test_rounded_weights_mostly_choose_the_same_token(
-    smollm2: Path, prompt: list[int], expected: torch.Tensor, kernels: str, least: float
+    prompt: list[int], expected: torch.Tensor, model: Decoder, least: float
 ) -> None:
     """Weights of fewer bits are an approximation; how good a one is the model's own affair, but it is that model."""
-    paged = PagedDecoder(load_model(smollm2, make_ops(kernels), max_len=512), 1, 160)
+    paged = PagedDecoder(model, 1, 160)
     (logits,) = paged.step(Feed(0, prompt))
     same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
     assert same > least, f"the same token at {same:.0%} of positions"

@@ -78,20 +78,22 @@ MIX: list[dict[str, Any]] = [
 
 def _draft(kind: str, seq: Sequence, vocab: int = VOCAB) -> Draft:
     """What the model is likely to say next, or not at all, as a chain, a dense chain, or a tree."""
-    chain: list[int] = []
-    laws: list[torch.Tensor] = []
-    for depth in range(4):
-        logits = _logits((*seq.tokens, *chain), vocab)
-        laws.append(torch.softmax(logits * 0.8, -1))
-        keys = row_keys([seq.seed], [len(seq.tokens) + depth], [Purpose.SAMPLE])
-        drawn = sample((logits * 0.8).double()[None], keys, hash_tokens(torch.arange(vocab)))
-        chain.append(int(logits.argmin() if kind == "bad" else drawn if kind == "dense" else logits.argmax()))
     if kind == "none":
         return Draft.empty()
     if kind == "tree":
         tokens = np.argsort(-_logits(tuple(seq.tokens), vocab).numpy(), kind="stable")[:3]
         below = [int(_logits((*seq.tokens, int(token)), vocab).argmax()) for token in tokens]
         return Draft(np.array([*tokens, *below], np.int32), np.array([-1, -1, -1, 0, 1, 2], np.int32))
+    chain: list[int] = []
+    laws: list[torch.Tensor] = []
+    for depth in range(4):
+        logits = _logits((*seq.tokens, *chain), vocab)
+        if kind == "dense":
+            laws.append(torch.softmax(logits * 0.8, -1))
+            keys = row_keys([seq.seed], [len(seq.tokens) + depth], [Purpose.SAMPLE])
+            chain.append(int(sample((logits * 0.8).double()[None], keys, hash_tokens(torch.arange(vocab)))))
+        else:
+            chain.append(int(logits.argmin() if kind == "bad" else logits.argmax()))
     return Draft.chain(chain, torch.stack(laws) if kind == "dense" else None)
 
 
@@ -127,12 +129,12 @@ def test_another_seed_says_something_else(sequence: Make) -> None:
     assert len({tuple(_text("none", {}, seed, sequence)[0]) for seed in range(20)}) == 20
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_without_a_draft_the_mode_does_not_matter(mode: str, sequence: Make) -> None:
+def test_without_a_draft_the_mode_does_not_matter(sequence: Make) -> None:
     for own in MIX:
-        assert _text("none", own, 3, sequence, mode)[0] == _text("none", own, 3, sequence)[0]
-        if own.get("temperature") == 0:
-            assert _text("tree", own, 3, sequence, mode)[0] == _text("none", own, 3, sequence)[0]
+        plain, _ = _text("none", own, 3, sequence)
+        for mode in ("rejection", "block"):
+            assert _text("none", own, 3, sequence, mode)[0] == plain
+            assert own.get("temperature") != 0 or _text("tree", own, 3, sequence, mode)[0] == plain
 
 
 def _batch(
@@ -222,7 +224,7 @@ def test_a_bad_draft_row_shortens_and_does_not_fail(mode: str, sequence: Make) -
     """Plain decoding would meet that row only once its token is committed; so does a draft. The token before it stands,
     unkept, and the text up to there is the same."""
     shortened = 0
-    for seed, own, value in itertools.product(range(4), MIX, (math.nan, -math.inf)):
+    for seed, own, value in itertools.product(range(2), MIX, (math.nan, -math.inf)):
         seq = sequence([5, 8, 5], 2, seed, **own)
         draft = _draft("good", seq)
         logits, rows = _rows_of([seq], [draft])
@@ -283,10 +285,9 @@ def _same(one: TokenLogprobs, other: TokenLogprobs) -> bool:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [0, 1, 5])
-def test_logprobs_are_of_the_raw_row_that_judged_the_token(mode: str, kind: str, k: int, sequence: Make) -> None:
+def test_logprobs_are_of_the_raw_row_that_judged_the_token(mode: str, kind: str, sequence: Make) -> None:
     emitted = 0
-    for seed in range(12):
+    for seed, k in zip(range(12), itertools.cycle((0, 1, 5))):
         own = {"temperature": 0.5, "top_k": 9, "logit_bias": {4: 9.0}, "repetition_penalty": 1.5}
         seq = sequence([5, 8, 5], 2, seed, logprobs=k, **own)
         draft = _draft(kind, seq)
