@@ -21,11 +21,15 @@ settings.load_profile("patient")
 
 _HTTP = "tests/server/http"
 
-# Before anything imports torch; whoever sets it has the last word. Where as many processes as cores run tests,
-# threads of one would wait for those of another: tests that are about threads say how many.
-threads = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
-os.environ.setdefault("OMP_NUM_THREADS", threads)
-os.environ.setdefault("SPECSERVE_THREADS", threads)
+# Before anything imports torch. Where as many processes as cores run tests, threads of one would wait for those of
+# another: tests that are about threads say how many. Whoever sets these variables has the last word, but the process
+# that starts the others is not who: they inherit what it has set for itself.
+_OURS = "SPECSERVE_TESTS_CHOSE"
+for name in ("OMP_NUM_THREADS", "SPECSERVE_THREADS"):
+    chosen = os.environ.get(_OURS, "").split()
+    if name not in os.environ or name in chosen:
+        os.environ[name] = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+        os.environ[_OURS] = " ".join([*chosen, name])
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
