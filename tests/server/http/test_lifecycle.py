@@ -649,8 +649,9 @@ def test_priorities_that_the_operator_has_opened(doomed: dict[str, Any]) -> None
     ended: list[int] = []
 
     def ask(path: str, priority: int) -> None:
-        body = {**asked[path], "n": 8, "max_tokens": 60, "ignore_eos": True, "priority": priority}
-        assert served.post(path, body).status == 200
+        body = {**asked[path], "n": 8, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "priority": priority}
+        reply = served.post(path, body)
+        assert reply.status == 200, reply.body
         ended.append(priority)
 
     ask("/v1/completions", 7)
