@@ -121,12 +121,13 @@ class Served:
 
     def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
         """Waits for a condition; fails with the log when it does not come about, or the server has ended."""
-        end = time.monotonic() + seconds
+        end, pause = time.monotonic() + seconds, 0.001
         while time.monotonic() < end:
             assert self.process.poll() is None, f"the server has ended:\n{self.said}"
             if condition():
                 return
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
         pytest.fail(f"not within {seconds} s; the server said:\n{self.said}")
 
     @property

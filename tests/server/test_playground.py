@@ -4,6 +4,7 @@ it shows of the answers. Requests are checked with the server's types, and answe
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import json
 import shutil
@@ -439,6 +440,7 @@ def test_faults_in_the_script_are_noticed(right: str, wrong: str) -> None:
     assert not is_right(SCRIPT.replace(right, wrong))
 
 
+@functools.cache
 def is_right(script: str) -> bool:
     """Whether two messages whose answers come in single bytes are shown and kept."""
     single = reply(*(WHOLE[i : i + 1] for i in range(len(WHOLE))))

@@ -101,16 +101,20 @@ def test_what_is_remembered_is_bounded(trials: Trials, monkeypatch: pytest.Monke
 
 
 def test_a_worker_that_hangs_costs_time_only(folder: Path) -> None:
-    """It is replaced, and what it had is tried again."""
+    """It is replaced, and what it had is tried again, whether the other one hangs as well."""
     trials = Trials(folder)
 
     async def run() -> None:
         await trials.check(Structured.regex("a"), SIZE)
-        first, second = trials.processes
-        assert first.trial is not None and first.trial._process is not None
-        os.kill(first.trial._process.pid, signal.SIGSTOP)
+        await trials.check(Structured.regex("a" * 9000), SIZE)  # long, so that both are ready
+        processes = [process.trial._process for process in trials.processes if process.trial]
+        for process in processes:
+            assert process is not None
+            os.kill(process.pid, signal.SIGSTOP)
         await trials.check(Structured.regex("b"), SIZE)
+        first, second = trials.processes
         assert second.is_ready and not first.is_ready
+        assert all(process is not None and process.poll() is not None for process in processes)
 
     asyncio.run(run())
     trials.close()

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from specserve.engine.outputs import CompletionOutput
 from specserve.engine.request import Request
 from specserve.errors import EngineError
 from specserve.llm import LLM
+from specserve.server.engine.spawn import Nest
 from specserve.server.engine.supervisor import Patience, State, Supervisor
 from specserve.server.metrics import Metrics
 from specserve.server.service import Answers, Prepared, Service
@@ -57,19 +59,23 @@ async def running(folder: Path, patience: Patience = PATIENCE, **options: Any) -
 
 
 Play = Callable[[Service], Coroutine[Any, Any, None]]
+Shared = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
-def on_one_engine(folder: Path) -> Iterator[Callable[[Play], None]]:
-    """Runs what leaves its engine as it was, on one that such tests share."""
+def shared(folder: Path) -> Iterator[Shared]:
+    """`shared(play, restarts=1)`: a play on a service that tests share. An engine runs before it and after it: the
+    same one, or the last of as many as were started again."""
     with asyncio.Runner() as runner:
         lasting = running(folder)
         service = runner.run(lasting.__aenter__())
+        supervisor = service.supervisor
 
-        def run(play: Play) -> None:
-            before = service.supervisor.pid, service.supervisor.num_restarts
+        def run(play: Play, restarts: int = 0) -> None:
+            pid, before = supervisor.pid, supervisor.num_restarts
             runner.run(play(service))
-            assert (service.supervisor.pid, service.supervisor.num_restarts) == before
+            assert (supervisor.num_restarts - before, supervisor.state) == (restarts, State.READY)
+            assert (supervisor.pid == pid) == (restarts == 0)
 
         yield run
         runner.run(lasting.__aexit__(None, None, None))
@@ -97,12 +103,18 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
             await asyncio.sleep(0.02)
 
 
+async def replaced(service: Service, pid: int | None) -> None:
+    """Another engine is started, which need not be ready."""
+    await until(lambda: service.supervisor.pid not in (pid, None))
+    assert service.supervisor.num_restarts == 1
+
+
 async def running_again(service: Service, pid: int | None) -> None:
     supervisor = service.supervisor
     await until(lambda: supervisor.state is State.READY and supervisor.pid not in (pid, None))
 
 
-def test_answers_are_those_of_the_sdk(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
+def test_answers_are_those_of_the_sdk(shared: Shared, expected: list[int]) -> None:
     async def play(service: Service) -> None:
         many = [answer(service) for _ in range(6)]
         assert await asyncio.gather(*many) == [expected] * 6
@@ -111,37 +123,37 @@ def test_answers_are_those_of_the_sdk(on_one_engine: Callable[[Play], None], exp
         assert (gauges.num_running, gauges.num_waiting, gauges.num_free_blocks) == (0, 0, gauges.num_blocks)
         assert service.supervisor.client.num_open == 0
 
-    on_one_engine(play)
+    shared(play)
 
 
-def test_a_request_that_is_wrong_is_refused_alone(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
+def test_a_request_that_is_wrong_is_refused_alone(shared: Shared, expected: list[int]) -> None:
     async def play(service: Service) -> None:
         good = asyncio.create_task(answer(service))
         with pytest.raises(WireError, match="token id 100000") as caught:
             await start(service, [100_000], GREEDY).whole()
         assert caught.value.param == "prompt"
         assert await good == expected
-        assert service.supervisor.num_restarts == 0
 
-    on_one_engine(play)
+    shared(play)
 
 
 def test_what_a_drafter_learned_outlives_the_engine(folder: Path, expected: list[int], tmp_path: Path) -> None:
     """An engine that is asked to end closes its drafter, which saves; the next one begins with that."""
     options: dict[str, Any] = {"drafter_options": {"store_path": str(tmp_path / "texts")}, "adaptive": False}
 
-    async def play() -> float:
+    async def play() -> CompletionOutput:
         async with running(folder, **options) as service:
             with start(service, PROMPT, GREEDY) as answers:
-                found = (await answers.whole())[0].outputs[0]
-            assert found.token_ids == expected
-            return found.stats.mean_acceptance_length
+                return (await answers.whole())[0].outputs[0]
 
-    first, second = asyncio.run(play()), asyncio.run(play())
-    assert second > first + 0.5
+    first = asyncio.run(play())
+    with LLM(str(folder), **OPTIONS, **options) as llm:
+        second = llm.generate([PROMPT], GREEDY)[0].outputs[0]
+    assert first.token_ids == second.token_ids == expected
+    assert second.stats.mean_acceptance_length > first.stats.mean_acceptance_length + 0.5
 
 
-def test_an_answer_that_is_left_is_aborted(on_one_engine: Callable[[Play], None]) -> None:
+def test_an_answer_that_is_left_is_aborted(shared: Shared) -> None:
     async def play(service: Service) -> None:
         client = service.supervisor.client
         with start(service, PROMPT, ENDLESS) as left:
@@ -150,16 +162,17 @@ def test_an_answer_that_is_left_is_aborted(on_one_engine: Callable[[Play], None]
         assert client.num_open == 0
         await until(lambda: client.gauges is not None and client.gauges.num_free_blocks == client.gauges.num_blocks)
 
-    on_one_engine(play)
+    shared(play)
 
 
-def test_a_request_that_was_told_of_and_never_comes(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
-    """The engine waits for it awake for a moment, and then rests as before."""
+def test_a_request_that_was_told_of_and_never_comes(shared: Shared, expected: list[int]) -> None:
+    """The engine waits for it awake for a moment, and then rests as before: one that has nothing to do is never thought
+    to hang."""
 
     async def play(service: Service) -> None:
         pid = service.supervisor.pid
         assert await answer(service) == expected
-        await asyncio.sleep(2.5)  # in which it makes use of its first pause
+        await asyncio.sleep(2 * PATIENCE.stall_s)  # in which it makes use of its first pause
         for _ in range(5):
             service.expect()
         await asyncio.sleep(0.1)
@@ -169,7 +182,7 @@ def test_a_request_that_was_told_of_and_never_comes(on_one_engine: Callable[[Pla
         service.expect()
         assert await answer(service) == expected
 
-    on_one_engine(play)
+    shared(play)
 
 
 async def _kill(service: Service) -> None:
@@ -182,27 +195,25 @@ async def _hang(service: Service) -> None:
 
 @pytest.mark.parametrize(("fault", "words"), [(_kill, "status -9"), (_hang, "no progress")])
 def test_a_lost_engine_is_told_and_replaced(
-    folder: Path, expected: list[int], fault: Callable[[Service], Awaitable[None]], words: str
+    shared: Shared, expected: list[int], fault: Callable[[Service], Awaitable[None]], words: str
 ) -> None:
     """Everybody who waits hears of it, and the next engine gives the same answers."""
 
-    async def play() -> None:
-        async with running(folder) as service:
-            pid = service.supervisor.pid
-            open_ = [start(service, PROMPT, ENDLESS) for i in range(6)]
-            async for _ in open_[0]:
-                break
-            await fault(service)
-            for result in await asyncio.gather(*(each.whole() for each in open_), return_exceptions=True):
-                assert isinstance(result, EngineError)
-                assert words in str(result)
-            with pytest.raises(WireError, match="being started again"):
-                start(service, PROMPT, GREEDY)
-            await running_again(service, pid)
-            assert await answer(service) == expected
-            assert service.supervisor.num_restarts == 1
+    async def play(service: Service) -> None:
+        pid = service.supervisor.pid
+        open_ = [start(service, PROMPT, ENDLESS) for i in range(6)]
+        async for _ in open_[0]:
+            break
+        await fault(service)
+        for result in await asyncio.gather(*(each.whole() for each in open_), return_exceptions=True):
+            assert isinstance(result, EngineError)
+            assert words in str(result)
+        with pytest.raises(WireError, match="being started again"):
+            start(service, PROMPT, GREEDY)
+        await running_again(service, pid)
+        assert await answer(service) == expected
 
-    asyncio.run(play())
+    shared(play, restarts=1)
 
 
 @pytest.fixture(scope="module")
@@ -219,86 +230,74 @@ async def patient(folder: Path, patience: Patience, **options: Any) -> AsyncIter
         yield service
 
 
-def test_an_engine_whose_steps_lead_nowhere_is_replaced(
-    long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A scheduler that drops in each step what the one before has computed livelocks; its steps are quick."""
+def livelock(folder: Path, file: Path) -> None:
+    """Makes `folder` one from which engines get a fault while `file` is there: their schedulers drop in each step what
+    the one before has computed."""
     fault = (
-        "import sys\n"
+        "import os, sys\n"
         "if 'specserve.server.engine.process' in sys.orig_argv:\n"
         "    from specserve.engine import scheduler\n"
         "    pick = scheduler.Scheduler.pick\n"
         "    def livelock(self):\n"
-        "        for seq in list(self.running):\n"
+        f"        for seq in list(self.running) if os.path.exists({str(file)!r}) else []:\n"
         "            self._preempt(seq)\n"
         "        return pick(self)\n"
         "    scheduler.Scheduler.pick = livelock\n"
     )
-    (tmp_path / "sitecustomize.py").write_text(fault, "utf-8")
+    (folder / "sitecustomize.py").write_text(fault, "utf-8")
+
+
+def test_steps_that_lead_nowhere_are_told_from_many_silent_ones(
+    long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt's steps say nothing for longer than a livelock may last, and are none. One is noticed, however
+    quick its steps are, and its engine replaced."""
+    file = tmp_path / "fault"
+    livelock(tmp_path, file)
 
     async def play() -> None:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        options = {"max_num_batched_tokens": 16, "prefix_caching": False}
-        async with patient(long_folder, Patience(loop_s=1.0), **options) as service:
-            pid = service.supervisor.pid
-            monkeypatch.delenv("PYTHONPATH")
+        patience = Patience(loop_s=0.3)
+        options = {"max_num_batched_tokens": 4, "prefix_caching": False}
+        async with patient(long_folder, patience, **options) as service:
+            pid, begun = service.supervisor.pid, time.monotonic()
+            await start(service, PROMPT * 1000, GREEDY).whole()
+            assert time.monotonic() - begun > 2 * patience.loop_s, "or it was not silent for long"
+            assert service.supervisor.num_restarts == 0
+            file.touch()
             with pytest.raises(EngineError, match="brought no request further"):
                 await start(service, PROMPT * 100, GREEDY).whole()
-            await running_again(service, pid)
+            await replaced(service, pid)
 
     asyncio.run(play())
 
 
-def test_a_prompt_of_many_silent_steps_is_no_livelock(long_folder: Path) -> None:
-    async def play() -> None:
-        options = {"max_num_batched_tokens": 4}
-        async with patient(long_folder, Patience(loop_s=0.3), **options) as service:
-            begun = time.monotonic()
-            await start(service, PROMPT * 1000, GREEDY).whole()
-            assert time.monotonic() - begun > 0.6, "it is silent for longer than a livelock may be"
-            assert service.supervisor.num_restarts == 0
-
-    asyncio.run(play())
-
-
-def test_a_long_step_is_no_hang(long_folder: Path) -> None:
-    """All but the first tokens of a prompt in one step, which takes longer than an engine may stand still."""
+def test_a_hang_is_told_from_a_long_step(long_folder: Path) -> None:
+    """All but the first tokens of a prompt in one step, which takes longer than an engine may stand still, and is no
+    hang. One inside of it is noticed, and its engine replaced."""
     patience = Patience(stall_s=1.2)
 
     async def play() -> None:
         options = {"max_num_batched_tokens": 16384, "max_step_ms": 1e6}
         async with patient(long_folder, patience, **options) as service:
-            begun, pid = time.monotonic(), service.supervisor.pid
-            params = SamplingParams(temperature=0, max_tokens=1)
-            await start(service, PROMPT * 4000, params).whole()
-            gauges = service.supervisor.client.gauges
-            assert gauges is not None
-            assert gauges.num_steps <= 3
-            assert time.monotonic() - begun > 1.5 * patience.stall_s, "or the step was not long"
-            assert (service.supervisor.pid, service.supervisor.num_restarts) == (pid, 0)
-
-    asyncio.run(play())
-
-
-def test_a_hang_inside_a_long_step_is_noticed(long_folder: Path) -> None:
-    async def play() -> None:
-        options = {"max_num_batched_tokens": 16384, "max_step_ms": 1e6}
-        async with patient(long_folder, PATIENCE, **options) as service:
-            pid = service.supervisor.pid
+            pid, begun, before = service.supervisor.pid, time.monotonic(), processor_s(service.supervisor.pid)
             long = start(service, PROMPT * 4000, GREEDY)
-            before = processor_s(pid)
+            await until(lambda: time.monotonic() - begun > 1.5 * patience.stall_s)
             await until(lambda: processor_s(pid) > before + 0.3)
+            gauges = service.supervisor.client.gauges
+            assert gauges is None or gauges.num_steps < 2, "or the step was not long"
+            assert (service.supervisor.pid, service.supervisor.num_restarts) == (pid, 0)
             await _hang(service)
             begun = time.monotonic()
             with pytest.raises(EngineError, match="no progress"):
                 await long.whole()
             assert time.monotonic() - begun < 10
-            await running_again(service, pid)
+            await replaced(service, pid)
 
     asyncio.run(play())
 
 
-def test_a_pause_of_everything_is_no_hang(on_one_engine: Callable[[Play], None]) -> None:
+def test_a_pause_of_everything_is_no_hang(shared: Shared) -> None:
     """As when a virtual machine is suspended: the engine stands still, and so does who watches it."""
 
     async def play(service: Service) -> None:
@@ -307,75 +306,73 @@ def test_a_pause_of_everything_is_no_hang(on_one_engine: Callable[[Play], None])
             async for _ in paused:
                 break
             os.kill(pid or 0, signal.SIGSTOP)
-            time.sleep(2 * PATIENCE.stall_s)
+            await asyncio.sleep(0.3)  # in which its last beat is seen
+            time.sleep(PATIENCE.stall_s + 0.25)
             os.kill(pid or 0, signal.SIGCONT)
             assert len((await paused.whole())[0].outputs[0].token_ids) == 200
-        assert (service.supervisor.pid, service.supervisor.num_restarts) == (pid, 0)
 
-    on_one_engine(play)
+    shared(play)
 
 
-def test_an_engine_that_cannot_be_understood_is_replaced(folder: Path, expected: list[int]) -> None:
+def test_an_engine_that_cannot_be_understood_is_replaced(shared: Shared, expected: list[int]) -> None:
     """Whatever keeps the messages from being heard: nobody waits for what will never come."""
 
+    async def play(service: Service) -> None:
+        pid, client = service.supervisor.pid, service.supervisor.client
+
+        def garbled(message: bytes) -> Any:
+            raise ValueError("garbled")
+
+        client._decode = garbled
+        with pytest.raises(EngineError, match="cannot be read"):
+            await start(service, PROMPT, ENDLESS).whole()
+        await running_again(service, pid)
+        assert await answer(service) == expected
+
+    shared(play, restarts=1)
+
+
+class Barren(Nest):
+    """Has no process to give."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error, self.num_asked = error, 0
+
+    def take(self) -> Any:
+        self.num_asked += 1
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts", "words"),
+    [
+        pytest.param(OSError(24, "Too many open files"), PATIENCE.attempts, "Too many open files", id="without-means"),
+        pytest.param(ZeroDivisionError("a slip"), 1, "ZeroDivisionError: a slip", id="a-slip"),
+    ],
+)
+def test_a_start_that_fails(error: Exception, attempts: int, words: str) -> None:
+    """Without means for it, it is tried again; nothing makes who looks after engines die in silence."""
+
     async def play() -> None:
-        async with running(folder) as service:
-            pid, client = service.supervisor.pid, service.supervisor.client
-
-            def garbled(message: bytes) -> Any:
-                raise ValueError("garbled")
-
-            client._decode = garbled
-            with pytest.raises(EngineError, match="cannot be read"):
-                await start(service, PROMPT, ENDLESS).whole()
-            await running_again(service, pid)
-            assert await answer(service) == expected
+        nest = Barren(error)
+        supervisor = Supervisor(OPTIONS, Metrics("none"), PATIENCE, nest)
+        with pytest.raises(EngineError, match=words):
+            await asyncio.wait_for(asyncio.shield(supervisor.finished), 60)
+        with pytest.raises(EngineError, match=words):
+            await supervisor.wait_until_ready()
+        assert (supervisor.state, nest.num_asked) == (State.FAILED, attempts)
+        assert supervisor.num_restarts == attempts - 1
+        await supervisor.close()
 
     asyncio.run(play())
 
 
-def test_a_start_without_means_is_tried_again(folder: Path, expected: list[int]) -> None:
-    async def play() -> None:
-        async with running(folder) as service:
-            pid, nest = service.supervisor.pid, service.supervisor._nest
-            take, failures = nest.take, iter([OSError(24, "Too many open files")])
-
-            def poor() -> Any:
-                for failure in failures:
-                    raise failure
-                return take()
-
-            nest.take = poor  # type: ignore[method-assign]
-            await _kill(service)
-            await running_again(service, pid)
-            assert await answer(service) == expected
-            assert service.supervisor.num_restarts == 2
-
-    asyncio.run(play())
-
-
-def test_who_looks_after_engines_does_not_die_in_silence(folder: Path) -> None:
-    async def play() -> None:
-        async with running(folder) as service:
-            supervisor = service.supervisor
-
-            def wrong() -> Any:
-                raise ZeroDivisionError("a slip")
-
-            supervisor._nest.take = wrong  # type: ignore[method-assign]
-            await _kill(service)
-            with pytest.raises(EngineError, match="ZeroDivisionError: a slip"):
-                await asyncio.wait_for(asyncio.shield(supervisor.finished), 60)
-            assert supervisor.state is State.FAILED
-
-    asyncio.run(play())
-
-
-def test_clients_are_not_told_what_an_engine_said_at_its_end(tmp_path: Path) -> None:
-    """It may name files; the one who started the server hears it."""
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """It may name files: the one who started the server hears it, and no client."""
 
     async def play() -> None:
-        supervisor = Supervisor({"model": str(tmp_path / "nothing"), **OPTIONS}, Metrics("tiny"), PATIENCE)
+        supervisor = Supervisor({"model": str(tmp_path / "nothing"), **OPTIONS}, Metrics("none"), PATIENCE)
         client = supervisor._client
         while client is None:
             await asyncio.sleep(0.01)
@@ -385,26 +382,6 @@ def test_clients_are_not_told_what_an_engine_said_at_its_end(tmp_path: Path) -> 
         with pytest.raises(EngineError, match="nothing"):
             await supervisor.wait_until_ready()
         assert "nothing" not in str(told.value)
-        await supervisor.close()
-
-    asyncio.run(play())
-
-
-def test_an_idle_engine_is_never_thought_to_hang(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
-    async def play(service: Service) -> None:
-        pid = service.supervisor.pid
-        await asyncio.sleep(2 * PATIENCE.stall_s)
-        assert service.supervisor.pid == pid
-        assert await answer(service) == expected
-
-    on_one_engine(play)
-
-
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
-    async def play() -> None:
-        supervisor = Supervisor({"model": str(tmp_path / "nothing"), **OPTIONS}, Metrics("none"), PATIENCE)
-        with pytest.raises(EngineError, match="nothing"):
-            await supervisor.wait_until_ready()
         assert supervisor.state is State.FAILED
         assert supervisor.num_restarts == 0, "another start would fail the same way"
         await supervisor.close()
@@ -412,14 +389,14 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-def test_bytes_that_are_no_message_are_dropped(on_one_engine: Callable[[Play], None], expected: list[int]) -> None:
+def test_bytes_that_are_no_message_are_dropped(shared: Shared, expected: list[int]) -> None:
     async def play(service: Service) -> None:
         pipe = service.supervisor.client._pipe
         for junk in (b"", b"\x80\x04\x95.", b"\xff" * 100, b"\x81\xa4type\xa5eval!"):
             pipe.send(junk)
         assert await answer(service) == expected
 
-    on_one_engine(play)
+    shared(play)
 
 
 def test_the_engine_ends_with_its_parent(folder: Path) -> None:

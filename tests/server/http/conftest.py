@@ -202,7 +202,7 @@ class Beside(threading.Thread):
             except (OSError, HTTPException, ValueError, AttributeError) as error:
                 if not self._ending.is_set() and not self._may_fail:
                     self.failure = f"a stream beside it broke: {error!r}"
-                time.sleep(0.02)
+                self._ending.wait(0.02)
 
     def _once(self) -> None:
         self._connection = connection = HTTPConnection("127.0.0.1", self._served.port, timeout=280)
@@ -211,7 +211,7 @@ class Beside(threading.Thread):
             connection.request("POST", "/v1/completions", json.dumps({**self._body, "stream": True}), headers)
             response = connection.getresponse()
             if response.status in (429, 503):
-                time.sleep(0.02)  # told to come again, which is no harm
+                self._ending.wait(0.02)  # told to come again, which is no harm
                 return
             self._follow(response)
         finally:
@@ -371,25 +371,6 @@ def strict_server(padded: Path, serving_process: Any, tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("strict")
     name = "--served-model-name=tiny"
     with serving_process(padded, folder, name, *options, key=KEYS[0], **{**ROOM, **limits, **patience}) as served:
-        yield served
-
-
-@pytest.fixture(scope="session")
-def one_context_gib() -> float:
-    """GiB of KV of one context and a little more, in the dtype that an engine chooses here."""
-    from specserve.engine.build import choose_device, choose_ops
-
-    return 0.00015 * choose_ops(choose_device("auto"), "auto", "auto", 1).kv_dtype.itemsize
-
-
-@pytest.fixture(scope="session")
-def small_server(
-    padded: Path, serving_process: Any, tmp_path_factory: pytest.TempPathFactory, one_context_gib: float
-) -> Iterator[Any]:
-    """A server whose cache holds one context and a little more."""
-    folder = tmp_path_factory.mktemp("small")
-    options = {**ROOM, "kv-cache-gib": one_context_gib}
-    with serving_process(padded, folder, "--served-model-name=tiny", **options) as served:
         yield served
 
 

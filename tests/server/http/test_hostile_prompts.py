@@ -24,28 +24,26 @@ def too_long(reply: Any) -> None:
 # --- C24 to C26: ids and lengths --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "token", [-1, 293, 309, 2**31, 2**40, 5.0, 5.5, "5", None, True, [5]], ids=lambda t: f"C24-{t!r}"
-)
-def test_ids_that_are_none(case: Any, token: Any) -> None:
-    for prompt in ([5, token], [[5], [5, token]]):
-        reply = case.complete(prompt=prompt)
-        assert (reply.status, reply.error["param"]) == (400, "prompt")
-    reply = case.post("/detokenize", {"tokens": [5, token]})
-    assert (reply.status, reply.error["param"]) == (400, "tokens")
+def test_ids_that_are_none(case: Any) -> None:
+    """C24"""
+    for token in (-1, 293, 309, 2**31, 2**40, 5.0, 5.5, "5", None, True, [5]):
+        for prompt in ([5, token], [[5], [5, token]]):
+            reply = case.complete(prompt=prompt)
+            assert (reply.status, reply.error["param"]) == (400, "prompt"), token
+        reply = case.post("/detokenize", {"tokens": [5, token]})
+        assert (reply.status, reply.error["param"]) == (400, "tokens"), token
 
 
-@pytest.mark.parametrize(
-    ("length", "fits"), [(510, True), (511, True), (512, False), (513, False)], ids=lambda value: f"C25-{value}"
-)
-def test_prompts_as_long_as_the_context(case: Any, length: int, fits: bool) -> None:
-    for prompt in ([5] * length, "&" * length):
-        reply = case.complete(prompt=prompt, max_tokens=50, ignore_eos=True)
-        if fits:
-            assert reply.json["usage"]["completion_tokens"] == 512 - length
-            assert reply.json["choices"][0]["finish_reason"] == "length"
-        else:
-            too_long(reply)
+def test_prompts_as_long_as_the_context(case: Any) -> None:
+    """C25"""
+    for length in (510, 511, 512, 513):
+        for prompt in ([5] * length, "&" * length):
+            reply = case.complete(prompt=prompt, max_tokens=50, ignore_eos=True)
+            if length < 512:
+                assert reply.json["usage"]["completion_tokens"] == 512 - length
+                assert reply.json["choices"][0]["finish_reason"] == "length"
+            else:
+                too_long(reply)
 
 
 LONG_TEXTS = {
@@ -60,17 +58,18 @@ LONG_TEXTS = {
 
 @pytest.mark.parametrize("name", LONG_TEXTS, ids=lambda name: f"C25-8-MB-{name}")
 def test_texts_of_megabytes(case: Any, name: str) -> None:
-    """They are refused before they are tokenized, which would take seconds of a core, wherever they come in."""
+    """They are refused before they are tokenized, which would take seconds of a core, wherever they come in. What they
+    hold makes a difference where a text comes in alone; one of them stands for all in the other places."""
     text = LONG_TEXTS[name]
     before = cpu_seconds(case.served.process.pid)
     too_long(case.complete(prompt=text))
     too_long(case.chat(text))
-    too_long(case.chat([{"type": "text", "text": text[: MIB // 2]}, {"type": "text", "text": text[MIB // 2 :]}]))
-    predicted = case.chat("x", prediction={"type": "content", "content": text})
-    assert (predicted.status, predicted.error["param"]) == (400, "prediction")
-    many = case.complete(prompt=["x", text[: MIB // 4], "y"])
-    too_long(many)
-    # Five times 8 MB of JSON, and streams beside it. To tokenize one of these texts takes more.
+    if name == "words":
+        too_long(case.chat([{"type": "text", "text": text[: MIB // 2]}, {"type": "text", "text": text[MIB // 2 :]}]))
+        predicted = case.chat("x", prediction={"type": "content", "content": text})
+        assert (predicted.status, predicted.error["param"]) == (400, "prediction")
+        too_long(case.complete(prompt=["x", text[: MIB // 4], "y"]))
+    # Up to five times 8 MB of JSON, and streams beside it. To tokenize one of these texts takes more.
     assert cpu_seconds(case.served.process.pid) - before < 10
 
 
@@ -105,19 +104,10 @@ def test_a_text_that_just_fits(case: Any) -> None:
 
 def test_a_conversation_of_small_parts(case: Any) -> None:
     """C25-many-small-texts: it is long all the same, wherever its text stands."""
-    too_long(case.post("/v1/chat/completions", {"messages": USER * 10_000}))
+    too_long(case.post("/v1/chat/completions", {"messages": USER * 10_000}))  # as many as there may be
     named = [{**USER[0], "name": "x" * MIB, "reasoning_content": "y" * MIB}]
     reply = case.post("/v1/chat/completions", {"messages": named, "max_tokens": 2})
     assert reply.status == 200, "the template does not show them"
-
-
-def test_more_blocks_than_there_are(small_server: Any, guard: Any) -> None:
-    """C26: a context that the cache cannot hold is refused at the start, so a prompt either fits or is too long."""
-    with guard(small_server) as case:
-        blocks = case.stats()["kv_cache"]["num_blocks"]
-        assert blocks * 16 < 4 * 512, "four contexts do not fit"
-        assert case.complete(prompt=[5] * 511, max_tokens=1).status == 200
-        too_long(case.complete(prompt=[5] * (blocks * 16)))
 
 
 # --- C27: text --------------------------------------------------------------------------------------------------------
@@ -179,64 +169,48 @@ def test_users_write_no_control_tokens(case: Any, control: str) -> None:
 # --- C28 to C30: conversations ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        pytest.param([], id="C28-none"),
-        pytest.param("x", id="C28-text"),
-        pytest.param({"role": "user", "content": "x"}, id="C28-no-list"),
-        pytest.param(USER * 10_001, id="C28-10001"),
-        pytest.param(USER * 100_000, id="C28-100000"),
-        pytest.param([{"role": "wizard", "content": "x"}], id="C28-unknown-role"),
-        pytest.param([{"role": None, "content": "x"}], id="C28-role-null"),
-        pytest.param([{"role": ["user"], "content": "x"}], id="C28-role-list"),
-        pytest.param([{"content": "x"}], id="C28-no-role"),
-        pytest.param([{"role": "user"}], id="C28-no-content"),
-        pytest.param([{"role": "user", "content": None}], id="C28-content-null"),
-        pytest.param([{"role": "assistant", "content": None}], id="C28-assistant-null"),
-        pytest.param([{"role": "user", "content": 5}], id="C28-content-number"),
-        pytest.param([{"role": "user", "content": {"text": "x"}}], id="C28-content-object"),
-        pytest.param([{"role": "user", "content": []}], id="C28-content-empty"),
-        pytest.param([{"role": "user", "content": ["x"]}], id="C28-part-text"),
-        pytest.param([{"role": "user", "content": [{"type": "text"}]}], id="C28-part-without-text"),
-        pytest.param([{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_001}], id="C28-10001-parts"),
-        pytest.param([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], id="C28-audio"),
-        pytest.param(["x"], id="C28-message-text"),
-        pytest.param([None], id="C28-message-null"),
-        pytest.param([{"role": "assistant", "content": "x", "tool_calls": [{}] * 129}], id="C28-calls"),
-        pytest.param([{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}], id="C28-call-without-name"),
-        pytest.param(
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9999}}]}],
-            id="C28-deep-arguments",
-        ),
-    ],
-)
-def test_conversations_that_are_none(case: Any, messages: Any) -> None:
-    for path in ("/v1/chat/completions", "/tokenize"):
+def no_conversation(case: Any, messages: Any, *paths: str) -> None:
+    for path in paths or ("/v1/chat/completions", "/tokenize"):
         reply = case.post(path, {"messages": messages})
-        assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
-        assert str(reply.error["param"]).startswith("messages")
+        assert (reply.status, reply.error["type"]) == (400, "invalid_request_error"), str(messages)[:200]
+        assert str(reply.error["param"]).startswith("messages"), str(messages)[:200]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({"chat_template": "{{ ''.__class__.__mro__ }}"}, id="C29-template"),
-        pytest.param({"chat_template": "{% for i in range(10**12) %}x{% endfor %}"}, id="C29-endless-template"),
-        pytest.param({"chat_template_kwargs": {"messages": []}}, id="C29-messages"),
-        pytest.param({"chat_template_kwargs": {"tokenize": True}}, id="C29-tokenize"),
-        pytest.param({"chat_template_kwargs": {"chat_template": "x"}}, id="C29-template-in-values"),
-        pytest.param({"chat_template_kwargs": {"eos_token": "x"}}, id="C29-eos_token"),
-        pytest.param({"chat_template_kwargs": {"self": 1}}, id="C29-self"),
-        pytest.param({"chat_template_kwargs": {"a b": 1}}, id="C29-no-name"),
-        pytest.param({"chat_template_kwargs": {f"a{i}": 1 for i in range(65)}}, id="C29-65-values"),
-        pytest.param({"chat_template_kwargs": []}, id="C29-list"),
-        pytest.param({"continue_final_message": True}, id="C29-two-ends"),
-    ],
-)
-def test_templates_from_outside(case: Any, fields: dict[str, Any]) -> None:
-    reply = case.chat(**fields)
-    assert (reply.status, reply.error["param"]) == (400, next(iter(fields)))
+def test_conversations_without_end(case: Any) -> None:
+    """C28-100000, and one more than there may be of messages, parts and calls"""
+    no_conversation(case, USER * 100_000, "/v1/chat/completions")
+    no_conversation(case, USER * 10_001)
+    no_conversation(case, [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_001}])
+    no_conversation(case, [{"role": "assistant", "content": "x", "tool_calls": [{}] * 129}])
+
+
+def test_conversations_that_are_none(case: Any) -> None:
+    """C28"""
+    for messages in ([], "x", {"role": "user", "content": "x"}, ["x"], [None]):
+        no_conversation(case, messages)
+    for role in ("wizard", None, ["user"]):
+        no_conversation(case, [{"role": role, "content": "x"}])
+    for message in ({"content": "x"}, {"role": "user"}, {"role": "assistant", "content": None}):
+        no_conversation(case, [message])
+    audio = {"type": "input_audio", "input_audio": {}}
+    for content in (None, 5, {"text": "x"}, [], ["x"], [{"type": "text"}], [audio]):
+        no_conversation(case, [{"role": "user", "content": content}])
+    for function in ({"name": 5}, {"name": "f", "arguments": "[" * 9999}):
+        no_conversation(case, [{"role": "assistant", "tool_calls": [{"function": function}]}])
+
+
+def test_templates_from_outside(case: Any) -> None:
+    """C29"""
+    names: list[dict[str, Any]] = [{"messages": []}, {"tokenize": True}, {"chat_template": "x"}, {"eos_token": "x"}]
+    values: list[Any] = [*names, {"self": 1}, {"a b": 1}, {f"a{i}": 1 for i in range(65)}, []]
+    for fields in (
+        {"chat_template": "{{ ''.__class__.__mro__ }}"},
+        {"chat_template": "{% for i in range(10**12) %}x{% endfor %}"},
+        {"continue_final_message": True},
+        *({"chat_template_kwargs": value} for value in values),
+    ):
+        reply = case.chat(**fields)
+        assert (reply.status, reply.error["param"]) == (400, next(iter(fields))), fields
 
 
 def test_values_for_the_template_are_values(case: Any) -> None:
@@ -303,18 +277,18 @@ def test_anthropic_and_responses_are_held_to_the_same(case: Any) -> None:
     responses = {"model": "tiny", "max_output_tokens": 4, "input": "x"}
     assert case.post("/v1/messages", messages).status == 200
     assert case.post("/v1/responses", responses).status == 200
-    long = "the cat " * MIB
+    long = "the cat " * (MIB // 8)
     image = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/a.png"}}
     for path, body in (
         ("/v1/messages", {**messages, "messages": [{"role": "user", "content": long}]}),
         ("/v1/messages", {**messages, "messages": [{"role": "user", "content": [image]}]}),
-        ("/v1/messages", {**messages, "messages": USER * 100_000}),
+        ("/v1/messages", {**messages, "messages": USER * 10_001}),
         ("/v1/messages", {**messages, "messages": [{"role": "wizard", "content": "x"}]}),
         ("/v1/messages", {**messages, "max_tokens": -1}),
         ("/v1/messages", {**messages, "temperature": 10**19}),
         ("/v1/responses", {**responses, "input": long}),
         ("/v1/responses", {**responses, "input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
-        ("/v1/responses", {**responses, "input": USER * 100_000}),
+        ("/v1/responses", {**responses, "input": USER * 10_001}),
         ("/v1/responses", {**responses, "max_output_tokens": 0}),
         ("/v1/responses", {**responses, "temperature": "hot"}),
     ):

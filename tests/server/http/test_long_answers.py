@@ -30,9 +30,9 @@ from specserve.server.wire.responses import Reply, chat_body, completion_body
 from specserve.server.wire.stream import ChatStream, CompletionStream
 from specserve.types import SequenceStats, TokenLogprobs
 
-NUM_TOKENS = 4096
+NUM_TOKENS = 2048
 NUM_TOP = 20
-HOLDS_S = 0.1  # of CPU time, at the most; what is written in one go holds the loop ten times as long
+HOLDS_S = 0.1  # of CPU time, at the most; what is written in one go holds the loop five times as long
 STATS = SequenceStats(arrived=1.0, first_scheduled=1.0, first_token=1.0, finished=2.0, num_steps=NUM_TOKENS)
 
 
