@@ -736,7 +736,7 @@ def test_float16_holds_its_largest_number_of_what_is_larger(isa: str) -> None:
 
 
 # Instruction sets that round alike, with vectors of different widths, and the formats for which they do: AVX-512 adds
-# products of bfloat16 in pairs. The sanitizer's build has the kernels of AVX-VNNI as a processor with AVX-512 runs them.
+# products of bfloat16 in pairs. The sanitizer's build has those of AVX-VNNI as a processor with AVX-512 runs them.
 WIDTHS = {
     ("avx512", "avx2"): ("float32", "int8", "int4"),
     ("avx_vnni", "avx2"): FORMATS,
