@@ -14,6 +14,7 @@ ISAS = ("auto", "avx512", "avx_vnni", "avx2", "portable")
 VERIFICATIONS = ("coupled", "rejection", "block")
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+DRAFT_MODEL = "draft_model"
 
 
 @strict_fields("option", ConfigError)
@@ -25,7 +26,8 @@ class EngineConfig:
     state a PRIORITY, together; "none" is plain decoding, but for what grammars force, which is drafted unless a request
     itself names "none". With `adaptive` drafts are as long as pays by what steps take and drafts were worth, and there
     are none where nothing does; without it they are as long as they may be.
-    `drafter_options` go to that drafter unread. A request may name another drafter for itself, which drafts
+    `drafter_options` go to that drafter unread. `draft_model`, named as `model` is, is option "model" of the drafter
+    "draft_model", which is the drafter then. A request may name another drafter for itself, which drafts
     `num_speculative_tokens` as well, or 5 where that is 0. `quantization="auto"` is int8 where native kernels serve the
     CPU and no dtype is asked for, else none. `isa` is the instruction set of the CPU kernels; "auto" is what the
     environment variable SPECSERVE_ISA names, or else the fastest. `threads=None` is what SPECSERVE_THREADS says, or as
@@ -44,6 +46,7 @@ class EngineConfig:
     drafter: str = "auto"
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
+    draft_model: str | None = None
     drafter_timeout_s: float = 2.0
     adaptive: bool = True
     verification: str = "coupled"
@@ -57,6 +60,11 @@ class EngineConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        if self.draft_model is not None:
+            if self.drafter not in ("auto", DRAFT_MODEL):
+                raise ConfigError(f"--draft-model is for --drafter {DRAFT_MODEL}, not for {self.drafter!r}.")
+            object.__setattr__(self, "drafter", DRAFT_MODEL)
+            object.__setattr__(self, "drafter_options", {**self.drafter_options, "model": self.draft_model})
         named = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "isa": ISAS, "verification": VERIFICATIONS}
         for name, allowed in named.items():
             if getattr(self, name) not in allowed:

@@ -151,7 +151,7 @@ class LLM:
         runs."""
         with self.exclusive() as engine:
             vocab_size, timeout_s = engine.limits.vocab_size, self.config.drafter_timeout_s
-            host = DraftHost.of(name, makers(name, options), engine.policy.context, vocab_size, timeout_s)
+            host = DraftHost.of(name, makers(name, options), engine.policy.context.reopened(), vocab_size, timeout_s)
             k = engine.policy.num_tokens if num_speculative_tokens is None else num_speculative_tokens
             engine.use(host, k, self.config.adaptive)
 

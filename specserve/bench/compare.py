@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from specserve.config import DRAFT_MODEL
 from specserve.engine.counters import Times
 from specserve.errors import ConfigError, EngineError
 from specserve.types import SamplingParams, SequenceStats
@@ -28,7 +29,8 @@ class Plan:
     drafters: Sequence[str]
     params: SamplingParams
     num_speculative_tokens: int | None = None
-    drafter_options: Mapping[str, Any] = field(default_factory=dict)
+    drafter_options: Mapping[str, Any] = field(default_factory=dict)  # of all drafters
+    draft_model: str | None = None
     concurrency: int = 1
     repeats: int = 1
 
@@ -43,6 +45,18 @@ class Plan:
     def contenders(self) -> list[str]:
         """Plain decoding and the drafters, in the order of the report."""
         return [PLAIN, *(name for name in self.drafters if name != PLAIN)]
+
+    @property
+    def own(self) -> str:
+        """Who the engine is made for: the KV of a drafter's model is planned at the start."""
+        return DRAFT_MODEL if DRAFT_MODEL in self.drafters else self.contenders[-1]
+
+    def options_of(self, name: str) -> dict[str, Any]:
+        """A contender's options."""
+        if name == PLAIN:
+            return {}
+        is_model = name == DRAFT_MODEL and self.draft_model is not None
+        return {**self.drafter_options, **({"model": self.draft_model} if is_model else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +179,7 @@ def take(llm: LLM, questions: Sequence[Question], plan: Plan, turn: Turn) -> tup
 
 def use(llm: LLM, plan: Plan, name: str) -> None:
     """Draft with a drafter that is made anew, and forget all prefixes: no turn profits from what ran before it."""
-    llm.use_drafter(name, plan.num_speculative_tokens, **({} if name == PLAIN else plan.drafter_options))
+    llm.use_drafter(name, plan.num_speculative_tokens, **plan.options_of(name))
     llm.reset_prefix_cache()
 
 

@@ -87,6 +87,10 @@ class BlockPool:
     def num_published(self) -> int:
         return len(self._published)
 
+    def forget_drafted(self) -> None:
+        """What blocks have of a drafter's KV is another drafter's from now on."""
+        self.drafted = [False] * len(self.drafted)
+
     def allocate(self) -> int:
         """A block with one reference; what it was published under is forgotten."""
         block = self.free.pop()

@@ -156,15 +156,15 @@ def compare(
     options = engine_options(engine)
     structured = None if schema is None else load_schema(schema)
     plan = Plan(
-        drafters=drafter,
+        **_drafting(drafter, options),
         params=SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, structured=structured),
         num_speculative_tokens=engine.num_speculative_tokens,
-        drafter_options=options.pop("drafter_options"),
         concurrency=concurrency,
         repeats=repeats,
     )
     for name in plan.contenders[1:]:
-        makers(name, plan.drafter_options)  # a wrong name or option must not cost a model load
+        makers(name, plan.options_of(name))  # a wrong name or option must not cost a model load
+    options |= {"drafter": plan.own, "drafter_options": plan.options_of(plan.own)}
     chosen = spread(load_prompts(prompts), limit)
     llm, questions = load(options, [(prompt.text, prompt.category) for prompt in chosen], raw)
     with llm:
@@ -172,6 +172,18 @@ def compare(
         if record is not None:
             write_recording(record, llm, questions, runs[0], record_top)
         _show(llm, questions, runs[-1], show)
+
+
+def _drafting(drafters: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """What a Plan says of drafters, out of the engine's options. A draft model is one of them, and the only one where
+    none are named."""
+    draft_model, given = options.pop("draft_model"), options.pop("drafter_options")
+    if draft_model is not None:
+        given = {key: value for key, value in given.items() if key != "model"}
+        if "draft_model" not in drafters and drafters != ("auto",):
+            raise ConfigError(f"--draft-model is for --drafter draft_model, not for {' '.join(drafters)}.")
+        drafters = drafters if "draft_model" in drafters else ("draft_model",)
+    return {"drafters": drafters, "drafter_options": given, "draft_model": draft_model}
 
 
 def load(options: dict[str, Any], prompts: list[tuple[str, str]], raw: bool) -> tuple[LLM, list[Question]]:

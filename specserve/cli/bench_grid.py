@@ -29,7 +29,7 @@ else:  # outputs are compared, so drafts are judged such that texts stay the sam
         EngineConfig,
         "GridEngineOptions",
         ENGINE_HELP,
-        hidden=("drafter", "verification"),
+        hidden=("drafter", "draft_model", "verification"),
         drafter="none",
         max_num_seqs=32,
     )

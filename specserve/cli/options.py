@@ -44,6 +44,7 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     ),
     "num_speculative_tokens": (SPECULATION, "Most draft tokens a sequence gets in one step."),
     "drafter_options": (SPECULATION, "The drafter's own options, as --drafter-options.NAME VALUE."),
+    "draft_model": (SPECULATION, "A smaller model of the same vocabulary that drafts, named as --model is."),
     "drafter_timeout_s": (SPECULATION, "Seconds a drafter of another package may take before it is switched off."),
     "adaptive": (SPECULATION, "Draft only as much as pays, by measured cost and acceptance; else as much as may be."),
     "verification": (SPECULATION, "How drafts are judged; coupled gives the same text as plain decoding."),
@@ -136,9 +137,7 @@ if TYPE_CHECKING:  # the same fields and checks; at run time with help texts and
     SamplingOptions = SamplingParams
 else:
     EngineOptions = options_type(EngineConfig, "EngineOptions", ENGINE_HELP)
-    BenchEngineOptions = options_type(
-        EngineConfig, "BenchEngineOptions", ENGINE_HELP, hidden=("drafter",), drafter="none"
-    )
+    BenchEngineOptions = options_type(EngineConfig, "BenchEngineOptions", ENGINE_HELP, hidden=("drafter",))
     SamplingOptions = options_type(
         SamplingParams, "SamplingOptions", SAMPLING_HELP, temperature=0.0, max_tokens=256, stop=()
     )

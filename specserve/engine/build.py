@@ -64,7 +64,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     model = load_model(folder, ops, config.max_model_len, progress=progress)
     spec, block_size, max_rows = model.spec, config.block_size, config.max_num_batched_tokens
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
-    context = TargetContext(model, ops, config.verification, max_rows, max_logit_rows)
+    context = TargetContext(model, tokenizer, ops, config.verification, max_rows, max_logit_rows)
     host = DraftHost.of(config.drafter, drafters, context, spec.vocab_size, config.drafter_timeout_s)
     taps, top_k = host.needs.hidden_layers, host.needs.top_k
     if wrong := [layer for layer in taps if layer not in range(spec.num_layers)]:

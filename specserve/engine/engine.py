@@ -56,6 +56,7 @@ class Engine:
         as Policy says. Raises ConfigError while a request is running."""
         if self.has_work:
             raise ConfigError("The drafter can only be changed while no request is running.")
+        self.cache.pool.forget_drafted()
         self.runner.show(drafter.needs.hidden_layers, drafter.needs.top_k)
         weighing = Adaptive(self.scheduler.cost.decoding) if adaptive else None
         self.policy.replace(drafter, num_speculative_tokens, weighing)
@@ -104,10 +105,10 @@ class Engine:
         for each in events:
             if each.explained is not None:
                 each.explained.seconds = seconds
-        self.policy.settle(step, seconds)
+        without_asking = self.policy.settle(step, seconds)
         decoding = [verdicts[each.seq] for each in step.seqs if each.num_new == 1 and each.seq in verdicts]
         self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
-        self.scheduler.cost.observe(*_load(step), seconds)
+        self.scheduler.cost.observe(*_load(step), without_asking)
         self.counters.settle(mask_s + self.counters.seconds["mask"], _num_masked(step))
         return events
 

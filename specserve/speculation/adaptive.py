@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence as Many
 from dataclasses import dataclass, field
 
 from specserve.runtime.pack import Step
+from specserve.speculation.asking import Asked, AskingCost
 from specserve.speculation.cost import DecodeCost
 from specserve.speculation.planner import Load, Planner
 from specserve.speculation.stats import Acceptance, Agreement, OwnAcceptance
@@ -19,6 +20,9 @@ _FORGETS = 0.1  # of what a sequence gained, each time it is asked
 _HOPE = 0.5  # tokens a step that a new sequence is expected to gain
 _LOOKS_AGAIN = 32  # steps without a draft
 _HELD_UP = 8.0  # times what asking takes: more was a pause of the machine
+_LASTS = 64  # steps that a sequence is expected to go on, at most
+_MOST_OWED = 1.5  # times what was lent
+_SURELY = 2.0  # times what reading takes must be expected to come back
 
 
 @dataclass(slots=True)
@@ -30,6 +34,9 @@ class _Record:
     waited: int = 0  # steps since it was asked
     proposals: Proposals | None = None  # of this step
     nodes: list[int] = field(default_factory=list)  # of these, those in the draft
+    asking: float = 0.0  # seconds that asking for this step's draft took, where it is verified whole
+    lent: float = 0.0  # seconds that its drafter has read for it, and
+    owed: float = 0.0  # how many of these its drafts have yet to save
 
 
 class Adaptive:
@@ -41,23 +48,30 @@ class Adaptive:
         self._acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # by source
         self._records: dict[Sequence, _Record] = {}
         self._asking = 0.0  # seconds for one sequence
-        self._asking_whole: dict[str, float] = {}  # the same by drafter, of those whose drafts are verified whole
+        self._asking_whole: defaultdict[str, AskingCost] = defaultdict(AskingCost)  # of drafts that are verified whole
+        self._gains: dict[str, float] = {}  # of these, by drafter: tokens that a draft gained beyond what it took
+        self._debtors: set[Sequence] = set()
         self._shadows = 0.0  # seconds for asking those that gain nothing
         self._drafting = 0.0  # seconds in this step
+        self._reading = self._repaid = 0.0
         self._accepted = 0  # nodes
 
     def begin(self, seq: Sequence) -> None:
         self._records[seq] = _Record()
 
     def end(self, seq: Sequence) -> None:
-        self._records.pop(seq, None)
+        record = self._records.pop(seq, None)
+        if record is not None and record.owed:
+            self.planner.ledger.settle(0.0, record.owed, 0.0, self.planner.plain)
+        elif record is not None and record.gain == _HOPE and seq.drafter in self._gains:  # no draft of it was verified
+            self._gains[seq.drafter] += _FORGETS * (_HOPE - self._gains[seq.drafter])
 
     def start(self, step: Step) -> None:
         """A new step, before its drafts."""
         decoding = [each for each in step.seqs if each.num_new == 1]
         tokens = sum(each.num_new for each in step.seqs) - len(decoding)
         self.planner.start(Load(len(decoding), sum(len(each.seq.tokens) for each in decoding), tokens))
-        self._drafting = 0.0
+        self._drafting = self._reading = self._repaid = 0.0
 
     def asked(self, decoding: list[ScheduledSeq]) -> list[ScheduledSeq]:
         """Of sequences that could have a draft in this step, those whose drafters are asked for one."""
@@ -89,11 +103,15 @@ class Adaptive:
             each.settle(self._acceptance, self._records[seq].own)
         return self.planner.choose([each for _, each in proposals], most)
 
-    def length(self, seq: Sequence, limit: int) -> int:
+    def length(self, seq: Sequence, limit: int, unread: int = 0) -> int:
         """How long a draft would have paid for itself by what is known of earlier ones, for a drafter whose drafts are
-        not looked into; now and then a short one where none would, so that it shows when that changes."""
+        not looked into; now and then a short one where none would, so that it shows when that changes. Its drafter has
+        `unread` tokens to read first."""
         record = self._records[seq]
         record.waited += 1
+        asking = self._asking_whole[seq.drafter]
+        if asking.has_to_read(unread) and not self._may_lend(seq, asking.reading(unread)):
+            return 0
         rates = self._acceptance[seq.drafter].rates
         chain = Proposals.chain(
             [
@@ -101,16 +119,35 @@ class Adaptive:
                 for depth in range(limit)
             ]
         )
-        asking = self._asking_whole.get(seq.drafter, 0.0)
-        (nodes,) = self.planner.choose([chain], limit, asking)
-        if not nodes and limit and record.waited >= _LOOKS_AGAIN and self.planner.can_draft(asking):
-            self.planner.admit(chain.survival[0], asking)
+        (nodes,) = self.planner.choose([chain], limit, [asking.of(count) for count in range(limit + 1)])
+        if not nodes and limit and record.waited >= _LOOKS_AGAIN and self.planner.can_draft(asking.of(1)):
+            self.planner.admit(chain.survival[0], asking.of(1))
             return 1
         return len(nodes)
 
-    def asked_whole(self, drafter: str, num_seqs: int, seconds: float) -> None:
-        """That drafter was asked for drafts of `length` for so many sequences, which took so long."""
-        self._asking_whole[drafter] = self._took(seconds, num_seqs, self._asking_whole.get(drafter, 0.0))
+    def _may_lend(self, seq: Sequence, seconds: float) -> bool:
+        """Whether a sequence's drafts are expected to save what reading it takes, and there is no debt. Of a drafter
+        that has not shown it yet, one sequence at a time is tried."""
+        is_tried = seq.drafter in self._gains or not self._debtors
+        gain, ledger = self._gains.get(seq.drafter, _HOPE), self.planner.ledger
+        token = self.planner.plain / max(self.planner.load.rows, 1)
+        steps = min(seq.max_tokens - seq.num_output, _LASTS)
+        if is_tried and ledger.affordable(self.planner.plain) > 0 and gain * token * steps > _SURELY * seconds:
+            self._debtors.add(seq)
+            return True
+        return False
+
+    def asked_whole(self, drafter: str, asked: Mapping[Sequence, Asked], seconds: float) -> None:
+        """That drafter was asked for these drafts, which took so long together."""
+        counted, reading = self._asking_whole[drafter].learn(list(asked.values()), seconds)
+        self._drafting += counted
+        self._reading += sum(reading)
+        for seq, read in zip(asked, reading, strict=True):
+            record = self._records[seq]
+            record.asking = counted / len(asked)
+            if read:
+                record.owed += read
+                record.lent += read
 
     def _took(self, seconds: float, num_seqs: int, before: float) -> float:
         """What asking for one sequence takes, now that asking for some took so long."""
@@ -132,6 +169,7 @@ class Adaptive:
         for seq, verdict in verdicts.items():
             record = self._records[seq]
             proposals, record.proposals = record.proposals, None
+            asking, record.asking = record.asking, 0.0
             if proposals is None:
                 continue
             judged: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -145,8 +183,23 @@ class Adaptive:
                 record.own[source].count(hits, expected)
             gained = len(verdict.path) - self.planner.price(len(record.nodes))
             record.gain += _FORGETS * (gained - record.gain)
+            if asking:
+                self._repay(seq, record, gained, asking)
+
+    def _repay(self, seq: Sequence, record: _Record, gained: float, asking: float) -> None:
+        """A draft that was verified whole has gained so many tokens, but for the seconds of asking for it."""
+        token = self.planner.plain / self.planner.load.rows if self.planner.plain else asking
+        saved = gained * token - asking
+        before = self._gains.get(seq.drafter, _HOPE)
+        self._gains[seq.drafter] = before + _FORGETS * (saved / token - before)
+        if record.owed:  # what single drafts lose until it is paid back is owed too, up to a point
+            owed = min(max(record.owed - saved, 0.0), _MOST_OWED * record.lent)
+            self._repaid += record.owed - owed
+            record.owed = owed
 
     def settle(self, drafted: int, seconds: float) -> None:
         """The step with so many draft rows is over."""
-        self.planner.settle(drafted, self._accepted, self._drafting, seconds)
+        self.planner.settle(drafted, self._accepted, self._drafting, seconds, self._reading, self._repaid)
+        if self._debtors:
+            self._debtors = {seq for seq in self._debtors if seq in self._records and self._records[seq].owed}
         self._shadows = min(self._shadows + _SHADOW * seconds, _MOST_SHADOWS * self._asking)

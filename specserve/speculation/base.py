@@ -217,6 +217,9 @@ class DraftRunner(Protocol):
     def catch_up(self, seqs: Many[SequenceView]) -> None:
         """Compute what tokens that the target has computed still lack of the model's KV, chunk by chunk."""
 
+    def read(self, seqs: Many[SequenceView]) -> DraftOutput:
+        """What the model says behind each sequence's last token, having computed whatever it lacks before that."""
+
 
 class DraftContext(Protocol):
     """What a drafter is made with: the target it drafts for, and means of running a model of its own."""
@@ -228,6 +231,11 @@ class DraftContext(Protocol):
     verification: str  # how sampled drafts are verified; see config.VERIFICATIONS
     memory_bytes: int | None  # that Needs may ask for; None: any number, as the KV cache is yet to be sized beside it
     ops: Ops
+
+    def load(self, model: str) -> tuple[DraftModel, Tensor | int]:
+        """A model of the target's vocabulary, named as the target is, and the ids that mean the same to both: how many,
+        where they are the first ones of both, else bool [ids that both have]. Raises ModelError for a model that is not
+        there or cannot be run, ConfigError for another vocabulary."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of int64 [n] -> float32 [n, hidden]."""

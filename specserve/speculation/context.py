@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Many
 
 import torch
 from torch import Tensor
 
 from specserve.cache.storage import KVShape
+from specserve.checkpoint import catalog
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
+from specserve.models.loader import load_model
 from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Runner
 from specserve.speculation.base import DraftInput, DraftModel, DraftOutput, SequenceView
+from specserve.speculation.vocabularies import shared_ids
+from specserve.text.tokenizer import Tokenizer
 
+_GAP = 4  # tokens that are computed with the last one of a sequence, in one pass
 LATE_MEMORY_BYTES = 4 * 2**20  # of a drafter that comes when the cache has its size: small beside what that leaves
 
 
@@ -23,8 +29,17 @@ class TargetContext:
     more: how large the cache is has then been decided. No step of theirs has more than `max_rows` rows, or logits for
     more than `max_logit_rows`."""
 
-    def __init__(self, model: Decoder, ops: Ops, verification: str, max_rows: int, max_logit_rows: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        ops: Ops,
+        verification: str,
+        max_rows: int,
+        max_logit_rows: int,
+    ) -> None:
         spec = model.spec
+        self._tokenizer = tokenizer
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.num_layers, self.max_model_len = spec.num_layers, spec.max_len
         self.verification = verification
@@ -33,7 +48,8 @@ class TargetContext:
         self._model = model
         self._sizes = max_rows, max_logit_rows
         self._runners: list[ModelRunner] = []
-        self._is_bound = False
+        self._layers: list[Tensor] | None = None  # of all runners, once they are bound
+        self._unused: list[Tensor] = []  # of these, what `reopened` may give to others
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._model.embed(token_ids)
@@ -41,11 +57,28 @@ class TargetContext:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.head(hidden)
 
+    def load(self, model: str) -> tuple[DraftModel, Tensor | int]:
+        folder = catalog.resolve(model)
+        loaded = load_model(folder, self.ops)
+        return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
+
     def runner(self, model: DraftModel) -> ModelRunner:
-        if self._is_bound:
+        runner = ModelRunner(model, self.ops, *self._sizes)
+        if self._layers is None:
+            self._runners.append(runner)
+            return runner
+        layers = self._unused[: len(runner.kv_shapes)]
+        if [KVShape(*layer.shape[-2:]) for layer in layers] != runner.kv_shapes:
             raise ConfigError("This drafter runs a model, whose KV must be planned at the start: name it in --drafter.")
-        self._runners.append(ModelRunner(model, self.ops, *self._sizes))
-        return self._runners[-1]
+        del self._unused[: len(layers)]
+        runner.bind(layers, self._block_size)
+        return runner
+
+    def reopened(self) -> TargetContext:
+        """One for drafters that take the place of all that there are: their models' KV may lie where it lay so far."""
+        other = copy.copy(self)
+        other._unused = list(self._layers or ())
+        return other
 
     @property
     def kv_shapes(self) -> list[KVShape]:
@@ -57,7 +90,7 @@ class TargetContext:
         left = iter(layers)
         for runner in self._runners:
             runner.bind([next(left) for _ in runner.kv_shapes], block_size)
-        self._is_bound = True
+        self._layers, self._block_size = layers, block_size
         self.memory_bytes = LATE_MEMORY_BYTES
 
 
@@ -100,6 +133,13 @@ class ModelRunner:
                     room -= count
             self.run(inputs)
             left = [seq for seq in left if seq.num_draft_cached < seq.num_cached]
+
+    def read(self, seqs: Many[SequenceView]) -> DraftOutput:
+        gaps = [len(seq.tokens) - seq.num_draft_cached for seq in seqs]
+        if max(gaps) > _GAP or sum(gaps) > self._max_rows:
+            self.catch_up(seqs)
+        starts = [min(seq.num_draft_cached, len(seq.tokens) - 1) for seq in seqs]
+        return self.run([DraftInput(seq, at, seq.tokens[at:]) for seq, at in zip(seqs, starts, strict=True)])
 
     def _packed(self, inputs: Many[DraftInput]) -> StepInput:
         multiple = self._ops.row_multiple

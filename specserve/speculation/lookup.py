@@ -13,6 +13,8 @@ from specserve.speculation.base import DraftContext, Drafter
 NONE = "none"  # the name of plain decoding
 AUTO = "auto"  # and of all drafters that state a PRIORITY, together
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # kinds of options
+
 Maker: TypeAlias = Callable[[DraftContext], Drafter]
 
 
@@ -46,15 +48,27 @@ def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
     parameters = list(signature.parameters.values())[1:]
     if not signature.parameters:
         raise ConfigError(f"Drafter {name!r}: {drafter!r} takes no DraftContext, the first parameter of a drafter.")
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in parameters if p.kind in _NAMED]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for option in options:
             if option not in names:
                 raise ConfigError(unknown(f"option of drafter {name!r}:", option, names))
-    missing = [p.name for p in parameters if p.name in names and p.default is p.empty and p.name not in options]
+    missing = _missing(drafter, options)
     if missing and of_request:
         reason = f"needs {', '.join(missing)}, which no request can give: it must be the engine's --drafter"
         raise ConfigError(f"Drafter {name!r} {reason}.")
     if missing:
         raise ConfigError(f"Drafter {name!r} needs {', '.join(missing)}. Its options: {', '.join(names)}.")
     return lambda context: drafter(context, **options)
+
+
+def nameable() -> list[str]:
+    """The drafters that a request may name whatever the engine's own is: files of drafters/ whose options all have
+    defaults."""
+    return [name for name in DRAFTERS.files() if not _missing(DRAFTERS.find(name, NONE), {})]
+
+
+def _missing(drafter: Callable[..., Drafter], options: Mapping[str, Any]) -> list[str]:
+    """The options without a default that are not given."""
+    parameters = list(inspect.signature(drafter).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind in _NAMED and p.default is p.empty and p.name not in options]

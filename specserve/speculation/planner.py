@@ -83,31 +83,32 @@ class Planner:
         with_nodes, known = self.plain + self.extra(count) + asking, self.plain and not self.load.tokens
         return (self.plain, with_nodes, self.ledger.allowance) if known else (None, None, self.ledger.allowance)
 
-    def choose(self, proposals: Many[Proposals], most: int, asking: float = 0.0) -> list[list[int]]:
-        """For each of the proposals its nodes to verify, ascending: at most `most` together. `asking` are the seconds
-        that these proposals would still take to make."""
+    def choose(self, proposals: Many[Proposals], most: int, asking: Many[float] = ()) -> list[list[int]]:
+        """For each of the proposals its nodes to verify, ascending: at most `most` together. asking[n] are the seconds
+        that n of these nodes would still take to make; without it they are there."""
         chosen: list[list[int]] = [[] for _ in proposals]
         load, plain = self.load, self.plain
         if not plain or self._is_probe:
             return chosen
-        affordable = self.ledger.affordable(plain) - self._promised - asking
+        affordable = self.ledger.affordable(plain) - self._promised
         nodes = sorted((-p, i, node) for i, each in enumerate(proposals) for node, p in enumerate(each.survival))
         before, expected = self._num_chosen, self._expected
         self.extra(before + min(len(nodes), most))
         curve = self._curve
-        promised = self._promised + asking
+        promised, taken_promised = self._promised, self._promised
         taken, best = 0, self._value(before, expected, self._promised) * (1.0 if before or load.tokens else _MARGIN)
         for count, (survival, _, _) in enumerate(nodes[:most], 1):
-            if curve[before + count] - curve[0] > affordable:
+            promised = self._promised + (asking[count] if asking else 0.0)
+            if curve[before + count] - curve[0] + promised - self._promised > affordable:
                 break
             expected -= survival
             value = self._value(before + count, expected, promised)
             if value > best:
-                best, taken = value, count
+                best, taken, taken_promised = value, count, promised
                 self._expected = expected
         if taken:
-            self._num_chosen, self._promised = before + taken, promised
-            self._gain = self._expected / load.rows * curve[0] / (curve[self._num_chosen] + promised)
+            self._num_chosen, self._promised = before + taken, taken_promised
+            self._gain = self._expected / load.rows * curve[0] / (curve[self._num_chosen] + taken_promised)
         for _, i, node in nodes[:taken]:
             chosen[i].append(node)
         for each in chosen:
@@ -130,9 +131,14 @@ class Planner:
         share = self.plain / load.rows + (extra / count if count else 0.0)
         return (expected - load.rows) * share / 2 - extra
 
-    def settle(self, drafted: int, accepted: int, drafting: float, seconds: float) -> None:
-        """The step took `seconds`, of these `drafting` for asking drafters; `accepted` of `drafted` nodes stood."""
+    def settle(
+        self, drafted: int, accepted: int, drafting: float, seconds: float, reading: float = 0.0, repaid: float = 0.0
+    ) -> None:
+        """The step took `seconds`, of these `drafting` for asking drafters; `accepted` of `drafted` nodes stood.
+        Seconds of `reading` are lent: drafts of their sequences pay them back, `repaid` of all in this step, and what
+        is left counts when these end."""
         load, plain, extra = self.load, self.plain, drafting
+        seconds -= reading
         if drafted:
             extra += self.extra(drafted)
         if drafted and not load.tokens:
@@ -146,4 +152,4 @@ class Planner:
             self._took = self._foreseen = 0.0
         self._since_plain = self._since_plain + 1 if drafted else 0
         if load.rows:
-            self.ledger.settle(seconds, extra, accepted * plain / load.rows, plain)
+            self.ledger.settle(seconds, extra, accepted * plain / load.rows - repaid, plain)

@@ -17,7 +17,8 @@ from specserve.explained import Explained
 from specserve.registry import DRAFTERS
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
-from specserve.speculation.base import DraftContext
+from specserve.speculation.asking import Asked
+from specserve.speculation.context import TargetContext
 from specserve.speculation.grammar import guide
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import AUTO, NONE, makers
@@ -49,7 +50,7 @@ class Policy:
         num_tokens: int,
         cache: KVCache,
         max_model_len: int,
-        context: DraftContext,
+        context: TargetContext,
         timed: Callable[[str], AbstractContextManager[None]],
         adaptive: Adaptive | None = None,
     ) -> None:
@@ -57,6 +58,7 @@ class Policy:
         self.context = context  # for drafters that requests name
         self.adaptive = adaptive
         self.draft_seconds: defaultdict[str, float] = defaultdict(float)  # that asking and telling each drafter took
+        self._asking = 0.0  # seconds of this step
         self._own = own
         self._cache = cache
         self._max_model_len = max_model_len
@@ -109,6 +111,7 @@ class Policy:
             for each in step.seqs
             if each.num_new == 1 and each.seq.num_output > 0 and (limit := self._limit(each.seq))
         }
+        asked: defaultdict[str, dict[Sequence, Asked]] = defaultdict(dict)
         whole: list[ScheduledSeq] = []
         weighed: list[ScheduledSeq] = []
         for each in limits:
@@ -116,23 +119,26 @@ class Policy:
         budgets: dict[ScheduledSeq, int] = {}
         if adaptive is not None:
             adaptive.start(step)
-            asked = adaptive.asked([each for each in weighed if each.seq.draft_limit])
-            budgets = {each: min(limits[each], each.seq.draft_limit) for each in asked}
+            heard = adaptive.asked([each for each in weighed if each.seq.draft_limit])
+            budgets = {each: min(limits[each], each.seq.draft_limit) for each in heard}
         for each in whole:
-            length = limits[each] if adaptive is None else adaptive.length(each.seq, limits[each])
+            unread = self._unread(each.seq)
+            length = limits[each] if adaptive is None else adaptive.length(each.seq, limits[each], unread)
             budgets[each] = self._reserve(step, each, length)
+            asked[each.seq.drafter][each.seq] = Asked(budgets[each], unread)
         begun = time.perf_counter()
         with self._timed("draft"):
             drafts, took = self._propose(step.seqs, budgets)
             proposals = {each: Proposals(drafts.pop(each, ())) for each in weighed}
-        seconds = time.perf_counter() - begun
+        seconds = self._asking = time.perf_counter() - begun
         for each, found in drafts.items():
             self._keep_whole(each, found, budgets[each])
         if adaptive is not None and whole:
-            for name, count in Counter(each.seq.drafter for each in whole if budgets[each]).items():
-                spent = sum(took[part.name] for part in self._hosts[name].parts)
-                adaptive.asked_whole(name, count, spent)
-                seconds -= spent
+            for name, group in asked.items():
+                if group := {seq: each for seq, each in group.items() if each.length}:
+                    spent = sum(took[part.name] for part in self._hosts[name].parts)
+                    adaptive.asked_whole(name, group, spent)
+                    seconds -= spent
         if adaptive is not None and proposals:
             self._weigh(step, proposals, adaptive, limits, seconds)
         for each in (each for each in step.seqs if each.seq.explained is not None):  # and tell who asked
@@ -142,10 +148,11 @@ class Policy:
             costs = adaptive.planner.forecast(nodes, sum(took.values())) if adaptive is not None else ()
             each.seq.explained = Explained(budgets.get(each, 0), proposed, own + nodes, *costs)
 
-    def settle(self, step: Step, seconds: float) -> None:
-        """The step is over and took so long."""
+    def settle(self, step: Step, seconds: float) -> float:
+        """The step is over and took so long. Returns what of it was not for asking drafters."""
         if self.adaptive is not None:
             self.adaptive.settle(sum(len(each.draft) for each in step.seqs), seconds)
+        return seconds - self._asking
 
     def observe(
         self,
@@ -175,6 +182,11 @@ class Policy:
         """Let go of all drafters and their threads. Sequences may still end."""
         for host in self._hosts.values():
             host.close()
+
+    def _unread(self, seq: Sequence) -> int:
+        """Tokens that the target has computed and the model of the sequence's drafter has not; 0 where it has none."""
+        runs_model = self._hosts[seq.drafter].needs.cost_class == "model"
+        return max(0, seq.cached - seq.draft_cached) if runs_model else 0
 
     def _limit(self, seq: Sequence) -> int:
         """How many tokens a draft may have. A step emits one token more than the draft, and none past max_tokens or the

@@ -12,6 +12,7 @@ import pytest
 
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
+from specserve.speculation.asking import Asked
 from specserve.speculation.cost import ROWS, StepCost
 from specserve.speculation.tree import Proposals
 from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
@@ -76,18 +77,18 @@ class Machine:
         adaptive.start(step)
         if self.is_whole:
             lengths = {each.seq: adaptive.length(each.seq, LENGTH) for each in scheduled}
-            asked = [each for each in scheduled if lengths[each.seq]]
+            asked = {seq: Asked(length, 0) for seq, length in lengths.items() if length}
             asking = self.asking * len(asked)
             if asked:
-                adaptive.asked_whole("none", len(asked), asking)
-            for seq in (each.seq for each in asked):
+                adaptive.asked_whole("none", asked, asking)
+            for seq in asked:
                 draft = self._draft(at, seq)
                 cut = Draft(draft.tokens[: lengths[seq]], draft.parents[: lengths[seq]])
                 adaptive.verify(seq, Proposals([("none", cut)]), range(lengths[seq]))
         else:
-            asked = adaptive.asked(scheduled)
-            proposals = [(each.seq, Proposals([("source", self._draft(at, each.seq))])) for each in asked]
-            asking = self.asking * len(asked)
+            heard = adaptive.asked(scheduled)
+            proposals = [(each.seq, Proposals([("source", self._draft(at, each.seq))])) for each in heard]
+            asking = self.asking * len(heard)
             chosen = adaptive.choose(proposals, 512, asking)
             for (seq, found), nodes in zip(proposals, chosen, strict=True):
                 adaptive.verify(seq, found, nodes)
@@ -97,7 +98,7 @@ class Machine:
         drafted, num_seqs = sum(lengths.values()), len(self.seqs)
         seconds = self.slower(at) * self.takes(num_seqs + drafted) + asking
         adaptive.settle(drafted, seconds)
-        self.cost.observe(num_seqs + drafted, 20 * num_seqs, 0, 0.0, seconds)
+        self.cost.observe(num_seqs + drafted, 20 * num_seqs, 0, 0.0, seconds - asking)
         num_tokens = sum(len(verdict.tokens) for verdict in verdicts.values())
         run.seconds += seconds
         run.plain += num_tokens * self.slower(at) * self.takes(num_seqs) / num_seqs

@@ -1,0 +1,95 @@
+"""A smaller model of the same vocabulary writes ahead, token by token, and the target verifies what it wrote."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.speculation.base import DraftContext, DraftInput, DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.drawing import Drawing, Drawn
+from specserve.types import Draft
+
+
+class DraftModelDrafter:
+    """Drafts with `model`: a name of the catalog, a GGUF file, a folder or a repository, as the target's.
+
+    Each token is one pass of the model over all sequences that still want one, so a draft of five takes five. Its KV
+    lies in layers beside the target's; what it has not seen of a sequence, the prompt for one, it reads before a draft.
+    It runs in the target's dtype and quantization, and sequences longer than it was made for get no drafts. A draft
+    ends before a token to which the model gives less than `min_probability`. Raises ConfigError for a model whose
+    vocabulary is another.
+    """
+
+    needs = Needs(cost_class="model", observes=False)
+
+    def __init__(self, context: DraftContext, model: str, min_probability: float = 0.0) -> None:
+        is_number = isinstance(min_probability, (int, float)) and not isinstance(min_probability, bool)
+        if not is_number or not 0 <= min_probability <= 1:
+            raise ConfigError(f"min_probability is {min_probability!r}; it must be a number from 0 to 1.")
+        self._min_probability = min_probability
+        loaded, self._shared = context.load(model)
+        self._max_len: int = loaded.spec.max_len
+        self._drawing = Drawing(context.verification, context.vocab_size, context.ops.device)
+        self._runner = context.runner(loaded)
+
+    def begin(self, seq: SequenceView) -> None: ...
+
+    def observe(self, step: StepReport) -> None: ...
+
+    def end(self, seq: SequenceView) -> None: ...
+
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        texts = [_Text(seq, min(most, self._max_len - len(seq.tokens))) for seq, most in requests]
+        growing = [text for text in texts if text.most > 0]
+        if not growing:
+            return [text.draft() for text in texts]
+        out = self._runner.read([text.seq for text in growing])
+        keys = self._drawing.keys([text.seq for text in growing])
+        while growing:
+            drawn = self._drawing.draw([text.seq for text in growing], self._known(out.logits), keys, growing[0].depth)
+            left = []
+            for row, text in enumerate(growing):
+                if drawn.confidence[row] >= self._min_probability and text.take(drawn, row):
+                    left.append(row)
+            growing, keys = [growing[row] for row in left], drawn.keys[left]
+            if growing:
+                out = self._runner.run([text.newest() for text in growing])
+        return [text.draft() for text in texts]
+
+    def _known(self, logits: Tensor) -> Tensor:
+        """The logits of ids that the target knows."""
+        if isinstance(self._shared, int):
+            return logits[:, : self._shared]
+        return logits[:, : len(self._shared)].masked_fill(~self._shared, -torch.inf)
+
+
+class _Text:
+    """A draft that is being written behind a sequence."""
+
+    def __init__(self, seq: SequenceView, most: int) -> None:
+        self.seq, self.most = seq, most
+        self._tokens: list[int] = []
+        self._confidence: list[float] = []
+        self._q: list[Tensor] = []
+
+    @property
+    def depth(self) -> int:
+        return len(self._tokens)
+
+    def take(self, drawn: Drawn, row: int) -> bool:
+        """Add the token of that row; returns whether there is room for another."""
+        self._tokens.append(drawn.tokens[row])
+        self._confidence.append(min(1.0, drawn.confidence[row]))
+        q = drawn.q[row]
+        if q is not None:
+            self._q.append(q)
+        return self.depth < self.most
+
+    def newest(self) -> DraftInput:
+        return DraftInput(self.seq, len(self.seq.tokens) + self.depth - 1, self._tokens[-1:])
+
+    def draft(self) -> Draft:
+        q = torch.stack(self._q) if self._q else None
+        return Draft.chain(self._tokens, q, confidence=np.array(self._confidence, np.float32))

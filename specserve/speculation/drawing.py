@@ -1,0 +1,66 @@
+"""Draws the tokens of a model's drafts from its logits as the verification of the target wants them drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specserve.sampling import noise
+from specserve.speculation.base import SequenceView
+
+
+class Drawn(NamedTuple):
+    """The next token of each row."""
+
+    tokens: list[int]
+    confidence: list[float]  # the model's probability of it or, where it was drawn, of the likeliest
+    q: list[Tensor | None]  # float32 [vocab] each, what it was drawn from; None where it was chosen
+    keys: Tensor  # int64 [rows], for the token behind
+
+
+class Drawing:
+    """One draft after another from logits [rows, vocab], one row for each sequence.
+
+    A greedy sequence gets the best token. A sampled one gets, under `coupled`, the token that the target's own noise
+    picks from this model's distribution, which is the target's where the two are alike; under `rejection` and `block`,
+    a token drawn with noise of its own, and the distribution that it was drawn from. Distributions are at the
+    sequence's temperature; what else its parameters do to the target's logits is left to the verification.
+    """
+
+    def __init__(self, verification: str, vocab_size: int, device: torch.device) -> None:
+        self._is_coupled = verification == "coupled"
+        self._hashed = noise.hash_tokens(torch.arange(vocab_size, device=device))
+
+    def keys(self, seqs: Many[SequenceView]) -> Tensor:
+        """What the first draw of each draft is given, int64 [rows]."""
+        return self._row_keys(seqs, 0, noise.Purpose.DRAFT)
+
+    def draw(self, seqs: Many[SequenceView], logits: Tensor, keys: Tensor, depth: int) -> Drawn:
+        """The tokens at that depth, of float32 logits [rows, at most vocab]; `keys` are those that the draw before
+        returned."""
+        best = logits.max(-1)
+        tokens = best.indices
+        confidence = (best.values - logits.logsumexp(-1)).exp()
+        q: list[Tensor | None] = [None] * len(seqs)
+        drawn = [i for i, seq in enumerate(seqs) if seq.temperature > 0]
+        if drawn:
+            temperatures = torch.tensor([seqs[i].temperature for i in drawn], dtype=torch.float64, device=logits.device)
+            scores = (logits[drawn].double() / temperatures[:, None]).log_softmax(-1)
+            tokens, confidence = tokens.clone(), confidence.clone()
+            confidence[drawn] = scores.amax(-1).exp().float()
+            if self._is_coupled:
+                keys_here = self._row_keys([seqs[i] for i in drawn], depth, noise.Purpose.SAMPLE)
+            else:
+                keys_here = keys[drawn]
+                for i, row in zip(drawn, scores.exp().float(), strict=True):
+                    q[i] = pad(row, (0, len(self._hashed) - len(row)))
+            tokens[drawn] = noise.sample(scores, keys_here, self._hashed[: scores.shape[1]])
+        return Drawn(tokens.tolist(), confidence.tolist(), q, noise.fold(keys, self._hashed[tokens]))
+
+    def _row_keys(self, seqs: Many[SequenceView], depth: int, purpose: noise.Purpose) -> Tensor:
+        places = [len(seq.tokens) + depth for seq in seqs]
+        return noise.row_keys([seq.seed for seq in seqs], places, [purpose] * len(seqs)).to(self._hashed.device)

@@ -1,0 +1,324 @@
+"""A smaller model as drafter: outputs are plain decoding's whatever happens to a sequence, what it draws has the law it
+says, and models that cannot draft for a target are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from scipy import stats
+
+from specserve.config import EngineConfig
+from specserve.engine.build import build
+from specserve.engine.engine import Engine
+from specserve.engine.request import Request
+from specserve.errors import ConfigError, InputError, ModelError
+from specserve.llm import LLM
+from specserve.sampling import noise
+from specserve.speculation.drawing import Drawing
+from specserve.structured.spec import Structured
+from specserve.testing import write_tiny_model
+from specserve.types import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
+SHARP = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.2, seed=9, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("target"), "llama", seed=3)
+
+
+@pytest.fixture(scope="module")
+def similar(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with some noise on its weights: often right and often wrong."""
+    folder = tmp_path_factory.mktemp("similar") / "model"
+    shutil.copytree(tiny, folder)
+    generator = torch.Generator().manual_seed(5)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            weights[name] = weight + 0.03 * weight.std() * torch.randn(weight.shape, generator=generator)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tinier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of another shape, and of fewer tokens than the target has."""
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    return write_tiny_model(tmp_path_factory.mktemp("draft"), "llama", seed=8, **shape)
+
+
+def make(model: Path, **options: Any) -> Engine:
+    defaults = {"dtype": "float32", "max_model_len": 160, "max_step_ms": 1e9, "drafter": "none", "adaptive": False}
+    if "draft_model" in options:
+        defaults["drafter"] = "draft_model"
+    return build(EngineConfig(model=str(model), **{**defaults, **options})).engine
+
+
+def prompt(i: int, length: int = 0) -> list[int]:
+    return [(7 * i + 3 * j * j + j) % 280 for j in range(length or 5 + 13 * i % 60)]
+
+
+def mixed(count: int) -> list[Request]:
+    params = GREEDY, SEEDED, SHARP
+    return [Request(id=f"r{i}", prompt_ids=prompt(i), params=params[i % 3]) for i in range(count)]
+
+
+def drive(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list[int]]:
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
+        engine.cache.check_integrity(engine.scheduler.running)
+    assert engine.policy.num_dropped == 0
+    assert engine.cache.num_free == engine.cache.num_blocks
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> dict[tuple[str, int], list[int]]:
+    return drive(make(tiny), mixed(6))
+
+
+# --- the same text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"adaptive": True},
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 24},
+        {"prefix_caching": False, "num_speculative_tokens": 1},
+        {"num_speculative_tokens": 12, "drafter_options": {"min_probability": 0.3}},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+def test_outputs_are_those_without_it(tiny: Path, similar: Path, expected: Any, options: dict[str, Any]) -> None:
+    engine = make(tiny, draft_model=str(similar), **options)
+    for _ in range(2):  # the second time with prefix hits
+        for request in mixed(6):
+            engine.add(request)
+        counted = [engine.requests[request.id][0].stats for request in mixed(6)]
+        assert drive(engine, []) == expected
+    if not options.get("adaptive"):
+        accepted = sum(each.num_accepted_tokens for each in counted)
+        drafted = sum(each.num_draft_tokens for each in counted)
+        assert 0.2 * drafted < accepted < drafted, "sometimes right and sometimes wrong"
+
+
+def test_it_survives_preemption(tiny: Path, similar: Path, expected: Any) -> None:
+    storage = make(tiny, draft_model=str(similar)).cache.storage
+    per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
+    engine = make(tiny, draft_model=str(similar), max_num_batched_tokens=24, kv_cache_gib=14.5 * per_block / 2**30)
+    assert drive(engine, mixed(6)) == expected
+    assert engine.counters.num_preemptions > 0
+
+
+def test_completions_share_a_prompt(tiny: Path, similar: Path) -> None:
+    request = Request(id="n", prompt_ids=prompt(3, 45), params=dataclasses.replace(SEEDED, n=3))
+    wanted = drive(make(tiny), [request])
+    assert drive(make(tiny, draft_model=str(similar)), [request]) == wanted
+
+
+def test_requests_end_at_any_moment(tiny: Path, similar: Path, expected: Any) -> None:
+    engine = make(tiny, draft_model=str(similar))
+    for step in range(12):
+        for request in mixed(4):
+            engine.add(request)
+        for _ in range(step):
+            engine.step()
+        for i in range(3):
+            engine.abort(f"r{i}")
+        outputs = drive(engine, [])
+        assert [key for key in outputs if key[0] != "r3"] == []
+
+
+def test_a_grammar_holds(tiny: Path, similar: Path) -> None:
+    fits = {"ignore_eos": False, "structured": Structured.regex("[a-f ]{8,20}")}
+    params = [dataclasses.replace(each, **fits) for each in (GREEDY, SEEDED)]
+    outputs = []
+    for options in ({"drafter": "none"}, {"draft_model": str(similar)}):
+        with LLM(str(tiny), dtype="float32", adaptive=False, kv_cache_gib=0.05, **options) as llm:
+            outputs.append([each.outputs[0].token_ids for each in llm.generate([prompt(1), prompt(2)], params)])
+    assert outputs[0] == outputs[1]
+
+
+def test_the_target_itself_is_always_right(tiny: Path) -> None:
+    """Greedy, and sampled with the target's noise."""
+    engine = make(tiny, draft_model=str(tiny))
+    requests = [Request(id=f"r{i}", prompt_ids=prompt(i), params=(GREEDY, SEEDED)[i % 2]) for i in range(4)]
+    for request in requests:
+        engine.add(request)
+    counted = [engine.requests[request.id][0].stats for request in requests]
+    drive(engine, [])
+    assert all(each.num_accepted_tokens == each.num_draft_tokens > 0 for each in counted)
+    assert all(each.num_steps == 1 + 4 for each in counted), "one token, then 23 by sixes"
+
+
+def test_no_drafts_beyond_its_context(tiny: Path, tinier: Path) -> None:
+    requests = [
+        Request(id="short", prompt_ids=prompt(1, 30), params=dataclasses.replace(GREEDY, max_tokens=80)),
+        Request(id="long", prompt_ids=prompt(2, 70), params=GREEDY),
+    ]
+    wanted = drive(make(tiny), requests)
+    engine = make(tiny, draft_model=str(tinier))
+    for request in requests:
+        engine.add(request)
+    short, long = (engine.requests[request.id][0].stats for request in requests)
+    assert drive(engine, []) == wanted
+    assert short.num_draft_tokens > 20
+    assert long.num_draft_tokens == 0
+
+
+def test_drafters_take_turns(tiny: Path, similar: Path, tinier: Path) -> None:
+    """As `bench` has them: one that comes back has its KV where it was, and finds nothing of what was there before."""
+    with LLM(str(tiny), dtype="float32", adaptive=False, kv_cache_gib=0.05, draft_model=str(similar)) as llm:
+        outputs = []
+        for name, model in (("none", None), ("draft_model", similar), ("ngram", None), ("draft_model", tiny)):
+            llm.use_drafter(name, 5, **({} if model is None else {"model": str(model)}))
+            (found,) = llm.generate([prompt(3, 45)], [GREEDY])
+            outputs.append(found.outputs[0])
+        with pytest.raises(ConfigError, match="KV must be planned at the start"):
+            llm.use_drafter("draft_model", 5, model=str(tinier))
+    assert len({tuple(each.token_ids) for each in outputs}) == 1
+    right = outputs[3].stats
+    assert right.num_accepted_tokens == right.num_draft_tokens > 0, "prefix hits have no KV of the model before"
+
+
+# --- the same law -----------------------------------------------------------------------------------------------------
+
+
+class View:
+    def __init__(self, seed: int, temperature: float, length: int) -> None:
+        self.seed, self.temperature, self.tokens = seed, temperature, [0] * length
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+def test_tokens_are_drawn_from_what_is_said(verification: str) -> None:
+    """The false alarm is 1 in 10,000, with seeds that are fixed."""
+    drawing, count = Drawing(verification, 8, torch.device("cpu")), 20_000
+    logits = torch.randn(6, generator=torch.Generator().manual_seed(1)).repeat(count, 1)
+    seqs: Any = [View(seed, 0.8, 5) for seed in range(count)]
+    first = drawing.draw(seqs, logits, drawing.keys(seqs), 0)
+    second = drawing.draw(seqs, logits, first.keys, 1)
+    law = torch.softmax(logits[0].double() / 0.8, -1).numpy()
+    pairs = Counter(zip(first.tokens, second.tokens, strict=True))
+    seen = np.array([[pairs[a, b] for b in range(6)] for a in range(6)])
+    assert stats.chisquare(seen.ravel(), count * np.outer(law, law).ravel()).pvalue > 1e-4
+    if verification == "coupled":
+        assert first.q == [None] * count
+        scores = (logits[:50].double() / 0.8).log_softmax(-1)
+        keys = noise.row_keys(range(50), [5] * 50, [noise.Purpose.SAMPLE] * 50)
+        assert first.tokens[:50] == noise.sample(scores, keys, noise.hash_tokens(torch.arange(6))).tolist()
+    else:
+        q = first.q[0]
+        assert q is not None
+        assert q.shape == (8,)
+        assert np.allclose(q[:6].numpy(), law, atol=1e-6)
+        assert not q[6:].any()
+
+
+def test_greedy_ones_are_not_drawn() -> None:
+    drawing = Drawing("rejection", 5, torch.device("cpu"))
+    logits = torch.tensor([[0.0, 3.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 5.0, 0.0]])
+    seqs: Any = [View(1, 0.0, 3), View(2, 1.0, 3)]
+    drawn = drawing.draw(seqs, logits, drawing.keys(seqs), 0)
+    assert drawn.tokens[0] == 1
+    assert drawn.q[0] is None
+    assert drawn.q[1] is not None
+    assert drawn.confidence[0] == pytest.approx(float(torch.softmax(logits[0], -1)[1]))
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+def test_the_law_is_the_targets(tiny: Path, similar: Path, verification: str) -> None:
+    """The second and third token of seeded texts, against plain decoding's own law: 2,400 texts each, compared as two
+    samples; what is rare counts together. The false alarm is 1 in 10,000, with seeds that are fixed."""
+    samples = []
+    for options in ({}, {"draft_model": str(similar), "verification": verification, "num_speculative_tokens": 2}):
+        engine = make(tiny, max_num_seqs=64, max_num_batched_tokens=512, **options)
+        seeds = range(2400) if options else range(10_000, 12_400)
+        params = [dataclasses.replace(SEEDED, seed=seed, max_tokens=3, temperature=0.35) for seed in seeds]
+        outputs = drive(engine, [Request(id=str(p.seed), prompt_ids=prompt(1), params=p) for p in params])
+        samples.append(Counter(tuple(tokens[1:]) for tokens in outputs.values()))
+    common = [pair for pair, count in (samples[0] + samples[1]).most_common() if count >= 16]
+    table = [[sample[pair] for pair in common] for sample in samples]
+    table = [[*row, 2400 - sum(row)] for row in table]
+    assert stats.chi2_contingency(table).pvalue > 1e-4
+    assert sum(table[0][:-1]) > 600, "enough is not rare"
+
+
+# --- who cannot draft -------------------------------------------------------------------------------------------------
+
+
+def test_another_vocabulary_is_refused(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(tiny, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    words = tokenizer["model"]["vocab"]
+    half = len(words) // 2
+    for word, token in list(words.items()):
+        words[word] = token if token < half else half + (token - half + 1) % (len(words) - half)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    with pytest.raises(ConfigError, match=r"another vocabulary than the target .*take a smaller model of its family"):
+        make(tiny, draft_model=str(folder))
+
+
+def test_what_is_asked_for_in_vain(tiny: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        make(tiny, draft_model="nowhere")
+    with pytest.raises(ConfigError, match="Drafter 'draft_model' needs model"):
+        make(tiny, drafter="draft_model")
+    with pytest.raises(ConfigError, match="--draft-model is for --drafter draft_model, not for 'ngram'"):
+        make(tiny, drafter="ngram", draft_model=str(tiny))
+    for wrong in (-0.1, 1.5, float("nan"), "0.5", True):
+        with pytest.raises(ConfigError, match="min_probability"):
+            make(tiny, draft_model=str(tiny), drafter_options={"min_probability": wrong})
+    with pytest.raises(InputError, match="must be the engine's --drafter"):
+        make(tiny).add(replace(mixed(1)[0], drafter="draft_model"))
+
+
+@pytest.fixture(scope="module")
+def first_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model's first four layers with its own head: a model of another size."""
+    folder = tmp_path_factory.mktemp("layers")
+    for file in smollm2.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}), "utf-8")
+    weights = {name: weight for file in smollm2.glob("*.safetensors") for name, weight in load_file(file).items()}
+    kept = {name: weight for name, weight in weights.items() if not re.match(r"model\.layers\.([4-9]|\d\d)\.", name)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_the_real_model_says_the_same(smollm2: Path, first_layers: Path) -> None:
+    prompts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time there was"]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0, 0.0)]
+    outputs, counted = [], []
+    for options in ({"drafter": "none"}, {"draft_model": str(first_layers)}, {"draft_model": str(smollm2)}):
+        with LLM(str(smollm2), adaptive=False, kv_cache_gib=0.1, max_model_len=256, **options) as llm:
+            found = [each.outputs[0] for each in llm.generate(prompts, params)]
+        outputs.append([each.token_ids for each in found])
+        counted.append([each.stats for each in found])
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert sum(each.num_draft_tokens for each in counted[1]) > 100
+    assert all(each.num_accepted_tokens == each.num_draft_tokens for each in counted[2]), "it foresees itself"
