@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 _LEARNS = 0.1  # share of what was measured last
 _HELD_UP = 8.0  # times what was expected: more was a pause of the machine
-_ON_THE_WAY = 4  # tokens that a draft's first pass reads with the last one
+ON_THE_WAY = 4  # tokens that a draft's first pass reads with the last one
 
 
 class Asked(NamedTuple):
@@ -44,7 +44,7 @@ class AskingCost:
     @staticmethod
     def has_to_read(unread: int) -> bool:
         """Whether they are more than a draft's first pass reads on the way."""
-        return unread > _ON_THE_WAY
+        return unread > ON_THE_WAY
 
     def learn(self, asked: Many[Asked], seconds: float) -> tuple[float, list[float]]:
         """Asking for these drafts took `seconds`. Returns what of it was for drafts, and for reading by sequence."""

@@ -16,11 +16,11 @@ from specserve.models.loader import load_model
 from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Runner
+from specserve.speculation.asking import ON_THE_WAY
 from specserve.speculation.base import DraftInput, DraftModel, DraftOutput, SequenceView
 from specserve.speculation.vocabularies import shared_ids
 from specserve.text.tokenizer import Tokenizer
 
-_GAP = 4  # tokens that are computed with the last one of a sequence, in one pass
 LATE_MEMORY_BYTES = 4 * 2**20  # of a drafter that comes when the cache has its size: small beside what that leaves
 
 
@@ -135,8 +135,8 @@ class ModelRunner:
             left = [seq for seq in left if seq.num_draft_cached < seq.num_cached]
 
     def read(self, seqs: Many[SequenceView]) -> DraftOutput:
-        gaps = [len(seq.tokens) - seq.num_draft_cached for seq in seqs]
-        if max(gaps) > _GAP or sum(gaps) > self._max_rows:
+        lacking = [len(seq.tokens) - 1 - seq.num_draft_cached for seq in seqs]
+        if max(lacking) > ON_THE_WAY or sum(lacking) + len(seqs) > self._max_rows:
             self.catch_up(seqs)
         starts = [min(seq.num_draft_cached, len(seq.tokens) - 1) for seq in seqs]
         return self.run([DraftInput(seq, at, seq.tokens[at:]) for seq, at in zip(seqs, starts, strict=True)])
