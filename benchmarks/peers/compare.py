@@ -6,8 +6,10 @@ plain and with its own speculation, in turns. Prints a table a number of streams
         --prompts specbench-dev.jsonl --limit 9 --max-tokens 128 --repeats 5 --streams 1,16 --json result.json
 
 An engine is PEER or PEER:WEIGHTS, specserve among them (--peers specserve:f32). All weights hold the same numbers:
-those of the model's GGUF file, rounded again to each format. Prefix caches are off; before every repeat each engine
-forgets what earlier requests taught its drafter. Engines that wait are stopped, so that none takes another's cores.
+those of the model's GGUF file, rounded again to each format. `--set specserve.http` runs `specserve serve` and asks it
+over HTTP, as llama.cpp is asked; without it specserve runs in its runner's process, as the others do. Prefix caches are
+off; before every repeat each engine forgets what earlier requests taught its drafter. Engines that wait are stopped, so
+that none takes another's cores.
 """
 
 from __future__ import annotations

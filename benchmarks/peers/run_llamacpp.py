@@ -1,25 +1,19 @@
-"""llama.cpp's server on this machine's loopback; its speculation is one of its n-gram methods. Knows nothing of the
-other engines.
-
-Replies are not streamed, so that a token costs no HTTP; the time to the first one is the server's own figure.
-"""
+"""llama.cpp's server; its speculation is one of its n-gram methods. The time to the first token is the server's own
+figure."""
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from http_server import HttpServer
 from wire import Answer, Setup, serve
 
 SPECULATION = {"spec-type": "ngram-map-k"}
-HOST = "127.0.0.1"
-START_S = 120
 
 
 class LlamaCpp:
@@ -33,36 +27,21 @@ class LlamaCpp:
         for name, value in flags.items():
             self._command += [f"--{name}", value] if value else [f"--{name}"]
         self._pool = ThreadPoolExecutor(setup.streams)
-        self._server, self._port = _start(self._command)
+        self._server = HttpServer(self._command)
         self.about: dict[str, Any] = {"llama.cpp": _version(folder), **flags}
 
     def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool) -> Answer:
         bodies = [json.dumps(_request(ids, max_tokens, ignore_eos)) for ids in prompts]
         begun = time.perf_counter()
-        replies = list(self._pool.map(self._post, bodies))
+        replies = list(self._pool.map(partial(self._server.post, "/completion"), bodies))
         total = time.perf_counter() - begun
         first = replies[0]["timings"]["prompt_ms"] / 1e3 if len(prompts) == 1 else None
         return Answer(ids=[reply["tokens"] for reply in replies], total_s=total, ttft_s=first)
 
     def reset(self) -> None:
         """A new server: some n-gram methods keep what they saw, and nothing else makes them forget."""
-        self.close()
-        self._server, self._port = _start(self._command)
-
-    def close(self) -> None:
-        self._server.terminate()
-        self._server.wait()
-
-    def _post(self, body: str) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(HOST, self._port)
-        connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        if response.status != 200:
-            raise SystemExit(f"llama-server answered {response.status}: {text}")
-        reply: dict[str, Any] = json.loads(text)
-        return reply
+        self._server.close()
+        self._server = HttpServer(self._command)
 
 
 def _request(ids: list[int], max_tokens: int, ignore_eos: bool) -> dict[str, Any]:
@@ -93,7 +72,6 @@ def _fixed(setup: Setup) -> list[str]:
         "threads-batch": setup.threads,
         "parallel": setup.streams,
         "ctx-size": setup.context * setup.streams,
-        "host": HOST,
         "cache-ram": 0,
         "ctx-checkpoints": 0,
     }
@@ -101,32 +79,6 @@ def _fixed(setup: Setup) -> list[str]:
         "--no-webui",
         "--no-cache-prompt",
     ]
-
-
-def _start(command: list[str]) -> tuple[subprocess.Popen[bytes], int]:
-    """A server that answers, and its port. Raises SystemExit if it ends or does not answer in time."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-    server = subprocess.Popen([*command, "--port", str(port)], stdin=subprocess.DEVNULL)
-    deadline = time.monotonic() + START_S
-    while not _healthy(port):
-        if server.poll() is not None or time.monotonic() > deadline:
-            server.kill()
-            raise SystemExit(f"llama-server did not start: {' '.join(command)}")
-        time.sleep(0.05)
-    return server, port
-
-
-def _healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection(HOST, port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
 
 
 def _version(folder: Path) -> str:

@@ -1,28 +1,49 @@
-"""specserve as one of the engines compared, in this process, through its SDK. Knows nothing of the other engines."""
+"""specserve as one of the engines compared: in this process, through its SDK, or with the option `http` through its own
+server."""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from wire import Answer, Setup, serve
+from http_server import HttpServer
+from wire import Answer, Engine, Setup, serve
 
-from specserve.config import DTYPES
+from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS, DTYPES
 from specserve.llm import LLM
+from specserve.speculation.lookup import AUTO
 from specserve.types import SamplingParams
 from specserve.version import __version__
 
+HTTP = "http"  # the option
 NAMES = {"f32": "float32", "bf16": "bfloat16"}
 
 
-class Specserve:
-    """Options: `drafter`, `num_speculative_tokens`; anything else goes to the drafter, numbers as numbers."""
+class Drafting:
+    """The options: `drafter`, `num_speculative_tokens`; anything else goes to the drafter, numbers as numbers."""
 
     def __init__(self, setup: Setup) -> None:
-        options = dict(setup.options)
-        self._drafter = options.pop("drafter", "ngram") if setup.speculation else "none"
-        self._num_tokens = int(options.pop("num_speculative_tokens", "5"))
-        self._drafter_options = {k: _number(v) for k, v in options.items()} if setup.speculation else {}
+        options = {name: value for name, value in setup.options.items() if name != HTTP}
+        self.drafter = options.pop("drafter", AUTO) if setup.speculation else "none"
+        self.num_tokens = int(options.pop("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS))
+        self.options = {k: _number(v) for k, v in options.items()} if setup.speculation else {}
+        self.about: dict[str, Any] = {
+            "specserve": __version__,
+            "drafter": self.drafter,
+            "num_speculative_tokens": self.num_tokens if setup.speculation else 0,
+            **self.options,
+        }
+
+
+class InProcess:
+    """The SDK."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._drafting = Drafting(setup)
         self._llm = LLM(
             setup.model,
             **_weights(setup.weights),
@@ -31,14 +52,7 @@ class Specserve:
             max_num_seqs=setup.streams,
             prefix_caching=False,
         )
-        self.about: dict[str, Any] = {
-            "specserve": __version__,
-            "dtype": self._llm.dtype,
-            "device": self._llm.device,
-            "drafter": self._drafter,
-            "num_speculative_tokens": self._num_tokens if setup.speculation else 0,
-            **self._drafter_options,
-        }
+        self.about = self._drafting.about | {"dtype": self._llm.dtype, "device": self._llm.device}
         self.reset()
 
     def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool) -> Answer:
@@ -59,8 +73,44 @@ class Specserve:
 
     def reset(self) -> None:
         """A new drafter: those that learn across requests begin with nothing."""
-        self._llm.use_drafter(self._drafter, self._num_tokens, **self._drafter_options)
+        drafting = self._drafting
+        self._llm.use_drafter(drafting.drafter, drafting.num_tokens, **drafting.options)
         self._llm.reset_prefix_cache()
+
+
+class OverHttp:
+    """`specserve serve`, as its users start it; the time to the first token is the server's own figure."""
+
+    def __init__(self, setup: Setup) -> None:
+        drafting = Drafting(setup)
+        options = {
+            "threads": setup.threads,
+            "max-model-len": setup.context,
+            "max-num-seqs": setup.streams,
+            "drafter": drafting.drafter,
+            "num-speculative-tokens": drafting.num_tokens,
+            **{f"drafter-options.{name}": value for name, value in drafting.options.items()},
+            **_weights(setup.weights),
+        }
+        flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        self._command = [sys.executable, "-m", "specserve", "serve", setup.model, *flags, "--no-prefix-caching"]
+        self._pool = ThreadPoolExecutor(setup.streams)
+        self._server = HttpServer(self._command)
+        self.about = drafting.about | {HTTP: True}
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool) -> Answer:
+        shared = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "temperature": 0, "return_token_ids": True}
+        bodies = [json.dumps({"prompt": ids, **shared}) for ids in prompts]
+        begun = time.perf_counter()
+        replies = list(self._pool.map(partial(self._server.post, "/v1/completions"), bodies))
+        total = time.perf_counter() - begun
+        first = replies[0]["metrics"]["time_to_first_token_ms"] / 1e3 if len(prompts) == 1 else None
+        return Answer(ids=[reply["choices"][0]["token_ids"] for reply in replies], total_s=total, ttft_s=first)
+
+    def reset(self) -> None:
+        """A new server: drafters that learn across requests begin with nothing."""
+        self._server.close()
+        self._server = HttpServer(self._command)
 
 
 def _weights(name: str) -> dict[str, Any]:
@@ -78,5 +128,9 @@ def _number(text: str) -> int | float | str:
     return text
 
 
+def _start(setup: Setup) -> Engine:
+    return OverHttp(setup) if HTTP in setup.options else InProcess(setup)
+
+
 if __name__ == "__main__":
-    serve(Specserve)
+    serve(_start)
