@@ -217,7 +217,7 @@ class Kernels:
             program.gather_rows(_at(rows), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
         return out[:, :hidden]
 
-    def tap(self, layer: int, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+    def tap(self, layer: int, residual: Tensor, delta: Tensor | None, post: Tensor | None, eps: float) -> Tensor:
         rows, hidden = residual.shape
         out, each = self._floats(f"tap {layer}", rows, hidden), torch.arange(rows)
         with self._program(rows, each, residual, delta, post) as program:
@@ -231,6 +231,18 @@ class Kernels:
         with self._program(rows, x, weight) as program:
             program.fused_add_rms_norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
         return out.parts[0][:, :hidden]
+
+    def joined_norms(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float) -> _Activation:
+        widths, xs = [x.shape[1] for x, _ in parts], [_padded(x) for x, _ in parts]
+        out = self._activation("joined_norms", len(xs[0]), sum(widths), self._kind)
+        given = [(x.data_ptr(), _at(w), n) for x, (_, w), n in zip(xs, parts, widths, strict=True)]
+        with self._program(len(xs[0]), xs, parts) as program:
+            program.joined_norms(given, eps, out.native)
+        return out
+
+    def input_rows(self, rows: int, columns: int) -> Tensor:
+        memory: Tensor = _zeros((rows, _pad(columns)), torch.float32)
+        return memory[:, :columns]
 
     def quantize_activation(self, x: Tensor) -> _Activation:
         return self._activated(_padded(x), x.shape[1])

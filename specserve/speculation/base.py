@@ -168,9 +168,11 @@ class Drafter(Protocol):
 
 
 class DraftModel(Protocol):
-    """A model that a DraftRunner can run; models.decoder.Decoder is one."""
+    """A model that a DraftRunner can run; models.decoder.Decoder is one. `features_width`: numbers that each row reads
+    beside its token."""
 
     spec: Any
+    features_width: int
 
     def forward(
         self,
@@ -180,6 +182,7 @@ class DraftModel(Protocol):
         kv: list[Tensor],
         plan: Any,
         taps: tuple[int, ...] = (),
+        features: Tensor | None = None,
     ) -> Any: ...
 
 
@@ -188,20 +191,21 @@ class DraftInput(NamedTuple):
     start <= num_draft_cached. Tokens behind the sequence's end are nodes of the draft that will be proposed, in its
     order. `parents[i]` is the place in `tokens` of the token that token i follows, -1 for the one before `start`; None
     is a chain. A tree is run whole, from its first node on, since all see what stands before `start`. Logits come for
-    the last `num_logits` tokens."""
+    the last `num_logits` tokens. `features` float32 [tokens, model.features_width], for a model that reads any."""
 
     seq: SequenceView
     start: int
     tokens: Many[int]
     parents: Many[int] | None = None
     num_logits: int = 1
+    features: Tensor | None = None
 
 
 class DraftOutput(NamedTuple):
     """One row for each of the logits that were asked for, input after input; valid until the runner's next call."""
 
     logits: Tensor  # float32 [rows, vocab]
-    hidden: Tensor  # float32 [rows, hidden], behind the final norm
+    hidden: Tensor  # float32 [rows, hidden], behind the final norm, or what a head says of the next hidden state
     best: Tensor  # int64 [rows], the best token; -1 where the logits are not finite
 
 
@@ -209,8 +213,10 @@ class DraftRunner(Protocol):
     """Runs a drafter's model, whose KV is extra layers of the target's slots: prefix hits, forks, trees and preemption
     keep it right as they keep the target's. `seq.num_draft_cached` says how far a sequence's is there."""
 
+    most_rows: int  # tokens of one pass
+
     def run(self, inputs: Many[DraftInput]) -> DraftOutput:
-        """One forward pass. At most as many tokens together as the engine's max_num_batched_tokens, and slots must be
+        """One forward pass. At most `most_rows` tokens together, the engine's max_num_batched_tokens, and slots must be
         there: for tokens of the sequence that the target has computed, and from a proposal's request on for the last
         token and num_tokens nodes behind it."""
 
@@ -237,8 +243,16 @@ class DraftContext(Protocol):
         where they are the first ones of both, else bool [ids that both have]. Raises ModelError for a model that is not
         there or cannot be run, ConfigError for another vocabulary."""
 
+    def load_head(self, name: str | None, kind: str) -> Any:
+        """A draft head of that kind, made for this target, as a model of `models.heads` has it: from a folder or a
+        repository, or for None the one of drafters/zoo/ that fits. Raises ModelError for one that is not there, cannot
+        be run or was made for another target."""
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of int64 [n] -> float32 [n, hidden]."""
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What the target's LM head reads of the residual stream behind its last layer, float32 [n, hidden] both."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's final norm and LM head over the residual stream behind its last layer, float32 [n, hidden] ->

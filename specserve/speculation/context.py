@@ -54,6 +54,9 @@ class TargetContext:
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._model.embed(token_ids)
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self._model.final_norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.head(hidden)
 
@@ -61,6 +64,15 @@ class TargetContext:
         folder = catalog.resolve(model)
         loaded = load_model(folder, self.ops)
         return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
+
+    def load_head(self, name: str | None, kind: str) -> EagleHead:
+        assert name is not None
+        found = read_head(catalog.resolve(name))
+        spec = found.spec
+        if spec.kind != kind or not isinstance(spec, EagleSpec):
+            raise ModelError(f"{name} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
+        fits(spec, self.shape)
+        return EagleHead(spec, found.weights, found.d2t, self.ops, self._model)
 
     def runner(self, model: DraftModel) -> ModelRunner:
         runner = ModelRunner(model, self.ops, *self._sizes)
@@ -102,17 +114,18 @@ class ModelRunner:
         self.kv_shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
         self._model = model
         self._ops = ops
-        self._max_rows, self._max_logit_rows = max_rows, max_logit_rows
+        self.most_rows, self._max_logit_rows = max_rows, max_logit_rows
         self._runner: Runner | None = None
 
     def bind(self, layers: list[Tensor], block_size: int) -> None:
         self._block_size = block_size
-        self._runner = Runner(self._model, self._ops, layers, block_size, self._max_rows, self._max_logit_rows)
+        self._runner = Runner(self._model, self._ops, layers, block_size, self.most_rows, self._max_logit_rows)
 
     @torch.no_grad()
     def run(self, inputs: Many[DraftInput]) -> DraftOutput:
         assert self._runner is not None, "a drafter's model runs once the engine has its cache"
-        self._runner.start(self._packed(inputs))
+        features = [each.features for each in inputs if each.features is not None]
+        self._runner.start(self._packed(inputs), torch.cat(features) if features else None)
         out = self._runner.finish()
         for each in inputs:
             seq, stop = each.seq._seq, each.start + len(each.tokens)
@@ -124,7 +137,7 @@ class ModelRunner:
         left = [seq for seq in seqs if seq.num_draft_cached < seq.num_cached]
         while left:
             inputs: list[DraftInput] = []
-            room = self._max_rows
+            room = self.most_rows
             for seq in left:
                 start = seq.num_draft_cached
                 count = min(room, seq.num_cached - start)
@@ -136,7 +149,7 @@ class ModelRunner:
 
     def read(self, seqs: Many[SequenceView]) -> DraftOutput:
         lacking = [len(seq.tokens) - 1 - seq.num_draft_cached for seq in seqs]
-        if max(lacking) > ON_THE_WAY or sum(lacking) + len(seqs) > self._max_rows:
+        if max(lacking) > ON_THE_WAY or sum(lacking) + len(seqs) > self.most_rows:
             self.catch_up(seqs)
         starts = [min(seq.num_draft_cached, len(seq.tokens) - 1) for seq in seqs]
         return self.run([DraftInput(seq, at, seq.tokens[at:]) for seq, at in zip(seqs, starts, strict=True)])
