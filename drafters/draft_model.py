@@ -45,16 +45,14 @@ class DraftModelDrafter:
         if not growing:
             return [text.draft() for text in texts]
         out = self._runner.read([text.seq for text in growing])
-        keys = self._drawing.keys([text.seq for text in growing])
+        keys, depth = self._drawing.keys([text.seq for text in growing]), 0
         while growing:
-            drawn = self._drawing.draw(
-                [text.seq for text in growing], self._known(out.logits), keys, len(growing[0].tokens)
-            )
+            drawn = self._drawing.draw([text.seq for text in growing], self._known(out.logits), keys, depth)
             left = []
             for row, text in enumerate(growing):
                 if drawn.confidence[row] >= self._min_probability and text.take(drawn, row):
                     left.append(row)
-            growing, keys = [growing[row] for row in left], drawn.keys[left]
+            growing, keys, depth = [growing[row] for row in left], drawn.keys[left], depth + 1
             if growing:
                 out = self._runner.run([_newest(text) for text in growing])
         return [text.draft() for text in texts]

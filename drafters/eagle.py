@@ -81,17 +81,15 @@ class EagleDrafter:
         if sum(max(each.num_unread, 1) for each in known) > self._runner.most_rows:
             self._read([each.read(text.seq) for each, text in zip(known, growing, strict=True) if each.num_unread])
         out = self._runner.run([each.read(text.seq, 1) for each, text in zip(known, growing, strict=True)])
-        keys = self._drawing.keys([text.seq for text in growing])
+        keys, depth = self._drawing.keys([text.seq for text in growing]), 0
         while growing:
-            drawn = self._drawing.draw(
-                [text.seq for text in growing], self._of_target(out), keys, len(growing[0].tokens)
-            )
+            drawn = self._drawing.draw([text.seq for text in growing], self._of_target(out), keys, depth)
             left = []
             for row, text in enumerate(growing):
                 if drawn.confidence[row] >= self._min_probability and text.take(drawn, row):
                     left.append(row)
             hidden = out.hidden[left].clone()  # the next pass overwrites it
-            growing, keys = [growing[row] for row in left], drawn.keys[left]
+            growing, keys, depth = [growing[row] for row in left], drawn.keys[left], depth + 1
             if growing:
                 out = self._runner.run([_newest(text, hidden[i : i + 1]) for i, text in enumerate(growing)])
         return [text.draft() for text in texts]

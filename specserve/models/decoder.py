@@ -172,7 +172,7 @@ class WeightReader:
 
 
 def read_layer(read: WeightReader, index: int, prefix: str = "model.") -> Layer:
-    """The layer whose tensors are named `prefix`layers.`index`.*; `norm` is None where there is none before attention."""
+    """The layer whose tensors are named `prefix`layers.`index`.*. `norm` is None where attention has no norm before."""
     spec, layer = read.spec, f"{prefix}layers.{index}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     # Where a layer has four norms, the one named post_attention follows attention; where it has two, it opens the MLP.

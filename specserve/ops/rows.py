@@ -21,7 +21,7 @@ class AttentionRows:
     ]  # [seqs] tokens with valid KV before this step; its row r lies at logical index cached + r
     block_tables: NDArray[np.int32]  # [seqs, blocks] block ids, then zeros; row r's KV is written at index cached + r
     parents: NDArray[np.int32]  # [query_starts[-1]] parent row, counted within its sequence; -1: none in this step. A
-    # row sees the cached tokens, its ancestors and itself. In a chain row r's parent is r - 1. A ring, in which the first
+    # row sees the cached tokens, its ancestors and itself. In a chain row r's parent is r - 1. A ring, where the first
     # row's parent is the last, is a block: all of its rows see each other.
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence as Many
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from specserve.cache.storage import KVShape
 from specserve.checkpoint import catalog
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, ModelError
 from specserve.models.decoder import Decoder
+from specserve.models.heads.eagle import EagleHead
+from specserve.models.heads.formats import fits, read_head
+from specserve.models.heads.spec import EagleSpec, TargetShape
 from specserve.models.loader import load_model
 from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput, padded
@@ -65,14 +69,15 @@ class TargetContext:
         loaded = load_model(folder, self.ops)
         return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
 
-    def load_head(self, name: str | None, kind: str) -> EagleHead:
-        assert name is not None
+    def load_head(self, name: str, kind: str) -> EagleHead:
         found = read_head(catalog.resolve(name))
         spec = found.spec
         if spec.kind != kind or not isinstance(spec, EagleSpec):
             raise ModelError(f"{name} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
-        fits(spec, self.shape)
-        return EagleHead(spec, found.weights, found.d2t, self.ops, self._model)
+        own = TargetShape(hidden_size=self.hidden_size, num_layers=self.num_layers, vocab_size=self.vocab_size)
+        fits(spec, own)
+        layers = dataclasses.replace(spec.layers, max_len=self.max_model_len)  # its rotation has no end of its own
+        return EagleHead(dataclasses.replace(spec, layers=layers), found.weights, found.d2t, self.ops, self._model)
 
     def runner(self, model: DraftModel) -> ModelRunner:
         runner = ModelRunner(model, self.ops, *self._sizes)

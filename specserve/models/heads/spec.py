@@ -113,7 +113,7 @@ class MedusaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """DFlash (arXiv 2602.06036) and DSpark: one pass over the last committed token and `block_size` - 1 masks behind it,
+    """DFlash (arXiv 2602.06036) and DSpark: one pass over the last committed token and `block_size` - 1 masks behind,
     all of which see each other and, as keys and values, what fc makes of the target's hidden states.
 
     `hidden_norm`(fc([outputs of hidden_layers])) is what k_proj and v_proj of every layer read for tokens that the
