@@ -134,6 +134,7 @@ class _Known:
         if self._start is None:
             self._start = report.start
             self.is_whole = report.start <= report.seq.num_draft_cached
+        states = states[: max(0, len(report.seq.tokens) - 1 - report.start)]  # what ended it has nothing behind
         if not self.is_whole or not len(states):
             return
         if not self.num_unread:
