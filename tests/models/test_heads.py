@@ -21,7 +21,7 @@ from specserve.registry import KERNELS
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Output, Runner
 from specserve.testing import write_tiny_model
-from specserve.testing.heads import eagle, eagle_states
+from specserve.testing.heads import eagle, eagle_states, matrices, random_weights
 
 BLOCK = 16
 LENGTH = 21  # rows of the context
@@ -33,15 +33,6 @@ def own_layers(num_layers: int = 1, vocab_size: int = 40, **more: Any) -> Decode
         intermediate_size=96, max_len=128, norm_eps=1e-5, activation="silu", ropes=(Rope(),) * num_layers,
         windows=(None,) * num_layers, query_scale=0.25, **more,
     )  # fmt: skip
-
-
-def some_weights(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in shapes.items():
-        values = torch.randn(shape, generator=generator)
-        weights[name] = 1 + 0.2 * values if "norm" in name else values / shape[-1] ** 0.5
-    return weights
 
 
 @pytest.fixture(scope="module", params=KERNELS.files())
@@ -102,7 +93,7 @@ def spec_of(target: Decoder, **changes: Any) -> EagleSpec:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_eagle_logits_are_the_reference_s(target: Decoder, ops: Ops, name: str) -> None:
     head = spec_of(target, **VARIANTS[name])
-    weights = some_weights(head.shapes())
+    weights = random_weights(head.shapes())
     generator = torch.Generator().manual_seed(1)
     hidden = [torch.randn(LENGTH, 64, generator=generator) for _ in range(len(head.hidden_layers) or 1)]
     tokens = torch.randint(head.target.vocab_size, (LENGTH + 2,), generator=generator)
@@ -128,16 +119,6 @@ def test_eagle_logits_are_the_reference_s(target: Decoder, ops: Ops, name: str) 
         wanted, out = eagle(head, weights, embedding, lm_head, tokens[: LENGTH + depth + 1], wanted_states)
         found = chain.run(LENGTH + depth, tokens[LENGTH + depth : LENGTH + depth + 1], state)
         torch.testing.assert_close(found.logits[:1], wanted[-1:], rtol=0, atol=1e-4)
-
-
-def matrices(target: Decoder) -> tuple[Tensor, Tensor]:
-    """The target's embedding and LM head, asked for by what they do."""
-    vocab, hidden = target.spec.vocab_size, target.spec.hidden_size
-    short = -vocab % target.ops.row_multiple
-    ids = torch.cat((torch.arange(vocab), torch.zeros(short, dtype=torch.int64)))
-    embedding = target.embed(ids)[:vocab].clone()
-    lm_head = target.lm_head(torch.eye(hidden)).clone().T
-    return embedding, lm_head
 
 
 @pytest.mark.parametrize("count", [2, 7, 64])
