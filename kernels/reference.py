@@ -83,7 +83,8 @@ class _Run:
 
     first_row: int
     slots: list[int]
-    last: list[int]
+    last: list[int]  # that each row sees
+    own: Sequence[int] = ()  # where each row stands itself; empty: where `last` does
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +271,8 @@ class Kernels:
         runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]
         write_slots = [0] * len(rows.parents)
         for run in runs:
-            for i, last in enumerate(run.last):
-                write_slots[run.first_row + i] = run.slots[last]
+            for i, own in enumerate(run.own or run.last):
+                write_slots[run.first_row + i] = run.slots[own]
         broken = torch.zeros(len(write_slots), dtype=torch.bool, device=self.device)
         return _Plan(*self._grouped(runs, rows.num_rows), self._ids(write_slots), broken)
 
@@ -325,7 +326,7 @@ def _runs(rows: AttentionRows, s: int, block_size: int) -> list[_Run]:
     cached, parents = int(rows.cached[s]), rows.parents[start:stop].tolist()
     slots = _slots(rows.block_tables[s].tolist(), cached + stop - start, block_size)
     if rows.is_block(s):
-        return [_Run(start, slots, [len(slots) - 1] * (stop - start))]
+        return [_Run(start, slots, [len(slots) - 1] * (stop - start), range(cached, len(slots)))]
     if parents == list(range(-1, stop - start - 1)):
         cuts = [*range(0, stop - start, _RUN_ROWS), stop - start]
         return [

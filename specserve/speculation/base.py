@@ -201,6 +201,15 @@ class DraftInput(NamedTuple):
     features: Tensor | None = None
 
 
+class HiddenInput(NamedTuple):
+    """The target's hidden states of rows from logical position `start` on, float32 [rows, target's hidden] for each of
+    the layers that a drafter's model reads: start <= num_draft_cached."""
+
+    seq: SequenceView
+    start: int
+    hidden: list[Tensor]
+
+
 class DraftOutput(NamedTuple):
     """One row for each of the logits that were asked for, input after input; valid until the runner's next call."""
 
@@ -222,6 +231,9 @@ class DraftRunner(Protocol):
 
     def catch_up(self, seqs: Many[SequenceView]) -> None:
         """Compute what tokens that the target has computed still lack of the model's KV, chunk by chunk."""
+
+    def write(self, inputs: Many[HiddenInput]) -> None:
+        """Let the model's `write` fill its KV from what the target has computed."""
 
     def read(self, seqs: Many[SequenceView]) -> DraftOutput:
         """What the model says behind each sequence's last token, having computed whatever it lacks before that."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence as Many
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,16 @@ from specserve.cache.storage import KVShape
 from specserve.checkpoint import catalog
 from specserve.errors import ConfigError, ModelError
 from specserve.models.decoder import Decoder
+from specserve.models.heads.block import BlockHead
 from specserve.models.heads.eagle import EagleHead
 from specserve.models.heads.formats import fits, read_head
-from specserve.models.heads.spec import EagleSpec, TargetShape
+from specserve.models.heads.spec import BlockSpec, MedusaSpec, TargetShape
 from specserve.models.loader import load_model
 from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Runner
 from specserve.speculation.asking import ON_THE_WAY
-from specserve.speculation.base import DraftInput, DraftModel, DraftOutput, SequenceView
+from specserve.speculation.base import DraftInput, DraftModel, DraftOutput, HiddenInput, SequenceView
 from specserve.speculation.vocabularies import shared_ids
 from specserve.text.tokenizer import Tokenizer
 
@@ -69,15 +71,18 @@ class TargetContext:
         loaded = load_model(folder, self.ops)
         return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
 
-    def load_head(self, name: str, kind: str) -> EagleHead:
+    def load_head(self, name: str, kind: str) -> EagleHead | BlockHead:
         found = read_head(catalog.resolve(name))
         spec = found.spec
-        if spec.kind != kind or not isinstance(spec, EagleSpec):
+        if spec.kind != kind or isinstance(spec, MedusaSpec):
             raise ModelError(f"{name} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
         own = TargetShape(hidden_size=self.hidden_size, num_layers=self.num_layers, vocab_size=self.vocab_size)
         fits(spec, own)
         layers = dataclasses.replace(spec.layers, max_len=self.max_model_len)  # its rotation has no end of its own
-        return EagleHead(dataclasses.replace(spec, layers=layers), found.weights, found.d2t, self.ops, self._model)
+        given = found.weights, found.d2t, self.ops, self._model
+        if isinstance(spec, BlockSpec):
+            return BlockHead(dataclasses.replace(spec, layers=layers), *given)
+        return EagleHead(dataclasses.replace(spec, layers=layers), *given)
 
     def runner(self, model: DraftModel) -> ModelRunner:
         runner = ModelRunner(model, self.ops, *self._sizes)
@@ -114,7 +119,7 @@ class TargetContext:
 class ModelRunner:
     """A DraftRunner over the target's slots."""
 
-    def __init__(self, model: DraftModel, ops: Ops, max_rows: int, max_logit_rows: int) -> None:
+    def __init__(self, model: Any, ops: Ops, max_rows: int, max_logit_rows: int) -> None:
         spec = model.spec
         self.kv_shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
         self._model = model
@@ -158,6 +163,17 @@ class ModelRunner:
             self.catch_up(seqs)
         starts = [min(seq.num_draft_cached, len(seq.tokens) - 1) for seq in seqs]
         return self.run([DraftInput(seq, at, seq.tokens[at:]) for seq, at in zip(seqs, starts, strict=True)])
+
+    def write(self, inputs: Many[HiddenInput]) -> None:
+        assert self._runner is not None, "a drafter's model runs once the engine has its cache"
+        rows = [DraftInput(each.seq, each.start, [0] * len(each.hidden[0]), num_logits=0) for each in inputs]
+        packed = self._packed(rows)
+        hidden = [torch.cat(some) for some in zip(*(each.hidden for each in inputs), strict=True)]
+        positions = torch.from_numpy(packed.positions).to(self._ops.device)
+        self._model.write(hidden, positions, self._runner.kv, self._ops.plan(packed.rows, self._block_size))
+        for each in rows:
+            seq = each.seq._seq
+            seq.draft_cached = max(seq.draft_cached, each.start + len(each.tokens))
 
     def _packed(self, inputs: Many[DraftInput]) -> StepInput:
         multiple = self._ops.row_multiple
