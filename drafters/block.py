@@ -50,7 +50,7 @@ class BlockDrafter:
         written = []
         for report in step.seqs:
             rows = report.kept_rows
-            if rows and report.start <= report.seq.num_draft_cached:
+            if rows and self._runner.pass_over(report.seq, report.start):
                 shown = [step.hidden[layer][rows] for layer in self._layers]
                 written.append(HiddenInput(report.seq, report.start, shown))
         if written:
@@ -92,8 +92,8 @@ class BlockDrafter:
         """The last token and masks behind it, which all see each other."""
         head = self._head.head
         tokens = [text.seq.tokens[-1], *[head.mask_token_id] * (text.most - head.samples_anchor)]
-        parents = None if head.is_causal else [len(tokens) - 1, *range(len(tokens) - 1)]
-        return DraftInput(text.seq, len(text.seq.tokens) - 1, tokens, parents, text.most)
+        is_block, start = not head.is_causal, len(text.seq.tokens) - 1
+        return DraftInput(text.seq, start, tokens, num_logits=text.most, is_block=is_block)
 
     def _of_target(self, logits: Tensor, before: list[int]) -> Tensor:
         """The logits of all ids of the target, with what the token before each adds."""

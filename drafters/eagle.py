@@ -16,6 +16,7 @@ from specserve.speculation.base import (
     DraftInput,
     DraftOutput,
     DraftRequest,
+    DraftRunner,
     Needs,
     SequenceReport,
     SequenceView,
@@ -67,7 +68,7 @@ class EagleDrafter:
         waiting: list[DraftInput] = []
         for report, own in zip(step.seqs, states.split([len(some) for some in rows]), strict=True):
             known = self._known[report.seq]
-            known.add(report, own)
+            known.add(report, own, self._runner)
             if known.num_unread > (_MOST_UNREAD if report.num_new == 1 else 0):
                 waiting.append(known.read(report.seq))
         self._read(waiting)
@@ -125,15 +126,15 @@ class _Known:
     last, from which a draft begins."""
 
     def __init__(self) -> None:
-        self.is_whole = True  # all that stands before has been read
+        self.is_whole = True  # all that stands before has been read, but for a few
         self.num_unread = 0
         self._start: int | None = None  # of the first row
         self._rows: list[Tensor] = []
 
-    def add(self, report: SequenceReport, states: Tensor) -> None:
+    def add(self, report: SequenceReport, states: Tensor, runner: DraftRunner) -> None:
         if self._start is None:
             self._start = report.start
-            self.is_whole = report.start <= report.seq.num_draft_cached
+            self.is_whole = runner.pass_over(report.seq, report.start)
         states = states[: max(0, len(report.seq.tokens) - 1 - report.start)]  # what ended it has nothing behind
         if not self.is_whole or not len(states):
             return

@@ -305,7 +305,7 @@ class Kernels:
         positions, cos, sin = rotation.positions.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
         with self._program(len(qkv), qkv, norms, rotation, kv, plan=plan) as program:
             program.rope_and_cache(
-                _at(qkv), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, _at(q), *self._cache(kv),
+                _at(qkv), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, q.data_ptr(), *self._cache(kv),
             )  # fmt: skip
         return q[:, : heads * d]
 

@@ -26,6 +26,9 @@ from specserve.ops import Ops
 from specserve.types import Draft, Ids, Sequence, Verdict
 
 
+MOST_MISSING = 16  # tokens of a sequence without KV of a head that drafts all the same
+
+
 class TokensView(Many[int]):
     """The tokens of a sequence, prompt and output, as they grow; a slice is a list of its own."""
 
@@ -191,7 +194,8 @@ class DraftInput(NamedTuple):
     start <= num_draft_cached. Tokens behind the sequence's end are nodes of the draft that will be proposed, in its
     order. `parents[i]` is the place in `tokens` of the token that token i follows, -1 for the one before `start`; None
     is a chain. A tree is run whole, from its first node on, since all see what stands before `start`. Logits come for
-    the last `num_logits` tokens. `features` float32 [tokens, model.features_width], for a model that reads any."""
+    the last `num_logits` tokens. `features` float32 [tokens, model.features_width], for a model that reads any.
+    Tokens of a block see each other."""
 
     seq: SequenceView
     start: int
@@ -199,6 +203,7 @@ class DraftInput(NamedTuple):
     parents: Many[int] | None = None
     num_logits: int = 1
     features: Tensor | None = None
+    is_block: bool = False
 
 
 class HiddenInput(NamedTuple):
@@ -234,6 +239,11 @@ class DraftRunner(Protocol):
 
     def write(self, inputs: Many[HiddenInput]) -> None:
         """Let the model's `write` fill its KV from what the target has computed."""
+
+    def pass_over(self, seq: SequenceView, start: int) -> bool:
+        """Whether the model can go on at `start`: all that stands before has KV, or at most MOST_MISSING tokens hold
+        what an earlier draft left there. Those count as computed then: a head has no hidden states to redo them from,
+        and a draft that is a little worse is better than none."""
 
     def read(self, seqs: Many[SequenceView]) -> DraftOutput:
         """What the model says behind each sequence's last token, having computed whatever it lacks before that."""

@@ -23,7 +23,7 @@ from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Runner
 from specserve.speculation.asking import ON_THE_WAY
-from specserve.speculation.base import DraftInput, DraftModel, DraftOutput, HiddenInput, SequenceView
+from specserve.speculation.base import MOST_MISSING, DraftInput, DraftModel, DraftOutput, HiddenInput, SequenceView
 from specserve.speculation.vocabularies import shared_ids
 from specserve.text.tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ class TargetContext:
         return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
 
     def load_head(self, name: str, kind: str) -> EagleHead | BlockHead:
-        found = read_head(catalog.resolve(name))
+        found = read_head(catalog.resolve_head(name))
         spec = found.spec
         if spec.kind != kind or isinstance(spec, MedusaSpec):
             raise ModelError(f"{name} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
@@ -164,6 +164,12 @@ class ModelRunner:
         starts = [min(seq.num_draft_cached, len(seq.tokens) - 1) for seq in seqs]
         return self.run([DraftInput(seq, at, seq.tokens[at:]) for seq, at in zip(seqs, starts, strict=True)])
 
+    def pass_over(self, seq: SequenceView, start: int) -> bool:
+        state = seq._seq
+        if state.draft_cached < start <= state.draft_cached + MOST_MISSING:
+            state.draft_cached = start
+        return start <= state.draft_cached
+
     def write(self, inputs: Many[HiddenInput]) -> None:
         assert self._runner is not None, "a drafter's model runs once the engine has its cache"
         rows = [DraftInput(each.seq, each.start, [0] * len(each.hidden[0]), num_logits=0) for each in inputs]
@@ -189,7 +195,7 @@ class ModelRunner:
             token_ids += each.tokens
             if each.parents is None:
                 positions += range(each.start, each.start + count)
-                parents += range(-1, count - 1)
+                parents += [count - 1 if each.is_block and count > 1 else -1, *range(count - 1)]
             else:
                 at: list[int] = []
                 for parent in each.parents:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specserve.models.decoder import Decoder
-from specserve.models.heads.spec import EagleSpec, TargetShape
+from specserve.models.heads.spec import BlockSpec, EagleSpec, TargetShape
 from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops import AttentionRows
 from specserve.runtime.pack import StepInput, padded
@@ -40,21 +41,34 @@ def attend(spec: DecoderSpec, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> 
     return torch.einsum("hrc,chd->rhd", weights, v).flatten(1)
 
 
-def layer(spec: DecoderSpec, weights: Weights, name: str, x: Tensor, residual: Tensor) -> Tensor:
-    """A decoder layer whose attention reads x [rows, any], of a chain that begins at position 0."""
+def projected(spec: DecoderSpec, weights: Weights, name: str, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [rows, heads, d] of a chain from position `start` on."""
     at = f"{name}.self_attn"
-    positions = torch.arange(len(x)).float()
-    q, k, v = ((x @ weights[f"{at}.{p}_proj.weight"].T).unflatten(1, (-1, spec.head_dim)) for p in "qkv")
+    positions = torch.arange(start, start + len(x)).float()
+    q, k, v = (
+        F.linear(x, weights[f"{at}.{p}_proj.weight"], weights.get(f"{at}.{p}_proj.bias")).unflatten(
+            1, (-1, spec.head_dim)
+        )
+        for p in "qkv"
+    )
     if spec.qk_norm:
         q = norm(q, weights[f"{at}.q_norm.weight"], spec.norm_eps)
         k = norm(k, weights[f"{at}.k_norm.weight"], spec.norm_eps)
     theta = spec.ropes[0].theta
-    q, k = rotated(q, positions, theta), rotated(k, positions, theta)
-    sees = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    residual = residual + attend(spec, q, k, v, sees) @ weights[f"{at}.o_proj.weight"].T
+    return rotated(q, positions, theta), rotated(k, positions, theta), v
+
+
+def mlp(spec: DecoderSpec, weights: Weights, name: str, residual: Tensor) -> Tensor:
     x = norm(residual, weights[f"{name}.post_attention_layernorm.weight"], spec.norm_eps)
     gate, up = (x @ weights[f"{name}.mlp.{p}_proj.weight"].T for p in ("gate", "up"))
     return residual + (F.silu(gate) * up) @ weights[f"{name}.mlp.down_proj.weight"].T
+
+
+def layer(spec: DecoderSpec, weights: Weights, name: str, x: Tensor, residual: Tensor) -> Tensor:
+    """A decoder layer whose attention reads x [rows, any], of a chain that begins at position 0."""
+    sees = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    attended = attend(spec, *projected(spec, weights, name, x, 0), sees)
+    return mlp(spec, weights, name, residual + attended @ weights[f"{name}.self_attn.o_proj.weight"].T)
 
 
 def eagle_states(head: EagleSpec, weights: Weights, hidden: list[Tensor]) -> Tensor:
@@ -96,52 +110,129 @@ def eagle(
     return out @ weights.get("lm_head.weight", lm_head).T, out if head.norm_output else residual
 
 
-def trained_eagle(
-    target: Decoder, texts: list[list[int]], version: int, steps: int, seed: int = 0
-) -> tuple[EagleSpec, dict[str, Tensor], Tensor | None]:
-    """A small EAGLE head that learns texts (token ids) of a target: its spec, tensors and, for version 3, d2t, int64
-    [draft vocabulary] of the texts' own tokens."""
-    shape = target.spec
+def block(
+    head: BlockSpec, weights: Weights, embedding: Tensor, lm_head: Tensor, hidden: list[Tensor], last: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """The last token and masks, `count` rows behind a context whose hidden states [context, target's hidden] are given
+    for each layer that the head reads: logits [count, draft vocabulary] without what the token before adds, and the
+    hidden states behind the final norm."""
+    spec, eps = head.layers, head.layers.norm_eps
+    states = norm(torch.cat(hidden, -1) @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    tokens = torch.tensor([last] + [head.mask_token_id] * (count - 1))
+    residual = weights.get("embed_tokens.weight", embedding)[tokens]
+    start = len(states)
+    sees = torch.ones(count, start + count, dtype=torch.bool)
+    if head.is_causal:
+        sees = sees.tril(start)
+    for i in range(spec.num_layers):
+        name = f"layers.{i}"
+        x = norm(residual, weights[f"{name}.input_layernorm.weight"], eps)
+        q, own_k, own_v = projected(spec, weights, name, x, start)
+        _, past_k, past_v = projected(spec, weights, name, states, 0)
+        attended = attend(spec, q, torch.cat((past_k, own_k)), torch.cat((past_v, own_v)), sees)
+        residual = mlp(spec, weights, name, residual + attended @ weights[f"{name}.self_attn.o_proj.weight"].T)
+    out = norm(residual, weights["norm.weight"], eps)
+    return out @ weights.get("lm_head.weight", lm_head).T, out
+
+
+Trained: TypeAlias = tuple[Any, dict[str, Tensor], Tensor | None]  # a spec, its tensors, d2t int64 [draft vocabulary]
+
+
+def trained_eagle(target: Decoder, texts: list[list[int]], version: int, steps: int) -> Trained:
+    """A small EAGLE head that learns texts (token ids) of a target; version 3 proposes only from the texts' tokens."""
     ids = torch.tensor(sorted({token for text in texts for token in text})) if version == 3 else None
     spec = EagleSpec(
         version=version,
-        target=TargetShape(hidden_size=shape.hidden_size, num_layers=shape.num_layers, vocab_size=shape.vocab_size),
-        layers=DecoderSpec(
-            vocab_size=shape.vocab_size if ids is None else len(ids),
-            hidden_size=shape.hidden_size,
-            num_layers=1,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            intermediate_size=128,
-            max_len=shape.max_len,
-            norm_eps=1e-5,
-            activation="silu",
-            ropes=(Rope(),),
-            windows=(None,),
-            query_scale=0.25,
-        ),
-        hidden_layers=tuple(range(shape.num_layers)) if version == 3 else (),
+        target=target_shape(target),
+        layers=small_layers(target, target.spec.vocab_size if ids is None else len(ids)),
+        hidden_layers=tuple(range(target.spec.num_layers)) if version == 3 else (),
         has_head=version == 3,
     )
-    weights = random_weights(spec.shapes(), seed)
-    embedding, lm_head = matrices(target)
-    layers = spec.hidden_layers or (shape.num_layers - 1,)
-    examples = []
-    for text in texts:
-        hidden = [x if version == 3 else target.final_norm(x) for x in hidden_states(target, text, layers)]
-        examples.append(([x[:-2].clone() for x in hidden], torch.tensor(text)))
-    optimizer = torch.optim.Adam([weight.requires_grad_() for weight in weights.values()], lr=4e-3)
+    matrices_ = matrices(target)
+    shown = spec.hidden_layers or (target.spec.num_layers - 1,)
+    all_hidden = [hidden_states(target, text, shown) for text in texts]
+    if version == 1:
+        all_hidden = [[target.final_norm(x) for x in hidden] for hidden in all_hidden]
+
+    def loss(weights: Weights, step: int) -> Tensor:
+        tokens = torch.tensor(texts[step % len(texts)])
+        states = eagle_states(spec, weights, [x[:-2].clone() for x in all_hidden[step % len(texts)]])
+        logits, _ = eagle(spec, weights, *matrices_, tokens[1:-1], states)
+        return F.cross_entropy(logits, tokens[2:] if ids is None else torch.searchsorted(ids, tokens[2:]))
+
+    return spec, _learned(spec.shapes(), loss, steps, 4e-3), None if ids is None else ids - torch.arange(len(ids))
+
+
+def trained_block(target: Decoder, texts: list[list[int]], steps: int, **options: Any) -> Trained:
+    """A small block head that learns texts (token ids) of a target."""
+    spec = BlockSpec(
+        target=target_shape(target),
+        layers=small_layers(target, target.spec.vocab_size),
+        hidden_layers=tuple(range(target.spec.num_layers)),
+        block_size=5,
+        mask_token_id=target.spec.vocab_size - 1,
+        **options,
+    )
+    matrices_, first = matrices(target), 0 if spec.samples_anchor else 1
+    all_hidden = [hidden_states(target, text, spec.hidden_layers) for text in texts]
+    generator = torch.Generator().manual_seed(1)
+
+    def loss(weights: Weights, step: int) -> Tensor:
+        text = texts[step % len(texts)]
+        some = []
+        for last in torch.randint(1, len(text) - spec.block_size - 1, (6,), generator=generator).tolist():
+            hidden = [x[:last].clone() for x in all_hidden[step % len(texts)]]
+            logits, out = block(spec, weights, *matrices_, hidden, text[last], spec.block_size)
+            goal = text[last + 1 : last + 1 + spec.num_proposed]
+            before = torch.tensor(text[last : last + len(goal)])
+            logits, out = logits[first:], out[first:]
+            if spec.bigram_rank:
+                logits = logits + weights["bigram_in.weight"][before] @ weights["bigram_out.weight"].T
+            some.append(F.cross_entropy(logits, torch.tensor(goal)))
+            if spec.has_confidence:
+                right = (logits.argmax(-1) == torch.tensor(goal)).float()
+                guess = F.linear(out.detach(), weights["confidence.weight"], weights["confidence.bias"])[:, 0]
+                some.append(F.binary_cross_entropy_with_logits(guess, right))
+        return torch.stack(some).sum()
+
+    return spec, _learned(spec.shapes(), loss, steps, 2e-3), None
+
+
+def _learned(
+    shapes: Mapping[str, tuple[int, ...]], loss: Callable[[Weights, int], Tensor], steps: int, rate: float
+) -> dict[str, Tensor]:
+    weights = random_weights(shapes)
+    optimizer = torch.optim.Adam([weight.requires_grad_() for weight in weights.values()], lr=rate)
     for step in range(steps):
-        hidden, tokens = examples[step % len(examples)]
-        states = eagle_states(spec, weights, hidden)
-        logits, _ = eagle(spec, weights, embedding, lm_head, tokens[1:-1], states)
-        goal = tokens[2:] if ids is None else torch.searchsorted(ids, tokens[2:])
         optimizer.zero_grad()
-        F.cross_entropy(logits, goal).backward()
+        loss(weights, step).backward()
         optimizer.step()
-    learned = {name: weight.detach() for name, weight in weights.items()}
-    return spec, learned, None if ids is None else ids - torch.arange(len(ids))
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def target_shape(target: Decoder) -> TargetShape:
+    spec = target.spec
+    return TargetShape(hidden_size=spec.hidden_size, num_layers=spec.num_layers, vocab_size=spec.vocab_size)
+
+
+def small_layers(target: Decoder, vocab_size: int, num_layers: int = 1, **more: Any) -> DecoderSpec:
+    """Layers of a head for a target."""
+    return DecoderSpec(
+        vocab_size=vocab_size,
+        hidden_size=target.spec.hidden_size,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        max_len=target.spec.max_len,
+        norm_eps=1e-5,
+        activation="silu",
+        ropes=(Rope(),) * num_layers,
+        windows=(None,) * num_layers,
+        query_scale=0.25,
+        **more,
+    )
 
 
 def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:

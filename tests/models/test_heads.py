@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from specserve.models.decoder import Decoder
+from specserve.models.heads.block import BlockHead
 from specserve.models.heads.eagle import EagleHead
-from specserve.models.heads.spec import EagleSpec, TargetShape
+from specserve.models.heads.spec import BlockSpec, EagleSpec, TargetShape
 from specserve.models.loader import load_model
 from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops import AttentionRows, Ops, Rotation
@@ -21,7 +22,7 @@ from specserve.registry import KERNELS
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Output, Runner
 from specserve.testing import write_tiny_model
-from specserve.testing.heads import eagle, eagle_states, matrices, random_weights
+from specserve.testing.heads import block, eagle, eagle_states, matrices, random_weights, small_layers, target_shape
 
 BLOCK = 16
 LENGTH = 21  # rows of the context
@@ -54,9 +55,16 @@ class Chain:
         kv = [torch.zeros((2, 8 * BLOCK, spec.num_kv_heads, spec.head_dim)) for _ in range(spec.num_layers)]
         self._runner, self._multiple = Runner(head, ops, kv, BLOCK, rows, rows), ops.row_multiple
 
-    def run(self, start: int, tokens: Tensor, features: Tensor) -> Output:
+    def write(self, start: int, hidden: list[Tensor]) -> None:
+        count, runner = len(hidden[0]), self._runner
+        rows = AttentionRows.pack([0, count], [start], [list(range(1, 8))], range(-1, count - 1), self._multiple)
+        places = torch.from_numpy(padded(list(range(start, start + count)), self._multiple))
+        runner.model.write(hidden, places, runner.kv, runner.ops.plan(rows, BLOCK))
+
+    def run(self, start: int, tokens: Tensor, features: Tensor | None, is_block: bool = False) -> Output:
         count, multiple = len(tokens), self._multiple
-        rows = AttentionRows.pack([0, count], [start], [list(range(1, 8))], range(-1, count - 1), multiple)
+        parents = [count - 1 if is_block else -1, *range(count - 1)]
+        rows = AttentionRows.pack([0, count], [start], [list(range(1, 8))], parents, multiple)
         ids = padded(tokens.tolist(), multiple)
         places = padded(list(range(start, start + count)), multiple)
         every = padded(list(range(count)), multiple)
@@ -119,6 +127,37 @@ def test_eagle_logits_are_the_reference_s(target: Decoder, ops: Ops, name: str) 
         wanted, out = eagle(head, weights, embedding, lm_head, tokens[: LENGTH + depth + 1], wanted_states)
         found = chain.run(LENGTH + depth, tokens[LENGTH + depth : LENGTH + depth + 1], state)
         torch.testing.assert_close(found.logits[:1], wanted[-1:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_block_logits_are_the_reference_s(target: Decoder, ops: Ops, num_layers: int, is_causal: bool) -> None:
+    head = BlockSpec(
+        target=target_shape(target),
+        layers=small_layers(target, 40, num_layers, qk_norm=num_layers == 2),
+        hidden_layers=(0, 2),
+        block_size=6,
+        mask_token_id=17,
+        has_embedding=num_layers == 2,
+        has_head=True,
+        is_causal=is_causal,
+        bigram_rank=8,
+    )
+    weights, generator = random_weights(head.shapes()), torch.Generator().manual_seed(1)
+    hidden = [torch.randn(LENGTH, 64, generator=generator) for _ in head.hidden_layers]
+    wanted, out = block(head, weights, *matrices(target), hidden, 5, 6)
+
+    model = BlockHead(head, weights, torch.arange(40), ops, target)
+    chain = Chain(model, ops)
+    for start, stop in ((0, 9), (9, LENGTH)):
+        chain.write(start, [x[start:stop] for x in hidden])
+    found = chain.run(LENGTH, torch.tensor([5] + [17] * 5), None, is_block=not is_causal)
+    torch.testing.assert_close(found.logits[:6], wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.hidden[:6], out, rtol=0, atol=1e-4)
+    bias = model.bias([3, 5])
+    assert bias is not None
+    pairs = weights["bigram_in.weight"][[3, 5]] @ weights["bigram_out.weight"].T
+    torch.testing.assert_close(bias, pairs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("count", [2, 7, 64])
