@@ -376,6 +376,14 @@ def test_which_rows_of_a_block_see_each_other(
     assert isinstance(spec, BlockSpec) and (spec.is_causal, spec.layers.windows) == (causal, windows)
 
 
+def test_qwen_3_heads_are_128_wide_unless_said(tmp_path: Path) -> None:
+    """As transformers has it: to_diff_dict need not write it."""
+    config, tensors = dflash()
+    del config["head_dim"]
+    with pytest.raises(ModelError, match=r"q_norm\.weight has shape \(4,\).*\(128,\)"):
+        read_head(save(tmp_path, config, tensors))
+
+
 def test_medusa_needs_no_configuration(tmp_path: Path) -> None:
     _, tensors = medusa()
     torch.save(tensors, tmp_path / "medusa_lm_head.pt")
@@ -479,6 +487,8 @@ ERRORS: list[tuple[Maker, Callable[[Config, Tensors], None], str]] = [
     (eagle_3, swapped, r"no table of offsets"),
     (eagle_3, shifted(-2), r"no table of offsets.*goes from -1 to"),
     (eagle_3, shifted(10), r"no table of offsets.*below the target's 40 ids.* to 44"),
+    (eagle_3, shifted(6), r"no table of offsets.*to 40\."),
+    (eagle_3, with_tensors(d2t=-torch.arange(DRAFT)), r"no table of offsets.*from 0 to 0"),
     (eagle_3, target_ids, r"no table of offsets.*subtracting arange"),
     (eagle_3, with_tensors(d2t=torch.zeros(12, dtype=torch.int32)), r"d2t is int32 \[12\].*int64 \[12\]"),
     (eagle_3, with_tensors(d2t=torch.zeros(11, dtype=torch.int64)), r"d2t is int64 \[11\]"),
