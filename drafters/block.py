@@ -86,7 +86,8 @@ class BlockDrafter:
         """How many tokens a draft may have; none for a sequence of which the head lacks something."""
         if seq.num_draft_cached < len(seq.tokens) - 1:
             return 0
-        return min(asked, self._head.head.num_proposed)
+        most: int = self._head.head.num_proposed
+        return min(asked, most)
 
     def _block(self, text: DraftText) -> DraftInput:
         """The last token and masks behind it, which all see each other."""

@@ -66,7 +66,7 @@ class EagleDrafter:
             return
         states = self._states(step.hidden, [row for some in rows for row in some])
         waiting: list[DraftInput] = []
-        for report, own in zip(step.seqs, states.split([len(some) for some in rows]), strict=True):
+        for report, own in zip(step.seqs, torch.split(states, [len(some) for some in rows]), strict=True):
             known = self._known[report.seq]
             known.add(report, own, self._runner)
             if known.num_unread > (_MOST_UNREAD if report.num_new == 1 else 0):

@@ -48,4 +48,4 @@ class AttentionRows:
     def is_block(self, s: int) -> bool:
         """Whether the rows of sequence s see each other."""
         start, stop = self.query_starts[s : s + 2].tolist()
-        return stop - start > 1 and int(self.parents[start]) == stop - start - 1
+        return bool(stop - start > 1 and self.parents[start] == stop - start - 1)

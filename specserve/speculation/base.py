@@ -25,7 +25,6 @@ from torch import Tensor
 from specserve.ops import Ops
 from specserve.types import Draft, Ids, Sequence, Verdict
 
-
 MOST_MISSING = 16  # tokens of a sequence without KV of a head that drafts all the same
 
 

@@ -72,7 +72,7 @@ class TargetContext:
         return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
 
     def load_head(self, name: str, kind: str) -> EagleHead | BlockHead:
-        found = read_head(catalog.resolve_head(name))
+        found = read_head(catalog.resolve_head(name), self.num_layers)
         spec = found.spec
         if spec.kind != kind or isinstance(spec, MedusaSpec):
             raise ModelError(f"{name} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")

@@ -205,7 +205,7 @@ def _learned(
     optimizer = torch.optim.Adam([weight.requires_grad_() for weight in weights.values()], lr=rate)
     for step in range(steps):
         optimizer.zero_grad()
-        loss(weights, step).backward()
+        loss(weights, step).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {name: weight.detach() for name, weight in weights.items()}
 

@@ -23,8 +23,9 @@ from specserve.engine.request import Request
 from specserve.llm import LLM
 from specserve.models.decoder import Decoder
 from specserve.models.heads.formats import Head, read_head, write_head
-from specserve.models.heads.spec import BlockSpec
+from specserve.models.heads.spec import BlockSpec, EagleSpec, TargetShape
 from specserve.models.loader import load_model
+from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops.backend import KernelOptions
 from specserve.registry import DRAFTERS, KERNELS
 from specserve.structured.spec import Structured
@@ -35,6 +36,7 @@ from specserve.testing.heads import (
     eagle_states,
     hidden_states,
     matrices,
+    random_weights,
     trained_block,
     trained_eagle,
 )
@@ -277,3 +279,26 @@ def test_the_law_is_the_targets(tiny: Path, drafting: dict[str, Any], verificati
     table = [[*row, 2400 - sum(row)] for row in table]
     assert stats.chi2_contingency(table).pvalue > 1e-4
     assert sum(table[0][:-1]) > 600, "enough is not rare"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_the_real_model_says_the_same(smollm2: Path, tmp_path: Path, kind: str) -> None:
+    """With a head that has learned nothing."""
+    shape = TargetShape(hidden_size=576, num_layers=30, vocab_size=49_152)
+    layers = DecoderSpec(
+        vocab_size=2048, hidden_size=576, num_layers=1, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=512,
+        max_len=2048, norm_eps=1e-5, activation="silu", ropes=(Rope(),), windows=(None,), query_scale=0.125,
+    )  # fmt: skip
+    common: dict[str, Any] = {"target": shape, "layers": layers, "hidden_layers": (1, 14, 26), "has_head": True}
+    spec = EagleSpec(version=3, **common) if kind == "eagle" else BlockSpec(block_size=6, mask_token_id=0, **common)
+    write_head(tmp_path, spec, random_weights(spec.shapes()), torch.arange(2048), verifier="smollm2-135m")
+    prompts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time there was"]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0, 0.0)]
+    outputs, drafted = [], 0
+    for options in ({"drafter": "none"}, {"drafter": kind, "drafter_options": {"head": str(tmp_path)}}):
+        with LLM(str(smollm2), adaptive=False, kv_cache_gib=0.1, max_model_len=256, **options) as llm:
+            found = [each.outputs[0] for each in llm.generate(prompts, params)]
+        outputs.append([each.token_ids for each in found])
+        drafted = sum(each.stats.num_draft_tokens for each in found)
+    assert outputs[0] == outputs[1]
+    assert drafted > 100
