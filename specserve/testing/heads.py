@@ -45,12 +45,8 @@ def projected(spec: DecoderSpec, weights: Weights, name: str, x: Tensor, start: 
     """Queries, keys and values [rows, heads, d] of a chain from position `start` on."""
     at = f"{name}.self_attn"
     positions = torch.arange(start, start + len(x)).float()
-    q, k, v = (
-        F.linear(x, weights[f"{at}.{p}_proj.weight"], weights.get(f"{at}.{p}_proj.bias")).unflatten(
-            1, (-1, spec.head_dim)
-        )
-        for p in "qkv"
-    )
+    flat = [F.linear(x, weights[f"{at}.{p}_proj.weight"], weights.get(f"{at}.{p}_proj.bias")) for p in "qkv"]
+    q, k, v = (each.view(len(x), -1, spec.head_dim) for each in flat)
     if spec.qk_norm:
         q = norm(q, weights[f"{at}.q_norm.weight"], spec.norm_eps)
         k = norm(k, weights[f"{at}.k_norm.weight"], spec.norm_eps)
