@@ -58,7 +58,7 @@ CONTRACTS = (
     "speculation.textfile",
 )
 CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
-HEADS = ("eagle", "block")  # drafters that are no part of it
+HEADS = ("eagle", "block", "medusa")  # drafters that are no part of it
 CORE_LIMIT = 5_150
 CONFIG_FIELDS_LIMIT = 21
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}

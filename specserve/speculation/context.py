@@ -17,6 +17,7 @@ from specserve.models.decoder import Decoder
 from specserve.models.heads.block import BlockHead
 from specserve.models.heads.eagle import EagleHead
 from specserve.models.heads.formats import fits, read_head
+from specserve.models.heads.medusa import MedusaHead
 from specserve.models.heads.spec import BlockSpec, MedusaSpec, TargetShape
 from specserve.models.loader import load_model
 from specserve.ops import AttentionRows, Ops
@@ -71,13 +72,15 @@ class TargetContext:
         loaded = load_model(folder, self.ops)
         return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
 
-    def load_head(self, name: str, kind: str) -> EagleHead | BlockHead:
+    def load_head(self, name: str, kind: str) -> EagleHead | BlockHead | MedusaHead:
         found = read_head(catalog.resolve_head(name), self.num_layers)
         spec = found.spec
-        if spec.kind != kind or isinstance(spec, MedusaSpec):
+        if spec.kind != kind:
             raise ModelError(f"{name} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
         own = TargetShape(hidden_size=self.hidden_size, num_layers=self.num_layers, vocab_size=self.vocab_size)
         fits(spec, own)
+        if isinstance(spec, MedusaSpec):
+            return MedusaHead(spec, found.weights, found.d2t, self.ops)
         layers = dataclasses.replace(spec.layers, max_len=self.max_model_len)  # its rotation has no end of its own
         given = found.weights, found.d2t, self.ops, self._model
         if isinstance(spec, BlockSpec):

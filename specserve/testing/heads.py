@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specserve.models.decoder import Decoder
-from specserve.models.heads.spec import BlockSpec, EagleSpec, TargetShape
+from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
 from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops import AttentionRows
 from specserve.runtime.pack import StepInput, padded
@@ -192,6 +192,33 @@ def trained_block(target: Decoder, texts: list[list[int]], steps: int, **options
         return torch.stack(some).sum()
 
     return spec, _learned(spec.shapes(), loss, steps, 2e-3), None
+
+
+def medusa(head: MedusaSpec, weights: Weights, hidden: Tensor) -> Tensor:
+    """Logits [heads, rows, draft vocabulary] from hidden states behind the target's final norm [rows, hidden]."""
+    found = []
+    for j in range(head.num_heads):
+        x = hidden
+        for i in range(head.num_layers):
+            x = x + F.silu(F.linear(x, weights[f"{j}.{i}.linear.weight"], weights[f"{j}.{i}.linear.bias"]))
+        found.append(x @ weights[f"{j}.{head.num_layers}.weight"].T)
+    return torch.stack(found)
+
+
+def trained_medusa(target: Decoder, texts: list[list[int]], steps: int) -> Trained:
+    """Three small Medusa heads that learn texts (token ids) of a target."""
+    spec = MedusaSpec(target=target_shape(target), num_heads=3, draft_vocab_size=target.spec.vocab_size)
+    last = (target.spec.num_layers - 1,)
+    all_hidden = [target.final_norm(hidden_states(target, text, last)[0]).clone() for text in texts]
+
+    def loss(weights: Weights, step: int) -> Tensor:
+        tokens, hidden = torch.tensor(texts[step % len(texts)]), all_hidden[step % len(texts)]
+        rows = len(tokens) - spec.num_heads - 1
+        logits = medusa(spec, weights, hidden[:rows])
+        goals = [tokens[2 + j : 2 + j + rows] for j in range(spec.num_heads)]
+        return torch.stack([F.cross_entropy(each, goal) for each, goal in zip(logits, goals, strict=True)]).sum()
+
+    return spec, _learned(spec.shapes(), loss, steps, 4e-3), None
 
 
 def _learned(

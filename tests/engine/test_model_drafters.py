@@ -22,8 +22,8 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.llm import LLM
 from specserve.models.decoder import Decoder
-from specserve.models.heads.formats import Head, read_head, write_head
-from specserve.models.heads.spec import BlockSpec, EagleSpec, TargetShape
+from specserve.models.heads.formats import Head, hidden_layers, read_head, write_head
+from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
 from specserve.models.loader import load_model
 from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops.backend import KernelOptions
@@ -36,16 +36,18 @@ from specserve.testing.heads import (
     eagle_states,
     hidden_states,
     matrices,
+    medusa,
     random_weights,
     trained_block,
     trained_eagle,
+    trained_medusa,
 )
 from specserve.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
 SHARP = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.2, seed=9, max_tokens=24, ignore_eos=True)
-KINDS = ("draft_model", "eagle3", "eagle1", "block", "block-own-places")
+KINDS = ("draft_model", "eagle3", "eagle1", "block", "block-own-places", "medusa")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,7 @@ def heads(tiny: Path, target: Decoder, expected: Any, tmp_path_factory: pytest.T
         "eagle1": trained_eagle(target, texts, 1, steps=60),
         "block": trained_block(target, texts, 250, bigram_rank=8, has_confidence=True),
         "block-own-places": trained_block(target, texts, 250, samples_anchor=False, is_causal=True),
+        "medusa": trained_medusa(target, texts, 60),
     }
     folders = {}
     for name, (spec, weights, d2t) in trained.items():
@@ -99,6 +102,10 @@ def drafting(request: pytest.FixtureRequest, similar: Path, heads: dict[str, Pat
         "drafter": request.param.rstrip("13").partition("-")[0],
         "drafter_options": {"head": str(heads[request.param])},
     }
+
+
+def drafter_of(kind: str) -> str:
+    return kind.rstrip("13").partition("-")[0]
 
 
 def make(model: Path, *some: dict[str, Any], **options: Any) -> Engine:
@@ -173,7 +180,7 @@ def test_drafts_are_the_reference_s(
 ) -> None:
     """What a head is given is right: chunks of prompts, accepted and rejected drafts, prefix hits, preemption."""
     made: list[tuple[list[int], list[int]]] = []
-    name = "eagle" if "eagle" in kind else "block"
+    name = drafter_of(kind)
     drafter = DRAFTERS.find(name)
     propose = drafter.propose
 
@@ -205,8 +212,16 @@ def test_drafts_are_the_reference_s(
 def drafted_by(head: Head, target: Decoder, tokens: list[int], count: int) -> list[int]:
     """What the head drafts greedily behind tokens, in plain torch."""
     spec, weights = head.spec, dict(head.weights)
-    hidden = hidden_states(target, tokens[:-1], spec.hidden_layers or (target.spec.num_layers - 1,))
+    hidden = hidden_states(target, tokens[:-1], hidden_layers(spec) or (target.spec.num_layers - 1,))
     draft: list[int] = []
+    if isinstance(spec, MedusaSpec):
+        places = medusa(spec, weights, target.final_norm(hidden[0])[-1:]).softmax(-1).topk(4)
+        found = [(1.0, 0, 0)]  # all nodes in the order in which they follow from each other: chance, depth, token
+        for chance, depth, _ in found:
+            if depth < min(count, spec.num_heads):
+                best = zip(places.values[depth, 0].tolist(), places.indices[depth, 0].tolist(), strict=True)
+                found += [(chance * own, depth + 1, token) for own, token in best]
+        return [token for _, _, token in sorted(found[1:], key=lambda node: -node[0])[:count]]
     if isinstance(spec, BlockSpec):
         rows = count if spec.samples_anchor else count + 1
         logits, _ = block(spec, weights, *matrices(target), hidden, tokens[-1], rows)

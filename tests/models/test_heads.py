@@ -13,7 +13,8 @@ from torch import Tensor
 from specserve.models.decoder import Decoder
 from specserve.models.heads.block import BlockHead
 from specserve.models.heads.eagle import EagleHead
-from specserve.models.heads.spec import BlockSpec, EagleSpec, TargetShape
+from specserve.models.heads.medusa import MedusaHead
+from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
 from specserve.models.loader import load_model
 from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops import AttentionRows, Ops, Rotation
@@ -22,7 +23,16 @@ from specserve.registry import KERNELS
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Output, Runner
 from specserve.testing import write_tiny_model
-from specserve.testing.heads import block, eagle, eagle_states, matrices, random_weights, small_layers, target_shape
+from specserve.testing.heads import (
+    block,
+    eagle,
+    eagle_states,
+    matrices,
+    medusa,
+    random_weights,
+    small_layers,
+    target_shape,
+)
 
 BLOCK = 16
 LENGTH = 21  # rows of the context
@@ -215,3 +225,12 @@ def test_joined_norms_are_norms_side_by_side(ops: Ops) -> None:
     normed = b * torch.rsqrt(b.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
     torch.testing.assert_close(found, torch.cat((a, normed, c), -1), rtol=0, atol=1e-5)
     assert np.isfinite(found.numpy()).all()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_medusa_logits_are_the_reference_s(target: Decoder, ops: Ops, num_layers: int) -> None:
+    head = MedusaSpec(target=target_shape(target), num_heads=3, num_layers=num_layers, draft_vocab_size=40)
+    weights = random_weights(head.shapes())
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    found = MedusaHead(head, weights, torch.arange(40), ops).logits(hidden, 2)
+    torch.testing.assert_close(found, medusa(head, weights, hidden)[:2], rtol=0, atol=1e-4)
