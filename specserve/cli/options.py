@@ -95,6 +95,9 @@ _EXTRA: dict[str, Any] = {
     "api_key": {"show_default": False, "negative": ()},
     "cors_origin": {"show_default": False, "negative": ()},
     "admin": {"negative": ()},
+    "causal": {"negative": ()},
+    "temperatures": {"negative": ()},
+    "hidden_layers": {"show_default": False, "negative": ()},
 }
 
 

@@ -143,7 +143,9 @@ class BlockSpec:
         """All tensors but d2t, int64 [draft vocabulary]."""
         own, hidden = self.layers, self.layers.hidden_size
         shapes: Shapes = {
-            n.removeprefix("model."): s for n, s in own.shapes().items() if n.startswith(("model.layers.", "model.norm."))
+            n.removeprefix("model."): s
+            for n, s in own.shapes().items()
+            if n.startswith(("model.layers.", "model.norm."))
         }
         shapes["fc.weight"] = (hidden, len(self.hidden_layers) * self.target.hidden_size)
         shapes["hidden_norm.weight"] = (hidden,)
