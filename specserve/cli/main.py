@@ -30,6 +30,7 @@ COMMANDS = {
     ),
     "top": ("specserve.cli.top:top", "Watch a running server."),
     "pull": ("specserve.cli.pull:pull", "Fetch a model into the cache, or list what is there."),
+    "inspect": ("specserve.cli.inspect:inspect", "Say what a checkpoint is: a draft head or a model, and for whom."),
     "doctor": ("specserve.cli.doctor:doctor", "Show the device, memory, kernels, model folder and versions."),
     "completion": ("specserve.cli.completion:completion", "Install completion of commands and options for a shell."),
 }

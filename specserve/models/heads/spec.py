@@ -16,7 +16,7 @@ class TargetShape:
     """What a head was made for: hidden size, layers and vocabulary of the target."""
 
     hidden_size: int
-    num_layers: int
+    num_layers: int  # 0 where a checkpoint does not say it; most do not
     vocab_size: int
 
 
@@ -113,13 +113,15 @@ class MedusaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """DFlash (arXiv 2602.06036) and DSpark: one pass over the last committed token and `block_size` - 1 masks behind it,
-    all of which see each other and, as keys and values, what fc makes of the target's hidden states.
+    """DFlash (arXiv 2602.06036) and DSpark: one pass over the last committed token and `block_size` - 1 masks behind
+    it, all of which see each other and, as keys and values, what fc makes of the target's hidden states.
 
     `hidden_norm`(fc([outputs of hidden_layers])) is what k_proj and v_proj of every layer read for tokens that the
-    target has computed; queries come from the block's own rows alone. Row i proposes the token behind i. With
-    `bigram_rank`, logits of row i get `bigram_out`(`bigram_in`[token i - 1]) for the token drafted before, and with
-    `has_confidence` a row's own chance of being accepted is sigmoid(confidence(hidden)).
+    target has computed; queries come from the block's own rows alone. Row i proposes the token behind i. Without
+    `samples_anchor`, as DFlash was published, a mask proposes the token in its own place, and row 0 none. With
+    `bigram_rank`, a row's logits get `bigram_out`(`bigram_in`[token]) for the token before the one it proposes, and
+    with `has_confidence` a row's own chance of being accepted is sigmoid(confidence(hidden)), where
+    `confidence_reads_bigram` that of [hidden, `bigram_in`[token]].
     """
 
     kind: ClassVar[str] = "block"
@@ -132,8 +134,15 @@ class BlockSpec:
     has_embedding: bool = False
     has_head: bool = False
     is_causal: bool = False  # rows see only those before them
+    samples_anchor: bool = True
     bigram_rank: int = 0
     has_confidence: bool = False
+    confidence_reads_bigram: bool = False
+
+    @property
+    def num_proposed(self) -> int:
+        """Tokens that a pass proposes at most."""
+        return self.block_size if self.samples_anchor else self.block_size - 1
 
     @property
     def has_draft_vocab(self) -> bool:
@@ -159,7 +168,7 @@ class BlockSpec:
             shapes["bigram_in.weight"] = (self.target.vocab_size, self.bigram_rank)
             shapes["bigram_out.weight"] = (own.vocab_size, self.bigram_rank)
         if self.has_confidence:
-            shapes["confidence.weight"] = (1, hidden)
+            shapes["confidence.weight"] = (1, hidden + (self.bigram_rank if self.confidence_reads_bigram else 0))
             shapes["confidence.bias"] = (1,)
         return shapes
 
