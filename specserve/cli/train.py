@@ -20,7 +20,7 @@ TRAINING_HELP: dict[str, tuple[Group, str]] = {
     "tokens": (TEXT, "Stop writing at so many output tokens [default: each prompt at each temperature]."),
     "max_tokens": (TEXT, "Most output tokens of an answer."),
     "max_length": (TEXT, "Most tokens of a prompt and its answer; longer prompts are left out."),
-    "temperatures": (TEXT, "Of the answers; may be repeated. 0 is greedy. Each prompt is answered at each."),
+    "temperatures": (TEXT, "Of the answers, 0 is greedy; may be repeated: each prompt is answered at each [default: 0, 0.7, 1]."),
     "streams": (TEXT, "Answers that are written at once."),
     "layers": (HEAD, "Decoder layers; medusa: residual blocks of each head."),
     "depth": (HEAD, "Tokens of a draft: steps of the training-time test, rows of a block, or Medusa heads."),
@@ -56,6 +56,7 @@ _TARGET = TargetOptions()
 
 def train(
     kind: Annotated[Literal[KINDS], Parameter(help="Of the head.")],  # type: ignore[valid-type]
+    /,
     *,
     head: Annotated[HeadOptions, Parameter(name="*")],
     target: Annotated[TargetOptions, Parameter(name="*")] = _TARGET,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -93,13 +94,14 @@ class BlockHead(TrainedHead):
         context = self.hidden_norm(self.fc(batch.hidden))
         places = torch.arange(length, device=device)
         mask = self.mask(starts, length)
-        for layer in self.layers:
-            normed = layer.input_layernorm(x)
+        for layer in cast(list[DecoderLayer], self.layers):
+            own = layer.input_layernorm(x)
             far = layer.self_attn.keys_values(context, places)
-            near = layer.self_attn.keys_values(normed, positions)
+            near = layer.self_attn.keys_values(own, positions)
             keys, values = (torch.cat(pair, 2) for pair in zip(far, near, strict=True))
-            x = layer.finish(x, attend(layer.self_attn.queries(normed, positions), keys, values, mask))
-        return self.norm(x).unflatten(1, (anchors, rows))
+            x = layer.finish(x, attend(layer.self_attn.queries(own, positions), keys, values, mask))
+        normed: Tensor = self.norm(x)
+        return normed.view(num_answers, anchors, rows, -1)
 
     def mask(self, starts: Tensor, length: int) -> Tensor:
         """What each row sees, bool [batch, 1, anchors * rows, length + anchors * rows]: the tokens before its block,

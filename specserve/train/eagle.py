@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from specserve.models.heads.spec import EagleSpec
+from specserve.models.spec import DecoderSpec
 from specserve.train.batches import Batch
 from specserve.train.heads import Guesses, TrainedHead, frozen_head
 from specserve.train.layers import DecoderLayer, RMSNorm, Rotary, attend_unrolled
@@ -18,6 +20,14 @@ from specserve.train.layers import DecoderLayer, RMSNorm, Rotary, attend_unrolle
 _DECAY = 0.8  # of a depth's weight in the loss, as EAGLE-3's own code has it
 
 Cache = list[list[tuple[Tensor, Tensor]]]  # by layer, then by step: keys and values
+
+
+class _FirstLayer(DecoderLayer):
+    """Reads [norm(embedding), norm(hidden)]."""
+
+    def __init__(self, spec: DecoderSpec, rotary: Rotary) -> None:
+        super().__init__(spec, rotary, width=2 * spec.hidden_size)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
 
 
 class EagleHead(TrainedHead):
@@ -36,9 +46,8 @@ class EagleHead(TrainedHead):
         self.depth_weights = [_DECAY**step for step in range(depth)]
         self.rotary = Rotary(own, own.max_len + depth)
         self.fc = nn.Linear(len(spec.hidden_layers) * spec.target.hidden_size, own.hidden_size, spec.fc_bias)
-        widths = [2 * own.hidden_size] + [own.hidden_size] * (own.num_layers - 1)
-        self.layers = nn.ModuleList([DecoderLayer(own, self.rotary, width) for width in widths])
-        self.layers[0].hidden_norm = RMSNorm(own.hidden_size, own.norm_eps)
+        others = [DecoderLayer(own, self.rotary) for _ in range(own.num_layers - 1)]
+        self.layers = nn.ModuleList([_FirstLayer(own, self.rotary), *others])
         self.norm = RMSNorm(own.hidden_size, own.norm_eps)
         self.norm.weight.data.copy_(norm)
         self.lm_head = frozen_head(head, ids)
@@ -67,8 +76,8 @@ class EagleHead(TrainedHead):
     def step(self, embedded: Tensor, hidden: Tensor, step: int, cache: Cache) -> Tensor:
         """One pass over all rows, [batch, rows, hidden] each -> what stands behind the last layer, before the norm."""
         positions = torch.arange(embedded.shape[1], device=embedded.device) + step
-        for number, layer in enumerate(self.layers):
-            if number == 0:
+        for number, layer in enumerate(cast(list[DecoderLayer], self.layers)):
+            if isinstance(layer, _FirstLayer):
                 normed = layer.hidden_norm(hidden)
                 x = torch.cat([layer.input_layernorm(embedded), normed], -1)
                 residual = normed if self.spec.norm_before_residual else hidden

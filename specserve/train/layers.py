@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from specserve.models.decoder import rotary_tables
 from specserve.models.spec import DecoderSpec
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 class RMSNorm(nn.Module):
@@ -63,7 +66,8 @@ class Attention(nn.Module):
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [batch, rows, width] -> [batch, heads, rows, d], scaled."""
         q = self._split(self.q_proj(x))
-        return self._rotary[0](q if self.q_norm is None else self.q_norm(q), positions) * self._scale
+        rotated: Tensor = self._rotary[0](q if self.q_norm is None else self.q_norm(q), positions)
+        return rotated * self._scale
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """x [batch, rows, width] -> twice [batch, heads, rows, d]: a head of its own for each of the queries'."""
@@ -73,10 +77,11 @@ class Attention(nn.Module):
 
     def merge(self, x: Tensor) -> Tensor:
         """[batch, heads, rows, d] -> [batch, rows, hidden]."""
-        return self.o_proj(x.transpose(1, 2).flatten(2))
+        merged: Tensor = self.o_proj(x.transpose(1, 2).flatten(2))
+        return merged
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self._dim)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self._dim).transpose(1, 2)
 
 
 class GatedMlp(nn.Module):
@@ -89,7 +94,8 @@ class GatedMlp(nn.Module):
         self._activation = _ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+        found: Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+        return found
 
 
 class DecoderLayer(nn.Module):
@@ -105,7 +111,8 @@ class DecoderLayer(nn.Module):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """What stands behind the layer, [batch, rows, hidden], of its input and its attention."""
         residual = residual + self.self_attn.merge(attended)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
+        change: Tensor = self.mlp(self.post_attention_layernorm(residual))
+        return residual + change
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

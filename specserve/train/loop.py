@@ -129,7 +129,7 @@ class Training:
         if not np.isfinite(value):
             raise EngineError(f"The loss of step {self.step + 1} is {value}. Train anew with a lower --learning-rate.")
         if loss.requires_grad:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             rate = options.learning_rate, options.warmup, options.decay
             self._optimiser.step(learning_rate(self.step, self.num_steps, *rate))
         return value

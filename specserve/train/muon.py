@@ -26,7 +26,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(list(parameters), {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # which nobody gives
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """About U V^T of matrix = U S V^T, by Newton and Schulz's iteration; singular values come out around 1."""
     a, b, c = _COEFFICIENTS
-    x = matrix.bfloat16() if matrix.is_cuda else matrix
+    x: Tensor = matrix.bfloat16() if matrix.is_cuda else matrix
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / (x.norm() + 1e-7)

@@ -96,7 +96,7 @@ def _write(
     """Let the target answer until there is enough."""
 
     async def write() -> None:
-        sizes = {"max_model_len": options.max_length, "max_num_seqs": options.streams}
+        sizes: dict[str, Any] = {"max_model_len": options.max_length, "max_num_seqs": options.streams}
         sizes["max_num_batched_tokens"] = max(512, options.streams)
         async with AsyncLLM(model, drafter="none", adaptive=False, **sizes, **engine) as llm:
             say(f"text: {llm.summary}")

@@ -55,7 +55,7 @@ class Target:
 
     @property
     def last_layer(self) -> int:
-        return self.spec.num_layers - 1
+        return self.shape.num_layers - 1
 
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """What heads share or begin with, float32 as trained, not as served: the scaled embedding [vocab, hidden], the
@@ -76,7 +76,8 @@ class Target:
         for group in self._groups(sequences):
             taps = self._forward(group, tuple(sorted(set(layers))))
             stacked = torch.stack([taps[layer] for layer in layers], 1)
-            found += [part.clone() for part in stacked[: sum(map(len, group))].split(list(map(len, group)))]
+            lengths = list(map(len, group))
+            found += [part.clone() for part in torch.split(stacked[: sum(lengths)], lengths)]
         return found
 
     @torch.inference_mode()
@@ -86,7 +87,7 @@ class Target:
         multiple = self._ops.row_multiple
         size = max(1, _LOGITS_BYTES // (4 * self.spec.vocab_size) // multiple) * multiple
         parts = [torch.empty(0, len(ids), device=self.device)]
-        for piece in residual.split(size):
+        for piece in torch.split(residual, size):
             padded = torch.nn.functional.pad(piece, (0, 0, 0, -len(piece) % multiple))
             logits = self._model.head(padded.contiguous())[: len(piece)]
             parts.append((logits[:, ids] - logits.logsumexp(-1, keepdim=True)).exp())

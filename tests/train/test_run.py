@@ -77,13 +77,13 @@ def test_a_finished_run_does_nothing_again(tiny: Path, engine: dict[str, Any], o
 def test_a_folder_of_another_run_is_left_alone(
     tiny: Path, engine: dict[str, Any], options: Make, tmp_path: Path
 ) -> None:
-    train("eagle", str(tiny), engine, options(tokens=40), quiet)
+    train("eagle", str(tiny), engine, options(tokens=400), quiet)
     with pytest.raises(ConfigError, match="layers was 1 and is now 2"):
-        train("eagle", str(tiny), engine, options(tokens=40, layers=2), quiet)
+        train("eagle", str(tiny), engine, options(tokens=400, layers=2), quiet)
     with pytest.raises(ConfigError, match="kind was 'eagle' and is now 'block'"):
-        train("block", str(tiny), engine, options(tokens=40), quiet)
+        train("block", str(tiny), engine, options(tokens=400), quiet)
     with pytest.raises(ConfigError, match="answers was"):
-        train("eagle", str(tiny), engine, options(tokens=300), quiet)
+        train("eagle", str(tiny), engine, options(tokens=600), quiet)
     other = options(out=tmp_path / "other", text=options().out / "text", seed=9)
     with pytest.raises(ConfigError, match="text holds another run: seed was 0 and is now 9"):
         train("eagle", str(tiny), engine, other, quiet)
