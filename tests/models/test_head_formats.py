@@ -526,6 +526,7 @@ ERRORS: list[tuple[Maker, Callable[[Config, Tensors], None], str]] = [
     ),
     (medusa, without("0.0.linear.bias", "1.0.linear.bias", "2.0.linear.bias"), r"have no bias"),
     (medusa, without("0.1.weight"), r"LM head of Medusa head 0 is missing"),
+    (medusa, renamed("2.0.linear.weight", "99999999.0.linear.weight"), r"up to 99999999 .* there are 3 layers"),
     (medusa, without("1.1.weight"), r"lacks 1\.1\.weight"),
 ]
 
@@ -540,6 +541,41 @@ def test_refuses(tmp_path: Path, make: Maker, change: Callable[[Config, Tensors]
     with pytest.raises(ModelError, match=message) as caught:
         read_head(folder, 0 if make is dflash else 12)
     assert str(folder) in str(caught.value)
+
+
+MAKERS = (
+    eagle_1,
+    eagle_3,
+    specforge,
+    speculators_eagle,
+    speculators_eagle_3,
+    dflash,
+    dspark,
+    speculators_dspark,
+    medusa,
+)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_value_of_any_kind_is_read_or_refused(tmp_path: Path, make: Maker) -> None:
+    config, tensors = make()
+    folder = save(tmp_path, config, tensors)
+    paths = [(key,) for key in config]
+    paths += [(key, inner) for key, value in config.items() if isinstance(value, dict) for inner in value]
+    num_refused = 0
+    for path in paths:
+        for value in ("x", [], {}, ["x"], {"a": 1}, -1, 0, 1.5, None, True, 10**9, 10**20):
+            changed = json.loads(json.dumps(config))
+            place = changed
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+            (folder / "config.json").write_text(json.dumps(changed))
+            try:
+                read_head(folder, 12)
+            except ModelError:
+                num_refused += 1
+    assert num_refused > 3 * len(paths) or make is medusa
 
 
 def test_the_target_must_be_known_where_the_layers_depend_on_it(tmp_path: Path) -> None:

@@ -96,9 +96,9 @@ def hidden_layers(config: Config, num_target_layers: int) -> tuple[int, ...]:
         return tuple(outputs)
     if not num_target_layers:
         raise ModelError(
-            "It is an EAGLE-3 head whose config.json has no eagle_aux_hidden_state_layer_ids. It then reads a target of "
-            "n layers in front of layers 2, n/2 and n - 3, so the target must be known: name it, with --model on the "
-            "command line."
+            "It is an EAGLE-3 head whose config.json has no eagle_aux_hidden_state_layer_ids. It then reads a target "
+            "of n layers in front of layers 2, n/2 and n - 3, so the target must be known: name it, with --model on "
+            "the command line."
         )
     if num_target_layers < 7:  # of fewer the three are not three
         raise ModelError(

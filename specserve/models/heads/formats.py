@@ -64,6 +64,8 @@ def read_head(folder: Path, num_target_layers: int = 0) -> Head:
         _check_spec(found.spec)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a string where a number belongs, say
+        raise ModelError(f"{folder}: a setting in config.json has a value of the wrong kind ({error}).") from error
     weights = HeadTensors(found.spec.shapes(), stored, found.names, folder)
     return Head(found.spec, weights, read_d2t(stored, found.spec, folder), found.format, found.verifier)
 
@@ -97,6 +99,10 @@ def _reader(folder: Path, config: Config, stored: Stored) -> Callable[[Config, S
 def _check_spec(spec: HeadSpec) -> None:
     """What the tensors' shapes cannot tell: that the target has the layers that the head reads, and each once, and that
     the head has of its own what it cannot take from the target. Raises ModelError."""
+    for name, least in (("hidden_size", 1), ("vocab_size", 1), ("num_layers", 0)):
+        value = getattr(spec.target, name)
+        if not isinstance(value, int) or value < least:
+            raise ModelError(f"The target's {name} is {value!r}; it must be a whole number of at least {least}.")
     taps = list(hidden_layers(spec))
     if any(not isinstance(tap, int) or tap < 0 for tap in taps) or len(set(taps)) != len(taps):
         raise ModelError(f"The head reads the outputs of layers {taps} of its target; they count from 0, each once.")

@@ -30,7 +30,9 @@ def read_layers(config: Config, names: Collection[str], vocab_size: int) -> Deco
             f"config.json describes draft layers of type {kind!r}; supported are {', '.join(_MODEL_TYPES)}."
         )
     attention, mlp = "layers.0.self_attn", "layers.0.mlp"
-    types = read_layer_types(config, (FULL,) * required(config, "num_hidden_layers"))
+    if (num_layers := required(config, "num_hidden_layers")) > len(names):
+        raise ModelError(f"config.json says {num_layers} draft layers, and there are {len(names)} tensors.")
+    types = read_layer_types(config, (FULL,) * num_layers)
     window = required(config, "sliding_window") if SLIDING in types else None
     bias = bool(config.get("attention_bias"))
     if kind == "qwen3":

@@ -31,6 +31,11 @@ def read(config: Config, stored: Stored, num_target_layers: int) -> Found:
         )
     num_heads = 1 + max(int(head) for head, *_ in layers)
     num_layers = 1 + max(int(layer) for _, layer, *_ in layers)
+    if num_heads * num_layers > 2 * len(layers):  # of numbers far apart, which no list of missing tensors would end
+        raise ModelError(
+            f"Heads are numbered up to {num_heads - 1} and their layers up to {num_layers - 1}, and there are "
+            f"{len(layers)} layers."
+        )
     names = {canonical(name, num_layers): stored_name for name, stored_name in plain.items()}
     table = stored.infos.get(names.get(f"0.{num_layers}.weight", ""))
     if table is None or len(table.shape) != 2:
