@@ -101,6 +101,7 @@ _EXTRA: dict[str, Any] = {
     "cors_origin": {"show_default": False, "negative": ()},
     "admin": {"negative": ()},
     "causal": {"negative": ()},
+    "cache_hidden": {"negative": ()},
     "temperatures": {"show_default": False, "negative": ()},
     "hidden_layers": {"show_default": False, "negative": (), "converter": wholes},
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ _POOL = 512  # answers that are sorted by length, so that those of a batch are a
 class Answer:
     """A prompt and what the target wrote behind it."""
 
-    tokens: NDArray[np.int64]
+    tokens: NDArray[Any]  # of any whole numbers: as they are stored, which takes a quarter of int64
     num_prompt: int
     category: str
 
@@ -63,16 +64,20 @@ def _packed(ascending: list[int], lengths: Sequence[int], batch_tokens: int) -> 
     return [batch for batch in batches if batch]
 
 
-def make_batch(target: Target, answers: Sequence[Answer], layers: Sequence[int], ids: Tensor) -> Batch:
-    """What a head that reads `layers` and proposes from `ids` learns from these answers."""
+def make_batch(
+    target: Target, answers: Sequence[Answer], layers: Sequence[int], ids: Tensor, states: list[Tensor] | None = None
+) -> Batch:
+    """What a head that reads `layers` and proposes from `ids` learns from these answers. `states` is what
+    target.hidden(answers, [*layers, target.last_layer]) says, where that is known."""
     longest, device = max(len(answer.tokens) for answer in answers), target.device
     tokens = torch.zeros(len(answers), longest, dtype=torch.int64)
     is_judged = torch.zeros(len(answers), longest, dtype=torch.bool)
-    states = target.hidden([answer.tokens for answer in answers], [*layers, target.last_layer])
+    if states is None:
+        states = target.hidden([answer.tokens for answer in answers], [*layers, target.last_layer])
     hidden = torch.zeros(len(answers), longest, len(layers) * target.spec.hidden_size, device=device)
     for row, (answer, state) in enumerate(zip(answers, states, strict=True)):
         count = len(answer.tokens)
-        tokens[row, :count] = torch.from_numpy(answer.tokens)
+        tokens[row, :count] = torch.from_numpy(answer.tokens.astype(np.int64))
         is_judged[row, answer.num_prompt - 1 : count - 1] = True
         hidden[row, :count] = state[:, :-1].flatten(1)
     judged = [state[answer.num_prompt - 1 : -1, -1] for answer, state in zip(answers, states, strict=True)]

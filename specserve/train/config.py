@@ -41,6 +41,7 @@ class TrainingOptions:
     causal: bool = False
     bigram_rank: int = 128
     anchors: int = 32
+    cache_hidden: bool = False
     epochs: float = 3.0
     batch_tokens: int = 2048
     learning_rate: float = 1e-3

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specserve.cache.sizing import GIB, free_memory
 from specserve.errors import CapacityError, EngineError, ModelError
 from specserve.train.acceptance import Acceptance, measure
 from specserve.train.batches import Answer, Batch, make_batch, plan_batches
+from specserve.train.cache import HiddenCache
 from specserve.train.config import TrainingOptions, check_same
 from specserve.train.heads import TrainedHead, batch_loss
 from specserve.train.muon import Optimiser, learning_rate
@@ -57,6 +59,7 @@ class Training:
         self.seconds = 0.0  # of all runs together
         self.step = 0
         self._data = {"answers": len(answers), "answer_tokens": sum(lengths)}
+        self.cache = HiddenCache(folder, target, answers, head.hidden_layers) if options.cache_hidden else None
         self._load()
 
     @property
@@ -117,12 +120,14 @@ class Training:
         for batch in plan_batches(lengths, 1, self._options.batch_tokens, self._options.seed):
             yield self._batch([self._held_out[i] for i in batch])
 
-    def _batch(self, answers: Sequence[Answer]) -> Batch:
-        return make_batch(self._target, answers, self.head.hidden_layers, self._ids)
+    def _batch(self, answers: Sequence[Answer], states: list[Tensor] | None = None) -> Batch:
+        return make_batch(self._target, answers, self.head.hidden_layers, self._ids, states)
 
     def _one_step(self) -> float:
         options = self._options
-        batch = self._batch([self._answers[i] for i in self._plan[self.step]])
+        which = self._plan[self.step]
+        states = None if self.cache is None else self.cache.states(which)
+        batch = self._batch([self._answers[i] for i in which], states)
         generator = torch.Generator().manual_seed((options.seed << 32) + self.step)
         loss = batch_loss(self.head, batch, generator, options.cross_entropy)
         value = loss.item()

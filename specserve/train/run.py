@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specserve.cache.sizing import GIB
 from specserve.checkpoint import catalog
 from specserve.checkpoint.weights import read_config
 from specserve.errors import ConfigError, InputError, unknown
@@ -110,7 +111,7 @@ def _write(
 def split(text: WrittenText, prompts: Prompts, tokens: int | None) -> tuple[list[Answer], list[Answer]]:
     """What is trained on and what is held out, of the first answers that have `tokens` tokens of output together, None:
     of all. Of those held out the greedy ones alone, if there are any: acceptance on them is verification's."""
-    stored, records = text.tokens(), text.records
+    stored, records = text.tokens().view(np.ndarray), text.records  # views of a mapping are light
     if tokens is not None:
         enough = np.searchsorted(np.cumsum(records["num_output"], dtype=np.int64), tokens) + 1
         records = records[:enough]
@@ -120,7 +121,7 @@ def split(text: WrittenText, prompts: Prompts, tokens: int | None) -> tuple[list
         stop = first + int(record["num_prompt"]) + int(record["num_output"])
         held_out = 0 if number not in prompts.held_out else 1 if record["temperature"] == 0 else 2
         category = prompts.prompts[number].category
-        groups[held_out].append(Answer(stored[first:stop].astype(np.int64), int(record["num_prompt"]), category))
+        groups[held_out].append(Answer(stored[first:stop], int(record["num_prompt"]), category))
     learned, greedy, sampled = groups
     if not learned or not (greedy or sampled):
         raise InputError(
@@ -161,6 +162,8 @@ class _Run:
         head = training.head
         say(f"draft vocabulary: {self._covered()}")
         say(f"training: {training.num_steps:,} steps on {len(self._answers):,} answers; {in_words(head)}")
+        if training.cache is not None:
+            say(f"hidden states: {training.cache.num_bytes / GIB:.2f} GiB in {options.out}")
         training.run(say)
         d2t = torch.from_numpy(offsets(self._ids)) if head.spec.has_draft_vocab else None
         write_head(options.out, head.spec, head.state_dict(), d2t, model)

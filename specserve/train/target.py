@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class Target:
         return tuple(each.to(self.device) for each in tables)  # type: ignore[return-value]
 
     @torch.inference_mode()
-    def hidden(self, sequences: Sequence[NDArray[np.int64]], layers: Sequence[int]) -> list[Tensor]:
+    def hidden(self, sequences: Sequence[NDArray[Any]], layers: Sequence[int]) -> list[Tensor]:
         """The residual stream behind each of `layers`, for each sequence float32 [tokens, layers, hidden]. A sequence's
         numbers do not depend on the others."""
         found: list[Tensor] = []
@@ -93,9 +94,9 @@ class Target:
             parts.append((logits[:, ids] - logits.logsumexp(-1, keepdim=True)).exp())
         return torch.cat(parts)
 
-    def _groups(self, sequences: Sequence[NDArray[np.int64]]) -> Iterator[list[NDArray[np.int64]]]:
+    def _groups(self, sequences: Sequence[NDArray[Any]]) -> Iterator[list[NDArray[Any]]]:
         """As many sequences together as have at most max_rows tokens."""
-        group: list[NDArray[np.int64]] = []
+        group: list[NDArray[Any]] = []
         for tokens in sequences:
             assert 0 < len(tokens) <= self._max_rows, "sequences are not longer than max_length"
             if sum(map(len, group)) + len(tokens) > self._max_rows:
@@ -105,7 +106,7 @@ class Target:
         if group:
             yield group
 
-    def _forward(self, group: list[NDArray[np.int64]], layers: tuple[int, ...]) -> dict[int, Tensor]:
+    def _forward(self, group: list[NDArray[Any]], layers: tuple[int, ...]) -> dict[int, Tensor]:
         ops, lengths = self._ops, list(map(len, group))
         numbers = itertools.count(1)  # block 0 is where padding is written
         rows = AttentionRows.pack(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from specserve.checkpoint.weights import Weights
 from specserve.cli.main import run
 from specserve.errors import CapacityError, ConfigError
 from specserve.models.heads.formats import read_head
-from specserve.train import loop
+from specserve.train import cache, loop
 from specserve.train.config import TrainingOptions
 from specserve.train.loop import Training
 from specserve.train.run import train
@@ -55,6 +56,39 @@ def test_a_killed_run_ends_as_one_that_was_not(
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
     assert any("tokens/s" in line for line in said)
     check_files(whole.out, kind)
+
+
+def test_cached_hidden_states_are_those_that_are_computed(
+    tiny: Path, engine: dict[str, Any], options: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    runs = [
+        options(out=tmp_path / name, text=tmp_path / "text", cache_hidden=name != "plain", epochs=2.0)
+        for name in ("plain", "cached", "killed")
+    ]
+    for run_options in runs[:2]:
+        train("eagle", str(tiny), engine, run_options, said.append)
+    assert any("hidden states: 0.00 GiB" in line for line in said)
+    plain_save = Training._save
+
+    def failing(self: Training) -> None:
+        plain_save(self)
+        if self.step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Training, "_save", failing)
+    with pytest.raises(KeyboardInterrupt):
+        train("eagle", str(tiny), engine, runs[2], quiet)
+    train("eagle", str(tiny), engine, runs[2], quiet)
+    texts = [(run_options.out / "curve.jsonl").read_text() for run_options in runs]
+    assert texts[1] == texts[2]
+    losses = [[json.loads(line)["loss"] for line in text.splitlines()] for text in texts[:2]]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(CapacityError, match="Leave it out"):
+        train(
+            "eagle", str(tiny), engine, options(out=tmp_path / "full", text=tmp_path / "text", cache_hidden=True), quiet
+        )
 
 
 def check_files(folder: Path, kind: str) -> None:
