@@ -46,6 +46,8 @@ class BlockHead(TrainedHead):
             nn.init.zeros_(self.bigram_out.weight)
         if spec.has_confidence:
             self.confidence = nn.Linear(own.hidden_size, 1)
+            nn.init.zeros_(self.confidence.weight)
+            nn.init.zeros_(self.confidence.bias)
 
     def num_guesses(self, num_answers: int, num_tokens: int) -> int:
         return num_answers * self._anchors * self.spec.block_size
