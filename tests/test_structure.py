@@ -24,7 +24,7 @@ PLUG_INS = ("drafters", "kernels", "grammars")
 # From the top down. A module may import those of lower rows and its own package; never a neighbour in its row.
 LAYERS = (
     ("cli",),
-    ("client",),
+    ("client", "train"),
     ("server", "bench", "doctor"),
     ("llm", "testing"),  # testing: the public doubles, made of models and contracts
     ("engine",),

@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": ("specserve.cli.generate:generate", "Complete prompts."),
     "chat": ("specserve.cli.chat:chat", "Talk to a model; tokens per second and acceptance after each answer."),
     "serve": ("specserve.cli.serve:serve", "Serve a model over HTTP with OpenAI's API."),
+    "train": ("specserve.cli.train:train", "Train a draft head on what the target writes itself."),
     "bench": ("specserve.cli.bench:bench", "Measure drafters against plain decoding."),
     "grammar": (
         "specserve.cli.grammar:grammar",
