@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftInput, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.drawing import Drawing, Drawn
+from specserve.speculation.drawing import DraftText, Drawing
 from specserve.types import Draft
 
 
@@ -41,21 +40,21 @@ class DraftModelDrafter:
     def end(self, seq: SequenceView) -> None: ...
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        texts = [_Text(seq, min(most, self._max_len - len(seq.tokens))) for seq, most in requests]
+        texts = [DraftText(seq, min(most, self._max_len - len(seq.tokens))) for seq, most in requests]
         growing = [text for text in texts if text.most > 0]
         if not growing:
             return [text.draft() for text in texts]
         out = self._runner.read([text.seq for text in growing])
-        keys = self._drawing.keys([text.seq for text in growing])
+        keys, depth = self._drawing.keys([text.seq for text in growing]), 0
         while growing:
-            drawn = self._drawing.draw([text.seq for text in growing], self._known(out.logits), keys, growing[0].depth)
+            drawn = self._drawing.draw([text.seq for text in growing], self._known(out.logits), keys, depth)
             left = []
             for row, text in enumerate(growing):
                 if drawn.confidence[row] >= self._min_probability and text.take(drawn, row):
                     left.append(row)
-            growing, keys = [growing[row] for row in left], drawn.keys[left]
+            growing, keys, depth = [growing[row] for row in left], drawn.keys[left], depth + 1
             if growing:
-                out = self._runner.run([text.newest() for text in growing])
+                out = self._runner.run([_newest(text) for text in growing])
         return [text.draft() for text in texts]
 
     def _known(self, logits: Tensor) -> Tensor:
@@ -65,31 +64,5 @@ class DraftModelDrafter:
         return logits[:, : len(self._shared)].masked_fill(~self._shared, -torch.inf)
 
 
-class _Text:
-    """A draft that is being written behind a sequence."""
-
-    def __init__(self, seq: SequenceView, most: int) -> None:
-        self.seq, self.most = seq, most
-        self._tokens: list[int] = []
-        self._confidence: list[float] = []
-        self._q: list[Tensor] = []
-
-    @property
-    def depth(self) -> int:
-        return len(self._tokens)
-
-    def take(self, drawn: Drawn, row: int) -> bool:
-        """Add the token of that row; returns whether there is room for another."""
-        self._tokens.append(drawn.tokens[row])
-        self._confidence.append(min(1.0, drawn.confidence[row]))
-        q = drawn.q[row]
-        if q is not None:
-            self._q.append(q)
-        return self.depth < self.most
-
-    def newest(self) -> DraftInput:
-        return DraftInput(self.seq, len(self.seq.tokens) + self.depth - 1, self._tokens[-1:])
-
-    def draft(self) -> Draft:
-        q = torch.stack(self._q) if self._q else None
-        return Draft.chain(self._tokens, q, confidence=np.array(self._confidence, np.float32))
+def _newest(text: DraftText) -> DraftInput:
+    return DraftInput(text.seq, len(text.seq.tokens) + len(text.tokens) - 1, text.tokens[-1:])

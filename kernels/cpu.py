@@ -20,6 +20,7 @@ from torch import Tensor
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, places, zeros as _zeros
+from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
 from specserve.kernels._torch_sampling import probabilities
 from specserve.machine.pulse import Pulse
 from specserve.ops import MOST_TOP_K, AttentionRows, HeadNorms, Rotation, RowScores, SamplingArrays
@@ -29,7 +30,6 @@ from specserve.ops.packing import Lazy, PackedCache, Source, below, uncached
 from specserve.types import Ids
 
 PRIORITY = 10
-_TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
 _GROUP = 32  # inputs that share a scale
 _FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
 _FORMATS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int8": _INT8, "int4": _INT4}
@@ -159,7 +159,7 @@ class Kernels:
 
     def _pack(self, kind: str, form: int, weight: Source, bias: Source | None, cached: PackedCache) -> _Weight:
         outputs, inputs = weight.shape
-        shape = (_pad(outputs) // _TILE * _native.tile_bytes(form, inputs),)
+        shape = (pad(outputs) // TILE * _native.tile_bytes(form, inputs),)
 
         def packed() -> Tensor:
             zeros: Tensor = _zeros(shape, torch.uint8)
@@ -177,16 +177,16 @@ class Kernels:
     ) -> _Weight:
         assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
         n, inputs = gate.shape
-        weight = Lazy((2 * _pad(n), inputs), lambda: _alternating(gate[:], up[:]))
+        weight = Lazy((2 * pad(n), inputs), lambda: alternating(gate[:], up[:]))
         bias = None
         if gate_bias is not None and up_bias is not None:
             biases = gate_bias, up_bias
-            bias = Lazy((2 * _pad(n),), lambda: _alternating(*(values[:][:, None] for values in biases))[:, 0])
+            bias = Lazy((2 * pad(n),), lambda: alternating(*(values[:][:, None] for values in biases))[:, 0])
         return replace(self._pack("gated", self._format, weight, bias, cached), outputs=n)
 
     def pack_vector(self, values: Source, cached: PackedCache = uncached) -> Tensor:
         (n,) = values.shape
-        return cached("vector", (_pad(n),), torch.float32, lambda: _filled((_pad(n),), torch.float32, values[:]))
+        return cached("vector", (pad(n),), torch.float32, lambda: _filled((pad(n),), torch.float32, values[:]))
 
     def pack_table(self, table: Source, cached: PackedCache = uncached) -> Tensor:
         shape = tuple(table.shape)
@@ -207,33 +207,45 @@ class Kernels:
         rows, hidden = residual.shape
         out = self._activation("fused_add_rms_norm", rows, hidden, self._kind)
         with self._program(rows, residual, delta, post, weight) as program:
-            program.fused_add_rms_norm(_at(residual), _at(delta), _at(post), _at(weight), eps, hidden, out.native)
+            program.fused_add_rms_norm(at(residual), at(delta), at(post), at(weight), eps, hidden, out.native)
         return out
 
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         hidden = residual.shape[1]
         out = self._floats("gather_rows", len(rows), hidden)
         with self._program(0, rows, residual, delta, post, collected=len(rows)) as program:
-            program.gather_rows(_at(rows), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
+            program.gather_rows(at(rows), at(residual), at(delta), at(post), eps, hidden, at(out))
         return out[:, :hidden]
 
-    def tap(self, layer: int, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+    def tap(self, layer: int, residual: Tensor, delta: Tensor | None, post: Tensor | None, eps: float) -> Tensor:
         rows, hidden = residual.shape
         out, each = self._floats(f"tap {layer}", rows, hidden), torch.arange(rows)
         with self._program(rows, each, residual, delta, post) as program:
-            program.tap(_at(each), _at(residual), _at(delta), _at(post), eps, hidden, _at(out))
+            program.tap(at(each), at(residual), at(delta), at(post), eps, hidden, at(out))
         return out[:, :hidden]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, hidden = x.shape
         out = self._activation("norm", rows, hidden, _FLOAT32)
-        x = _padded(x)
+        x = padded(x)
         with self._program(rows, x, weight) as program:
             program.fused_add_rms_norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
         return out.parts[0][:, :hidden]
 
+    def joined_norms(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float) -> _Activation:
+        widths, xs = [x.shape[1] for x, _ in parts], [padded(x) for x, _ in parts]
+        out = self._activation("joined_norms", len(xs[0]), sum(widths), self._kind)
+        given = [(x.data_ptr(), at(w), n) for x, (_, w), n in zip(xs, parts, widths, strict=True)]
+        with self._program(len(xs[0]), xs, parts) as program:
+            program.joined_norms(given, eps, out.native)
+        return out
+
+    def input_rows(self, rows: int, columns: int) -> Tensor:
+        memory: Tensor = _zeros((rows, pad(columns)), torch.float32)
+        return memory[:, :columns]
+
     def quantize_activation(self, x: Tensor) -> _Activation:
-        return self._activated(_padded(x), x.shape[1])
+        return self._activated(padded(x), x.shape[1])
 
     def _activated(self, x: Tensor, width: int) -> _Activation:
         out = self._activation("quantize_activation", len(x), width, self._kind)
@@ -244,31 +256,31 @@ class Kernels:
     def linear(self, x: _Activation, weight: _Weight) -> Tensor:
         out = self._floats("linear", x.rows, weight.outputs)
         with self._program(x.rows, x, weight) as program:
-            program.linear(weight.native, x.native, _at(weight.bias), out.data_ptr())
+            program.linear(weight.native, x.native, at(weight.bias), out.data_ptr())
         return out[:, : weight.outputs]
 
     def gated(self, x: _Activation, weight: _Weight, activation: str) -> _Activation:
         out = self._activation("gated", x.rows, weight.outputs, self._kind)
         with self._program(x.rows, x, weight) as program:
-            program.gated(weight.native, x.native, _at(weight.bias), _ACTIVATIONS[activation], out.native)
+            program.gated(weight.native, x.native, at(weight.bias), _ACTIVATIONS[activation], out.native)
         return out
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         with self._program(len(logits), logits) as program:
-            program.softcap(_at(logits), logits.shape[1], cap)
+            program.softcap(at(logits), logits.shape[1], cap)
         return logits
 
     def argmax(self, logits: Tensor) -> Tensor:
         best = self._buffer("argmax", len(logits), 1, torch.int64)
         with self._program(len(logits), logits) as program:
-            program.argmax(_at(logits), logits.shape[1], best.data_ptr())
+            program.argmax(at(logits), logits.shape[1], best.data_ptr())
         return best[:, 0]
 
     def top_k(self, logits: Tensor, best: Tensor, k: int) -> Tensor:
         assert k <= min(MOST_TOP_K, logits.shape[1])
         tokens = self._buffer("top_k", len(logits), k, torch.int32)
         with self._program(len(logits), logits, best) as program:
-            program.top_k(_at(logits), logits.shape[1], k, _at(best), tokens.data_ptr())
+            program.top_k(at(logits), logits.shape[1], k, at(best), tokens.data_ptr())
         return tokens
 
     def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
@@ -293,7 +305,7 @@ class Kernels:
         positions, cos, sin = rotation.positions.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
         with self._program(len(qkv), qkv, norms, rotation, kv, plan=plan) as program:
             program.rope_and_cache(
-                _at(qkv), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, _at(q), *self._cache(kv),
+                at(qkv), heads, kv_heads, d, q_norm, k_norm, eps, positions, cos, sin, q.data_ptr(), *self._cache(kv),
             )  # fmt: skip
         return q[:, : heads * d]
 
@@ -302,10 +314,10 @@ class Kernels:
     ) -> _Activation:
         kv_heads, d = kv.shape[2:]
         rows, width = q.shape
-        is_split = width // kv_heads % _TILE != 0  # two kv heads would write one group
+        is_split = width // kv_heads % TILE != 0  # two kv heads would write one group
         out = self._activation("attention", rows, width, _FLOAT32 if is_split else self._kind)
         with self._program(rows, q, kv, plan=plan) as program:
-            program.attention(_at(q), width // d, kv_heads, d, *self._cache(kv), scale, window or 0, out.native)
+            program.attention(at(q), width // d, kv_heads, d, *self._cache(kv), scale, window or 0, out.native)
         return self._activated(out.parts[0], width) if is_split and self._kind != _FLOAT32 else out
 
     def plan(self, rows: AttentionRows, block_size: int) -> _native.Plan:
@@ -355,10 +367,10 @@ class Kernels:
         return buffers[key]
 
     def _floats(self, op: str, rows: int, columns: int) -> Tensor:
-        return self._buffer(op, rows, _pad(columns), torch.float32)
+        return self._buffer(op, rows, pad(columns), torch.float32)
 
     def _activation(self, op: str, rows: int, width: int, kind: int) -> _Activation:
-        columns = _pad(width)
+        columns = pad(width)
         dtype = (torch.float32, torch.bfloat16, torch.int8)[kind]
         parts = [self._buffer(op, rows, columns, dtype)]
         if kind == _INT8:
@@ -366,35 +378,3 @@ class Kernels:
             parts.append(self._buffer(f"{op} sums", rows, columns // _GROUP, torch.int32))
         addresses = [part.data_ptr() for part in parts] + [0] * (3 - len(parts))
         return _Activation(_native.activation(kind, width, *addresses), tuple(parts), width)
-
-
-def _pad(n: int) -> int:
-    return -(-n // _TILE) * _TILE
-
-
-def _at(x: Tensor | None) -> int:
-    assert x is None or x.dim() == 1 or _is_padded(x), "rows come from an op"
-    return 0 if x is None else x.data_ptr()
-
-
-def _is_padded(x: Tensor) -> bool:
-    """Whether the rows of x are a view of padded ones."""
-    return x.dtype == torch.float32 and x.stride() == (_pad(x.shape[1]), 1)
-
-
-def _padded(x: Tensor) -> Tensor:
-    """Rows float32 [rows, n] as ops want them; those that an op returned are passed on."""
-    if _is_padded(x):
-        return x
-    out: Tensor = _zeros((len(x), _pad(x.shape[1])), torch.float32)
-    out[:, : x.shape[1]] = x
-    return out
-
-
-def _alternating(gate: Tensor, up: Tensor) -> Tensor:
-    """Tiles of gate and up in turn, each filled up with zeros: [2 * padded n, columns]."""
-    n, columns = gate.shape
-    out = torch.zeros((_pad(n) // _TILE, 2, _TILE, columns), device=gate.device)
-    for i, part in enumerate((gate, up)):
-        out[:, i] = torch.nn.functional.pad(part.float(), (0, 0, 0, _pad(n) - n)).view(-1, _TILE, columns)
-    return out.view(-1, columns)

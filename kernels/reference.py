@@ -83,7 +83,8 @@ class _Run:
 
     first_row: int
     slots: list[int]
-    last: list[int]
+    last: list[int]  # that each row sees
+    own: Sequence[int] = ()  # where each row stands itself; empty: where `last` does
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,9 @@ class Kernels:
         """All rows are added before some are taken: one row of a sum alone may come out otherwise."""
         return self.tap(0, residual, delta, post, eps)[rows]
 
-    def tap(self, layer: int, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+    def tap(self, layer: int, residual: Tensor, delta: Tensor | None, post: Tensor | None, eps: float) -> Tensor:
+        if delta is None:
+            return residual.clone()
         return residual + (delta if post is None else self._rms_norm(delta, post, eps).to(self.dtype))
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -178,6 +181,12 @@ class Kernels:
 
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, eps)
+
+    def joined_norms(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float) -> Tensor:
+        return torch.cat([x if w is None else self._rms_norm(x, w, eps) for x, w in parts], -1).to(self.dtype)
+
+    def input_rows(self, rows: int, columns: int) -> Tensor:
+        return torch.zeros((rows, columns), device=self.device)
 
     def quantize_activation(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)
@@ -262,8 +271,8 @@ class Kernels:
         runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]
         write_slots = [0] * len(rows.parents)
         for run in runs:
-            for i, last in enumerate(run.last):
-                write_slots[run.first_row + i] = run.slots[last]
+            for i, own in enumerate(run.own or run.last):
+                write_slots[run.first_row + i] = run.slots[own]
         broken = torch.zeros(len(write_slots), dtype=torch.bool, device=self.device)
         return _Plan(*self._grouped(runs, rows.num_rows), self._ids(write_slots), broken)
 
@@ -316,6 +325,8 @@ def _runs(rows: AttentionRows, s: int, block_size: int) -> list[_Run]:
     start, stop = rows.query_starts[s : s + 2].tolist()
     cached, parents = int(rows.cached[s]), rows.parents[start:stop].tolist()
     slots = _slots(rows.block_tables[s].tolist(), cached + stop - start, block_size)
+    if rows.is_block(s):
+        return [_Run(start, slots, [len(slots) - 1] * (stop - start), range(cached, len(slots)))]
     if parents == list(range(-1, stop - start - 1)):
         cuts = [*range(0, stop - start, _RUN_ROWS), stop - start]
         return [

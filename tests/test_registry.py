@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,7 +136,7 @@ def test_a_drafter_drafts(drop: Drop, tiny: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(ConfigError, match=r"'prompt_lookup_mni'. Did you mean 'prompt_lookup_min'"):
         small(tiny, drafter="dropped", drafter_options={"prompt_lookup_mni": 1})
     assert run(["doctor", str(tiny)]) == 0
-    assert "dropped, grammar, ngram" in capsys.readouterr().out
+    assert re.search(r"\bdropped\b", capsys.readouterr().out)
 
 
 def test_a_request_may_name_a_drafter_that_is_a_file(drop: Drop, tiny: Path, request: pytest.FixtureRequest) -> None:

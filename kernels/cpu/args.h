@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace specserve {
 
@@ -97,6 +98,18 @@ struct FusedAddRmsNormArgs {
   Activation out;
 };
 
+// Several [rows, width], each normed where it has a weight, side by side.
+struct JoinedNormsArgs {
+  struct Part {
+    const float* x;
+    const float* weight;  // or null
+    int n, width;
+  };
+  std::vector<Part> parts;
+  float eps;
+  Activation out;
+};
+
 // out = residual[rows] + delta[rows], as FusedAddRmsNormArgs has it.
 struct GatherRowsArgs {
   const int64_t* rows;
@@ -124,13 +137,15 @@ struct RopeAndCacheArgs {
 };
 
 // Rows [first, last) of the step belong to one sequence; its row r (from 0) lies at logical index cached + r. In a tree row
-// r sees, after the cached tokens, rows paths[path_starts[r]] to paths[path_starts[r + 1] - 1], the last of them itself.
+// r sees, after the cached tokens, rows paths[path_starts[r]] to paths[path_starts[r + 1] - 1], the last of them itself. In a
+// block every row sees all of them.
 struct Span {
   int first, last, cached;
   int block_size;
   const int32_t* blocks;
   const int32_t* paths;  // null: a chain, in which row r sees rows 0 to r
   const int32_t* path_starts;
+  bool is_block;
 };
 
 struct AttentionArgs {
@@ -201,6 +216,7 @@ struct Kernels {
   void (*gated)(const GatedArgs&, int rows, int begin, int end, Ahead&);
   void (*embed)(const EmbedArgs&, int begin, int end);
   void (*fused_add_rms_norm)(const FusedAddRmsNormArgs&, int begin, int end, float* scratch);
+  void (*joined_norms)(const JoinedNormsArgs&, int begin, int end, float* scratch);
   void (*gather_rows)(const GatherRowsArgs&, int begin, int end);
   // broken[row] is set where a key or a value is not finite.
   void (*rope_and_cache)(const RopeAndCacheArgs&, const int64_t* slots, std::atomic<bool>* broken, int begin, int end, float* scratch);

@@ -219,7 +219,8 @@ struct RowRange {
       float* to = w.q + int64_t(i) * w.width;
       std::fill(to, to + w.width, 0.0f);
       store_head(args.cache.number == Number::kBfloat16 ? Number::kBfloat16 : Number::kFloat32, to, q, d);
-      w.last[i] = span.cached + (span.paths ? span.path_starts[r + 1] - span.path_starts[r] - 1 : r);
+      const int seen = span.paths ? span.path_starts[r + 1] - span.path_starts[r] : span.is_block ? span.last - span.first : r + 1;
+      w.last[i] = span.cached + seen - 1;
       first = std::min(first, args.window ? w.last[i] - args.window + 1 : 0);
       stop = std::max(stop, w.last[i] + 1);
     }

@@ -3,10 +3,12 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "bandwidth.h"
 #include "isa.h"
@@ -106,6 +108,12 @@ void bind_program(nb::module_& m) {
               const Activation& out) {
              p.fused_add_rms_norm({at<float>(residual), at<float>(delta), at<float>(post), at<float>(weight), eps, hidden,
                      int(padded(hidden)), out});
+           })
+      .def("joined_norms",
+           [](Program& p, const std::vector<std::tuple<Address, Address, int>>& parts, float eps, const Activation& out) {
+             JoinedNormsArgs args{{}, eps, out};
+             for (const auto& [x, weight, n] : parts) args.parts.push_back({at<float>(x), at<float>(weight), n, int(padded(n))});
+             p.joined_norms(args);
            })
       .def("gather_rows",
            [](Program& p, Address rows, Address residual, Address delta, Address post, float eps, int hidden, Address out) {

@@ -18,10 +18,11 @@ constexpr int64_t kFetchedMeanwhile = 2 << 20;  // bytes, while the host prepare
 // few rows the hardware itself asks early enough, and more would only be in its way.
 int lead_of(const Rows& rows) { return std::min(kMaxLead, 2048 + 1024 * std::min(rows.step, 8)); }
 
-bool is_chain(const int32_t* parents, int count) {
-  for (int row = 0; row < count; ++row)
+// Whether each row's parent is the one before it, and that of the first is `first`.
+bool is_chain(const int32_t* parents, int count, int first) {
+  for (int row = 1; row < count; ++row)
     if (parents[row] != row - 1) return false;
-  return true;
+  return !count || parents[0] == first;
 }
 
 int path_length(const int32_t* parents, int row) {
@@ -41,10 +42,11 @@ Plan::Plan(const StepRows& rows, int block_size, int max_rows_per_block)
   for (int s = 0; s < rows.num_seqs; ++s) {
     const int first = rows.starts[s], last = rows.starts[s + 1], count = last - first, cached = rows.cached[s];
     const int32_t* table = tables_.data() + int64_t(s) * rows.table_width;
-    const bool is_tree = !is_chain(rows.parents + first, count);
+    const bool is_block = count > 1 && is_chain(rows.parents + first, count, count - 1);
+    const bool is_tree = !is_block && !is_chain(rows.parents + first, count, -1);
     if (is_tree) add_paths(s, rows.parents + first, count);
     spans_.push_back({first, last, cached, block_size, table, is_tree ? paths_[s].data() : nullptr,
-                      is_tree ? path_starts_[s].data() : nullptr});
+                      is_tree ? path_starts_[s].data() : nullptr, is_block});
     const int all = (cached + count + kSegment - 1) / kSegment, segments = is_few && all > 1 ? all : 0;
     const int most = segments >= kEnoughSegments ? kRowBlock : std::min(max_rows_per_block, kRowBlock);
     const int blocks = (count + most - 1) / most;
@@ -105,6 +107,13 @@ void Program::fused_add_rms_norm(const FusedAddRmsNormArgs& args) {
     kernels_.fused_add_rms_norm(args, begin, end, (float*)scratch);
   };
   add("fused_add_rms_norm", {rows_, run}, args.width * sizeof(float));
+}
+
+void Program::joined_norms(const JoinedNormsArgs& args) {
+  const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) {
+    kernels_.joined_norms(args, begin, end, (float*)scratch);
+  };
+  add("joined_norms", {rows_, run}, (args.out.width + kTile) * sizeof(float));
 }
 
 void Program::linear(const LinearArgs& args) {

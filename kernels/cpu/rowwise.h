@@ -173,6 +173,21 @@ inline void fused_add_rms_norm(const FusedAddRmsNormArgs& args, int begin, int e
   }
 }
 
+inline void joined_norms(const JoinedNormsArgs& args, int begin, int end, float* scratch) {
+  for (int row = begin; row < end; ++row) {
+    float* to = scratch;
+    for (const auto& part : args.parts) {
+      const float* x = part.x + int64_t(row) * part.width;
+      const F scale = set(part.weight ? 1.0f / std::sqrt(mean_square(x, part.width, part.n) + args.eps) : 1.0f);
+      for (int i = 0; i < part.n; i += kLanes)  // what is written beyond n is overwritten by the next
+        store(to + i, part.weight ? mul(mul(load(x + i), scale), load(part.weight + i)) : load(x + i));
+      to += part.n;
+    }
+    std::fill(to, scratch + args.out.width, 0.0f);
+    for (int i = 0; i < args.out.width; i += kTile) store_tile(args.out, row, i, scratch + i);
+  }
+}
+
 inline void gather_rows(const GatherRowsArgs& args, int begin, int end) {
   for (int i = begin; i < end; ++i) {
     const int64_t from = args.rows[i] * args.width;

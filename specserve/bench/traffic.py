@@ -191,10 +191,10 @@ class WatchedRunner(Runner):
         self.watched = ops
         self._inputs: StepInput | None = None
 
-    def start(self, inputs: StepInput) -> None:
+    def start(self, inputs: StepInput, features: Tensor | None = None) -> None:
         self.watched.begin()
         self._inputs = inputs
-        super().start(inputs)
+        super().start(inputs, features)
 
     def parts(self) -> list[Part]:
         """The pieces of the last step's forward pass."""

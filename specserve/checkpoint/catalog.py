@@ -31,6 +31,7 @@ from specserve.errors import ModelError, unknown
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+_HEAD_FILES = ["*.safetensors", "*.json", "*.bin", "*.pt"]
 _PARTIAL = ".partial-"
 
 CONVERTER_VERSION = (
@@ -96,10 +97,23 @@ def resolve(name: str, *, offline: bool = False, progress: bool = True) -> Path:
     if path.suffix.lower() == ".gguf":
         return _from_gguf(path, progress)
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
-        return _from_hub(name, offline)
+        return check_folder(_from_hub(name, offline, _HUB_FILES))
     raise ModelError(
         unknown("model", name, CATALOG) + " A local folder, a .gguf file or a hub id such as org/name can be given too."
     )
+
+
+def resolve_head(name: str, *, offline: bool = False) -> Path:
+    """The folder of a draft head: a folder, or a hub id `org/name` that is fetched on first use, unless `offline`.
+
+    What is in it nobody has looked at. Raises ModelError for what is neither, and a download that fails.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if _HUB_ID.fullmatch(name) and not name.startswith("."):
+        return _from_hub(name, offline, _HEAD_FILES)
+    raise ModelError(f"There is no draft head {name!r}: give a local folder or a hub id such as org/name.")
 
 
 def pull(name: str) -> Path:
@@ -142,19 +156,19 @@ def _from_gguf(path: Path, progress: bool) -> Path:
     return _make_once(folder, lambda workshop, bars: _convert(path, workshop / "model", bars), progress)
 
 
-def _from_hub(name: str, offline: bool) -> Path:
+def _from_hub(name: str, offline: bool, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # here: only hub names need it, and it takes time to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], local_files_only=offline)
+        folder = snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"], local_files_only=offline)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = "is not in the hub's cache" if offline else "cannot be fetched from the hub"
         raise ModelError(
             f"{name} {where}: {reason.rstrip('.')}. A catalog name needs no hub: {', '.join(CATALOG)}."
         ) from error
-    return check_folder(Path(folder))
+    return Path(folder)
 
 
 def _cached(name: str, digest: str) -> Path:

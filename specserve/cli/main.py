@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": ("specserve.cli.generate:generate", "Complete prompts."),
     "chat": ("specserve.cli.chat:chat", "Talk to a model; tokens per second and acceptance after each answer."),
     "serve": ("specserve.cli.serve:serve", "Serve a model over HTTP with OpenAI's API."),
+    "train": ("specserve.cli.train:train", "Train a draft head on what the target writes itself."),
     "bench": ("specserve.cli.bench:bench", "Measure drafters against plain decoding."),
     "grammar": (
         "specserve.cli.grammar:grammar",
@@ -29,6 +30,7 @@ COMMANDS = {
     ),
     "top": ("specserve.cli.top:top", "Watch a running server."),
     "pull": ("specserve.cli.pull:pull", "Fetch a model into the cache, or list what is there."),
+    "inspect": ("specserve.cli.inspect:inspect", "Say what a checkpoint is: a draft head or a model, and for whom."),
     "doctor": ("specserve.cli.doctor:doctor", "Show the device, memory, kernels, model folder and versions."),
     "completion": ("specserve.cli.completion:completion", "Install completion of commands and options for a shell."),
 }

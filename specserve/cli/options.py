@@ -28,6 +28,11 @@ def whole(kind: Any, tokens: Sequence[Token]) -> int:
         raise ValueError(f'"{tokens[0].value}" is not a whole number.') from None
 
 
+def wholes(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    """As `whole`, for an option that may be repeated."""
+    return tuple(whole(int, [token]) for token in tokens)
+
+
 Whole = Annotated[int, Parameter(converter=whole)]
 
 ENGINE_HELP: dict[str, tuple[Group, str]] = {
@@ -95,6 +100,10 @@ _EXTRA: dict[str, Any] = {
     "api_key": {"show_default": False, "negative": ()},
     "cors_origin": {"show_default": False, "negative": ()},
     "admin": {"negative": ()},
+    "causal": {"negative": ()},
+    "cache_hidden": {"negative": ()},
+    "temperatures": {"show_default": False, "negative": ()},
+    "hidden_layers": {"show_default": False, "negative": (), "converter": wholes},
 }
 
 

@@ -15,11 +15,11 @@ from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops import HeadNorms, Ops, Rotation
 from specserve.ops.packing import Lazy, PackedCache, below, uncached
 
-__all__ = ["Decoder", "DecoderSpec", "rotary_tables"]
+__all__ = ["Decoder", "DecoderSpec", "Layer", "WeightReader", "read_layer", "rotary_tables"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
     """One layer's weights as the ops packed them, fused where one product can do the work of several."""
 
     norm: Any  # [hidden], before attention
@@ -34,11 +34,23 @@ class _Layer:
     rope: Rope
     window: int | None
 
+    def run(
+        self, ops: Ops, spec: DecoderSpec, x: Any, residual: Tensor, rotation: Rotation, kv: Tensor, plan: Any
+    ) -> Tensor:
+        """Attention over what `norm` made of the residual stream, x, and the MLP. Attention's output joins `residual`,
+        in place; the MLP's is returned, to be added by what reads it next, through `post_mlp_norm`."""
+        q = ops.rope_and_cache(ops.linear(x, self.qkv), self.head_norms, rotation, kv, plan)
+        attended = ops.linear(ops.attention(q, kv, plan, spec.query_scale, self.window), self.out)
+        x = ops.fused_add_rms_norm(residual, attended, self.post_norm, self.mlp_norm, spec.norm_eps)
+        return ops.linear(ops.gated(x, self.gate_up, spec.activation), self.down)
+
 
 class Decoder:
     """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype; they are
     copied, and only those read that `cached` does not have in their packed form. The number of rows given to `forward`
     is a multiple of ops.row_multiple."""
+
+    features_width = 0  # it reads tokens alone
 
     def __init__(
         self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops, cached: PackedCache = uncached
@@ -46,13 +58,13 @@ class Decoder:
         self.spec = spec
         self.ops = ops
         self.num_mapped_bytes = 0  # of the weights, where they are mapped from a file: the system counts them as free
-        read = _Reader(spec, weights, ops, cached)
+        read = WeightReader(spec, spec.shapes(), weights, ops, cached)
         self._embedding = ops.pack_table(*read.named("model.embed_tokens"))
         # Rounded as transformers rounds it: Gemma was trained with the scale in the compute dtype.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))
         self._head = ops.pack_head(*read.named("model.embed_tokens" if spec.tied_embeddings else "lm_head"))
         self._norm = read.norm("model.norm")
-        self._layers = [_layer(read, i) for i in range(spec.num_layers)]
+        self._layers = [read_layer(read, i) for i in range(spec.num_layers)]
         self._tables = {rope: rotary_tables(rope, spec.head_dim, spec.max_len, ops.device) for rope in set(spec.ropes)}
 
     def forward(
@@ -63,6 +75,7 @@ class Decoder:
         kv: list[Tensor],
         plan: Any,
         taps: tuple[int, ...] = (),
+        features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """One step: token_ids, positions int64 [rows], one kv [2, slots, kv_heads, d] per layer, `plan` from ops.plan.
 
@@ -81,17 +94,13 @@ class Decoder:
         tapped: dict[int, Tensor] = {}
         for i, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
             x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, spec.norm_eps)
-            q = ops.rope_and_cache(ops.linear(x, layer.qkv), layer.head_norms, rotations[layer.rope], layer_kv, plan)
-            x = ops.attention(q, layer_kv, plan, spec.query_scale, layer.window)
-            x = ops.fused_add_rms_norm(
-                residual, ops.linear(x, layer.out), layer.post_norm, layer.mlp_norm, spec.norm_eps
-            )
-            delta, post = ops.linear(ops.gated(x, layer.gate_up, spec.activation), layer.down), layer.post_mlp_norm
+            delta = layer.run(ops, spec, x, residual, rotations[layer.rope], layer_kv, plan)
+            post = layer.post_mlp_norm
             if i in taps:
                 tapped[i] = ops.tap(i, residual, delta, post, spec.norm_eps)
         assert delta is not None, "a decoder has layers"
         hidden = ops.norm(ops.gather_rows(rows, residual, delta, post, spec.norm_eps), self._norm, spec.norm_eps)
-        logits = self._logits(hidden)
+        logits = self.lm_head(hidden)
         return hidden, logits, ops.argmax(logits), tuple(tapped[i] for i in taps)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -101,27 +110,43 @@ class Decoder:
     def head(self, residual: Tensor) -> Tensor:
         """The final norm and the LM head over the residual stream float32 [n, hidden] behind the last layer, float32
         [n, vocab]."""
-        return self._logits(self.ops.norm(residual, self._norm, self.spec.norm_eps))
+        return self.lm_head(self.final_norm(residual))
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, residual: Tensor) -> Tensor:
+        """What the LM head reads of the residual stream behind the last layer, float32 [n, hidden] both."""
+        return self.ops.norm(residual, self._norm, self.spec.norm_eps)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """The scores of hidden states behind the final norm, float32 [n, hidden] -> [n, vocab]."""
         logits = self.ops.linear(self.ops.quantize_activation(hidden), self._head).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 
 
-class _Reader:
-    """Packs tensors, or takes them from the cache: there what is fused has the names of all its parts."""
+class WeightReader:
+    """Packs tensors, named as in `shapes`, or takes them from the cache: there what is fused has the names of all its
+    parts. `spec` is that of the layers."""
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops, cached: PackedCache) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        shapes: Mapping[str, tuple[int, ...]],
+        weights: Mapping[str, Tensor],
+        ops: Ops,
+        cached: PackedCache = uncached,
+    ) -> None:
         self.spec = spec
         self.ops = ops
         self._weights = weights
-        self._shapes = spec.shapes()
+        self._shapes = shapes
         self._cached = cached
 
     def named(self, name: str) -> tuple[Lazy, PackedCache]:
         weight = f"{name}.weight"
         return Lazy(self._shapes[weight], lambda: self._weights[weight]), below(self._cached, name)
+
+    def has(self, name: str) -> bool:
+        return f"{name}.weight" in self._shapes
 
     def norm(self, name: str, present: bool = True) -> Any:
         if not present:
@@ -146,14 +171,15 @@ class _Reader:
         return Lazy(shape, lambda: torch.cat([self._weights[name] for name in full]))
 
 
-def _layer(read: _Reader, index: int) -> _Layer:
-    spec, layer = read.spec, f"model.layers.{index}"
+def read_layer(read: WeightReader, index: int, prefix: str = "model.") -> Layer:
+    """The layer whose tensors are named `prefix`layers.`index`.*. `norm` is None where attention has no norm before."""
+    spec, layer = read.spec, f"{prefix}layers.{index}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     # Where a layer has four norms, the one named post_attention follows attention; where it has two, it opens the MLP.
     mlp_norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
     q_norm, k_norm = (read.norm(f"{attention}.{name}", spec.qk_norm) for name in ("q_norm", "k_norm"))
-    return _Layer(
-        norm=read.norm(f"{layer}.input_layernorm"),
+    return Layer(
+        norm=read.norm(f"{layer}.input_layernorm", read.has(f"{layer}.input_layernorm")),
         qkv=read.linear(spec.qkv_bias, f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
         head_norms=HeadNorms(q_norm, k_norm, spec.norm_eps) if spec.qk_norm else None,
         out=read.linear(spec.o_bias, f"{attention}.o_proj"),

@@ -64,6 +64,14 @@ def load_model(folder: Path, ops: Ops, max_len: int | None = None, *, progress: 
     return model
 
 
+def check_tensors(folder: Path) -> CheckedTensors:
+    """The tensors of the model in `folder`, names, shapes and dtypes checked from the files' headers. Raises ModelError
+    as `load_model` does."""
+    config = read_config(folder)
+    architecture = find_architecture(config)
+    return CheckedTensors(architecture.spec(config), Weights(folder), getattr(architecture, "rename", str), folder)
+
+
 @contextmanager
 def _bar(visible: bool, total: int) -> Iterator[Callable[[int], object]]:
     """What to call with the bytes that were packed, of `total`."""
@@ -115,6 +123,10 @@ class CheckedTensors(Mapping[str, Tensor]):
     @property
     def num_bytes(self) -> int:
         return sum(self._weights.infos[stored].num_bytes for stored in self._stored.values())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self._shapes.values())
 
     def _check_names(self) -> None:
         if missing := [name for name in self._shapes if name not in self._stored]:

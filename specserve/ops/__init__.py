@@ -143,12 +143,19 @@ class Ops(Protocol):
         """(residual + delta)[rows], rows int64 [n] -> float32 [n, hidden], as `fused_add_rms_norm` adds. What
         follows has n rows; no op may work on all rows of the step after it."""
 
-    def tap(self, layer: int, residual: Tensor, delta: Tensor, post: Any, eps: float) -> Tensor:
+    def tap(self, layer: int, residual: Tensor, delta: Tensor | None, post: Any, eps: float) -> Tensor:
         """residual + delta of all rows, as `fused_add_rms_norm` adds -> float32 [rows, hidden], which no other layer's
-        overwrites; residual stays as it is."""
+        overwrites, nor any other op's; residual stays as it is."""
 
     def norm(self, x: Tensor, weight: Any, eps: float) -> Tensor:
         """x float32 [rows, hidden], divided by its root mean square, times weight -> float32 [rows, hidden]."""
+
+    def joined_norms(self, parts: Sequence[tuple[Tensor, Any]], eps: float) -> Any:
+        """Several float32 [rows, n] side by side for a linear layer to read, each normed as `norm` does with its own
+        weight, or as it is where that is None."""
+
+    def input_rows(self, rows: int, columns: int) -> Tensor:
+        """float32 [rows, columns] of zeros that the host fills before each run of a recording, or of ops one by one."""
 
     def quantize_activation(self, x: Tensor) -> Any:
         """x float32 [rows, n] for a linear layer to read."""

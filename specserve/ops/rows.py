@@ -21,7 +21,8 @@ class AttentionRows:
     ]  # [seqs] tokens with valid KV before this step; its row r lies at logical index cached + r
     block_tables: NDArray[np.int32]  # [seqs, blocks] block ids, then zeros; row r's KV is written at index cached + r
     parents: NDArray[np.int32]  # [query_starts[-1]] parent row, counted within its sequence; -1: none in this step. A
-    # row sees the cached tokens, its ancestors and itself. In a chain row r's parent is r - 1.
+    # row sees the cached tokens, its ancestors and itself. In a chain row r's parent is r - 1. A ring, where the first
+    # row's parent is the last, is a block: all of its rows see each other.
 
     @classmethod
     def pack(
@@ -43,3 +44,8 @@ class AttentionRows:
             block_tables=tables,
             parents=np.array(parents, np.int32),
         )
+
+    def is_block(self, s: int) -> bool:
+        """Whether the rows of sequence s see each other."""
+        start, stop = self.query_starts[s : s + 2].tolist()
+        return bool(stop - start > 1 and self.parents[start] == stop - start - 1)

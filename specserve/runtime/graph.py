@@ -24,7 +24,10 @@ class Outputs(NamedTuple):
 
 
 class Model(Protocol):
-    """A model: see models.decoder.Decoder.forward, which returns the fields of Outputs but `top`."""
+    """A model: see models.decoder.Decoder.forward, which returns the fields of Outputs but `top`. One that reads more
+    than tokens says how many `features` each row has; it may overwrite them."""
+
+    features_width: int
 
     def forward(
         self,
@@ -34,13 +37,14 @@ class Model(Protocol):
         kv: list[Tensor],
         plan: Any,
         taps: tuple[int, ...] = (),
+        features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 
 class Forward(Protocol):
     """One forward pass at a time, in two calls, between which the host may do something else."""
 
-    def start(self, inputs: StepInput, plan: Any) -> None: ...
+    def start(self, inputs: StepInput, plan: Any, features: Tensor | None = None) -> None: ...
     def finish(self) -> Outputs: ...
 
 
@@ -56,11 +60,15 @@ class EagerForward:
         self._outputs: Outputs | None = None
 
     @torch.inference_mode()
-    def start(self, inputs: StepInput, plan: Any) -> None:
+    def start(self, inputs: StepInput, plan: Any, features: Tensor | None = None) -> None:
         device = self._kv[0].device
         arrays = (inputs.token_ids, inputs.positions, inputs.logit_rows)
         ids, positions, rows = (torch.from_numpy(values).to(device) for values in arrays)
-        outputs = self._model.forward(ids, positions, rows, self._kv, plan, self._taps)
+        if features is not None:
+            own = self._ops.input_rows(len(ids), features.shape[1])
+            own[: len(features)] = features
+            features = own
+        outputs = self._model.forward(ids, positions, rows, self._kv, plan, self._taps, features)
         self._outputs = _with_top(self._ops, outputs, self._top_k)
 
     def finish(self) -> Outputs:
@@ -86,16 +94,20 @@ class RecordedForward:
     ) -> None:
         self._inputs = np.zeros((2, max_rows), np.int64)  # ids, positions
         self._logit_rows = np.zeros(max_logit_rows, np.int64)
+        self._features = ops.input_rows(max_rows, model.features_width) if model.features_width else None
         self._points_into = model, kv  # and nothing else keeps the weights
         with recording as self._recording:
             ids, positions = torch.from_numpy(self._inputs)
-            outputs = model.forward(ids, positions, torch.from_numpy(self._logit_rows), kv, None, taps)
+            logit_rows = torch.from_numpy(self._logit_rows)
+            outputs = model.forward(ids, positions, logit_rows, kv, None, taps, self._features)
             self._outputs = _with_top(ops, outputs, top_k)
         self._views: dict[tuple[int, int], Outputs] = {}  # of the outputs' first rows: slicing takes time
         self._size = 0, 0  # rows, and those with logits
 
-    def start(self, inputs: StepInput, plan: Any) -> None:
+    def start(self, inputs: StepInput, plan: Any, features: Tensor | None = None) -> None:
         self._recording.finish()  # of a step that an exception left: its inputs are about to change
+        if self._features is not None and features is not None:
+            self._features[: len(features)] = features
         rows, logit_rows = inputs.rows.num_rows, len(inputs.logit_rows)
         self._inputs[0, :rows] = inputs.token_ids
         self._inputs[1, :rows] = inputs.positions

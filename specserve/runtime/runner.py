@@ -62,11 +62,12 @@ class Runner:
             self.taps, self.top_k = taps, top_k
             self._forward = self._captured()
 
-    def start(self, inputs: StepInput) -> None:
-        """Begin a forward pass; the LM head sees only the rows that are sampled or scored."""
+    def start(self, inputs: StepInput, features: Tensor | None = None) -> None:
+        """Begin a forward pass; the LM head sees only the rows that are sampled or scored. `features` are those of the
+        first rows, float32 [rows, model.features_width], for a model that reads any."""
         self._logit_rows = inputs.logit_rows
         self._plan = self.ops.plan(inputs.rows, self.block_size)
-        self._forward.start(inputs, self._plan)
+        self._forward.start(inputs, self._plan, features)
 
     def finish(self) -> Output:
         """What came of it. Whatever the host does before this call takes the device no time.

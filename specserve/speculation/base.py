@@ -25,6 +25,8 @@ from torch import Tensor
 from specserve.ops import Ops
 from specserve.types import Draft, Ids, Sequence, Verdict
 
+MOST_MISSING = 16  # tokens of a sequence without KV of a head that drafts all the same
+
 
 class TokensView(Many[int]):
     """The tokens of a sequence, prompt and output, as they grow; a slice is a list of its own."""
@@ -168,9 +170,11 @@ class Drafter(Protocol):
 
 
 class DraftModel(Protocol):
-    """A model that a DraftRunner can run; models.decoder.Decoder is one."""
+    """A model that a DraftRunner can run; models.decoder.Decoder is one. `features_width`: numbers that each row reads
+    beside its token."""
 
     spec: Any
+    features_width: int
 
     def forward(
         self,
@@ -180,6 +184,7 @@ class DraftModel(Protocol):
         kv: list[Tensor],
         plan: Any,
         taps: tuple[int, ...] = (),
+        features: Tensor | None = None,
     ) -> Any: ...
 
 
@@ -188,20 +193,32 @@ class DraftInput(NamedTuple):
     start <= num_draft_cached. Tokens behind the sequence's end are nodes of the draft that will be proposed, in its
     order. `parents[i]` is the place in `tokens` of the token that token i follows, -1 for the one before `start`; None
     is a chain. A tree is run whole, from its first node on, since all see what stands before `start`. Logits come for
-    the last `num_logits` tokens."""
+    the last `num_logits` tokens. `features` float32 [tokens, model.features_width], for a model that reads any.
+    Tokens of a block see each other."""
 
     seq: SequenceView
     start: int
     tokens: Many[int]
     parents: Many[int] | None = None
     num_logits: int = 1
+    features: Tensor | None = None
+    is_block: bool = False
+
+
+class HiddenInput(NamedTuple):
+    """The target's hidden states of rows from logical position `start` on, float32 [rows, target's hidden] for each of
+    the layers that a drafter's model reads: start <= num_draft_cached."""
+
+    seq: SequenceView
+    start: int
+    hidden: list[Tensor]
 
 
 class DraftOutput(NamedTuple):
     """One row for each of the logits that were asked for, input after input; valid until the runner's next call."""
 
     logits: Tensor  # float32 [rows, vocab]
-    hidden: Tensor  # float32 [rows, hidden], behind the final norm
+    hidden: Tensor  # float32 [rows, hidden], behind the final norm, or what a head says of the next hidden state
     best: Tensor  # int64 [rows], the best token; -1 where the logits are not finite
 
 
@@ -209,13 +226,23 @@ class DraftRunner(Protocol):
     """Runs a drafter's model, whose KV is extra layers of the target's slots: prefix hits, forks, trees and preemption
     keep it right as they keep the target's. `seq.num_draft_cached` says how far a sequence's is there."""
 
+    most_rows: int  # tokens of one pass
+
     def run(self, inputs: Many[DraftInput]) -> DraftOutput:
-        """One forward pass. At most as many tokens together as the engine's max_num_batched_tokens, and slots must be
+        """One forward pass. At most `most_rows` tokens together, the engine's max_num_batched_tokens, and slots must be
         there: for tokens of the sequence that the target has computed, and from a proposal's request on for the last
         token and num_tokens nodes behind it."""
 
     def catch_up(self, seqs: Many[SequenceView]) -> None:
         """Compute what tokens that the target has computed still lack of the model's KV, chunk by chunk."""
+
+    def write(self, inputs: Many[HiddenInput]) -> None:
+        """Let the model's `write` fill its KV from what the target has computed."""
+
+    def pass_over(self, seq: SequenceView, start: int) -> bool:
+        """Whether the model can go on at `start`: all that stands before has KV, or at most MOST_MISSING tokens hold
+        what an earlier draft left there. Those count as computed then: a head has no hidden states to redo them from,
+        and a draft that is a little worse is better than none."""
 
     def read(self, seqs: Many[SequenceView]) -> DraftOutput:
         """What the model says behind each sequence's last token, having computed whatever it lacks before that."""
@@ -237,8 +264,15 @@ class DraftContext(Protocol):
         where they are the first ones of both, else bool [ids that both have]. Raises ModelError for a model that is not
         there or cannot be run, ConfigError for another vocabulary."""
 
+    def load_head(self, name: str, kind: str) -> Any:
+        """A draft head of that kind, made for this target, as models.heads runs it: from a folder or a repository.
+        Raises ModelError for one that is not there, cannot be run or was made for another target."""
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of int64 [n] -> float32 [n, hidden]."""
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What the target's LM head reads of the residual stream behind its last layer, float32 [n, hidden] both."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The target's final norm and LM head over the residual stream behind its last layer, float32 [n, hidden] ->

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence as Many
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specserve.cache.storage import KVShape
 from specserve.checkpoint import catalog
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, ModelError
 from specserve.models.decoder import Decoder
+from specserve.models.heads.block import BlockHead
+from specserve.models.heads.eagle import EagleHead
+from specserve.models.heads.formats import fits, read_head
+from specserve.models.heads.medusa import MedusaHead
+from specserve.models.heads.spec import BlockSpec, MedusaSpec, TargetShape
 from specserve.models.loader import load_model
 from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Runner
 from specserve.speculation.asking import ON_THE_WAY
-from specserve.speculation.base import DraftInput, DraftModel, DraftOutput, SequenceView
+from specserve.speculation.base import MOST_MISSING, DraftInput, DraftModel, DraftOutput, HiddenInput, SequenceView
 from specserve.speculation.vocabularies import shared_ids
 from specserve.text.tokenizer import Tokenizer
 
@@ -54,6 +61,9 @@ class TargetContext:
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._model.embed(token_ids)
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self._model.final_norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.head(hidden)
 
@@ -61,6 +71,21 @@ class TargetContext:
         folder = catalog.resolve(model)
         loaded = load_model(folder, self.ops)
         return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
+
+    def load_head(self, name: str, kind: str) -> EagleHead | BlockHead | MedusaHead:
+        found = read_head(catalog.resolve_head(name), self.num_layers)
+        spec = found.spec
+        if spec.kind != kind:
+            raise ModelError(f"{name} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
+        own = TargetShape(hidden_size=self.hidden_size, num_layers=self.num_layers, vocab_size=self.vocab_size)
+        fits(spec, own)
+        if isinstance(spec, MedusaSpec):
+            return MedusaHead(spec, found.weights, found.d2t, self.ops)
+        layers = dataclasses.replace(spec.layers, max_len=self.max_model_len)  # its rotation has no end of its own
+        given = found.weights, found.d2t, self.ops, self._model
+        if isinstance(spec, BlockSpec):
+            return BlockHead(dataclasses.replace(spec, layers=layers), *given)
+        return EagleHead(dataclasses.replace(spec, layers=layers), *given)
 
     def runner(self, model: DraftModel) -> ModelRunner:
         runner = ModelRunner(model, self.ops, *self._sizes)
@@ -97,22 +122,23 @@ class TargetContext:
 class ModelRunner:
     """A DraftRunner over the target's slots."""
 
-    def __init__(self, model: DraftModel, ops: Ops, max_rows: int, max_logit_rows: int) -> None:
+    def __init__(self, model: Any, ops: Ops, max_rows: int, max_logit_rows: int) -> None:
         spec = model.spec
         self.kv_shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
         self._model = model
         self._ops = ops
-        self._max_rows, self._max_logit_rows = max_rows, max_logit_rows
+        self.most_rows, self._max_logit_rows = max_rows, max_logit_rows
         self._runner: Runner | None = None
 
     def bind(self, layers: list[Tensor], block_size: int) -> None:
         self._block_size = block_size
-        self._runner = Runner(self._model, self._ops, layers, block_size, self._max_rows, self._max_logit_rows)
+        self._runner = Runner(self._model, self._ops, layers, block_size, self.most_rows, self._max_logit_rows)
 
     @torch.no_grad()
     def run(self, inputs: Many[DraftInput]) -> DraftOutput:
         assert self._runner is not None, "a drafter's model runs once the engine has its cache"
-        self._runner.start(self._packed(inputs))
+        features = [each.features for each in inputs if each.features is not None]
+        self._runner.start(self._packed(inputs), torch.cat(features) if features else None)
         out = self._runner.finish()
         for each in inputs:
             seq, stop = each.seq._seq, each.start + len(each.tokens)
@@ -124,7 +150,7 @@ class ModelRunner:
         left = [seq for seq in seqs if seq.num_draft_cached < seq.num_cached]
         while left:
             inputs: list[DraftInput] = []
-            room = self._max_rows
+            room = self.most_rows
             for seq in left:
                 start = seq.num_draft_cached
                 count = min(room, seq.num_cached - start)
@@ -136,10 +162,27 @@ class ModelRunner:
 
     def read(self, seqs: Many[SequenceView]) -> DraftOutput:
         lacking = [len(seq.tokens) - 1 - seq.num_draft_cached for seq in seqs]
-        if max(lacking) > ON_THE_WAY or sum(lacking) + len(seqs) > self._max_rows:
+        if max(lacking) > ON_THE_WAY or sum(lacking) + len(seqs) > self.most_rows:
             self.catch_up(seqs)
         starts = [min(seq.num_draft_cached, len(seq.tokens) - 1) for seq in seqs]
         return self.run([DraftInput(seq, at, seq.tokens[at:]) for seq, at in zip(seqs, starts, strict=True)])
+
+    def pass_over(self, seq: SequenceView, start: int) -> bool:
+        state = seq._seq
+        if state.draft_cached < start <= state.draft_cached + MOST_MISSING:
+            state.draft_cached = start
+        return start <= state.draft_cached
+
+    def write(self, inputs: Many[HiddenInput]) -> None:
+        assert self._runner is not None, "a drafter's model runs once the engine has its cache"
+        rows = [DraftInput(each.seq, each.start, [0] * len(each.hidden[0]), num_logits=0) for each in inputs]
+        packed = self._packed(rows)
+        hidden = [torch.cat(some) for some in zip(*(each.hidden for each in inputs), strict=True)]
+        positions = torch.from_numpy(packed.positions).to(self._ops.device)
+        self._model.write(hidden, positions, self._runner.kv, self._ops.plan(packed.rows, self._block_size))
+        for each in rows:
+            seq = each.seq._seq
+            seq.draft_cached = max(seq.draft_cached, each.start + len(each.tokens))
 
     def _packed(self, inputs: Many[DraftInput]) -> StepInput:
         multiple = self._ops.row_multiple
@@ -155,7 +198,7 @@ class ModelRunner:
             token_ids += each.tokens
             if each.parents is None:
                 positions += range(each.start, each.start + count)
-                parents += range(-1, count - 1)
+                parents += [count - 1 if each.is_block and count > 1 else -1, *range(count - 1)]
             else:
                 at: list[int] = []
                 for parent in each.parents:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve.sampling import noise
 from specserve.speculation.base import SequenceView
+from specserve.types import Draft
 
 
 class Drawn(NamedTuple):
@@ -64,3 +66,26 @@ class Drawing:
     def _row_keys(self, seqs: Many[SequenceView], depth: int, purpose: noise.Purpose) -> Tensor:
         places = [len(seq.tokens) + depth for seq in seqs]
         return noise.row_keys([seq.seed for seq in seqs], places, [purpose] * len(seqs)).to(self._hashed.device)
+
+
+class DraftText:
+    """A draft of at most `most` tokens that is being written behind a sequence."""
+
+    def __init__(self, seq: SequenceView, most: int) -> None:
+        self.seq, self.most = seq, most
+        self.tokens: list[int] = []
+        self._confidence: list[float] = []
+        self._q: list[Tensor] = []
+
+    def take(self, drawn: Drawn, row: int) -> bool:
+        """Add the token of that row; returns whether there is room for another."""
+        self.tokens.append(drawn.tokens[row])
+        self._confidence.append(min(1.0, drawn.confidence[row]))
+        q = drawn.q[row]
+        if q is not None:
+            self._q.append(q)
+        return len(self.tokens) < self.most
+
+    def draft(self) -> Draft:
+        q = torch.stack(self._q) if self._q else None
+        return Draft.chain(self.tokens, q, confidence=np.array(self._confidence, np.float32))

@@ -28,7 +28,7 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
     assert seq.grammar is not None, "free sequences are not guided"
     is_drawn = draft.q is not None and len(draft) > 0
     branches = _walk(seq.grammar, draft, budget, seq.stop_ids, is_drawn)
-    if len(branches) - 1 == len(draft) == sum(len(branch.tokens) for branch in branches):
+    if len(branches) - 1 == len(draft) == sum(len(branch.tokens) for branch in branches) <= budget:
         return draft
     branches.sort()  # parents come before their children
     tokens: list[int] = []

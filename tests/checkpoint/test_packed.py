@@ -376,9 +376,9 @@ def test_another_model_in_the_same_place_is_noticed(folder: Path, tmp_path: Path
 def test_kernels_that_pack_otherwise_have_another_layout(
     weights: str, folder: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, layout = cpu._alternating, make_ops(weights).layout
+    plain, layout = cpu.alternating, make_ops(weights).layout
     load_model(folder, make_ops(weights))
-    monkeypatch.setattr(cpu, "_alternating", lambda gate, up: plain(gate, up).flip(1))
+    monkeypatch.setattr(cpu, "alternating", lambda gate, up: plain(gate, up).flip(1))
     assert make_ops(weights).layout != layout
     reads.clear()
     load_model(folder, make_ops(weights))
@@ -406,9 +406,9 @@ def test_a_decoder_that_packs_otherwise_is_noticed(
 ) -> None:
     """Though nobody raised the version: values before keys, tensors of the same shapes, have another name."""
     load_model(folder, make_ops())
-    plain = decoder._Reader.linear
+    plain = decoder.WeightReader.linear
     with monkeypatch.context() as patch:
-        patch.setattr(decoder._Reader, "linear", lambda self, bias, *names: plain(self, bias, *names[::-1]))
+        patch.setattr(decoder.WeightReader, "linear", lambda self, bias, *names: plain(self, bias, *names[::-1]))
         reads.clear()
         swapped = logits(load_model(folder, make_ops()))
         assert {name.rpartition(".")[0].rpartition(".")[2] for name in reads} == {"q_proj", "k_proj", "v_proj"}

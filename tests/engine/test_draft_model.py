@@ -26,7 +26,6 @@ from specserve.errors import ConfigError, InputError, ModelError
 from specserve.llm import LLM
 from specserve.sampling import noise
 from specserve.speculation.drawing import Drawing
-from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
 
@@ -91,74 +90,7 @@ def drive(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list
     return tokens
 
 
-@pytest.fixture(scope="module")
-def expected(tiny: Path) -> dict[tuple[str, int], list[int]]:
-    return drive(make(tiny), mixed(6))
-
-
-# --- the same text ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"adaptive": True},
-        {"max_num_seqs": 1},
-        {"max_num_batched_tokens": 24},
-        {"prefix_caching": False, "num_speculative_tokens": 1},
-        {"num_speculative_tokens": 12, "drafter_options": {"min_probability": 0.3}},
-    ],
-    ids=lambda options: ",".join(options) or "plain",
-)
-def test_outputs_are_those_without_it(tiny: Path, similar: Path, expected: Any, options: dict[str, Any]) -> None:
-    engine = make(tiny, draft_model=str(similar), **options)
-    for _ in range(2):  # the second time with prefix hits
-        for request in mixed(6):
-            engine.add(request)
-        counted = [engine.requests[request.id][0].stats for request in mixed(6)]
-        assert drive(engine, []) == expected
-    if not options.get("adaptive"):
-        accepted = sum(each.num_accepted_tokens for each in counted)
-        drafted = sum(each.num_draft_tokens for each in counted)
-        assert 0.2 * drafted < accepted < drafted, "sometimes right and sometimes wrong"
-
-
-def test_it_survives_preemption(tiny: Path, similar: Path, expected: Any) -> None:
-    storage = make(tiny, draft_model=str(similar)).cache.storage
-    per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
-    engine = make(tiny, draft_model=str(similar), max_num_batched_tokens=24, kv_cache_gib=14.5 * per_block / 2**30)
-    assert drive(engine, mixed(6)) == expected
-    assert engine.counters.num_preemptions > 0
-
-
-def test_completions_share_a_prompt(tiny: Path, similar: Path) -> None:
-    request = Request(id="n", prompt_ids=prompt(3, 45), params=dataclasses.replace(SEEDED, n=3))
-    wanted = drive(make(tiny), [request])
-    assert drive(make(tiny, draft_model=str(similar)), [request]) == wanted
-
-
-def test_requests_end_at_any_moment(tiny: Path, similar: Path, expected: Any) -> None:
-    engine = make(tiny, draft_model=str(similar))
-    for step in range(12):
-        for request in mixed(4):
-            engine.add(request)
-        for _ in range(step):
-            engine.step()
-        for i in range(3):
-            engine.abort(f"r{i}")
-        outputs = drive(engine, [])
-        assert [key for key in outputs if key[0] != "r3"] == []
-
-
-def test_a_grammar_holds(tiny: Path, similar: Path) -> None:
-    fits = {"ignore_eos": False, "structured": Structured.regex("[a-f ]{8,20}")}
-    params = [dataclasses.replace(each, **fits) for each in (GREEDY, SEEDED)]
-    outputs = []
-    for options in ({"drafter": "none"}, {"draft_model": str(similar)}):
-        with LLM(str(tiny), dtype="float32", adaptive=False, kv_cache_gib=0.05, **options) as llm:
-            outputs.append([each.outputs[0].token_ids for each in llm.generate([prompt(1), prompt(2)], params)])
-    assert outputs[0] == outputs[1]
+# --- right, wrong and in turns ---------------------------------------------------------------------------------------
 
 
 def test_the_target_itself_is_always_right(tiny: Path) -> None:
@@ -245,24 +177,6 @@ def test_greedy_ones_are_not_drawn() -> None:
     assert drawn.q[0] is None
     assert drawn.q[1] is not None
     assert drawn.confidence[0] == pytest.approx(float(torch.softmax(logits[0], -1)[1]))
-
-
-@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
-def test_the_law_is_the_targets(tiny: Path, similar: Path, verification: str) -> None:
-    """The second and third token of seeded texts, against plain decoding's own law: 2,400 texts each, compared as two
-    samples; what is rare counts together. The false alarm is 1 in 10,000, with seeds that are fixed."""
-    samples = []
-    for options in ({}, {"draft_model": str(similar), "verification": verification, "num_speculative_tokens": 2}):
-        engine = make(tiny, max_num_seqs=64, max_num_batched_tokens=512, **options)
-        seeds = range(2400) if options else range(10_000, 12_400)
-        params = [dataclasses.replace(SEEDED, seed=seed, max_tokens=3, temperature=0.35) for seed in seeds]
-        outputs = drive(engine, [Request(id=str(p.seed), prompt_ids=prompt(1), params=p) for p in params])
-        samples.append(Counter(tuple(tokens[1:]) for tokens in outputs.values()))
-    common = [pair for pair, count in (samples[0] + samples[1]).most_common() if count >= 16]
-    table = [[sample[pair] for pair in common] for sample in samples]
-    table = [[*row, 2400 - sum(row)] for row in table]
-    assert stats.chi2_contingency(table).pvalue > 1e-4
-    assert sum(table[0][:-1]) > 600, "enough is not rare"
 
 
 # --- who cannot draft -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from specserve.kernels import reference
@@ -160,6 +160,7 @@ def all_that_may_stand(state: Spelling, draft: Draft, ends: frozenset[int]) -> l
 
 
 @settings(max_examples=500)
+@example([[0], [2]], Draft(np.array([0, 2], np.int32), np.array([-1, -1], np.int32)), 0, 1, 1, ())  # room for one
 @given(
     sentences,
     trees(),

@@ -1,0 +1,109 @@
+"""A block head guesses several tokens in one pass, from masks behind the last token; see BlockSpec for where it was
+published."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.speculation.base import (
+    DraftContext,
+    DraftInput,
+    DraftRequest,
+    HiddenInput,
+    Needs,
+    SequenceView,
+    StepReport,
+)
+from specserve.speculation.drawing import DraftText, Drawing
+from specserve.types import Draft
+
+
+class BlockDrafter:
+    """Drafts with `head`: a folder or repository of a block head that was made for the target.
+
+    A draft takes one pass of the head, whatever its length, and has no more tokens than the head was made for. What the
+    the target has computed of a sequence, its hidden states, is written to the head's keys and values with each step. A
+    draft ends before a token that is given less than `min_probability`, by the head's own confidence where it has one.
+    Sequences whose prompt was computed while another drafter ran get no drafts. Raises ModelError for a head that
+    cannot be run or was made for another target.
+    """
+
+    def __init__(self, context: DraftContext, head: str, min_probability: float = 0.0) -> None:
+        is_number = isinstance(min_probability, (int, float)) and not isinstance(min_probability, bool)
+        if not is_number or not 0 <= min_probability <= 1:
+            raise ConfigError(f"min_probability is {min_probability!r}; it must be a number from 0 to 1.")
+        self._min_probability = min_probability
+        self._head = context.load_head(head, "block")
+        self._layers: tuple[int, ...] = self._head.head.hidden_layers
+        self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="model")
+        self._vocab_size, self._max_len = context.vocab_size, context.max_model_len
+        self._drawing = Drawing(context.verification, context.vocab_size, context.ops.device)
+        self._runner = context.runner(self._head)
+
+    def begin(self, seq: SequenceView) -> None: ...
+
+    def end(self, seq: SequenceView) -> None: ...
+
+    def observe(self, step: StepReport) -> None:
+        written = []
+        for report in step.seqs:
+            rows = report.kept_rows
+            if rows and self._runner.pass_over(report.seq, report.start):
+                shown = [step.hidden[layer][rows] for layer in self._layers]
+                written.append(HiddenInput(report.seq, report.start, shown))
+        if written:
+            self._runner.write(written)
+
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        texts = [DraftText(seq, self._most(seq, most)) for seq, most in requests]
+        growing = [text for text in texts if text.most > 0]
+        if not growing:
+            return [text.draft() for text in texts]
+        out = self._runner.run([self._block(text) for text in growing])
+        firsts = torch.tensor([0] + [text.most for text in growing[:-1]]).cumsum(0)
+        keys, depth = self._drawing.keys([text.seq for text in growing]), 0
+        before = [text.seq.tokens[-1] for text in growing]
+        rows = firsts.tolist()
+        while growing:
+            here = [row + depth for row in rows]
+            drawn = self._drawing.draw(
+                [text.seq for text in growing], self._of_target(out.logits[here], before), keys, depth
+            )
+            chances = self._head.confidence(out.hidden[here], before)
+            if chances is not None:
+                drawn = drawn._replace(confidence=chances)
+            left = []
+            for i, text in enumerate(growing):
+                if drawn.confidence[i] >= self._min_probability and text.take(drawn, i):
+                    left.append(i)
+            growing, rows, before = [growing[i] for i in left], [rows[i] for i in left], [drawn.tokens[i] for i in left]
+            keys, depth = drawn.keys[left], depth + 1
+        return [text.draft() for text in texts]
+
+    def _most(self, seq: SequenceView, asked: int) -> int:
+        """How many tokens a draft may have; none for a sequence of which the head lacks something."""
+        if seq.num_draft_cached < len(seq.tokens) - 1:
+            return 0
+        most: int = self._head.head.num_proposed
+        return min(asked, most)
+
+    def _block(self, text: DraftText) -> DraftInput:
+        """The last token and masks behind it, which all see each other."""
+        head = self._head.head
+        tokens = [text.seq.tokens[-1], *[head.mask_token_id] * (text.most - head.samples_anchor)]
+        is_block, start = not head.is_causal, len(text.seq.tokens) - 1
+        return DraftInput(text.seq, start, tokens, num_logits=text.most, is_block=is_block)
+
+    def _of_target(self, logits: Tensor, before: list[int]) -> Tensor:
+        """The logits of all ids of the target, with what the token before each adds."""
+        bias = self._head.bias(before)
+        if bias is not None:
+            logits = logits + bias
+        ids = self._head.ids
+        if ids is None:
+            return logits[:, : self._vocab_size]
+        scores = torch.full((len(logits), self._vocab_size), -torch.inf, device=logits.device)
+        scores[:, ids] = logits
+        return scores

@@ -1,0 +1,157 @@
+"""An EAGLE head guesses the target's next hidden state, and with it the token behind, again and again; see
+arXiv 2401.15077, 2406.16858 (EAGLE-1, 2) and 2503.01840 (EAGLE-3)."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.speculation.base import (
+    DraftContext,
+    DraftInput,
+    DraftOutput,
+    DraftRequest,
+    DraftRunner,
+    Needs,
+    SequenceReport,
+    SequenceView,
+    StepReport,
+)
+from specserve.speculation.drawing import DraftText, Drawing
+from specserve.types import Draft
+
+_MOST_UNREAD = 4  # rows of a sequence that wait for its next draft's first pass, which reads them on the way
+
+
+class EagleDrafter:
+    """Drafts with `head`: a folder or repository of an EAGLE head that was made for the target.
+
+    The head's one layer has its keys and values beside the target's. At position i it reads the target's hidden state
+    there and token i + 1; behind what the target has computed its own output stands in for the hidden state, and is
+    replaced by the true one when that is known. Each token of a draft is one pass over all sequences that still want
+    one. A draft ends before a token to which the head gives less than `min_probability`. Sequences whose prompt was
+    computed while another drafter ran get no drafts. Raises ModelError for a head that cannot be run or was made for
+    another target.
+    """
+
+    def __init__(self, context: DraftContext, head: str, min_probability: float = 0.0) -> None:
+        is_number = isinstance(min_probability, (int, float)) and not isinstance(min_probability, bool)
+        if not is_number or not 0 <= min_probability <= 1:
+            raise ConfigError(f"min_probability is {min_probability!r}; it must be a number from 0 to 1.")
+        self._min_probability = min_probability
+        self._context = context
+        self._head = context.load_head(head, "eagle")
+        self._layers: tuple[int, ...] = self._head.head.hidden_layers or (context.num_layers - 1,)
+        self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="model")
+        self._drawing = Drawing(context.verification, context.vocab_size, context.ops.device)
+        self._runner = context.runner(self._head)
+        self._known: dict[SequenceView, _Known] = {}
+
+    def begin(self, seq: SequenceView) -> None:
+        self._known[seq] = _Known()
+
+    def end(self, seq: SequenceView) -> None:
+        self._known.pop(seq, None)
+
+    def observe(self, step: StepReport) -> None:
+        for seq in step.preempted:
+            self._known[seq] = _Known()
+        rows = [report.kept_rows for report in step.seqs]
+        if not rows:
+            return
+        states = self._states(step.hidden, [row for some in rows for row in some])
+        waiting: list[DraftInput] = []
+        for report, own in zip(step.seqs, torch.split(states, [len(some) for some in rows]), strict=True):
+            known = self._known[report.seq]
+            known.add(report, own, self._runner)
+            if known.num_unread > (_MOST_UNREAD if report.num_new == 1 else 0):
+                waiting.append(known.read(report.seq))
+        self._read(waiting)
+
+    def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        texts = [DraftText(seq, most) for seq, most in requests]
+        growing = [text for text in texts if text.most > 0 and self._known[text.seq].is_whole]
+        if not growing:
+            return [text.draft() for text in texts]
+        known = [self._known[text.seq] for text in growing]
+        if sum(max(each.num_unread, 1) for each in known) > self._runner.most_rows:
+            self._read([each.read(text.seq) for each, text in zip(known, growing, strict=True) if each.num_unread])
+        out = self._runner.run([each.read(text.seq, 1) for each, text in zip(known, growing, strict=True)])
+        keys, depth = self._drawing.keys([text.seq for text in growing]), 0
+        while growing:
+            drawn = self._drawing.draw([text.seq for text in growing], self._of_target(out), keys, depth)
+            left = []
+            for row, text in enumerate(growing):
+                if drawn.confidence[row] >= self._min_probability and text.take(drawn, row):
+                    left.append(row)
+            hidden = out.hidden[left].clone()  # the next pass overwrites it
+            growing, keys, depth = [growing[row] for row in left], drawn.keys[left], depth + 1
+            if growing:
+                out = self._runner.run([_newest(text, hidden[i : i + 1]) for i, text in enumerate(growing)])
+        return [text.draft() for text in texts]
+
+    def _read(self, inputs: list[DraftInput]) -> None:
+        """As many at once as the runner takes."""
+        while inputs:
+            rows = list(itertools.accumulate(len(each.tokens) for each in inputs))
+            count = max(1, bisect.bisect_right(rows, self._runner.most_rows))
+            self._runner.run(inputs[:count])
+            inputs = inputs[count:]
+
+    def _states(self, hidden: Mapping[int, Tensor], rows: list[int]) -> Tensor:
+        """The head's own hidden states of some rows of a step."""
+        shown = [hidden[layer][rows] for layer in self._layers]
+        if not self._head.head.hidden_layers:
+            shown = [self._context.final_norm(shown[0])]
+        states: Tensor = self._head.states(shown)
+        return states
+
+    def _of_target(self, out: DraftOutput) -> Tensor:
+        """The logits of all ids of the target."""
+        ids = self._head.ids
+        if ids is None:
+            return out.logits[:, : self._context.vocab_size]
+        logits = torch.full((len(out.logits), self._context.vocab_size), -torch.inf, device=out.logits.device)
+        logits[:, ids] = out.logits
+        return logits
+
+
+class _Known:
+    """The head's hidden states of a sequence's tokens: those that it has not read yet, or else the one that it read
+    last, from which a draft begins."""
+
+    def __init__(self) -> None:
+        self.is_whole = True  # all that stands before has been read, but for a few
+        self.num_unread = 0
+        self._start: int | None = None  # of the first row
+        self._rows: list[Tensor] = []
+
+    def add(self, report: SequenceReport, states: Tensor, runner: DraftRunner) -> None:
+        if self._start is None:
+            self._start = report.start
+            self.is_whole = runner.pass_over(report.seq, report.start)
+        states = states[: max(0, len(report.seq.tokens) - 1 - report.start)]  # what ended it has nothing behind
+        if not self.is_whole or not len(states):
+            return
+        if not self.num_unread:
+            self._start, self._rows = report.start, []
+        self._rows.append(states.clone())
+        self.num_unread += len(states)
+
+    def read(self, seq: SequenceView, num_logits: int = 0) -> DraftInput:
+        """All that was not read, or the last row again. Behind each row stands a token."""
+        assert self._start is not None, "there are rows"
+        start, states = self._start, torch.cat(self._rows)
+        self._start, self._rows, self.num_unread = start + len(states) - 1, [states[-1:]], 0
+        tokens = seq.tokens[start + 1 : start + 1 + len(states)]
+        return DraftInput(seq, start, tokens, num_logits=num_logits, features=states)
+
+
+def _newest(text: DraftText, state: Tensor) -> DraftInput:
+    """The token that was drafted last, behind what the head says of the hidden state before it [1, hidden]."""
+    return DraftInput(text.seq, len(text.seq.tokens) - 2 + len(text.tokens), text.tokens[-1:], features=state)

@@ -1,0 +1,70 @@
+"""Tensors of a file that torch.save wrote, by name. Nothing in it is run: a file that holds more than tensors is
+refused."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specserve.checkpoint.folder import TensorInfo
+from specserve.errors import ModelError
+
+# safetensors' spelling of those that heads are stored in, and of the tables beside them.
+_SPELLINGS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
+
+
+class PickledWeights(Mapping[str, Tensor]):
+    """A read-only mapping like `specserve.checkpoint.weights.Weights` over one file of torch.save's, memory-mapped
+    where it is a zip archive, as torch writes since 1.6. Raises ModelError for a file that is damaged, or that holds
+    anything but tensors by name."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = _load(path)
+        self.infos: Mapping[str, TensorInfo] = {
+            name: TensorInfo(path, _SPELLINGS.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), tensor.nbytes)
+            for name, tensor in self._tensors.items()
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # UnpicklingError, and whatever a damaged file makes torch raise
+        raise ModelError(
+            f"{path} cannot be read as tensors alone: it holds objects whose loading would run code, or it is damaged. "
+            "specserve runs no code of a checkpoint. Where you trust its author, load it with torch.load(..., "
+            "weights_only=False) elsewhere and save its tensors with safetensors.torch.save_file."
+        ) from error
+    if not isinstance(held, dict):
+        raise ModelError(f"{path} holds a {type(held).__name__}; it must hold tensors by name.")
+    for name, tensor in held.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ModelError(
+                f"{path} holds a {type(tensor).__name__} under {name!r}; it must hold tensors by name. Save the "
+                "head's state_dict() alone."
+            )
+    return held

@@ -1,0 +1,169 @@
+"""`specserve inspect`: says what a checkpoint is, a draft head or a model, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from specserve.cli.options import MODEL
+from specserve.errors import ModelError
+
+if TYPE_CHECKING:
+    from specserve.models.heads.formats import Head
+    from specserve.models.heads.spec import TargetShape
+    from specserve.models.spec import DecoderSpec
+
+Rows = list[tuple[str, str]]
+
+
+def inspect(
+    path: Annotated[
+        str, Parameter(group=MODEL, help="Folder of a draft head or a model, or a file in it; or a model, as --model.")
+    ],
+    *,
+    model: Annotated[
+        str | None,
+        Parameter(
+            group=MODEL, help="The target that a draft head shall fit: catalog name, folder, .gguf file or hub id."
+        ),
+    ] = None,
+) -> None:
+    """Say what a checkpoint is: a draft head, its format, sizes and target, or a model, and whether it can be used. All
+    of a head's tensors are read and checked; of a model only names, shapes and sizes are."""
+    from specserve.doctor import Section, show
+    from specserve.models.heads.formats import is_head, read_head
+
+    folder = _folder(path)
+    if not is_head(folder):
+        show([Section("Model", _about_model(folder, model))])
+        return
+    target = None if model is None else _target(model)
+    head = read_head(folder, 0 if target is None else target.num_layers)
+    rows = _about_head(folder, head)
+    if target is not None:
+        rows.append(("fits", _fits(head, str(model), target)))
+    show([Section("Draft head", rows)])
+
+
+def _folder(path: str) -> Path:
+    from specserve.checkpoint import catalog
+
+    found = Path(path).expanduser()
+    if found.is_dir():
+        return found
+    if found.is_file() and found.suffix.lower() != ".gguf":
+        return found.parent
+    return catalog.resolve(path, offline=True, progress=False)
+
+
+def _target(model: str) -> TargetShape:
+    """The shape of a target, without its weights. Raises ModelError."""
+    from specserve.checkpoint import catalog
+    from specserve.models.heads.spec import TargetShape
+
+    _, spec = _describe(catalog.resolve(model, progress=False))
+    return TargetShape(hidden_size=spec.hidden_size, num_layers=spec.num_layers, vocab_size=spec.vocab_size)
+
+
+def _describe(folder: Path) -> tuple[str, DecoderSpec]:
+    """The model's type and description. Raises ModelError for one that has no native implementation."""
+    from specserve.checkpoint.folder import read_config
+    from specserve.models.loader import find_architecture
+
+    config = read_config(folder)
+    return str(config["model_type"]), find_architecture(config).spec(config)
+
+
+def _about_model(folder: Path, target: str | None) -> Rows:
+    """Raises ModelError for what is neither a model that can be run nor a draft head."""
+    from specserve.models.loader import check_tensors
+
+    try:
+        kind, spec = _describe(folder)
+        tensors = check_tensors(folder)
+    except ModelError as error:
+        raise ModelError(
+            f"{folder} is no draft head of a known format and no model that can be run: {error}"
+        ) from error
+    rows = [
+        ("folder", str(folder)),
+        ("type", kind),
+        ("layers", f"{spec.num_layers} of {spec.hidden_size:,}, {spec.num_heads} heads, {spec.num_kv_heads} for KV"),
+        ("vocabulary", f"{spec.vocab_size:,} ids"),
+        ("context", f"{spec.max_len:,} tokens"),
+        ("size", _size(tensors.num_parameters, tensors.num_bytes)),
+    ]
+    if not (folder / "tokenizer.json").is_file():
+        rows.append(("tokenizer", "none: tokenizer.json is missing, without which it cannot be run"))
+    if target is not None:
+        rows.append(("fits", "not looked at: only draft heads are made for one target"))
+    return rows
+
+
+def _about_head(folder: Path, head: Head) -> Rows:
+    from specserve.models.heads.formats import hidden_layers
+
+    spec = head.spec
+    for name in head.weights:
+        head.weights[name]  # reads it, and refuses NaN
+    taps = hidden_layers(spec)
+    num_layers = spec.target.num_layers
+    made_for = f"{spec.target.hidden_size:,} hidden, {spec.target.vocab_size:,} ids, " + (
+        f"{num_layers} layers" if num_layers else "layers not said"
+    )
+    return [
+        ("folder", str(folder)),
+        ("kind", _kind(head)),
+        ("format", head.format),
+        ("target", made_for),
+        ("verifier", head.verifier or "not named"),
+        ("reads", f"outputs of layers {', '.join(map(str, taps))}, from 0" if taps else "the final norm's output"),
+        *_parts(head),
+        ("size", _size(head.weights.num_parameters, head.weights.num_bytes)),
+    ]
+
+
+def _kind(head: Head) -> str:
+    from specserve.models.heads.spec import BlockSpec, MedusaSpec
+
+    spec = head.spec
+    if isinstance(spec, MedusaSpec):
+        return f"Medusa, {spec.num_heads} heads with {spec.num_layers} layers each"
+    if isinstance(spec, BlockSpec):
+        extras = [f"bigram bias of rank {spec.bigram_rank}"] if spec.bigram_rank else []
+        extras += ["confidence"] if spec.has_confidence else []
+        return f"block, {spec.num_proposed} tokens a pass" + "".join(f", {extra}" for extra in extras)
+    return "EAGLE-3" if spec.version == 3 else "EAGLE-1 or 2"
+
+
+def _parts(head: Head) -> Rows:
+    """What the head has of its own, and what it takes from the target."""
+    from specserve.models.heads.spec import MedusaSpec
+    from specserve.models.heads.tensors import draft_vocab_size
+
+    spec = head.spec
+    share = f"{draft_vocab_size(spec):,} of {spec.target.vocab_size:,} ids" if spec.has_draft_vocab else "the target's"
+    if isinstance(spec, MedusaSpec):
+        return [("draft ids", share)]
+    layers = spec.layers
+    heads = f"{layers.num_heads} heads, {layers.num_kv_heads} for KV"
+    return [
+        ("layers", f"{layers.num_layers} of {layers.hidden_size:,}, {heads}"),
+        ("embedding", "its own" if spec.has_embedding else "the target's"),
+        ("LM head", "its own" if spec.has_head else "the target's"),
+        ("draft ids", share),
+    ]
+
+
+def _fits(head: Head, model: str, target: TargetShape) -> str:
+    """Raises ModelError with the figures where it does not."""
+    from specserve.models.heads.formats import fits
+
+    fits(head.spec, target)
+    return f"{model}: {target.num_layers} layers, {target.hidden_size:,} hidden, {target.vocab_size:,} ids"
+
+
+def _size(num_parameters: int, num_bytes: int) -> str:
+    return f"{num_parameters / 1e6:,.1f} M parameters, {num_bytes / 1e6:,.1f} MB as stored"

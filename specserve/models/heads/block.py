@@ -1,0 +1,130 @@
+"""Runs block heads (BlockSpec) on the op contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specserve.errors import ModelError
+from specserve.models.decoder import Decoder, WeightReader, read_layer, rotary_tables
+from specserve.models.heads.spec import BlockSpec
+from specserve.ops import Ops, Rotation
+
+
+class BlockHead:
+    """A head for `target`, with the tensors of spec.shapes(). What the target has computed is written to its KV by
+    `write`; a pass of `forward` is over the last token and masks behind it. `ids` are those that its logits are of,
+    int64 [draft vocabulary], ascending; None: all of the target's."""
+
+    features_width = 0
+
+    def __init__(
+        self, head: BlockSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: Decoder
+    ) -> None:
+        self.head, self.spec, self.ops, self._target = head, head.layers, ops, target
+        self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)
+        read = WeightReader(self.spec, head.shapes(), weights, ops)
+        self._layers = [read_layer(read, i, prefix="") for i in range(self.spec.num_layers)]
+        self._context_kv = [  # a product of their own: what is written has no queries
+            read.linear(self.spec.qkv_bias, f"layers.{i}.self_attn.k_proj", f"layers.{i}.self_attn.v_proj")
+            for i in range(self.spec.num_layers)
+        ]
+        self._fc = read.linear(False, "fc")
+        self._hidden_norm = read.norm("hidden_norm")
+        self._norm = read.norm("norm")
+        self._embedding = ops.pack_table(_with_mask(head, weights)) if head.has_embedding else None
+        self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
+        if head.has_mask_embedding and not head.has_embedding:
+            raise ModelError("This head has a mask_embedding and no embed_tokens, which is not supported.")
+        self._bigram = None
+        if head.bigram_rank:
+            table = ops.pack_table(read.named("bigram_in")[0])
+            self._bigram = table, read.linear(False, "bigram_out")
+        self._confidence = (
+            (weights["confidence.weight"].to(ops.device).float(), weights["confidence.bias"].to(ops.device).float())
+            if head.has_confidence
+            else None
+        )
+        ropes = set(self.spec.ropes)
+        self._tables = {rope: rotary_tables(rope, self.spec.head_dim, self.spec.max_len, ops.device) for rope in ropes}
+
+    @torch.inference_mode()
+    def write(self, hidden: list[Tensor], positions: Tensor, kv: list[Tensor], plan: Any) -> None:
+        """Keys and values of rows that the target has computed, from the outputs of the layers that the head reads,
+        float32 [rows, target's hidden] each, at `positions` int64 [rows padded to ops.row_multiple]."""
+        ops, eps = self.ops, self.spec.norm_eps
+        short = len(positions) - len(hidden[0])
+        parts = [(pad(part, (0, 0, 0, short)) if short else part, None) for part in hidden]
+        states = ops.linear(ops.joined_norms(parts, eps), self._fc).float()
+        x = ops.joined_norms([(states, self._hidden_norm)], eps)
+        for layer, weight, layer_kv in zip(self._layers, self._context_kv, kv, strict=True):
+            rotation = Rotation(positions, *self._tables[layer.rope])
+            ops.rope_and_cache(ops.linear(x, weight), layer.head_norms, rotation, layer_kv, plan)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...] = (),
+        features: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """As Decoder.forward."""
+        ops, spec = self.ops, self.spec
+        rotations = {rope: Rotation(positions, *tables) for rope, tables in self._tables.items()}
+        residual = self._embedded(token_ids)
+        delta: Tensor | None = None
+        post: Any = None
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, spec.norm_eps)
+            delta = layer.run(ops, spec, x, residual, rotations[layer.rope], layer_kv, plan)
+            post = layer.post_mlp_norm
+        assert delta is not None, "a head has layers"
+        hidden = ops.norm(ops.gather_rows(rows, residual, delta, post, spec.norm_eps), self._norm, spec.norm_eps)
+        if self._lm_head is None:
+            logits = self._target.lm_head(hidden)
+        else:
+            logits = ops.linear(ops.quantize_activation(hidden), self._lm_head).float()
+        return hidden, logits, ops.argmax(logits), ()
+
+    @torch.inference_mode()
+    def bias(self, tokens: list[int]) -> Tensor | None:
+        """What each of these tokens adds to the logits of the one behind it, float32 [tokens, draft vocabulary]; None
+        where the head has no such bias."""
+        if self._bigram is None:
+            return None
+        ops, (table, out) = self.ops, self._bigram
+        ids = torch.tensor(tokens + [0] * (-len(tokens) % ops.row_multiple), device=ops.device)
+        return ops.linear(ops.quantize_activation(ops.embed(ids, table, 1.0)), out).float()[: len(tokens)]
+
+    @torch.inference_mode()
+    def confidence(self, hidden: Tensor, before: list[int]) -> list[float] | None:
+        """The head's own chance of each row's token, [rows], from hidden states behind its final norm and the tokens
+        before; None where it has no opinion."""
+        if self._confidence is None:
+            return None
+        weight, bias = self._confidence
+        if self.head.confidence_reads_bigram and self._bigram is not None:
+            ids = torch.tensor(before, device=self.ops.device)
+            hidden = torch.cat((hidden, self.ops.embed(ids, self._bigram[0], 1.0)), -1)
+        return torch.sigmoid(hidden @ weight[0] + bias).tolist()
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        if self._embedding is None:
+            return self._target.embed(token_ids)
+        return self.ops.embed(token_ids, self._embedding, 1.0)
+
+
+def _with_mask(head: BlockSpec, weights: Mapping[str, Tensor]) -> Tensor:
+    """The head's own embedding, where masks have theirs."""
+    table = weights["embed_tokens.weight"]
+    if head.has_mask_embedding:
+        table = table.clone()
+        table[head.mask_token_id] = weights["mask_embedding"]
+    return table

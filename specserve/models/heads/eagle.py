@@ -1,0 +1,107 @@
+"""Runs EAGLE heads (EagleSpec) on the op contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specserve.models.decoder import Decoder, WeightReader, read_layer, rotary_tables
+from specserve.models.heads.spec import EagleSpec
+from specserve.ops import Ops, Rotation
+
+
+class EagleHead:
+    """A head for `target`, with the tensors of spec.shapes(). Row i of a pass reads token i + 1 and, as its features,
+    the hidden state i, [spec.hidden_size]: what `states` makes of the target's, or what the pass before returned in its
+    place. `ids` are those that its logits are of, int64 [draft vocabulary], ascending; None: all of the target's."""
+
+    def __init__(
+        self, head: EagleSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: Decoder
+    ) -> None:
+        self.head, self.spec, self.ops, self._target = head, head.layers, ops, target
+        self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)
+        self.features_width = self.spec.hidden_size
+        shapes = head.shapes()
+        read = WeightReader(self.spec, shapes, weights, ops)
+        self._layers = [read_layer(read, i, prefix="") for i in range(self.spec.num_layers)]
+        self._fc = read.linear(head.fc_bias, "fc")
+        self._embedding = ops.pack_table(read.named("embed_tokens")[0]) if head.has_embedding else None
+        self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
+        self._hidden_norm = read.norm("layers.0.hidden_norm", head.version == 3)
+        self._norm = read.norm("norm", read.has("norm"))
+        self._input_norm = read.norm("input_norm", head.norm_before_fc)
+        self._fc_norms = [
+            read.norm(f"fc_norm.{i}", True) if head.fc_norms else None for i in range(len(head.hidden_layers))
+        ]
+        ropes = set(self.spec.ropes)
+        self._tables = {rope: rotary_tables(rope, self.spec.head_dim, self.spec.max_len, ops.device) for rope in ropes}
+
+    @torch.inference_mode()
+    def states(self, hidden: list[Tensor]) -> Tensor:
+        """The head's hidden states of rows, float32 [rows, hidden], from what it reads of the target, float32 [rows,
+        target's hidden] each: the outputs of the layers that it names, or for version 1 what is behind the final norm,
+        as it is."""
+        if self.head.version == 1:
+            return hidden[0]
+        ops, rows, eps = self.ops, len(hidden[0]), self.spec.norm_eps
+        short = -rows % ops.row_multiple
+        parts = [torch.nn.functional.pad(part, (0, 0, 0, short)) for part in hidden] if short else hidden
+        if self._input_norm is not None:
+            x = ops.joined_norms([(torch.cat(parts, -1), self._input_norm)], eps)
+        else:
+            x = ops.joined_norms(list(zip(parts, self._fc_norms, strict=True)), eps)
+        return ops.linear(x, self._fc).float()[:rows]
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...] = (),
+        features: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """As Decoder.forward, over `features` float32 [rows, hidden], which are overwritten. In place of the hidden
+        states behind the final norm it returns those that the next pass reads."""
+        assert features is not None and not taps, "a head reads hidden states, and nobody reads those of its layers"
+        ops, spec = self.ops, self.spec
+        rotations = {rope: Rotation(positions, *tables) for rope, tables in self._tables.items()}
+        residual, x = self._entered(self._embedded(token_ids), features)
+        delta: Tensor | None = None
+        post: Any = None
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            if delta is not None:
+                x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, spec.norm_eps)
+            delta = layer.run(ops, spec, x, residual, rotations[layer.rope], layer_kv, plan)
+            post = layer.post_mlp_norm
+        assert delta is not None, "a head has layers"
+        hidden = ops.gather_rows(rows, residual, delta, post, spec.norm_eps)
+        normed = hidden if self._norm is None else ops.norm(hidden, self._norm, spec.norm_eps)
+        if self._lm_head is None:
+            logits = self._target.lm_head(normed)
+        else:
+            logits = ops.linear(ops.quantize_activation(normed), self._lm_head).float()
+        return normed if self.head.norm_output else hidden, logits, ops.argmax(logits), ()
+
+    def _entered(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Any]:
+        """The residual stream that enters the first layer, and what its attention reads."""
+        ops, eps, first = self.ops, self.spec.norm_eps, self._layers[0]
+        if self.head.version == 3:
+            x = ops.joined_norms([(embedded, first.norm), (features, self._hidden_norm)], eps)
+            if self.head.norm_before_residual:
+                features = ops.norm(features, self._hidden_norm, eps)
+            return features, x
+        joined = ops.linear(ops.joined_norms([(embedded, None), (features, None)], eps), self._fc).float()
+        residual = ops.tap(0, joined, None, None, eps)
+        if first.norm is None:
+            return residual, ops.quantize_activation(residual)
+        return residual, ops.fused_add_rms_norm(residual, None, None, first.norm, eps)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        if self._embedding is None:
+            return self._target.embed(token_ids)
+        return self.ops.embed(token_ids, self._embedding, 1.0)

@@ -1,0 +1,94 @@
+"""Which answers each step reads, and what the target says of them. A step's batch follows from its number and the seed
+alone, so that a run which was killed goes on with what it would have read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specserve.train.target import Target
+
+_POOL = 512  # answers that are sorted by length, so that those of a batch are about equally long
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt and what the target wrote behind it."""
+
+    tokens: NDArray[Any]  # of any whole numbers: as they are stored, which takes a quarter of int64
+    num_prompt: int
+    category: str
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Answers side by side, padded at their ends with token 0."""
+
+    tokens: Tensor  # int64 [batch, tokens]
+    num_prompt: Tensor  # int64 [batch]
+    hidden: Tensor  # float32 [batch, tokens, layers * hidden], the residual stream behind the layers that a head reads
+    target: Tensor  # float32 [batch, tokens, draft vocabulary], what the target gives the token behind; 0 elsewhere
+    is_judged: Tensor  # bool [batch, tokens], where the token behind was written by the target
+    categories: list[str]
+
+
+def plan_batches(lengths: Sequence[int], epochs: float, batch_tokens: int, seed: int) -> list[list[int]]:
+    """The answers of every step, by index: each once an epoch, in an order of the epoch's own. A batch has at most
+    `batch_tokens` tokens, padding included, or one answer."""
+    plan: list[list[int]] = []
+    for epoch in range(math.ceil(epochs)):
+        draw = np.random.Generator(np.random.PCG64([seed, epoch]))
+        order = draw.permutation(len(lengths)).tolist()
+        batches: list[list[int]] = []
+        for start in range(0, len(order), _POOL):
+            batches += _packed(sorted(order[start : start + _POOL], key=lambda i: lengths[i]), lengths, batch_tokens)
+        shuffled = [batches[i] for i in draw.permutation(len(batches))]
+        share = min(1.0, epochs - epoch)
+        plan += shuffled[: max(1, round(share * len(shuffled)))]
+    return plan
+
+
+def _packed(ascending: list[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    batches: list[list[int]] = [[]]
+    for index in ascending:
+        if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > batch_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return [batch for batch in batches if batch]
+
+
+def make_batch(
+    target: Target, answers: Sequence[Answer], layers: Sequence[int], ids: Tensor, states: list[Tensor] | None = None
+) -> Batch:
+    """What a head that reads `layers` and proposes from `ids` learns from these answers. `states` is what
+    target.hidden(answers, [*layers, target.last_layer]) says, where that is known."""
+    longest, device = max(len(answer.tokens) for answer in answers), target.device
+    tokens = torch.zeros(len(answers), longest, dtype=torch.int64)
+    is_judged = torch.zeros(len(answers), longest, dtype=torch.bool)
+    if states is None:
+        states = target.hidden([answer.tokens for answer in answers], [*layers, target.last_layer])
+    hidden = torch.zeros(len(answers), longest, len(layers) * target.spec.hidden_size, device=device)
+    for row, (answer, state) in enumerate(zip(answers, states, strict=True)):
+        count = len(answer.tokens)
+        tokens[row, :count] = torch.from_numpy(answer.tokens.astype(np.int64))
+        is_judged[row, answer.num_prompt - 1 : count - 1] = True
+        hidden[row, :count] = state[:, :-1].flatten(1)
+    judged = [state[answer.num_prompt - 1 : -1, -1] for answer, state in zip(answers, states, strict=True)]
+    is_judged = is_judged.to(device)
+    shares = torch.zeros(len(answers), longest, len(ids), device=device)
+    shares[is_judged] = target.distributions(torch.cat(judged), ids)
+    return Batch(
+        tokens=tokens.to(device),
+        num_prompt=torch.tensor([answer.num_prompt for answer in answers], device=device),
+        hidden=hidden,
+        target=shares,
+        is_judged=is_judged,
+        categories=[answer.category for answer in answers],
+    )

@@ -1,0 +1,124 @@
+"""A block head with gradients: one pass over the last committed token and masks behind it (DFlash, arXiv 2602.06036),
+with DSpark's bigram bias and confidence where BlockSpec has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from specserve.models.heads.spec import BlockSpec
+from specserve.train.batches import Batch
+from specserve.train.heads import Guesses, TrainedHead, frozen_head
+from specserve.train.layers import DecoderLayer, RMSNorm, Rotary, attend
+
+
+class BlockHead(TrainedHead):
+    """`embedding` [vocab, hidden] and `head` [vocab, hidden] are the target's and do not learn, `norm` [hidden] is
+    where the final norm begins. Each answer of a batch trains `anchors` blocks, which begin at tokens drawn from it."""
+
+    spec: BlockSpec
+
+    def __init__(
+        self, spec: BlockSpec, ids: NDArray[np.int64], embedding: Tensor, head: Tensor, norm: Tensor, anchors: int
+    ) -> None:
+        assert spec.has_head and not spec.has_embedding and not spec.has_mask_embedding, "what is trained"
+        super().__init__(ids, embedding)
+        own, rows = spec.layers, spec.block_size
+        self.spec, self.hidden_layers, self._anchors = spec, spec.hidden_layers, anchors
+        # As DFlash has it: 7 for blocks of 16, 4 for blocks of 8.
+        self.depth_weights = [math.exp(-2 * row / rows) for row in range(rows)]
+        self.rotary = Rotary(own, own.max_len + rows)
+        self.fc = nn.Linear(len(spec.hidden_layers) * spec.target.hidden_size, own.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(own.hidden_size, own.norm_eps)
+        self.layers = nn.ModuleList([DecoderLayer(own, self.rotary) for _ in range(own.num_layers)])
+        self.norm = RMSNorm(own.hidden_size, own.norm_eps)
+        self.norm.weight.data.copy_(norm)
+        self.lm_head = frozen_head(head, ids)
+        if spec.bigram_rank:
+            self.bigram_in = nn.Embedding(spec.target.vocab_size, spec.bigram_rank)
+            self.bigram_out = nn.Linear(spec.bigram_rank, own.vocab_size, bias=False)
+            nn.init.zeros_(self.bigram_out.weight)
+        if spec.has_confidence:
+            self.confidence = nn.Linear(own.hidden_size, 1)
+            nn.init.zeros_(self.confidence.weight)
+            nn.init.zeros_(self.confidence.bias)
+
+    def num_guesses(self, num_answers: int, num_tokens: int) -> int:
+        return num_answers * self._anchors * self.spec.block_size
+
+    def tables(self) -> set[str]:
+        return {"bigram_in.weight", "bigram_out.weight", "confidence.weight"}
+
+    def guesses(self, batch: Batch, generator: torch.Generator) -> Iterator[Guesses]:
+        """Row i of the block that begins at token a guesses token a + i + 1. A context is a block."""
+        starts = self.starts(batch, generator)  # [batch, anchors]
+        hidden = self.forward(batch, starts)
+        length, rows = batch.tokens.shape[1], self.spec.block_size
+        for row in range(rows):
+            at = (starts + row).clamp_max(length - 1)
+            judged = batch.is_judged.gather(1, at) & (starts + row < length)
+            answer, anchor = judged.nonzero(as_tuple=True)
+            place = at[answer, anchor]
+            shown = hidden[answer, anchor, row]  # [n, hidden]
+            logits = self.lm_head(shown)
+            if self.spec.bigram_rank:
+                logits = logits + self.bigram_out(self.bigram_in(batch.tokens[answer, place]))
+            yield Guesses(
+                logits=logits,
+                target=batch.target[answer, place],
+                truth=self.places(batch.tokens[answer, place + 1]),
+                contexts=answer * self._anchors + anchor,
+                num_contexts=len(starts) * self._anchors,
+                confidence=self.confidence(shown)[:, 0] if self.spec.has_confidence else None,
+            )
+
+    def starts(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Where blocks begin, int64 [batch, anchors]: at tokens of the answer, of which the last may be among them."""
+        lengths = batch.num_prompt + batch.is_judged.sum(1)
+        drawn = torch.rand(len(lengths), self._anchors, generator=generator).to(lengths.device)
+        return batch.num_prompt[:, None] + (drawn * (lengths - batch.num_prompt)[:, None]).long()
+
+    def forward(self, batch: Batch, starts: Tensor) -> Tensor:
+        """All blocks at once -> behind the final norm, float32 [batch, anchors, rows, hidden]."""
+        (num_answers, anchors), rows = starts.shape, self.spec.block_size
+        length, device = batch.tokens.shape[1], batch.tokens.device
+        offsets = torch.arange(rows, device=device)
+        positions = (starts[:, :, None] + offsets).flatten(1)  # [batch, anchors * rows]
+        ids = torch.full((num_answers, anchors, rows), self.spec.mask_token_id, device=device)
+        ids[:, :, 0] = batch.tokens.gather(1, starts)
+        x = self.embed(ids.flatten(1))
+        context = self.hidden_norm(self.fc(batch.hidden))
+        places = torch.arange(length, device=device)
+        mask = self.mask(starts, length)
+        for layer in cast(list[DecoderLayer], self.layers):
+            own = layer.input_layernorm(x)
+            far = layer.self_attn.keys_values(context, places)
+            near = layer.self_attn.keys_values(own, positions)
+            keys, values = (torch.cat(pair, 2) for pair in zip(far, near, strict=True))
+            x = layer.finish(x, attend(layer.self_attn.queries(own, positions), keys, values, mask))
+        normed: Tensor = self.norm(x)
+        return normed.view(num_answers, anchors, rows, -1)
+
+    def mask(self, starts: Tensor, length: int) -> Tensor:
+        """What each row sees, bool [batch, 1, anchors * rows, length + anchors * rows]: the tokens before its block,
+        which the target has computed, and its block; of that only the rows up to its own if the head is causal."""
+        anchors, rows, device = starts.shape[1], self.spec.block_size, starts.device
+        begins = starts.repeat_interleave(rows, 1)
+        far = torch.arange(length, device=device) < begins[:, :, None]
+        block = torch.arange(anchors, device=device).repeat_interleave(rows)
+        near = block[:, None] == block
+        if self.spec.is_causal:
+            near = near & torch.ones_like(near).tril()
+        return torch.cat([far, near.expand(len(starts), -1, -1)], -1)[:, None]
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Five of the target, evenly, as DFlash has them: from the second to the third but last."""
+    last = max(0, num_layers - 3)
+    return tuple(sorted({round(place) for place in np.linspace(min(1, last), last, 5)}))

@@ -1,0 +1,118 @@
+"""What the training of every kind of head has in common: what it guesses at each depth of a draft, and what that
+costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from specserve.models.heads.spec import HeadSpec
+from specserve.models.spec import DecoderSpec
+from specserve.train.batches import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What a head says at one depth: n guesses, each behind a context that stays the same from depth to depth."""
+
+    logits: Tensor  # float32 [n, draft vocabulary]
+    target: Tensor  # float32 [n, draft vocabulary], the target's own distribution there
+    truth: Tensor  # int64 [n], the place in the draft vocabulary of the token that came; -1 where it is not in there
+    contexts: Tensor  # int64 [n], which context of all that the batch has; those of an answer lie together
+    num_contexts: int
+    confidence: Tensor | None = None  # float32 [n], the logit of being accepted
+
+
+class TrainedHead(nn.Module):
+    """A head with gradients. Its state_dict has the names of spec.shapes(); what stays as the target has it and is not
+    stored with it are buffers. `ids` are those that it proposes from, ascending."""
+
+    spec: HeadSpec
+    hidden_layers: tuple[int, ...]
+    depth_weights: Sequence[float]  # of the loss, one for each depth
+
+    def __init__(self, ids: NDArray[np.int64], embedding: Tensor) -> None:
+        super().__init__()
+        place = torch.full((len(embedding),), -1, dtype=torch.int64)
+        place[torch.from_numpy(ids)] = torch.arange(len(ids))
+        self.register_buffer("place", place, persistent=False)
+        self.register_buffer("embedding", embedding, persistent=False)
+
+    def guesses(self, batch: Batch, generator: torch.Generator) -> Iterator[Guesses]:
+        """Depth after depth. Whatever is drawn comes from `generator`, on the CPU."""
+        raise NotImplementedError
+
+    def num_guesses(self, num_answers: int, num_tokens: int) -> int:
+        """How many a batch of that many answers, which take that many tokens with padding, has at most."""
+        return num_tokens * len(self.depth_weights)
+
+    def tables(self) -> set[str]:
+        """Names of matrices that are tables, not products: AdamW is for these."""
+        return set()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """As the target embeds, float32 [.., hidden]."""
+        return F.embedding(ids, self.get_buffer("embedding"))
+
+    def places(self, ids: Tensor) -> Tensor:
+        """Of target ids in the draft vocabulary, -1 for those that are not in there."""
+        return self.get_buffer("place")[ids]
+
+
+def layers_spec(target: DecoderSpec, num_layers: int, vocab_size: int, qk_norm: bool) -> DecoderSpec:
+    """Layers like the target's, but plain: without biases, norms behind sublayers and windows."""
+    full = next((rope for rope, window in zip(target.ropes, target.windows, strict=True) if window is None), None)
+    return replace(
+        target,
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        ropes=(full or target.ropes[0],) * num_layers,
+        windows=(None,) * num_layers,
+        query_scale=target.head_dim**-0.5,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=qk_norm,
+        post_norms=False,
+        norm_offset=0.0,
+        embedding_scale=1.0,
+        tied_embeddings=False,
+        logit_softcap=None,
+    )
+
+
+def frozen_head(head: Tensor, ids: NDArray[np.int64]) -> nn.Linear:
+    """The target's LM head [vocab, hidden], reduced to `ids`, which does not learn."""
+    linear = nn.Linear(head.shape[1], len(ids), bias=False, device="meta")
+    linear.weight = nn.Parameter(head[torch.from_numpy(ids)].clone(), requires_grad=False)
+    return linear
+
+
+def loss_of(guesses: Guesses, cross_entropy: float) -> tuple[Tensor, Tensor]:
+    """The mean loss, and of each guess the chance float32 [n] that a draft sampled from it is accepted.
+
+    `cross_entropy` of the loss is that against the target's distribution, the rest the total variation distance, which
+    is what is rejected: 1 - sum of min(p, q) (LK losses, DistillSpec: arXiv 2310.08461). What the target gives to ids
+    outside of the draft vocabulary is lost whatever the head says.
+    """
+    log_q = guesses.logits.log_softmax(-1)
+    accepted = torch.minimum(guesses.target, log_q.exp()).sum(-1)
+    entropy = -(guesses.target * log_q).sum(-1)
+    loss = cross_entropy * entropy + (1 - cross_entropy) * (1 - accepted)
+    if guesses.confidence is not None:
+        loss = loss + F.binary_cross_entropy_with_logits(guesses.confidence, accepted.detach(), reduction="none")
+    return loss.mean() if len(loss) else loss.sum(), accepted.detach()
+
+
+def batch_loss(head: TrainedHead, batch: Batch, generator: torch.Generator, cross_entropy: float) -> Tensor:
+    """The mean over depths by their weights."""
+    total = torch.zeros((), device=batch.tokens.device)
+    for weight, guesses in zip(head.depth_weights, head.guesses(batch, generator), strict=True):
+        total = total + weight * loss_of(guesses, cross_entropy)[0]
+    return total / sum(head.depth_weights)

@@ -1,0 +1,136 @@
+"""A decoder layer as torch modules with gradients, named as checkpoints name its tensors; heads are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specserve.models.decoder import rotary_tables
+from specserve.models.spec import DecoderSpec
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, times a weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+class Rotary(nn.Module):
+    """Rotates heads by halves (GPT-NeoX layout), as ops.rope_and_cache does."""
+
+    def __init__(self, spec: DecoderSpec, max_len: int) -> None:
+        super().__init__()
+        cos, sin = rotary_tables(spec.ropes[0], spec.head_dim, max_len, torch.device("cpu"))
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [batch, heads, rows, d], positions int64 [rows] or [batch, rows]."""
+        cos, sin = self.get_buffer("cos")[positions], self.get_buffer("sin")[positions]
+        if positions.dim() == 2:
+            cos, sin = cos[:, None], sin[:, None]
+        return x * cos + torch.cat(x.chunk(2, -1)[::-1], -1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped heads over keys and values that the caller keeps; `width` is that of what q, k and v read."""
+
+    def __init__(self, spec: DecoderSpec, width: int, rotary: Rotary) -> None:
+        super().__init__()
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(width, q, spec.qkv_bias)
+        self.k_proj = nn.Linear(width, kv, spec.qkv_bias)
+        self.v_proj = nn.Linear(width, kv, spec.qkv_bias)
+        self.o_proj = nn.Linear(q, spec.hidden_size, spec.o_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self._rotary = [rotary]  # in a list: it is shared, and no part of this module
+        self._groups = spec.num_heads // spec.num_kv_heads
+        self._dim = spec.head_dim
+        self._scale = spec.query_scale
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [batch, rows, width] -> [batch, heads, rows, d], scaled."""
+        q = self._split(self.q_proj(x))
+        rotated: Tensor = self._rotary[0](q if self.q_norm is None else self.q_norm(q), positions)
+        return rotated * self._scale
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [batch, rows, width] -> twice [batch, heads, rows, d]: a head of its own for each of the queries'."""
+        k, v = self._split(self.k_proj(x)), self._split(self.v_proj(x))
+        k = self._rotary[0](k if self.k_norm is None else self.k_norm(k), positions)
+        return k.repeat_interleave(self._groups, 1), v.repeat_interleave(self._groups, 1)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """[batch, heads, rows, d] -> [batch, rows, hidden]."""
+        merged: Tensor = self.o_proj(x.transpose(1, 2).flatten(2))
+        return merged
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self._dim).transpose(1, 2)
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, spec.mlp_bias)
+        self.up_proj = nn.Linear(hidden, inner, spec.mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, spec.mlp_bias)
+        self._activation = _ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+        return found
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP with their norms; whoever uses it puts them together."""
+
+    def __init__(self, spec: DecoderSpec, rotary: Rotary, width: int | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.self_attn = Attention(spec, width or spec.hidden_size, rotary)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.mlp = GatedMlp(spec)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """What stands behind the layer, [batch, rows, hidden], of its input and its attention."""
+        residual = residual + self.self_attn.merge(attended)
+        change: Tensor = self.mlp(self.post_attention_layernorm(residual))
+        return residual + change
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [batch, heads, rows, d] over k and v [batch, heads, keys, d], where mask bool [.., rows, keys] is set."""
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
+
+
+def attend_unrolled(q: Tensor, cache: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention of the training-time test (EAGLE-3, arXiv 2503.01840, figure 6): row i of step k sees rows 0 to i of
+    step 0, which read the target's hidden states, and of each later step up to k its own row i alone. `cache` has keys
+    and values of steps 0 to k, [batch, heads, rows, d] each; q is step k's."""
+    keys, values = cache[0]
+    rows = q.shape[2]
+    causal = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
+    scores = (q @ keys.transpose(-1, -2)).masked_fill(~causal, -torch.inf)
+    own = [(q * k).sum(-1, keepdim=True) for k, _ in cache[1:]]
+    shares = torch.cat([scores, *own], -1).softmax(-1)  # [batch, heads, rows, rows + k]
+    found = shares[..., :rows] @ values
+    for step, (_, v) in enumerate(cache[1:]):
+        found = found + shares[..., rows + step, None] * v
+    return found

@@ -1,0 +1,66 @@
+"""What a training leaves behind: the head as servers load it, and the recipe that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specserve.train.acceptance import Acceptance
+from specserve.train.text import write_whole
+from specserve.train.writing import duration
+
+_CURVE_LINES = 20
+
+
+def machine(device: torch.device) -> str:
+    """The processor that trains, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def write_recipe(folder: Path, facts: Mapping[str, Any], seconds: float, acceptance: Mapping[str, Acceptance]) -> None:
+    """RECIPE.md: what the head was made of and how (`facts`, by what they are), how long that took, the curve, and the
+    acceptance by category and depth."""
+    lines = ["# Recipe", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {_cell(value)} |" for name, value in {**facts, "training time": duration(seconds)}.items()]
+    lines += ["", "## Acceptance", ""]
+    lines += ["Greedy drafts from every position of held-out answers: how many tokens of a draft are accepted, and the"]
+    lines += ["share of drafts that are accepted up to each depth."]
+    depths = len(acceptance["all"].by_depth)
+    lines += ["", "| category | accepted | " + " | ".join(f"depth {d + 1}" for d in range(depths)) + " |"]
+    lines += ["|---" * (depths + 2) + "|"]
+    for name in [*sorted(set(acceptance) - {"all"}), "all"]:
+        shares = " | ".join(f"{share:.3f}" for share in acceptance[name].by_depth)
+        lines.append(f"| {name} | {acceptance[name].accepted:.2f} | {shares} |")
+    lines += ["", "## Curve", "", "| step | tokens | loss | accepted |", "|---|---|---|---|"]
+    lines += [
+        f"| {line['step']} | {line['tokens']:,} | {line['loss']:.4f} | {line.get('accepted', '')} |"
+        for line in _some(read_curve(folder))
+    ]
+    write_whole(folder / "RECIPE.md", ("\n".join(lines) + "\n").encode())
+
+
+def read_curve(folder: Path) -> list[dict[str, Any]]:
+    """The lines of curve.jsonl."""
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text("utf-8").splitlines()]
+
+
+def _some(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those with acceptance, at most 20, evenly; the last is among them."""
+    shown = [line for line in lines if "accepted" in line]
+    step = -(-len(shown) // _CURVE_LINES)
+    return shown[::-1][:: max(1, step)][::-1]
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,124 @@
+"""Reads prompts, holds some of them out, and says in which order and how the target answers them."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from specserve.errors import InputError
+
+_ONE_IN = 50  # prompts that are held out
+_GZIP = b"\x1f\x8b"
+
+
+@dataclass(frozen=True)
+class TrainingPrompt:
+    """A user's message, and what kind of it."""
+
+    text: str
+    category: str
+
+    @cached_property
+    def digest(self) -> int:
+        """64 bits of the text: the same wherever and beside whatever it stands."""
+        return int.from_bytes(
+            hashlib.blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+        )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a file, each text once."""
+
+    prompts: Sequence[TrainingPrompt]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all texts, in their order."""
+        whole = hashlib.blake2b(digest_size=16)
+        for prompt in self.prompts:
+            whole.update(prompt.digest.to_bytes(8, "big"))
+        return whole.hexdigest()
+
+    @cached_property
+    def held_out(self) -> frozenset[int]:
+        """Indexes of prompts that are measured on and never trained on: one in 50 by its digest, and never none."""
+        chosen = [i for i, prompt in enumerate(self.prompts) if prompt.digest % _ONE_IN == 0]
+        return frozenset(chosen or [min(range(len(self.prompts)), key=lambda i: self.prompts[i].digest)])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One answer to be written: to prompt number `prompt`, sampled at `temperature` with `seed`."""
+
+    prompt: int
+    temperature: float
+    seed: int
+
+
+class Jobs(Sequence[Job]):
+    """All answers, in rounds: each round answers every prompt once, in an order of its own, and has all temperatures
+    in equal parts; after as many rounds as there are temperatures every prompt was answered at each. What a job is
+    follows from its number, the seed and the prompts alone."""
+
+    def __init__(self, prompts: Prompts, temperatures: Sequence[float], seed: int) -> None:
+        self._prompts = prompts
+        self._temperatures = temperatures
+        self._seed = seed
+        count, rounds = len(prompts.prompts), range(len(temperatures))
+        self._orders = [np.random.Generator(np.random.PCG64([seed, each])).permutation(count) for each in rounds]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._orders))
+
+    def __getitem__(self, number: int) -> Job:  # type: ignore[override]  # nobody slices it
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        turn, place = divmod(number, len(self._prompts.prompts))
+        prompt = int(self._orders[turn][place])
+        temperature = self._temperatures[(prompt + turn) % len(self._temperatures)]
+        seed = digest64(f"{self._seed}/{turn}/{self._prompts.prompts[prompt].digest}") >> 1
+        return Job(prompt, temperature, seed)
+
+
+def digest64(text: str) -> int:
+    """64 bits of a text, which may hold lone surrogates."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def read_prompts(path: Path) -> Prompts:
+    """The prompts of JSON lines, gzipped or not, each with `prompt` or `turns` (the first is asked) and perhaps
+    `category`. Raises InputError naming the file and the line."""
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts: {path} cannot be read: {error}.", "prompts") from error
+    found: dict[str, TrainingPrompt] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            prompt = _prompt(line, f"{path}, line {number}")
+            found.setdefault(prompt.text, prompt)
+    if len(found) < 2:
+        raise InputError(
+            f"--prompts: {path} has {len(found)} prompts; one is held out, so it takes at least 2.", "prompts"
+        )
+    return Prompts(list(found.values()))
+
+
+def _prompt(line: str, where: str) -> TrainingPrompt:
+    try:
+        record = json.loads(line)
+        text = record["prompt"] if "prompt" in record else record["turns"][0]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise InputError(f"--prompts: {where} is no JSON object with prompt or turns: {error!r}.", "prompts") from error
+    if not isinstance(text, str) or not text:
+        raise InputError(f"--prompts: {where}: the prompt is {text!r}; it must be text.", "prompts")
+    return TrainingPrompt(text, str(record.get("category", "all")))

@@ -1,0 +1,190 @@
+"""The whole way from prompts to a head: text, training, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specserve.cache.sizing import GIB
+from specserve.checkpoint import catalog
+from specserve.checkpoint.weights import read_config
+from specserve.errors import ConfigError, InputError, unknown
+from specserve.llm import AsyncLLM
+from specserve.machine.cores import default_threads
+from specserve.models.heads.formats import write_head
+from specserve.models.loader import find_architecture
+from specserve.text.tokenizer import Tokenizer
+from specserve.train.batches import Answer
+from specserve.train.config import KINDS, TrainingOptions, check_same
+from specserve.train.kinds import in_words, make_head
+from specserve.train.loop import Training
+from specserve.train.output import machine, write_recipe
+from specserve.train.prompts import Jobs, Prompts, read_prompts
+from specserve.train.target import Target
+from specserve.train.text import WrittenText, write_whole
+from specserve.train.vocabulary import choose_ids, count_outputs, offsets
+from specserve.train.writing import Say, has_all, write_text
+
+
+def train(kind: str, model: str, engine: Mapping[str, Any], options: TrainingOptions, say: Say) -> None:
+    """Train a head of `kind` for `model` and write it to options.out. `engine` says how the target runs: EngineConfig's
+    dtype, quantization, device, isa and threads. Whatever an earlier call with the same options left is gone on with.
+
+    Raises ConfigError, InputError, ModelError and CapacityError as what each is wrong with.
+    """
+    if kind not in KINDS:
+        raise ConfigError(unknown("kind of head", kind, KINDS))
+    prompts = read_prompts(options.prompts)
+    folder = catalog.resolve(model)
+    spec = find_architecture(read_config(folder)).spec(read_config(folder))
+    if options.max_length > spec.max_len:
+        raise ConfigError(f"--max-length is {options.max_length}; the target was made for {spec.max_len} tokens.")
+    origin = _origin(folder, engine, prompts)
+    _check_run(options.out, {"kind": kind, **origin, **options.identity()})
+    jobs = Jobs(prompts, options.temperatures, options.seed)
+    with WrittenText(options.text_folder, {**origin, **options.text_identity()}, spec.vocab_size) as text:
+        if not has_all(text, jobs, options.tokens):
+            _write(text, prompts, jobs, model, engine, options, say)
+        _Run(kind, folder, text, prompts, engine, options).run(model, say)
+
+
+def _origin(folder: Path, engine: Mapping[str, Any], prompts: Prompts) -> dict[str, Any]:
+    """What the text follows from beside the options: the same wherever the model's folder lies."""
+    whole = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for path in sorted(folder.glob("*.safetensors")):
+        whole.update(f"{path.name} {path.stat().st_size}".encode())
+    return {
+        "target": whole.hexdigest(),
+        "prompts": prompts.digest,
+        "dtype": engine.get("dtype", "auto"),
+        "quantization": engine.get("quantization", "auto"),
+    }
+
+
+def _check_run(folder: Path, identity: dict[str, Any]) -> None:
+    path = folder / "run.json"
+    if path.exists():
+        check_same(folder, json.loads(path.read_text("utf-8")), identity)
+        return
+    if any((folder / name).exists() for name in ("config.json", "model.safetensors", "checkpoint.pt")):
+        raise ConfigError(f"--out: {folder} holds something else, and no run.json. Name another folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} cannot be made: {error}.") from error
+    write_whole(path, json.dumps(identity, indent=2).encode())
+
+
+def _write(
+    text: WrittenText,
+    prompts: Prompts,
+    jobs: Jobs,
+    model: str,
+    engine: Mapping[str, Any],
+    options: TrainingOptions,
+    say: Say,
+) -> None:
+    """Let the target answer until there is enough."""
+
+    async def write() -> None:
+        sizes: dict[str, Any] = {"max_model_len": options.max_length, "max_num_seqs": options.streams}
+        sizes["max_num_batched_tokens"] = max(512, options.streams)
+        async with AsyncLLM(model, drafter="none", adaptive=False, **sizes, **engine) as llm:
+            say(f"text: {llm.summary}")
+            limits = options.max_tokens, options.max_length
+            await write_text(llm, text, prompts, jobs, limits, options.streams, options.tokens, say)
+
+    asyncio.run(write())
+    gc.collect()  # the engine's memory is for the training
+
+
+def split(text: WrittenText, prompts: Prompts, tokens: int | None) -> tuple[list[Answer], list[Answer]]:
+    """What is trained on and what is held out, of the first answers that have `tokens` tokens of output together, None:
+    of all. Of those held out the greedy ones alone, if there are any: acceptance on them is verification's."""
+    stored, records = text.tokens().view(np.ndarray), text.records  # views of a mapping are light
+    if tokens is not None:
+        enough = np.searchsorted(np.cumsum(records["num_output"], dtype=np.int64), tokens) + 1
+        records = records[:enough]
+    groups: tuple[list[Answer], list[Answer], list[Answer]] = [], [], []  # to learn; held out, greedy; and sampled
+    for record in records[records["num_output"] > 0]:
+        first, number = int(record["start"]), int(record["prompt"])
+        stop = first + int(record["num_prompt"]) + int(record["num_output"])
+        held_out = 0 if number not in prompts.held_out else 1 if record["temperature"] == 0 else 2
+        category = prompts.prompts[number].category
+        groups[held_out].append(Answer(stored[first:stop], int(record["num_prompt"]), category))
+    learned, greedy, sampled = groups
+    if not learned or not (greedy or sampled):
+        raise InputError(
+            f"The text has {len(learned)} answers to learn from and {len(greedy) + len(sampled)} that are held out; it "
+            "takes one of each. Give more --prompts or --tokens, or a larger --max-length.",
+            "prompts",
+        )
+    return learned, greedy or sampled
+
+
+class _Run:
+    """A head and its training, made of the text."""
+
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        text: WrittenText,
+        prompts: Prompts,
+        engine: Mapping[str, Any],
+        options: TrainingOptions,
+    ) -> None:
+        torch.set_num_threads(engine.get("threads") or default_threads())
+        self._folder, self._prompts, self._options = folder, prompts, options
+        self._answers, held_out = split(text, prompts, options.tokens)
+        self._target = Target(folder, options.max_length, **engine)
+        tokenizer = Tokenizer(folder)
+        always = tokenizer.special_ids | tokenizer.eos_ids
+        self._counts = count_outputs(self._answers, self._target.spec.vocab_size)
+        self._ids = choose_ids(self._counts, options.draft_vocab_size, always)
+        # What ends a text stands before no guess, so it serves as a mask; and its embedding was trained.
+        mask = tokenizer.eos_id if tokenizer.eos_id is not None else min(always, default=0)
+        head = make_head(kind, self._target, self._ids, mask, options)
+        self.training = Training(options.out, head, self._target, self._ids, self._answers, held_out, options)
+
+    def run(self, model: str, say: Say) -> None:
+        training, options = self.training, self._options
+        head = training.head
+        say(f"draft vocabulary: {self._covered()}")
+        say(f"training: {training.num_steps:,} steps on {len(self._answers):,} answers; {in_words(head)}")
+        if training.cache is not None:
+            say(f"hidden states: {training.cache.num_bytes / GIB:.2f} GiB in {options.out}")
+        training.run(say)
+        d2t = torch.from_numpy(offsets(self._ids)) if head.spec.has_draft_vocab else None
+        write_head(options.out, head.spec, head.state_dict(), d2t, model)
+        write_recipe(options.out, self._facts(model), training.seconds, training.acceptance())
+        say(f"head and RECIPE.md: {options.out}")
+
+    def _covered(self) -> str:
+        share = self._counts[self._ids].sum() / self._counts.sum()
+        return f"{len(self._ids):,} ids, {share:.2%} of the tokens that the target wrote"
+
+    def _facts(self, model: str) -> dict[str, Any]:
+        options, prompts, training = self._options, self._prompts, self.training
+        held_out = len(prompts.held_out)
+        return {
+            "head": in_words(training.head),
+            "target": f"{model}, {self._target.form}",
+            "prompts": f"{options.prompts.name}: {len(prompts.prompts):,}, of which {held_out:,} are held out",
+            "answers": f"{len(self._answers):,} with {self._counts.sum():,} tokens of the target's own",
+            "draft vocabulary": self._covered(),
+            "steps": f"{training.num_steps:,}, which read {training.num_tokens:,} tokens, prompts too",
+            "options": ", ".join(f"{name} {value}" for name, value in options.identity().items()),
+            "command": shlex.join(["specserve", *sys.argv[1:]]),
+            "machine": machine(self._target.device),
+        }

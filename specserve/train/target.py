@@ -1,0 +1,126 @@
+"""The target while a head is trained: its hidden states and distributions, computed as it will serve."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specserve.checkpoint.weights import Weights, read_config
+from specserve.engine.build import choose_device, choose_ops
+from specserve.machine.cores import default_threads
+from specserve.models.heads.spec import TargetShape
+from specserve.models.loader import CheckedTensors, find_architecture, load_model
+from specserve.ops import AttentionRows
+
+_BLOCK_SIZE = 16
+_LOGITS_BYTES = 2**27  # of one piece
+
+
+class Target:
+    """A model whose residual stream can be read behind any layer. `max_length` is that of the longest sequence it will
+    be given, in tokens. Raises ModelError, ConfigError and CapacityError as an engine does."""
+
+    def __init__(
+        self,
+        folder: Path,
+        max_length: int,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        quantization: str = "auto",
+        isa: str = "auto",
+        threads: int | None = None,
+    ) -> None:
+        ops = choose_ops(choose_device(device), dtype, quantization, threads or default_threads(), isa)
+        self._model = load_model(folder, ops, max_length)
+        self._ops = ops
+        self.device = ops.device
+        self.spec = find_architecture(read_config(folder)).spec(read_config(folder))
+        self.shape = TargetShape(
+            hidden_size=self.spec.hidden_size, num_layers=self.spec.num_layers, vocab_size=self.spec.vocab_size
+        )
+        self.form = str(ops.dtype).removeprefix("torch.") if ops.quantization == "none" else ops.quantization
+        self._folder = folder
+        self._max_rows = -(-max_length // ops.row_multiple) * ops.row_multiple
+        # Every sequence begins a block, so that rounding up takes less than a block each.
+        slots = (2 * self._max_rows // _BLOCK_SIZE + 2) * _BLOCK_SIZE
+        kv = (2, slots, self.spec.num_kv_heads, self.spec.head_dim)
+        self._kv = [torch.zeros(kv, dtype=ops.kv_dtype, device=ops.device) for _ in range(self.spec.num_layers)]
+
+    @property
+    def last_layer(self) -> int:
+        return self.shape.num_layers - 1
+
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What heads share or begin with, float32 as trained, not as served: the scaled embedding [vocab, hidden], the
+        LM head [vocab, hidden] and the weight of the final norm [hidden]."""
+        architecture = find_architecture(read_config(self._folder))
+        weights = CheckedTensors(self.spec, Weights(self._folder), getattr(architecture, "rename", str), self._folder)
+        embedding = weights["model.embed_tokens.weight"].float()
+        head = embedding if self.spec.tied_embeddings else weights["lm_head.weight"].float()
+        norm = weights["model.norm.weight"].float() + self.spec.norm_offset
+        tables = embedding * self.spec.embedding_scale, head.clone(), norm
+        return tuple(each.to(self.device) for each in tables)  # type: ignore[return-value]
+
+    @torch.inference_mode()
+    def hidden(self, sequences: Sequence[NDArray[Any]], layers: Sequence[int]) -> list[Tensor]:
+        """The residual stream behind each of `layers`, for each sequence float32 [tokens, layers, hidden]. A sequence's
+        numbers do not depend on the others."""
+        found: list[Tensor] = []
+        for group in self._groups(sequences):
+            taps = self._forward(group, tuple(sorted(set(layers))))
+            stacked = torch.stack([taps[layer] for layer in layers], 1)
+            lengths = list(map(len, group))
+            found += [part.clone() for part in torch.split(stacked[: sum(lengths)], lengths)]
+        return found
+
+    @torch.inference_mode()
+    def distributions(self, residual: Tensor, ids: Tensor) -> Tensor:
+        """What the target gives the tokens `ids` int64 [n] behind the residual stream of its last layer, float32
+        [rows, hidden] -> float32 [rows, n]: shares of its whole vocabulary, which add up to at most 1."""
+        multiple = self._ops.row_multiple
+        size = max(1, _LOGITS_BYTES // (4 * self.spec.vocab_size) // multiple) * multiple
+        parts = [torch.empty(0, len(ids), device=self.device)]
+        for piece in torch.split(residual, size):
+            padded = torch.nn.functional.pad(piece, (0, 0, 0, -len(piece) % multiple))
+            logits = self._model.head(padded.contiguous())[: len(piece)]
+            parts.append((logits[:, ids] - logits.logsumexp(-1, keepdim=True)).exp())
+        return torch.cat(parts)
+
+    def _groups(self, sequences: Sequence[NDArray[Any]]) -> Iterator[list[NDArray[Any]]]:
+        """As many sequences together as have at most max_rows tokens."""
+        group: list[NDArray[Any]] = []
+        for tokens in sequences:
+            assert 0 < len(tokens) <= self._max_rows, "sequences are not longer than max_length"
+            if sum(map(len, group)) + len(tokens) > self._max_rows:
+                yield group
+                group = []
+            group.append(tokens)
+        if group:
+            yield group
+
+    def _forward(self, group: list[NDArray[Any]], layers: tuple[int, ...]) -> dict[int, Tensor]:
+        ops, lengths = self._ops, list(map(len, group))
+        numbers = itertools.count(1)  # block 0 is where padding is written
+        rows = AttentionRows.pack(
+            [0, *itertools.accumulate(lengths)],
+            [0] * len(group),
+            [[next(numbers) for _ in range(-(-length // _BLOCK_SIZE))] for length in lengths],
+            [row - 1 for length in lengths for row in range(length)],
+            ops.row_multiple,
+        )
+        inputs = np.zeros((2, rows.num_rows), np.int64)
+        inputs[0, : sum(lengths)] = np.concatenate(group)
+        inputs[1, : sum(lengths)] = np.concatenate([np.arange(length) for length in lengths])
+        ids, positions = torch.from_numpy(inputs).to(self.device)
+        few = torch.zeros(ops.row_multiple, dtype=torch.int64, device=self.device)  # rows with logits: not wanted here
+        plan = ops.plan(rows, _BLOCK_SIZE)
+        *_, taps = self._model.forward(ids, positions, few, self._kv, plan, layers)
+        return dict(zip(layers, taps, strict=True))

@@ -1,0 +1,320 @@
+"""Drafters that run a model, a small one or a head: outputs are plain decoding's whatever happens to a sequence, and
+what is drawn has the target's law."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from scipy import stats
+
+from specserve.config import EngineConfig
+from specserve.engine.build import build
+from specserve.engine.engine import Engine
+from specserve.engine.request import Request
+from specserve.llm import LLM
+from specserve.models.decoder import Decoder
+from specserve.models.heads.formats import Head, hidden_layers, read_head, write_head
+from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
+from specserve.models.loader import load_model
+from specserve.models.spec import DecoderSpec, Rope
+from specserve.ops.backend import KernelOptions
+from specserve.registry import DRAFTERS, KERNELS
+from specserve.structured.spec import Structured
+from specserve.testing import write_tiny_model
+from specserve.testing.heads import (
+    block,
+    eagle,
+    eagle_states,
+    hidden_states,
+    matrices,
+    medusa,
+    random_weights,
+    trained_block,
+    trained_eagle,
+    trained_medusa,
+)
+from specserve.types import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
+SHARP = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.2, seed=9, max_tokens=24, ignore_eos=True)
+KINDS = ("draft_model", "eagle3", "eagle1", "block", "block-own-places", "medusa")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("target"), "llama", seed=3)
+
+
+@pytest.fixture(scope="module")
+def similar(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with some noise on its weights: often right and often wrong."""
+    folder = tmp_path_factory.mktemp("similar") / "model"
+    shutil.copytree(tiny, folder)
+    generator = torch.Generator().manual_seed(5)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            weights[name] = weight + 0.03 * weight.std() * torch.randn(weight.shape, generator=generator)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def heads(tiny: Path, target: Decoder, expected: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Heads that learned what the target says to the prompts of `mixed`, some of it."""
+    texts = [request.prompt_ids + expected[request.id, 0] for request in mixed(4)]
+    trained = {
+        "eagle3": trained_eagle(target, texts, 3, steps=60),
+        "eagle1": trained_eagle(target, texts, 1, steps=60),
+        "block": trained_block(target, texts, 250, bigram_rank=8, has_confidence=True),
+        "block-own-places": trained_block(target, texts, 250, samples_anchor=False, is_causal=True),
+        "medusa": trained_medusa(target, texts, 60),
+    }
+    folders = {}
+    for name, (spec, weights, d2t) in trained.items():
+        folder = folders[name] = tmp_path_factory.mktemp(name)
+        write_head(folder, spec, weights, d2t, verifier=str(tiny))
+    return folders
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Path) -> Decoder:
+    ops = KERNELS.find("reference").create(KernelOptions(torch.device("cpu"), "float32", "none"))
+    return load_model(tiny, ops)
+
+
+@pytest.fixture(params=KINDS)
+def drafting(request: pytest.FixtureRequest, similar: Path, heads: dict[str, Path]) -> dict[str, Any]:
+    """The options of an engine that drafts."""
+    if request.param == "draft_model":
+        return {"drafter": "draft_model", "draft_model": str(similar)}
+    return {
+        "drafter": request.param.rstrip("13").partition("-")[0],
+        "drafter_options": {"head": str(heads[request.param])},
+    }
+
+
+def drafter_of(kind: str) -> str:
+    return kind.rstrip("13").partition("-")[0]
+
+
+def make(model: Path, *some: dict[str, Any], **options: Any) -> Engine:
+    merged: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": 160, "max_step_ms": 1e9, "drafter": "none", "adaptive": False,
+    }  # fmt: skip
+    for each in (*some, options):
+        own = {**merged.get("drafter_options", {}), **each.get("drafter_options", {})}
+        merged |= each | ({"drafter_options": own} if own else {})
+    return build(EngineConfig(model=str(model), **merged)).engine
+
+
+def prompt(i: int, length: int = 0) -> list[int]:
+    return [(7 * i + 3 * j * j + j) % 280 for j in range(length or 5 + 13 * i % 60)]
+
+
+def mixed(count: int) -> list[Request]:
+    params = GREEDY, SEEDED, SHARP
+    return [Request(id=f"r{i}", prompt_ids=prompt(i), params=params[i % 3]) for i in range(count)]
+
+
+def drive(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list[int]]:
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
+        engine.cache.check_integrity(engine.scheduler.running)
+    assert engine.policy.num_dropped == 0
+    assert engine.cache.num_free == engine.cache.num_blocks
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> dict[tuple[str, int], list[int]]:
+    return drive(make(tiny), mixed(6))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"adaptive": True},
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 24},
+        {"prefix_caching": False, "num_speculative_tokens": 1},
+        {"num_speculative_tokens": 12, "drafter_options": {"min_probability": 0.3}},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+def test_outputs_are_those_without_it(
+    tiny: Path, drafting: dict[str, Any], expected: Any, options: dict[str, Any]
+) -> None:
+    engine = make(tiny, drafting, **options)
+    for _ in range(2):  # the second time with prefix hits
+        for request in mixed(6):
+            engine.add(request)
+        counted = [engine.requests[request.id][0].stats for request in mixed(6)]
+        assert drive(engine, []) == expected
+    if not options.get("adaptive"):
+        accepted = sum(each.num_accepted_tokens for each in counted)
+        drafted = sum(each.num_draft_tokens for each in counted)
+        assert 0.1 * drafted < accepted, "sometimes right"
+        assert accepted < drafted or options.get("drafter_options"), "and sometimes wrong"
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_drafts_are_the_reference_s(
+    tiny: Path, target: Decoder, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What a head is given is right: chunks of prompts, accepted and rejected drafts, prefix hits, preemption."""
+    made: list[tuple[list[int], list[int]]] = []
+    name = drafter_of(kind)
+    drafter = DRAFTERS.find(name)
+    propose = drafter.propose
+
+    def watched(self: Any, requests: list[Any]) -> Any:
+        drafts = propose(self, requests)
+        made.extend(
+            (list(each.seq.tokens), draft.tokens.tolist()) for each, draft in zip(requests, drafts, strict=True)
+        )
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    options: dict[str, Any] = {"drafter": name, "drafter_options": {"head": str(heads[kind])}}
+    storage = make(tiny, options).cache.storage
+    per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
+    engine = make(tiny, options, max_num_batched_tokens=24, kv_cache_gib=14.5 * per_block / 2**30)
+    requests = [replace(each, params=GREEDY) for each in mixed(5)]
+    drive(engine, requests)
+    drive(engine, requests[:2])
+    assert engine.counters.num_preemptions > 0
+    assert engine.cache.stats.num_prefix_hit_tokens > 0
+    drafted = [(tokens, draft) for tokens, draft in made if draft]
+    assert len(drafted) > 0.95 * len(made) > 40
+    head, same = read_head(heads[kind]), []
+    for tokens, draft in drafted[:: len(drafted) // 40]:
+        same.append(draft == drafted_by(head, target, tokens, len(draft)))
+    assert np.mean(same) > 0.9, "but where a block was found again that lacked its last tokens"
+
+
+def drafted_by(head: Head, target: Decoder, tokens: list[int], count: int) -> list[int]:
+    """What the head drafts greedily behind tokens, in plain torch."""
+    spec, weights = head.spec, dict(head.weights)
+    hidden = hidden_states(target, tokens[:-1], hidden_layers(spec) or (target.spec.num_layers - 1,))
+    draft: list[int] = []
+    if isinstance(spec, MedusaSpec):
+        places = medusa(spec, weights, target.final_norm(hidden[0])[-1:]).softmax(-1).topk(4)
+        found = [(1.0, 0, 0)]  # all nodes in the order in which they follow from each other: chance, depth, token
+        for chance, depth, _ in found:
+            if depth < min(count, spec.num_heads):
+                best = zip(places.values[depth, 0].tolist(), places.indices[depth, 0].tolist(), strict=True)
+                found += [(chance * own, depth + 1, token) for own, token in best]
+        return [token for _, _, token in sorted(found[1:], key=lambda node: -node[0])[:count]]
+    if isinstance(spec, BlockSpec):
+        rows = count if spec.samples_anchor else count + 1
+        logits, _ = block(spec, weights, *matrices(target), hidden, tokens[-1], rows)
+        for row in logits[rows - count :]:
+            before = (tokens + draft)[-1]
+            if spec.bigram_rank:
+                row = row + weights["bigram_out.weight"] @ weights["bigram_in.weight"][before]
+            draft.append(int(row.argmax()))
+        return draft
+    states = eagle_states(spec, weights, hidden if spec.version == 3 else [target.final_norm(hidden[0])])
+    for _ in range(count):
+        read = torch.tensor((tokens + draft)[1:])
+        logits, out = eagle(spec, weights, *matrices(target), read, states)
+        best = int(logits[-1].argmax())
+        draft.append(best if head.d2t is None else best + int(head.d2t[best]))
+        states = torch.cat((states, out[-1:]))
+    return draft
+
+
+def test_it_survives_preemption(tiny: Path, drafting: dict[str, Any], expected: Any) -> None:
+    storage = make(tiny, drafting).cache.storage
+    per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
+    engine = make(tiny, drafting, max_num_batched_tokens=24, kv_cache_gib=14.5 * per_block / 2**30)
+    assert drive(engine, mixed(6)) == expected
+    assert engine.counters.num_preemptions > 0
+
+
+def test_completions_share_a_prompt(tiny: Path, drafting: dict[str, Any]) -> None:
+    request = Request(id="n", prompt_ids=prompt(3, 45), params=dataclasses.replace(SEEDED, n=3))
+    wanted = drive(make(tiny), [request])
+    assert drive(make(tiny, drafting), [request]) == wanted
+
+
+def test_requests_end_at_any_moment(tiny: Path, drafting: dict[str, Any], expected: Any) -> None:
+    engine = make(tiny, drafting)
+    for step in range(12):
+        for request in mixed(4):
+            engine.add(request)
+        for _ in range(step):
+            if engine.has_work:
+                engine.step()
+        for i in range(3):
+            engine.abort(f"r{i}")
+        outputs = drive(engine, [])
+        assert [key for key in outputs if key[0] != "r3"] == []
+
+
+def test_a_grammar_holds(tiny: Path, drafting: dict[str, Any]) -> None:
+    fits = {"ignore_eos": False, "structured": Structured.regex("[a-f ]{8,20}")}
+    params = [dataclasses.replace(each, **fits) for each in (GREEDY, SEEDED)]
+    outputs = []
+    for options in ({"drafter": "none"}, drafting):
+        with LLM(str(tiny), dtype="float32", adaptive=False, kv_cache_gib=0.05, **options) as llm:
+            outputs.append([each.outputs[0].token_ids for each in llm.generate([prompt(1), prompt(2)], params)])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+def test_the_law_is_the_targets(tiny: Path, drafting: dict[str, Any], verification: str) -> None:
+    """The second and third token of seeded texts, against plain decoding's own law: 2,400 texts each, compared as two
+    samples; what is rare counts together. The false alarm is 1 in 10,000, with seeds that are fixed."""
+    samples = []
+    for options in ({}, {**drafting, "verification": verification, "num_speculative_tokens": 2}):
+        engine = make(tiny, max_num_seqs=64, max_num_batched_tokens=512, **options)
+        seeds = range(2400) if options else range(10_000, 12_400)
+        params = [dataclasses.replace(SEEDED, seed=seed, max_tokens=3, temperature=0.35) for seed in seeds]
+        outputs = drive(engine, [Request(id=str(p.seed), prompt_ids=prompt(1), params=p) for p in params])
+        samples.append(Counter(tuple(tokens[1:]) for tokens in outputs.values()))
+    common = [pair for pair, count in (samples[0] + samples[1]).most_common() if count >= 16]
+    table = [[sample[pair] for pair in common] for sample in samples]
+    table = [[*row, 2400 - sum(row)] for row in table]
+    assert stats.chi2_contingency(table).pvalue > 1e-4
+    assert sum(table[0][:-1]) > 600, "enough is not rare"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block"])
+def test_the_real_model_says_the_same(smollm2: Path, tmp_path: Path, kind: str) -> None:
+    """With a head that has learned nothing."""
+    shape = TargetShape(hidden_size=576, num_layers=30, vocab_size=49_152)
+    layers = DecoderSpec(
+        vocab_size=2048, hidden_size=576, num_layers=1, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=512,
+        max_len=2048, norm_eps=1e-5, activation="silu", ropes=(Rope(),), windows=(None,), query_scale=0.125,
+    )  # fmt: skip
+    common: dict[str, Any] = {"target": shape, "layers": layers, "hidden_layers": (1, 14, 26), "has_head": True}
+    spec = EagleSpec(version=3, **common) if kind == "eagle" else BlockSpec(block_size=6, mask_token_id=0, **common)
+    write_head(tmp_path, spec, random_weights(spec.shapes()), torch.arange(2048), verifier="smollm2-135m")
+    prompts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time there was"]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0, 0.0)]
+    outputs, drafted = [], 0
+    for options in ({"drafter": "none"}, {"drafter": kind, "drafter_options": {"head": str(tmp_path)}}):
+        with LLM(str(smollm2), adaptive=False, kv_cache_gib=0.1, max_model_len=256, **options) as llm:
+            found = [each.outputs[0] for each in llm.generate(prompts, params)]
+        outputs.append([each.token_ids for each in found])
+        drafted = sum(each.stats.num_draft_tokens for each in found)
+    assert outputs[0] == outputs[1]
+    assert drafted > 100

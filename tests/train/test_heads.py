@@ -1,0 +1,286 @@
+"""Heads with gradients: what each guess may depend on, and that it is what a draft at that depth would be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.kernels.reference import Kernels
+from specserve.models.loader import load_model
+from specserve.testing import Feed, PagedDecoder
+from specserve.train.acceptance import measure
+from specserve.train.batches import Answer, Batch, make_batch
+from specserve.train.block import BlockHead
+from specserve.train.config import TrainingOptions
+from specserve.train.eagle import EagleHead
+from specserve.train.heads import Guesses, TrainedHead, batch_loss, loss_of
+from specserve.train.kinds import make_head
+from specserve.train.layers import attend, attend_unrolled
+from specserve.train.muon import Optimiser, learning_rate, orthogonal
+from specserve.train.target import Target
+
+KINDS = ("eagle", "block", "medusa")
+IDS = np.arange(3, 253)
+LENGTHS = ((20, 6), (26, 9), (15, 13))  # of an answer and the prompt in it
+Make = Callable[..., TrainingOptions]
+
+
+def answers(seed: int = 0) -> list[Answer]:
+    draw = np.random.default_rng(seed)
+    return [Answer(draw.integers(3, 253, length), prompt, "ab"[prompt % 2]) for length, prompt in LENGTHS]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+@pytest.fixture
+def make(target: Target, options: Make) -> Callable[..., TrainedHead]:
+    """A head whose every number is random, as those that begin with zeros would hide mistakes."""
+
+    def head(kind: str, **own: Any) -> TrainedHead:
+        made = make_head(kind, target, IDS, 5, options(**own))
+        draw = torch.Generator().manual_seed(2)
+        for each in made.parameters():
+            if each.requires_grad:
+                each.data += 0.3 / each.shape[-1] ** 0.5 * torch.randn(each.shape, generator=draw)
+        return made
+
+    return head
+
+
+def batch_for(target: Target, head: TrainedHead, which: list[Answer]) -> Batch:
+    return make_batch(target, which, head.hidden_layers, torch.from_numpy(IDS))
+
+
+# --- the target -------------------------------------------------------------------------------------------------------
+
+
+def test_hidden_states_and_distributions_are_the_models(target: Target, tiny: Path) -> None:
+    some = answers()
+    states = target.hidden([answer.tokens for answer in some], [0, target.last_layer])
+    model = load_model(tiny, Kernels(torch.device("cpu"), torch.float32), 96)
+    for answer, state in zip(some, states, strict=True):
+        logits = PagedDecoder(model, 1, 96).step(Feed(0, answer.tokens.tolist()))[0]
+        found = target.distributions(state[:, 1], torch.from_numpy(IDS))
+        torch.testing.assert_close(found, logits.softmax(-1)[:, 3:253], atol=1e-5, rtol=1e-4)
+        alone = target.hidden([answer.tokens], [0, target.last_layer])[0]
+        assert torch.equal(alone, state)
+
+
+def test_a_batch_judges_what_the_target_wrote(target: Target) -> None:
+    some = answers()
+    batch = make_batch(target, some, (1,), torch.from_numpy(IDS))
+    for row, answer in enumerate(some):
+        places = batch.is_judged[row].nonzero()[:, 0].tolist()
+        assert places == list(range(answer.num_prompt - 1, len(answer.tokens) - 1))
+    assert batch.target[batch.is_judged].sum(-1).min() > 0.1
+    assert not batch.target[~batch.is_judged].any()
+
+
+# --- what a guess depends on ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_have_the_names_and_shapes_of_the_spec(make: Any, kind: str) -> None:
+    head = make(kind, layers=2)
+    assert {name: tuple(each.shape) for name, each in head.state_dict().items()} == head.spec.shapes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_token_changes_no_earlier_guess(make: Any, target: Target, kind: str) -> None:
+    head = make(kind, layers=1 if kind == "medusa" else 2)
+    some = answers()
+    tokens, changed = some[1].tokens.copy(), 20
+    tokens[changed] = 3 if tokens[changed] != 3 else 4
+    others = [some[0], dataclasses.replace(some[1], tokens=tokens), some[2]]
+    batches = [batch_for(target, head, which) for which in (some, others)]
+    starts = head.starts(batches[0], generator()) if kind == "block" else None
+    num_same = num_other = 0
+    for depth, pair in enumerate(zip(*(head.guesses(each, generator()) for each in batches), strict=True)):
+        assert torch.equal(pair[0].contexts, pair[1].contexts)
+        for i, context in enumerate(pair[0].contexts.tolist()):
+            answer, place = divmod(context, pair[0].num_contexts // 3)
+            if starts is not None:
+                newest = int(starts[answer, place]) + depth  # whose token the bigram bias reads
+            else:
+                newest = place + (0 if kind == "medusa" else depth + 1)
+            same = torch.equal(pair[0].logits[i], pair[1].logits[i])
+            assert same or (answer == 1 and newest >= changed)
+            num_same += same and answer == 1
+            num_other += not same
+    assert num_same
+    assert num_other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_earlier_token_changes_later_guesses(make: Any, target: Target, kind: str) -> None:
+    head = make(kind)
+    some = answers()
+    tokens = some[1].tokens.copy()
+    tokens[0] = 3 if tokens[0] != 3 else 4
+    others = [some[0], dataclasses.replace(some[1], tokens=tokens), some[2]]
+    pairs = zip(*(head.guesses(batch_for(target, head, which), generator()) for which in (some, others)), strict=True)
+    for one, other in pairs:
+        own = one.contexts // (one.num_contexts // 3) == 1
+        assert (one.logits != other.logits).any(-1)[own].all()
+        assert torch.equal(one.logits[~own], other.logits[~own])
+
+
+def drafted(head: EagleHead, batch: Batch, row: int) -> list[Tensor]:
+    """The logits of a draft behind token row + 1 of a batch of one, written as a plain decoder with a KV cache would
+    compute them: the rows of the target's hidden states first, then one row after the other of the head's own."""
+    tokens, depth = batch.tokens[0], len(head.depth_weights)
+    hidden, ids = head.fc(batch.hidden)[0, : row + 1], tokens[1 : row + 2]
+    found = []
+    for step in range(depth):
+        outputs = plain(head, head.embed(ids), hidden)
+        found.append(head.lm_head(head.norm(outputs[-1])))
+        hidden = torch.cat([hidden, outputs[-1:]])
+        ids = torch.cat([ids, tokens[row + 2 + step : row + 3 + step]])
+        if len(ids) < len(hidden):
+            break
+    return found
+
+
+def plain(head: EagleHead, embedded: Tensor, hidden: Tensor) -> Tensor:
+    """All rows at once under a causal mask, [rows, hidden]."""
+    positions = torch.arange(len(hidden))
+    mask = torch.ones(len(hidden), len(hidden), dtype=torch.bool).tril()
+    for number, layer in enumerate(head.layers):
+        x = layer.input_layernorm(embedded if number == 0 else hidden)
+        if number == 0:
+            x = torch.cat([x, layer.hidden_norm(hidden)], -1)
+        k, v = layer.self_attn.keys_values(x[None], positions)
+        attended = attend(layer.self_attn.queries(x[None], positions), k, v, mask)
+        hidden = layer.finish(hidden[None], attended)[0]
+    return hidden
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_eagle_guesses_are_what_it_would_draft(make: Any, target: Target, layers: int) -> None:
+    """Depth 0, where it reads the target, and those after it, where it reads its own output."""
+    head = make("eagle", layers=layers)
+    batch = batch_for(target, head, answers()[1:2])
+    by_row: dict[int, list[Tensor]] = {}
+    for guesses in head.guesses(batch, generator()):
+        for i, row in enumerate(guesses.contexts.tolist()):
+            by_row.setdefault(row, []).append(guesses.logits[i])
+    length, prompt = LENGTHS[1]
+    assert sorted(by_row) == list(range(prompt - 1, length - 2))
+    for row, found in by_row.items():
+        wanted = drafted(head, batch, row)
+        assert len(found) == min(3, length - 2 - row)
+        torch.testing.assert_close(torch.stack(found), torch.stack(wanted[: len(found)]), atol=1e-4, rtol=1e-4)
+
+
+def test_unrolled_attention_of_step_0_is_causal_attention() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 7, 4, generator=draw) for _ in range(3))
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    torch.testing.assert_close(attend_unrolled(q, [(k, v)]), attend(q, k, v, mask))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_is_what_it_would_be_alone(make: Any, target: Target, causal: bool) -> None:
+    head = make("block", causal=causal, layers=2)
+    assert isinstance(head, BlockHead)
+    some = answers()
+    batch = batch_for(target, head, some)
+    starts = head.starts(batch, generator())
+    together = head(batch, starts)
+    for answer, anchor in ((0, 0), (1, 3), (2, 1)):
+        start = int(starts[answer, anchor])
+        assert LENGTHS[answer][1] <= start < LENGTHS[answer][0]
+        cut = dataclasses.replace(
+            batch,
+            tokens=batch.tokens[answer : answer + 1, : start + 1],
+            hidden=batch.hidden[answer : answer + 1, : start + 1],
+        )
+        alone = head(cut, starts[answer : answer + 1, anchor : anchor + 1])
+        torch.testing.assert_close(alone[0, 0], together[answer, anchor], atol=1e-5, rtol=1e-4)
+    # What stands at row 1 reaches row 0 unless rows see only those before them.
+    head.get_buffer("embedding")[head.spec.mask_token_id] += 1
+    assert torch.equal(head(batch, starts)[:, :, 0], together[:, :, 0]) == causal
+
+
+# --- loss and acceptance ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls_and_what_is_the_targets_stays(make: Any, target: Target, options: Make, kind: str) -> None:
+    head = make_head(kind, target, IDS, 5, options())
+    batch = batch_for(target, head, answers())
+    before = {name: each.clone() for name, each in head.state_dict().items()}
+    optimiser = Optimiser(head, clip=1.0)
+    losses = []
+    for _ in range(60):
+        loss = batch_loss(head, batch, generator(), 0.1)
+        loss.backward()
+        optimiser.step(5e-3)
+        losses.append(loss.item())
+    assert losses[-1] < 0.75 * losses[0]
+    changed = {name for name, each in head.state_dict().items() if not torch.equal(each, before[name])}
+    assert set(before) - changed == ({"lm_head.weight"} if kind != "medusa" else set())
+
+
+def guesses_of(right: list[bool], contexts: list[int], num_contexts: int) -> Guesses:
+    logits = torch.tensor([[5.0, 0.0] if each else [0.0, 5.0] for each in right]).reshape(-1, 2)
+    count = len(right)
+    return Guesses(
+        logits, torch.full((count, 2), 0.5), torch.zeros(count, dtype=torch.int64), torch.tensor(contexts), num_contexts
+    )
+
+
+def test_acceptance_counts_drafts_up_to_their_first_wrong_token() -> None:
+    class Scripted(TrainedHead):
+        def guesses(self, batch: Any, generator: torch.Generator) -> Iterator[Guesses]:
+            yield guesses_of([True, True, False, True], [0, 1, 2, 3], 4)
+            yield guesses_of([True, False, True], [0, 1, 2], 4)  # the draft of context 3 ends with its answer
+
+    head = Scripted(np.arange(2), torch.zeros(2, 4))
+    batch = SimpleNamespace(categories=["a", "b"], tokens=torch.zeros(1))
+    found = measure(head, [batch, batch], seed=0)  # type: ignore[list-item]
+    assert found["all"].by_depth == [0.75, 0.3333]
+    assert found["a"].by_depth == [1.0, 0.5]
+    assert found["b"].by_depth == [0.5, 0.0]
+    assert found["all"].judged == [8, 6]
+    assert found["a"].accepted == 1.5
+
+
+def test_the_loss_is_what_is_rejected_and_cross_entropy() -> None:
+    target = torch.tensor([[0.5, 0.2], [0.1, 0.9]])  # a third token has 0.3 of the first
+    guesses = Guesses(torch.zeros(2, 2), target, torch.zeros(2, dtype=torch.int64), torch.arange(2), 2)
+    loss, accepted = loss_of(guesses, 0.0)
+    torch.testing.assert_close(accepted, torch.tensor([0.7, 0.6]))
+    assert loss.item() == pytest.approx(0.35)
+    assert loss_of(guesses, 1.0)[0].item() == pytest.approx(0.85 * np.log(2), rel=1e-5)
+    assert loss_of(guesses_of([], [], 4), 0.1)[0].item() == 0.0
+
+
+def test_orthogonal_updates_and_the_learning_rate() -> None:
+    for shape in ((8, 20), (20, 8)):
+        sizes = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=generator())))
+        assert sizes.min() > 0.4
+        assert sizes.max() < 1.4
+    for decay in ("cosine", "linear"):
+        rates = [learning_rate(step, 50, 2.0, 0.1, decay) for step in range(50)]
+        assert max(rates) == rates[4] == 2.0
+        assert rates[4:] == sorted(rates[4:], reverse=True)
+        assert 0 < rates[-1] < 0.1
+
+
+def test_layers_that_the_target_does_not_have(make: Any) -> None:
+    with pytest.raises(ConfigError, match="--hidden-layers has \\[7\\]; the target has 0 to 2"):
+        make("eagle", hidden_layers=(0, 7))
+    with pytest.raises(ConfigError, match="Leave it out"):
+        make("medusa", hidden_layers=(0,))

@@ -1,0 +1,150 @@
+"""The whole way: text, training that is killed and goes on, and the files that are left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specserve.checkpoint.weights import Weights
+from specserve.cli.main import run
+from specserve.errors import CapacityError, ConfigError
+from specserve.models.heads.formats import read_head
+from specserve.train import cache, loop
+from specserve.train.config import TrainingOptions
+from specserve.train.loop import Training
+from specserve.train.run import train
+
+Make = Callable[..., TrainingOptions]
+
+
+def quiet(line: str) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["eagle", "block", "medusa"])
+def test_a_killed_run_ends_as_one_that_was_not(
+    tiny: Path, engine: dict[str, Any], options: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    said: list[str] = []
+    whole = options(out=tmp_path / "whole", text=tmp_path / "text")
+    train(kind, str(tiny), engine, whole, said.append)
+    killed = options(out=tmp_path / "killed", text=tmp_path / "text")
+    plain, turns = Training._note, [0]
+
+    def failing(self: Training, line: dict[str, Any]) -> None:
+        plain(self, line)
+        turns[0] += 1
+        if turns[0] in (4, 9):
+            raise KeyboardInterrupt  # behind a step that no checkpoint has
+
+    monkeypatch.setattr(Training, "_note", failing)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train(kind, str(tiny), engine, killed, quiet)
+    train(kind, str(tiny), engine, killed, quiet)
+    curves = [(options.out / "curve.jsonl").read_text() for options in (whole, killed)]
+    assert curves[0] == curves[1]
+    lines = [json.loads(line) for line in curves[0].splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert len(lines[-1]["acceptance"]) == 3
+    heads = [Weights(options.out) for options in (whole, killed)]
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+    assert any("tokens/s" in line for line in said)
+    check_files(whole.out, kind)
+
+
+def test_cached_hidden_states_are_those_that_are_computed(
+    tiny: Path, engine: dict[str, Any], options: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    runs = [
+        options(out=tmp_path / name, text=tmp_path / "text", cache_hidden=name != "plain", epochs=2.0)
+        for name in ("plain", "cached", "killed")
+    ]
+    for run_options in runs[:2]:
+        train("eagle", str(tiny), engine, run_options, said.append)
+    assert any("hidden states: 0.00 GiB" in line for line in said)
+    plain_save = Training._save
+
+    def failing(self: Training) -> None:
+        plain_save(self)
+        if self.step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Training, "_save", failing)
+    with pytest.raises(KeyboardInterrupt):
+        train("eagle", str(tiny), engine, runs[2], quiet)
+    train("eagle", str(tiny), engine, runs[2], quiet)
+    texts = [(run_options.out / "curve.jsonl").read_text() for run_options in runs]
+    assert texts[1] == texts[2]
+    losses = [[json.loads(line)["loss"] for line in text.splitlines()] for text in texts[:2]]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(CapacityError, match="Leave it out"):
+        train(
+            "eagle", str(tiny), engine, options(out=tmp_path / "full", text=tmp_path / "text", cache_hidden=True), quiet
+        )
+
+
+def check_files(folder: Path, kind: str) -> None:
+    head = read_head(folder)
+    assert head.spec.kind == kind
+    assert head.spec.target.vocab_size > 200
+    recipe = (folder / "RECIPE.md").read_text()
+    for part in ("| odd |", "| all |", "| machine |", "draft vocabulary | 200 ids", "## Curve"):
+        assert part in recipe
+
+
+def test_a_finished_run_does_nothing_again(tiny: Path, engine: dict[str, Any], options: Make) -> None:
+    chosen = options()
+    train("eagle", str(tiny), engine, chosen, quiet)
+    curve = (chosen.out / "curve.jsonl").read_bytes()
+    train("eagle", str(tiny), engine, chosen, quiet)
+    assert (chosen.out / "curve.jsonl").read_bytes() == curve
+
+
+def test_a_folder_of_another_run_is_left_alone(
+    tiny: Path, engine: dict[str, Any], options: Make, tmp_path: Path
+) -> None:
+    train("eagle", str(tiny), engine, options(tokens=400), quiet)
+    with pytest.raises(ConfigError, match="layers was 1 and is now 2"):
+        train("eagle", str(tiny), engine, options(tokens=400, layers=2), quiet)
+    with pytest.raises(ConfigError, match="kind was 'eagle' and is now 'block'"):
+        train("block", str(tiny), engine, options(tokens=400), quiet)
+    with pytest.raises(ConfigError, match="answers was"):
+        train("eagle", str(tiny), engine, options(tokens=600), quiet)
+    other = options(out=tmp_path / "other", text=options().out / "text", seed=9)
+    with pytest.raises(ConfigError, match="text holds another run: seed was 0 and is now 9"):
+        train("eagle", str(tiny), engine, other, quiet)
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange/model.safetensors").touch()
+    with pytest.raises(ConfigError, match="holds something else"):
+        train("eagle", str(tiny), engine, options(out=tmp_path / "strange"), quiet)
+
+
+def test_too_little_memory(tiny: Path, engine: dict[str, Any], options: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    train("eagle", str(tiny), engine, options(), quiet)
+    monkeypatch.setattr(loop, "free_memory", lambda device: 10)
+    with pytest.raises(CapacityError, match="Lower --batch-tokens"):
+        train("eagle", str(tiny), engine, options(), quiet)
+
+
+def test_the_command(tiny: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "eagle", "--model", str(tiny), "--prompts", str(prompt_file), "--out", str(tmp_path / "head")]
+    arguments += ["--device", "cpu", "--max-tokens", "8", "--max-length", "64", "--epochs", "1", "--depth", "2"]
+    arguments += ["--temperatures", "0", "--batch-tokens", "256", "--hidden-layers", "0", "--hidden-layers", "1"]
+    assert run(arguments) == 0
+    assert "head and RECIPE.md" in capsys.readouterr().err
+    assert (tmp_path / "head/config.json").exists()
+    assert run([*arguments, "--layers", "2"]) == 2
+    assert "holds another run" in capsys.readouterr().err
+    assert run(["train", "hydra", *arguments[2:]]) == 2
+    assert run([*arguments[:3], "no-such-model", *arguments[4:]]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+    assert run([*arguments[:5], str(tmp_path / "none"), *arguments[6:]]) == 2
+    assert "cannot be read" in capsys.readouterr().err
