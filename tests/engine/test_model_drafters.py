@@ -292,9 +292,7 @@ def plain_pairs(tiny: Path) -> Counter[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
-@pytest.mark.parametrize(
-    "drafting", ["draft_model", "block", "medusa"], indirect=True
-)  # eagle draws as draft_model does
+@pytest.mark.parametrize("drafting", ["draft_model", "eagle3", "block", "medusa"], indirect=True)
 def test_the_law_is_the_targets(tiny: Path, plain_pairs: Any, drafting: dict[str, Any], verification: str) -> None:
     """Pairs of tokens against plain decoding's: 2,400 texts each, compared as two samples; what is rare counts
     together. The false alarm is 1 in 10,000, with seeds that are fixed."""
