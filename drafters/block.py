@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve.errors import ConfigError
 from specserve.speculation.base import (
     DraftContext,
     DraftInput,
@@ -16,7 +15,7 @@ from specserve.speculation.base import (
     SequenceView,
     StepReport,
 )
-from specserve.speculation.drawing import DraftText, Drawing
+from specserve.speculation.drawing import DraftText, Drawing, checked_probability
 from specserve.types import Draft
 
 
@@ -24,21 +23,17 @@ class BlockDrafter:
     """Drafts with `head`: a folder or repository of a block head that was made for the target.
 
     A draft takes one pass of the head, whatever its length, and has no more tokens than the head was made for. What the
-    the target has computed of a sequence, its hidden states, is written to the head's keys and values with each step. A
+    target has computed of a sequence, its hidden states, is written to the head's keys and values with each step. A
     draft ends before a token that is given less than `min_probability`, by the head's own confidence where it has one.
     Sequences whose prompt was computed while another drafter ran get no drafts. Raises ModelError for a head that
     cannot be run or was made for another target.
     """
 
     def __init__(self, context: DraftContext, head: str, min_probability: float = 0.0) -> None:
-        is_number = isinstance(min_probability, (int, float)) and not isinstance(min_probability, bool)
-        if not is_number or not 0 <= min_probability <= 1:
-            raise ConfigError(f"min_probability is {min_probability!r}; it must be a number from 0 to 1.")
-        self._min_probability = min_probability
+        self._min_probability = checked_probability(min_probability)
         self._head = context.load_head(head, "block")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="model")
-        self._vocab_size, self._max_len = context.vocab_size, context.max_model_len
         self._drawing = Drawing(context.verification, context.vocab_size, context.ops.device)
         self._runner = context.runner(self._head)
 
@@ -68,9 +63,8 @@ class BlockDrafter:
         rows = firsts.tolist()
         while growing:
             here = [row + depth for row in rows]
-            drawn = self._drawing.draw(
-                [text.seq for text in growing], self._of_target(out.logits[here], before), keys, depth
-            )
+            logits = self._logits(out.logits[here], before)
+            drawn = self._drawing.draw([text.seq for text in growing], logits, keys, depth, self._head.ids)
             chances = self._head.confidence(out.hidden[here], before)
             if chances is not None:
                 drawn = drawn._replace(confidence=chances)
@@ -96,14 +90,7 @@ class BlockDrafter:
         is_block, start = not head.is_causal, len(text.seq.tokens) - 1
         return DraftInput(text.seq, start, tokens, num_logits=text.most, is_block=is_block)
 
-    def _of_target(self, logits: Tensor, before: list[int]) -> Tensor:
-        """The logits of all ids of the target, with what the token before each adds."""
-        bias = self._head.bias(before)
-        if bias is not None:
-            logits = logits + bias
-        ids = self._head.ids
-        if ids is None:
-            return logits[:, : self._vocab_size]
-        scores = torch.full((len(logits), self._vocab_size), -torch.inf, device=logits.device)
-        scores[:, ids] = logits
-        return scores
+    def _logits(self, logits: Tensor, before: list[int]) -> Tensor:
+        """With what the token before each adds."""
+        bias: Tensor | None = self._head.bias(before)
+        return logits if bias is None else logits + bias

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftInput, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.drawing import DraftText, Drawing
+from specserve.speculation.drawing import DraftText, Drawing, checked_probability
 from specserve.types import Draft
 
 
@@ -24,10 +23,7 @@ class DraftModelDrafter:
     needs = Needs(cost_class="model", observes=False)
 
     def __init__(self, context: DraftContext, model: str, min_probability: float = 0.0) -> None:
-        is_number = isinstance(min_probability, (int, float)) and not isinstance(min_probability, bool)
-        if not is_number or not 0 <= min_probability <= 1:
-            raise ConfigError(f"min_probability is {min_probability!r}; it must be a number from 0 to 1.")
-        self._min_probability = min_probability
+        self._min_probability = checked_probability(min_probability)
         loaded, self._shared = context.load(model)
         self._max_len: int = loaded.spec.max_len
         self._drawing = Drawing(context.verification, context.vocab_size, context.ops.device)

@@ -10,11 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specserve.errors import ConfigError
 from specserve.speculation.base import (
     DraftContext,
     DraftInput,
-    DraftOutput,
     DraftRequest,
     DraftRunner,
     Needs,
@@ -22,7 +20,7 @@ from specserve.speculation.base import (
     SequenceView,
     StepReport,
 )
-from specserve.speculation.drawing import DraftText, Drawing
+from specserve.speculation.drawing import DraftText, Drawing, checked_probability
 from specserve.types import Draft
 
 _MOST_UNREAD = 4  # rows of a sequence that wait for its next draft's first pass, which reads them on the way
@@ -40,10 +38,7 @@ class EagleDrafter:
     """
 
     def __init__(self, context: DraftContext, head: str, min_probability: float = 0.0) -> None:
-        is_number = isinstance(min_probability, (int, float)) and not isinstance(min_probability, bool)
-        if not is_number or not 0 <= min_probability <= 1:
-            raise ConfigError(f"min_probability is {min_probability!r}; it must be a number from 0 to 1.")
-        self._min_probability = min_probability
+        self._min_probability = checked_probability(min_probability)
         self._context = context
         self._head = context.load_head(head, "eagle")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers or (context.num_layers - 1,)
@@ -84,7 +79,7 @@ class EagleDrafter:
         out = self._runner.run([each.read(text.seq, 1) for each, text in zip(known, growing, strict=True)])
         keys, depth = self._drawing.keys([text.seq for text in growing]), 0
         while growing:
-            drawn = self._drawing.draw([text.seq for text in growing], self._of_target(out), keys, depth)
+            drawn = self._drawing.draw([text.seq for text in growing], out.logits, keys, depth, self._head.ids)
             left = []
             for row, text in enumerate(growing):
                 if drawn.confidence[row] >= self._min_probability and text.take(drawn, row):
@@ -110,15 +105,6 @@ class EagleDrafter:
             shown = [self._context.final_norm(shown[0])]
         states: Tensor = self._head.states(shown)
         return states
-
-    def _of_target(self, out: DraftOutput) -> Tensor:
-        """The logits of all ids of the target."""
-        ids = self._head.ids
-        if ids is None:
-            return out.logits[:, : self._context.vocab_size]
-        logits = torch.full((len(out.logits), self._context.vocab_size), -torch.inf, device=out.logits.device)
-        logits[:, ids] = out.logits
-        return logits
 
 
 class _Known:

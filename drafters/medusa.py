@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.drawing import checked_probability
 from specserve.types import Draft
 
 _MOST_CANDIDATES = 10  # tokens of a place, as the published trees have them
@@ -26,12 +27,9 @@ class MedusaDrafter:
     """
 
     def __init__(self, context: DraftContext, head: str, top_k: int = 4, min_probability: float = 0.0) -> None:
-        is_number = isinstance(min_probability, (int, float)) and not isinstance(min_probability, bool)
-        if not is_number or not 0 <= min_probability <= 1:
-            raise ConfigError(f"min_probability is {min_probability!r}; it must be a number from 0 to 1.")
         if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= _MOST_CANDIDATES:
             raise ConfigError(f"top_k is {top_k!r}; it must be a whole number from 1 to {_MOST_CANDIDATES}.")
-        self._min_probability, self._context = min_probability, context
+        self._min_probability, self._context = checked_probability(min_probability), context
         self._heads = context.load_head(head, "medusa")
         self._top_k = min(top_k, self._heads.head.draft_vocab_size)
         self.needs = Needs(hidden_layers=(context.num_layers - 1,), cost_class="model")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specserve.errors import ConfigError
 from specserve.sampling import noise
 from specserve.speculation.base import SequenceView
 from specserve.types import Draft
@@ -41,9 +42,12 @@ class Drawing:
         """What the first draw of each draft is given, int64 [rows]."""
         return self._row_keys(seqs, 0, noise.Purpose.DRAFT)
 
-    def draw(self, seqs: Many[SequenceView], logits: Tensor, keys: Tensor, depth: int) -> Drawn:
-        """The tokens at that depth, of float32 logits [rows, at most vocab]; `keys` are those that the draw before
-        returned."""
+    def draw(
+        self, seqs: Many[SequenceView], logits: Tensor, keys: Tensor, depth: int, ids: Tensor | None = None
+    ) -> Drawn:
+        """The tokens at that depth, of float32 logits [rows, n] of token ids int64 [n], or of the first n where those
+        are None; `keys` are those that the draw before returned."""
+        hashed = self._hashed[: logits.shape[1]] if ids is None else self._hashed[ids]
         best = logits.max(-1)
         tokens = best.indices
         confidence = (best.values - logits.logsumexp(-1)).exp()
@@ -59,13 +63,28 @@ class Drawing:
             else:
                 keys_here = keys[drawn]
                 for i, row in zip(drawn, scores.exp().float(), strict=True):
-                    q[i] = pad(row, (0, len(self._hashed) - len(row)))
-            tokens[drawn] = noise.sample(scores, keys_here, self._hashed[: scores.shape[1]])
+                    q[i] = self._of_all(row, ids)
+            tokens[drawn] = noise.sample(scores, keys_here, hashed)
+        if ids is not None:
+            tokens = ids[tokens]
         return Drawn(tokens.tolist(), confidence.tolist(), q, noise.fold(keys, self._hashed[tokens]))
+
+    def _of_all(self, probabilities: Tensor, ids: Tensor | None) -> Tensor:
+        """A distribution over some ids [n] as one over all [vocab]."""
+        if ids is None:
+            return pad(probabilities, (0, len(self._hashed) - len(probabilities)))
+        return probabilities.new_zeros(len(self._hashed)).index_copy(0, ids, probabilities)
 
     def _row_keys(self, seqs: Many[SequenceView], depth: int, purpose: noise.Purpose) -> Tensor:
         places = [len(seq.tokens) + depth for seq in seqs]
         return noise.row_keys([seq.seed for seq in seqs], places, [purpose] * len(seqs)).to(self._hashed.device)
+
+
+def checked_probability(value: float) -> float:
+    """The option min_probability of a drafter. Raises ConfigError for what is no number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(f"min_probability is {value!r}; it must be a number from 0 to 1.")
+    return value
 
 
 class DraftText:

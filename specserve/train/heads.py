@@ -3,6 +3,7 @@ costs."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,7 @@ class Guesses:
     confidence: Tensor | None = None  # float32 [n], the logit of being accepted
 
 
-class TrainedHead(nn.Module):
+class TrainedHead(nn.Module, ABC):
     """A head with gradients. Its state_dict has the names of spec.shapes(); what stays as the target has it and is not
     stored with it are buffers. `ids` are those that it proposes from, ascending."""
 
@@ -44,9 +45,9 @@ class TrainedHead(nn.Module):
         self.register_buffer("place", place, persistent=False)
         self.register_buffer("embedding", embedding, persistent=False)
 
+    @abstractmethod
     def guesses(self, batch: Batch, generator: torch.Generator) -> Iterator[Guesses]:
         """Depth after depth. Whatever is drawn comes from `generator`, on the CPU."""
-        raise NotImplementedError
 
     def num_guesses(self, num_answers: int, num_tokens: int) -> int:
         """How many a batch of that many answers, which take that many tokens with padding, has at most."""
