@@ -3,12 +3,14 @@ published."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.speculation.base import (
     DraftContext,
     DraftInput,
+    DraftOutput,
     DraftRequest,
     HiddenInput,
     Needs,
@@ -34,8 +36,9 @@ class BlockDrafter:
         self._head = context.load_head(head, "block")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="model")
-        self._drawing = Drawing(context.verification, context.vocab_size, context.ops.device)
-        self._runner = context.runner(self._head)
+        self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
+        self._runner, self._ops = context.runner(self._head), context.ops
+        self._draws = self._head.draws(self._drawing.hashed(self._head.spec.vocab_size, self._head.ids))
 
     def begin(self, seq: SequenceView) -> None: ...
 
@@ -57,6 +60,33 @@ class BlockDrafter:
         if not growing:
             return [text.draft() for text in texts]
         out = self._runner.run([self._block(text) for text in growing])
+        if self._drawing.is_chosen([text.seq for text in growing]):
+            self._draw(growing, out)
+        else:
+            self._draw_apart(growing, out)
+        return [text.draft() for text in texts]
+
+    def _draw(self, texts: list[DraftText], out: DraftOutput) -> None:
+        """All tokens of all drafts at once."""
+        lengths = np.array([text.most for text in texts])
+        firsts, depth = np.cumsum(lengths) - lengths, int(lengths.max())
+        rows = firsts + np.minimum(np.arange(depth)[:, None], lengths - 1)  # one that has ended goes on in vain
+        before = np.array([text.seq.tokens[-1] for text in texts])
+        tokens, confidence = self._draws.draw(
+            out.logits, before, rows, *self._drawing.arrays([text.seq for text in texts], range(depth))
+        )
+        if self._head.head.has_confidence:
+            behind = np.concatenate((before[None], tokens[:-1]))
+            own = self._head.confidence(out.hidden[rows.ravel()], behind.ravel().tolist())
+            confidence = np.array(own, np.float32).reshape(rows.shape)
+        for i, text in enumerate(texts):
+            shown = confidence[: text.most, i]
+            too_low = np.flatnonzero(shown < self._min_probability)
+            count = int(too_low[0]) if len(too_low) else text.most
+            text.tokens, text.confidence = tokens[:count, i].tolist(), np.minimum(shown[:count], 1).tolist()
+
+    def _draw_apart(self, growing: list[DraftText], out: DraftOutput) -> None:
+        """Depth after depth, where the distributions that tokens are drawn from are wanted too."""
         firsts = torch.tensor([0] + [text.most for text in growing[:-1]]).cumsum(0)
         keys, depth = self._drawing.keys([text.seq for text in growing]), 0
         before = [text.seq.tokens[-1] for text in growing]
@@ -74,7 +104,6 @@ class BlockDrafter:
                     left.append(i)
             growing, rows, before = [growing[i] for i in left], [rows[i] for i in left], [drawn.tokens[i] for i in left]
             keys, depth = drawn.keys[left], depth + 1
-        return [text.draft() for text in texts]
 
     def _most(self, seq: SequenceView, asked: int) -> int:
         """How many tokens a draft may have; none for a sequence of which the head lacks something."""
@@ -92,5 +121,7 @@ class BlockDrafter:
 
     def _logits(self, logits: Tensor, before: list[int]) -> Tensor:
         """With what the token before each adds."""
-        bias: Tensor | None = self._head.bias(before)
-        return logits if bias is None else logits + bias
+        ops = self._ops
+        ids = torch.tensor(before + [0] * (-len(before) % ops.row_multiple), device=ops.device)
+        bias: Tensor | None = self._head.bias(ids)
+        return logits if bias is None else logits + bias[: len(logits)]

@@ -26,7 +26,7 @@ class DraftModelDrafter:
         self._min_probability = checked_probability(min_probability)
         loaded, self._shared = context.load(model)
         self._max_len: int = loaded.spec.max_len
-        self._drawing = Drawing(context.verification, context.vocab_size, context.ops.device)
+        self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
         self._runner = context.runner(loaded)
 
     def begin(self, seq: SequenceView) -> None: ...

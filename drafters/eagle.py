@@ -43,7 +43,7 @@ class EagleDrafter:
         self._head = context.load_head(head, "eagle")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers or (context.num_layers - 1,)
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="model")
-        self._drawing = Drawing(context.verification, context.vocab_size, context.ops.device)
+        self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
         self._runner = context.runner(self._head)
         self._known: dict[SequenceView, _Known] = {}
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.ops import NO_TOKEN_LEFT, NOT_FINITE, RowScores, SamplingArrays, fraction_bits
+from specserve.ops import NO_TOKEN_LEFT, NOT_FINITE, DrawArrays, RowScores, SamplingArrays, fraction_bits
 from specserve.ops.fixed_point import row_total, to_fixed
 from specserve.sampling import noise
 from specserve.types import Ids
@@ -45,6 +45,24 @@ def sample(scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids 
             tokens[drawn] = torch.where(tokens[drawn] < 0, tokens[drawn], taken)
         found.append(tokens.cpu().numpy())
     return np.concatenate(found)
+
+
+def draw(
+    logits: Tensor, bias: Tensor | None, how: DrawArrays, ids: Tensor | None, hashed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As Ops.draw."""
+    scores = logits[how.rows]
+    scores = scores if bias is None else scores + bias
+    top, best = scores.max(-1)  # a NaN is above all
+    is_greedy = how.temperature == 0
+    scaled = (scores - top[:, None]).double() / how.temperature.masked_fill(is_greedy, 1.0)[:, None]
+    winner, is_finite = best, top.isfinite()
+    if not (logits.is_cpu and is_greedy.all()):  # elsewhere asking costs more than the noise
+        drawn = (noise.gumbel(how.keys[:, None], hashed) + scaled).argmax(-1)
+        winner = torch.where(is_greedy, best, drawn)
+    winner = winner.masked_fill(~is_finite, 0)
+    confidence = (-scaled.logsumexp(-1)).exp().float().masked_fill_(~is_finite, 0.0)
+    return winner if ids is None else ids[winner], confidence
 
 
 def masked_argmax(scores: Tensor) -> Tensor:

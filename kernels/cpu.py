@@ -23,7 +23,7 @@ from specserve.kernels._cpu_cache import filled as _filled, layout_of, places, z
 from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
 from specserve.kernels._torch_sampling import probabilities
 from specserve.machine.pulse import Pulse
-from specserve.ops import MOST_TOP_K, AttentionRows, HeadNorms, Rotation, RowScores, SamplingArrays
+from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation, RowScores, SamplingArrays
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import Lazy, PackedCache, Source, below, uncached
@@ -282,6 +282,20 @@ class Kernels:
         with self._program(len(logits), logits, best) as program:
             program.top_k(at(logits), logits.shape[1], k, at(best), tokens.data_ptr())
         return tokens
+
+    def draw(
+        self, depth: int, logits: Tensor, bias: Tensor | None, how: DrawArrays, ids: Tensor | None, hashed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert logits.dtype == torch.float32 and logits.stride(1) == 1 and hashed.is_contiguous()
+        rows, n = len(how.rows), logits.shape[1]
+        tokens = self._buffer(f"draw {depth}", rows, 1, torch.int64)
+        confidence = self._buffer(f"draw {depth}", rows, 1, torch.float32)
+        with self._program(rows, logits, bias, how, ids, hashed) as program:
+            program.draw(
+                logits.data_ptr(), logits.stride(0), at(how.rows), at(bias), n, at(ids), at(hashed),
+                at(how.temperature), at(how.keys), tokens.data_ptr(), confidence.data_ptr(),
+            )  # fmt: skip
+        return tokens[:, 0], confidence[:, 0]
 
     def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
         tokens: NDArray[np.int64] = _sampling.sample(self._row_sampler, scores, sampling, hashed, masks)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import specserve.kernels._torch_sampling as _sampling
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, HeadNorms, Rotation, RowScores, SamplingArrays
+from specserve.ops import AttentionRows, DrawArrays, HeadNorms, Rotation, RowScores, SamplingArrays
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import PackedCache, Source, uncached
@@ -225,6 +225,12 @@ class Kernels:
     def top_k(self, logits: Tensor, best: Tensor, k: int) -> Tensor:
         tokens: Tensor = _sampling.best_ids(logits, k)
         return tokens.masked_fill_(best[:, None] < 0, -1).int()
+
+    def draw(
+        self, depth: int, logits: Tensor, bias: Tensor | None, how: DrawArrays, ids: Tensor | None, hashed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = _sampling.draw(logits, bias, how, ids, hashed)
+        return found
 
     def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
         tokens: NDArray[np.int64] = _sampling.sample(scores, sampling, hashed, masks)

@@ -177,6 +177,21 @@ struct SampleArgs {
   const int32_t* masks;  // [all rows, (vocab + 31) / 32], bits of the tokens that may come; or null
 };
 
+// Row i is drawn from logits[rows[i]] + bias[i], whose entry j is token ids[j]: the best where its temperature is 0, else
+// with noise. `confidence` is the chance of the best one at that temperature, or at 1 where it is greedy; it is 0, and the
+// token any, where the scores are not finite.
+struct DrawArgs {
+  const float* logits;  // [any, width]
+  const int64_t* rows;
+  const float* bias;    // [rows, bias_width] or null
+  int width, bias_width, n;
+  const int64_t *ids, *hashed;  // [n]; `ids` null: entry j is token j
+  const double* temperature;
+  const int64_t* keys;
+  int64_t* tokens;
+  float* confidence;
+};
+
 // Row i of x [rows, width], whose best token is best[i]; where that is negative, so are all of its `tokens`.
 struct TopKArgs {
   const float* x;
@@ -233,6 +248,7 @@ struct Kernels {
   void (*score)(const ScoreArgs&, int begin, int end);
   void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);
   void (*top_k)(const TopKArgs&, int begin, int end);
+  void (*draw)(const DrawArgs&, int begin, int end, float* scratch);  // scratch for two rows of scores
 };
 
 constexpr int kRowBlock = 64;  // rows of one sequence that one call of attention computes, at most

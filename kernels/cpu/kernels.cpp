@@ -20,6 +20,6 @@ namespace specserve::SPECSERVE_ISA {
 
 extern const Kernels kKernels = {SPECSERVE_NAME(SPECSERVE_ISA), linear, gated, embed, fused_add_rms_norm, joined_norms, gather_rows,
                                  rope_and_cache, attention, attention_segment, merge_segments, quantize_activation, softcap, sample, score,
-                                 argmax, top_k};
+                                 argmax, top_k, draw};
 
 }

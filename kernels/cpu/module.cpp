@@ -150,6 +150,12 @@ void bind_program(nb::module_& m) {
       .def("top_k", [](Program& p, Address x, int n, int k, Address best, Address tokens) {
         p.top_k({at<float>(x), int(padded(n)), n, k, at<int64_t>(best), at<int32_t>(tokens)});
       })
+      .def("draw",
+           [](Program& p, Address logits, int width, Address rows, Address bias, int n, Address ids, Address hashed,
+              Address temperature, Address keys, Address tokens, Address confidence) {
+             p.draw({at<float>(logits), at<int64_t>(rows), at<float>(bias), width, int(padded(n)), n, at<int64_t>(ids),
+                     at<int64_t>(hashed), at<double>(temperature), at<int64_t>(keys), at<int64_t>(tokens), at<float>(confidence)});
+           })
       .def(
           "run",
           [](Program& p, int rows, int gathered, const SharedPlan* plan) { p.run({rows, gathered, of(plan)}); },

@@ -187,6 +187,13 @@ void Program::top_k(const TopKArgs& args) {
   add("top_k", {rows_, [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.top_k(args, begin, end); }});
 }
 
+void Program::draw(const DrawArgs& args) {
+  const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) {
+    kernels_.draw(args, begin, end, (float*)scratch);
+  };
+  add("draw", {rows_, run}, 2 * padded(args.n) * sizeof(float));
+}
+
 void Program::gather_rows(const GatherRowsArgs& args) {
   rows_ = {RowCount::Of::kGathered};
   add("gather_rows",

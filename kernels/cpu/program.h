@@ -89,6 +89,7 @@ class Program {
   void softcap(float* x, int width, float cap);
   void argmax(const float* x, int n, int64_t* best);  // x [rows, n padded]
   void top_k(const TopKArgs& args);
+  void draw(const DrawArgs& args);
   void gather_rows(const GatherRowsArgs& args);  // ops after it work on the gathered rows
   void tap(const GatherRowsArgs& args);          // the same of all rows, and ops after it work on all rows
 

@@ -244,4 +244,31 @@ inline int sample(const SampleArgs& args, int i, const SampleScratch& scratch) {
   return gumbel_max(p, uint64_t(args.keys[i]), args.hashed);
 }
 
+inline void draw(const DrawArgs& args, int begin, int end, float* scratch) {
+  for (int i = begin; i < end; ++i) {
+    const float* scores = args.logits + args.rows[i] * args.width;
+    if (args.bias) {
+      const float* bias = args.bias + int64_t(i) * args.bias_width;
+      for (int j = 0; j < args.n; ++j) scratch[j] = scores[j] + bias[j];
+      scores = scratch;
+    }
+    const double temperature = args.temperature[i];
+    Distribution p{};
+    p.scores = scores;
+    p.size = args.n;
+    p.weights = scratch + padded(args.n);
+    p.temperature = temperature ? temperature : 1.0;
+    const float top = peak_of(scores, args.n);
+    p.best = std::isfinite(top) ? first_equal(scores, top) : -1;
+    int winner = 0;
+    args.confidence[i] = 0.0f;
+    if (p.best >= 0) {
+      set_weights(p);
+      args.confidence[i] = float(1 / total_of(p));
+      winner = temperature ? gumbel_max(p, uint64_t(args.keys[i]), args.hashed) : p.best;
+    }
+    args.tokens[i] = args.ids ? args.ids[winner] : winner;
+  }
+}
+
 }  // namespace specserve::SPECSERVE_ISA

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,14 @@ class SamplingArrays:
 
     def __getitem__(self, some: slice | list[int]) -> SamplingArrays:
         return SamplingArrays(*(getattr(self, entry.name)[some] for entry in fields(self)))
+
+
+class DrawArrays(NamedTuple):
+    """How n tokens of drafts are drawn: tensors [n] on the device."""
+
+    rows: Tensor  # int64, which row of the logits
+    temperature: Tensor  # float64; 0: greedy
+    keys: Tensor  # int64, of the noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +184,15 @@ class Ops(Protocol):
     def top_k(self, logits: Tensor, best: Tensor, k: int) -> Tensor:
         """The k best token ids of each row of float32 [rows, vocab], best first, of equals the lower one first, int32
         [rows, k]; all -1 where `best`, which is argmax(logits), is. k is at most MOST_TOP_K and vocab."""
+
+    def draw(
+        self, depth: int, logits: Tensor, bias: Tensor | None, how: DrawArrays, ids: Tensor | None, hashed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens of n drafts, which no other depth's overwrite: of logits[how.rows] + bias, float32 [any, vocab] and
+        [n, vocab], the best or, where the temperature is not 0, one drawn with the noise of its key. Entry j is token
+        ids[j], int64 [vocab], or j where that is None; hashed[j] is entry j's token as noise.hash_tokens has it.
+        Returns int64 [n], and float32 [n] the chance of the best at that temperature, 1 where it is 0; where scores are
+        not finite that is 0, and the token any of those."""
 
     def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
         """A token for each of n rows of scores float32 [all rows, vocab], none of them NaN, among those whose bit is

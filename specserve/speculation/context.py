@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -12,13 +11,12 @@ from torch import Tensor
 
 from specserve.cache.storage import KVShape
 from specserve.checkpoint import catalog
-from specserve.errors import ConfigError, ModelError
+from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
 from specserve.models.heads.block import BlockHead
 from specserve.models.heads.eagle import EagleHead
-from specserve.models.heads.formats import fits, read_head
+from specserve.models.heads.loading import load_head
 from specserve.models.heads.medusa import MedusaHead
-from specserve.models.heads.spec import BlockSpec, MedusaSpec, TargetShape
 from specserve.models.loader import load_model
 from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput, padded
@@ -73,19 +71,7 @@ class TargetContext:
         return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
 
     def load_head(self, name: str, kind: str) -> EagleHead | BlockHead | MedusaHead:
-        found = read_head(catalog.resolve_head(name), self.num_layers)
-        spec = found.spec
-        if spec.kind != kind:
-            raise ModelError(f"{name} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
-        own = TargetShape(hidden_size=self.hidden_size, num_layers=self.num_layers, vocab_size=self.vocab_size)
-        fits(spec, own)
-        if isinstance(spec, MedusaSpec):
-            return MedusaHead(spec, found.weights, found.d2t, self.ops)
-        layers = dataclasses.replace(spec.layers, max_len=self.max_model_len)  # its rotation has no end of its own
-        given = found.weights, found.d2t, self.ops, self._model
-        if isinstance(spec, BlockSpec):
-            return BlockHead(dataclasses.replace(spec, layers=layers), *given)
-        return EagleHead(dataclasses.replace(spec, layers=layers), *given)
+        return load_head(catalog.resolve_head(name), kind, self._model, self.ops)
 
     def runner(self, model: DraftModel) -> ModelRunner:
         runner = ModelRunner(model, self.ops, *self._sizes)
@@ -178,8 +164,9 @@ class ModelRunner:
         rows = [DraftInput(each.seq, each.start, [0] * len(each.hidden[0]), num_logits=0) for each in inputs]
         packed = self._packed(rows)
         hidden = [torch.cat(some) for some in zip(*(each.hidden for each in inputs), strict=True)]
-        positions = torch.from_numpy(packed.positions).to(self._ops.device)
-        self._model.write(hidden, positions, self._runner.kv, self._ops.plan(packed.rows, self._block_size))
+        self._model.write(
+            hidden, packed.positions, self._runner.kv, self._ops.plan(packed.rows, self._block_size), self.most_rows
+        )
         for each in rows:
             seq = each.seq._seq
             seq.draft_cached = max(seq.draft_cached, each.start + len(each.tokens))

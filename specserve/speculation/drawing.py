@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve.errors import ConfigError
+from specserve.ops import DrawArrays, Ops
 from specserve.sampling import noise
 from specserve.speculation.base import SequenceView
 from specserve.types import Draft
@@ -22,7 +24,7 @@ class Drawn(NamedTuple):
     tokens: list[int]
     confidence: list[float]  # the model's probability of it or, where it was drawn, of the likeliest
     q: list[Tensor | None]  # float32 [vocab] each, what it was drawn from; None where it was chosen
-    keys: Tensor  # int64 [rows], for the token behind
+    keys: Tensor  # int64 [rows], for the token behind, where that has noise of its own
 
 
 class Drawing:
@@ -34,20 +36,40 @@ class Drawing:
     sequence's temperature; what else its parameters do to the target's logits is left to the verification.
     """
 
-    def __init__(self, verification: str, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, verification: str, vocab_size: int, ops: Ops) -> None:
         self._is_coupled = verification == "coupled"
-        self._hashed = noise.hash_tokens(torch.arange(vocab_size, device=device))
+        self._ops = ops
+        self._hashed = noise.hash_tokens(torch.arange(vocab_size, device=ops.device))
+
+    def is_chosen(self, seqs: Many[SequenceView]) -> bool:
+        """Whether no distribution belongs to what is drawn for any of them."""
+        return self._is_coupled or all(seq.temperature == 0 for seq in seqs)
+
+    def hashed(self, num: int, ids: Tensor | None) -> Tensor:
+        """Ids, or the first `num` tokens, as noise.hash_tokens has them."""
+        return self._hashed[:num] if ids is None else self._hashed[ids]
+
+    def arrays(self, seqs: Many[SequenceView], depths: range) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Temperatures [rows], and keys [depths, rows] for tokens of which `is_chosen` is true: the target's own."""
+        keys = [self._row_keys(seqs, depth, noise.Purpose.SAMPLE).numpy() for depth in depths]
+        return np.array([seq.temperature for seq in seqs], np.float64), np.stack(keys)
 
     def keys(self, seqs: Many[SequenceView]) -> Tensor:
         """What the first draw of each draft is given, int64 [rows]."""
-        return self._row_keys(seqs, 0, noise.Purpose.DRAFT)
+        return self._row_keys(seqs, 0, noise.Purpose.DRAFT).to(self._hashed.device)
 
     def draw(
         self, seqs: Many[SequenceView], logits: Tensor, keys: Tensor, depth: int, ids: Tensor | None = None
     ) -> Drawn:
         """The tokens at that depth, of float32 logits [rows, n] of token ids int64 [n], or of the first n where those
         are None; `keys` are those that the draw before returned."""
-        hashed = self._hashed[: logits.shape[1]] if ids is None else self._hashed[ids]
+        hashed = self.hashed(logits.shape[1], ids)
+        if self.is_chosen(seqs):
+            temperature, own = self.arrays(seqs, range(depth, depth + 1))
+            arrays = np.arange(len(seqs)), temperature, own[0]
+            how = DrawArrays(*(torch.from_numpy(each).to(logits.device) for each in arrays))
+            found, chance = self._ops.draw(depth, logits, None, how, ids, hashed)
+            return Drawn(found.tolist(), chance.tolist(), [None] * len(seqs), keys)  # which nothing is drawn with
         best = logits.max(-1)
         tokens = best.indices
         confidence = (best.values - logits.logsumexp(-1)).exp()
@@ -58,13 +80,9 @@ class Drawing:
             scores = (logits[drawn].double() / temperatures[:, None]).log_softmax(-1)
             tokens, confidence = tokens.clone(), confidence.clone()
             confidence[drawn] = scores.amax(-1).exp().float()
-            if self._is_coupled:
-                keys_here = self._row_keys([seqs[i] for i in drawn], depth, noise.Purpose.SAMPLE)
-            else:
-                keys_here = keys[drawn]
-                for i, row in zip(drawn, scores.exp().float(), strict=True):
-                    q[i] = self._of_all(row, ids)
-            tokens[drawn] = noise.sample(scores, keys_here, hashed)
+            for i, row in zip(drawn, scores.exp().float(), strict=True):
+                q[i] = self._of_all(row, ids)
+            tokens[drawn] = noise.sample(scores, keys[drawn], hashed)
         if ids is not None:
             tokens = ids[tokens]
         return Drawn(tokens.tolist(), confidence.tolist(), q, noise.fold(keys, self._hashed[tokens]))
@@ -77,7 +95,7 @@ class Drawing:
 
     def _row_keys(self, seqs: Many[SequenceView], depth: int, purpose: noise.Purpose) -> Tensor:
         places = [len(seq.tokens) + depth for seq in seqs]
-        return noise.row_keys([seq.seed for seq in seqs], places, [purpose] * len(seqs)).to(self._hashed.device)
+        return noise.row_keys([seq.seed for seq in seqs], places, [purpose] * len(seqs))
 
 
 def checked_probability(value: float) -> float:
@@ -93,13 +111,13 @@ class DraftText:
     def __init__(self, seq: SequenceView, most: int) -> None:
         self.seq, self.most = seq, most
         self.tokens: list[int] = []
-        self._confidence: list[float] = []
+        self.confidence: list[float] = []
         self._q: list[Tensor] = []
 
     def take(self, drawn: Drawn, row: int) -> bool:
         """Add the token of that row; returns whether there is room for another."""
         self.tokens.append(drawn.tokens[row])
-        self._confidence.append(min(1.0, drawn.confidence[row]))
+        self.confidence.append(min(1.0, drawn.confidence[row]))
         q = drawn.q[row]
         if q is not None:
             self._q.append(q)
@@ -107,4 +125,4 @@ class DraftText:
 
     def draft(self) -> Draft:
         q = torch.stack(self._q) if self._q else None
-        return Draft.chain(self.tokens, q, confidence=np.array(self._confidence, np.float32))
+        return Draft.chain(self.tokens, q, confidence=np.array(self.confidence, np.float32))

@@ -24,11 +24,14 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, ModelError
 from specserve.llm import LLM
+from specserve.ops.backend import KernelOptions
+from specserve.registry import KERNELS
 from specserve.sampling import noise
 from specserve.speculation.drawing import Drawing
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
 
+REFERENCE = KERNELS.find("reference").create(KernelOptions(torch.device("cpu"), "float32", "none"))
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
 SHARP = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.2, seed=9, max_tokens=24, ignore_eos=True)
@@ -146,7 +149,7 @@ class View:
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
 def test_tokens_are_drawn_from_what_is_said(verification: str) -> None:
     """The false alarm is 1 in 10,000, with seeds that are fixed."""
-    drawing, count = Drawing(verification, 8, torch.device("cpu")), 20_000
+    drawing, count = Drawing(verification, 8, REFERENCE), 20_000
     logits = torch.randn(6, generator=torch.Generator().manual_seed(1)).repeat(count, 1)
     seqs: Any = [View(seed, 0.8, 5) for seed in range(count)]
     first = drawing.draw(seqs, logits, drawing.keys(seqs), 0)
@@ -169,7 +172,7 @@ def test_tokens_are_drawn_from_what_is_said(verification: str) -> None:
 
 
 def test_greedy_ones_are_not_drawn() -> None:
-    drawing = Drawing("rejection", 5, torch.device("cpu"))
+    drawing = Drawing("rejection", 5, REFERENCE)
     logits = torch.tensor([[0.0, 3.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 5.0, 0.0]])
     seqs: Any = [View(1, 0.0, 3), View(2, 1.0, 3)]
     drawn = drawing.draw(seqs, logits, drawing.keys(seqs), 0)

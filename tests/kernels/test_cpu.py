@@ -29,10 +29,11 @@ from torch import Tensor
 from specserve.kernels.reference import Kernels as Reference
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
-from specserve.ops import MOST_TOP_K, AttentionRows, HeadNorms, Rotation
+from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation
 from specserve.ops.isa import choose_isa
 from specserve.runtime.graph import EagerForward, RecordedForward
 from specserve.runtime.pack import StepInput
+from specserve.sampling.noise import hash_tokens
 from specserve.testing import Feed, PagedDecoder, random_weights, tiny_config, unequal_rows
 
 if importlib.util.find_spec("specserve.kernels._native") is None and os.environ.get("SPECSERVE_REQUIRE_NATIVE") != "1":
@@ -435,6 +436,36 @@ def test_best_tokens_are_the_first_of_the_best(isa: str, rows: int, vocab: int, 
     ops = make(isa)
     assert ops.argmax(returned(ops, torch.from_numpy(logits))).tolist() == wanted
     assert REFERENCE.argmax(torch.from_numpy(logits)).tolist() == wanted
+
+
+@every_set
+@examples(30)
+@given(rows=st.integers(1, 5), vocab=sizes, has_bias=st.booleans(), has_ids=st.booleans(), seed=seeds)
+def test_drafts_are_drawn_as_in_torch(
+    isa: str, rows: int, vocab: int, has_bias: bool, has_ids: bool, seed: int
+) -> None:
+    noise = np.random.default_rng(seed)
+    logits = torch.from_numpy(noise.normal(0, 3, (7, vocab)).astype(np.float32))
+    logits[6, noise.integers(vocab)] = noise.choice([np.nan, np.inf])
+    logits[5, noise.random(vocab) < 0.9] = -np.inf
+    logits[4] = -np.inf
+    bias = torch.from_numpy(noise.normal(0, 3, (rows, vocab)).astype(np.float32)) if has_bias else None
+    ids = torch.from_numpy(noise.permutation(vocab)) if has_ids else None
+    hashed = hash_tokens(torch.arange(vocab) if ids is None else ids)
+    how = DrawArrays(
+        torch.from_numpy(noise.integers(0, 7, rows)),
+        torch.from_numpy(noise.choice([0.0, 0.3, 1.0, 7.0], rows)),
+        torch.from_numpy(noise.integers(-(2**63), 2**63 - 1, rows)),
+    )
+    tokens, confidence = REFERENCE.draw(0, logits, bias, how, ids, hashed)
+    ops = make(isa)
+    own = None if bias is None else returned(ops, bias)
+    found = ops.draw(0, logits, own, how, ids, hashed)
+    assert found[0].tolist() == tokens.tolist()
+    assert torch.allclose(found[1], confidence, rtol=1e-5)
+    is_broken = ~logits[how.rows].amax(-1).isfinite()
+    assert torch.equal(confidence == 0, is_broken)
+    assert all(tokens[is_broken] == (0 if ids is None else ids[0]))
 
 
 @every_set

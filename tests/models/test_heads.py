@@ -22,6 +22,7 @@ from specserve.ops.backend import KernelOptions
 from specserve.registry import KERNELS
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Output, Runner
+from specserve.sampling.noise import hash_tokens
 from specserve.testing import write_tiny_model
 from specserve.testing.heads import (
     block,
@@ -69,7 +70,7 @@ class Chain:
         count, runner = len(hidden[0]), self._runner
         rows = AttentionRows.pack([0, count], [start], [list(range(1, 8))], range(-1, count - 1), self._multiple)
         places = torch.from_numpy(padded(list(range(start, start + count)), self._multiple))
-        runner.model.write(hidden, places, runner.kv, runner.ops.plan(rows, BLOCK))
+        runner.model.write(hidden, places.numpy(), runner.kv, runner.ops.plan(rows, BLOCK), runner.max_rows)
 
     def run(self, start: int, tokens: Tensor, features: Tensor | None, is_block: bool = False) -> Output:
         count, multiple = len(tokens), self._multiple
@@ -164,10 +165,21 @@ def test_block_logits_are_the_reference_s(target: Decoder, ops: Ops, num_layers:
     found = chain.run(LENGTH, torch.tensor([5] + [17] * 5), None, is_block=not is_causal)
     torch.testing.assert_close(found.logits[:6], wanted, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.hidden[:6], out, rtol=0, atol=1e-4)
-    bias = model.bias([3, 5])
+    bias = model.bias(torch.tensor([3, 5] + [0] * (-2 % ops.row_multiple)))
     assert bias is not None
     pairs = weights["bigram_in.weight"][[3, 5]] @ weights["bigram_out.weight"].T
-    torch.testing.assert_close(bias, pairs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(bias[:2], pairs, rtol=0, atol=1e-4)
+
+    zeros, depth = np.zeros((6, 2), np.int64), np.arange(6)
+    rows, before = np.stack((depth, depth % 3), 1), [5, 3]
+    draws = model.draws(hash_tokens(2 * torch.arange(40)))
+    for _ in range(2):  # once recorded
+        tokens, confidence = draws.draw(found.logits, np.array([5, 3]), rows, np.zeros(2), zeros)
+    for some, drawn, chances in zip(rows, tokens, confidence, strict=True):
+        scores = wanted[some] + weights["bigram_in.weight"][before] @ weights["bigram_out.weight"].T
+        before = drawn.tolist()
+        assert before == (2 * scores.argmax(-1)).tolist()
+        assert chances == pytest.approx(scores.softmax(-1).amax(-1).tolist(), rel=1e-3)
 
 
 @pytest.mark.parametrize("count", [2, 7, 64])

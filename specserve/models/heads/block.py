@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve.errors import ModelError
 from specserve.models.decoder import Decoder, WeightReader, read_layer, rotary_tables
+from specserve.models.heads.recorded import BlockDraws, RecordedWrite
 from specserve.models.heads.spec import BlockSpec
 from specserve.ops import Ops, Rotation
 
@@ -40,6 +43,7 @@ class BlockHead:
         self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
         if head.has_mask_embedding and not head.has_embedding:
             raise ModelError("This head has a mask_embedding and no embed_tokens, which is not supported.")
+        self._written: RecordedWrite | None = None
         self._bigram = None
         if head.bigram_rank:
             table = ops.pack_table(read.named("bigram_in")[0])
@@ -52,14 +56,27 @@ class BlockHead:
         ropes = set(self.spec.ropes)
         self._tables = {rope: rotary_tables(rope, self.spec.head_dim, self.spec.max_len, ops.device) for rope in ropes}
 
-    @torch.inference_mode()
-    def write(self, hidden: list[Tensor], positions: Tensor, kv: list[Tensor], plan: Any) -> None:
+    def write(
+        self, hidden: list[Tensor], positions: NDArray[np.int64], kv: list[Tensor], plan: Any, most_rows: int
+    ) -> None:
         """Keys and values of rows that the target has computed, from the outputs of the layers that the head reads,
-        float32 [rows, target's hidden] each, at `positions` int64 [rows padded to ops.row_multiple]."""
-        ops, eps = self.ops, self.spec.norm_eps
+        float32 [rows, target's hidden] each, at `positions` [rows padded to ops.row_multiple]. They are never more than
+        `most_rows`, and `kv` is always the same."""
+        if self._written is None and (recording := self.ops.recording()) is not None:
+            self._written = RecordedWrite(
+                self._write, self.ops, recording, kv, len(hidden), hidden[0].shape[1], most_rows
+            )
+        if self._written is not None:
+            self._written(hidden, positions, plan)
+            return
         short = len(positions) - len(hidden[0])
-        parts = [(pad(part, (0, 0, 0, short)) if short else part, None) for part in hidden]
-        states = ops.linear(ops.joined_norms(parts, eps), self._fc).float()
+        padded = [pad(part, (0, 0, 0, short)) if short else part for part in hidden]
+        self._write(padded, torch.from_numpy(positions).to(self.ops.device), kv, plan)
+
+    @torch.inference_mode()
+    def _write(self, hidden: list[Tensor], positions: Tensor, kv: list[Tensor], plan: Any) -> None:
+        ops, eps = self.ops, self.spec.norm_eps
+        states = ops.linear(ops.joined_norms([(part, None) for part in hidden], eps), self._fc).float()
         x = ops.joined_norms([(states, self._hidden_norm)], eps)
         for layer, weight, layer_kv in zip(self._layers, self._context_kv, kv, strict=True):
             rotation = Rotation(positions, *self._tables[layer.rope])
@@ -94,14 +111,17 @@ class BlockHead:
         return hidden, logits, ops.argmax(logits), ()
 
     @torch.inference_mode()
-    def bias(self, tokens: list[int]) -> Tensor | None:
-        """What each of these tokens adds to the logits of the one behind it, float32 [tokens, draft vocabulary]; None
-        where the head has no such bias."""
+    def bias(self, tokens: Tensor) -> Tensor | None:
+        """What each of these tokens, int64 [a multiple of ops.row_multiple], adds to the logits of the one behind it,
+        float32 [tokens, draft vocabulary]; None where the head has no such bias."""
         if self._bigram is None:
             return None
         ops, (table, out) = self.ops, self._bigram
-        ids = torch.tensor(tokens + [0] * (-len(tokens) % ops.row_multiple), device=ops.device)
-        return ops.linear(ops.quantize_activation(ops.embed(ids, table, 1.0)), out).float()[: len(tokens)]
+        return ops.linear(ops.quantize_activation(ops.embed(tokens, table, 1.0)), out).float()
+
+    def draws(self, hashed: Tensor) -> BlockDraws:
+        """What draws its drafts; `hashed` are its ids as noise.hash_tokens has them."""
+        return BlockDraws(self.bias, self.ids, hashed, self.ops)
 
     @torch.inference_mode()
     def confidence(self, hidden: Tensor, before: list[int]) -> list[float] | None:

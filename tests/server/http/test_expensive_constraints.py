@@ -8,7 +8,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +30,27 @@ def innocent(*words: str) -> dict[str, Any]:
     return {"prompt": "x", "max_tokens": 8, "guided_choice": list(words)}
 
 
+def read(path: Path) -> bytes:
+    """A file of /proc; empty where its process or thread is gone, even between opening and reading."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return path.read_bytes()
+    return b""
+
+
 def trial_seconds(api: int) -> float:
     """CPU time of all processes in which this server has tried constraints."""
 
     def used(pid: int, since: int) -> int:
         """Of a process with what it has waited for, or of the latter alone."""
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-        except FileNotFoundError:  # it has just gone
-            return 0
-        return sum(map(int, fields[since:15]))
+        return sum(map(int, read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()[since:15]))
 
     def children(pid: int) -> list[int]:
         """Each thread has its own."""
-        lists = (path.read_text("utf-8") for path in Path(f"/proc/{pid}/task").glob("*/children"))
-        return [int(child) for found in lists for child in found.split()]
+        return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in read(path).split()]
 
     found = used(api, 13)  # those that are gone
     for worker in children(api):
-        if b"structured.worker" in Path(f"/proc/{worker}/cmdline").read_bytes():
+        if b"structured.worker" in read(Path(f"/proc/{worker}/cmdline")):
             found += used(worker, 11) + sum(used(copy, 11) for copy in children(worker))
     return found / os.sysconf("SC_CLK_TCK")
 
