@@ -20,9 +20,12 @@ from specserve.speculation.base import (
 from specserve.speculation.drawing import DraftText, Drawing, checked_probability
 from specserve.types import Draft
 
+RUNS_MODEL = True
+
 
 class BlockDrafter:
-    """Drafts with `head`: a folder or repository of a block head that was made for the target.
+    """Drafts with `head`, a folder or repository of a block head that was made for the target; by default the one
+    that comes along in the zoo, where there is one for it.
 
     A draft takes one pass of the head, whatever its length, and has no more tokens than the head was made for. What the
     target has computed of a sequence, its hidden states, is written to the head's keys and values with each step. A
@@ -31,7 +34,7 @@ class BlockDrafter:
     cannot be run or was made for another target.
     """
 
-    def __init__(self, context: DraftContext, head: str, min_probability: float = 0.0) -> None:
+    def __init__(self, context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> None:
         self._min_probability = checked_probability(min_probability)
         self._head = context.load_head(head, "block")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers

@@ -9,6 +9,8 @@ from specserve.speculation.base import DraftContext, DraftInput, DraftRequest, N
 from specserve.speculation.drawing import DraftText, Drawing, checked_probability
 from specserve.types import Draft
 
+RUNS_MODEL = True
+
 
 class DraftModelDrafter:
     """Drafts with `model`: a name of the catalog, a GGUF file, a folder or a repository, as the target's.

@@ -25,9 +25,12 @@ from specserve.types import Draft
 
 _MOST_UNREAD = 4  # rows of a sequence that wait for its next draft's first pass, which reads them on the way
 
+RUNS_MODEL = True
+
 
 class EagleDrafter:
-    """Drafts with `head`: a folder or repository of an EAGLE head that was made for the target.
+    """Drafts with `head`, a folder or repository of an EAGLE head that was made for the target; by default the one
+    that comes along in the zoo, where there is one for it.
 
     The head's one layer has its keys and values beside the target's. At position i it reads the target's hidden state
     there and token i + 1; behind what the target has computed its own output stands in for the hidden state, and is
@@ -37,7 +40,7 @@ class EagleDrafter:
     another target.
     """
 
-    def __init__(self, context: DraftContext, head: str, min_probability: float = 0.0) -> None:
+    def __init__(self, context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> None:
         self._min_probability = checked_probability(min_probability)
         self._context = context
         self._head = context.load_head(head, "eagle")

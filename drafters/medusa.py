@@ -16,17 +16,21 @@ from specserve.speculation.drawing import checked_probability
 from specserve.types import Draft
 
 _MOST_CANDIDATES = 10  # tokens of a place, as the published trees have them
+RUNS_MODEL = True
 
 
 class MedusaDrafter:
-    """Drafts with `head`: a folder or repository of Medusa heads that were made for the target.
+    """Drafts with `head`, a folder or repository of Medusa heads that were made for the target; by default those that
+    come along in the zoo, where there are some for it.
 
     A draft is the likeliest tree: a node's probability is the product of what the heads give to the tokens on its path,
     and as many of the likeliest are taken as the draft may have, of at most `top_k` tokens in each place, none below
     `min_probability`. Raises ModelError for heads that cannot be run or were made for another target.
     """
 
-    def __init__(self, context: DraftContext, head: str, top_k: int = 4, min_probability: float = 0.0) -> None:
+    def __init__(
+        self, context: DraftContext, head: str | None = None, top_k: int = 4, min_probability: float = 0.0
+    ) -> None:
         if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= _MOST_CANDIDATES:
             raise ConfigError(f"top_k is {top_k!r}; it must be a whole number from 1 to {_MOST_CANDIDATES}.")
         self._min_probability, self._context = checked_probability(min_probability), context

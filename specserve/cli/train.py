@@ -44,6 +44,10 @@ TRAINING_HELP: dict[str, tuple[Group, str]] = {
     "evaluate_every": (TRAINING, "Steps between two measurements of acceptance."),
     "checkpoint_minutes": (TRAINING, "Minutes between two checkpoints."),
     "seed": (TRAINING, "Of sampled answers, the order of data and the head's first weights."),
+    "int8": (
+        OUTPUT,
+        "Store int8 matrices, and not what is the target's: a quarter of the size, for specserve alone.",
+    ),
     "out": (OUTPUT, "Folder for the head, its recipe and curve; what is there of the same run is gone on with."),
 }
 

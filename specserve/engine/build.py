@@ -18,6 +18,7 @@ from specserve.engine.request import Limits
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError
 from specserve.machine.cores import default_threads
+from specserve.models.heads.loading import HeadLoader
 from specserve.models.loader import load_model
 from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.backend import KernelBackend, KernelOptions
@@ -64,7 +65,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     model = load_model(folder, ops, config.max_model_len, progress=progress)
     spec, block_size, max_rows = model.spec, config.block_size, config.max_num_batched_tokens
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
-    context = TargetContext(model, tokenizer, ops, config.verification, max_rows, max_logit_rows)
+    heads = HeadLoader(folder, model, ops)
+    context = TargetContext(model, tokenizer, heads, ops, config.verification, max_rows, max_logit_rows)
     host = DraftHost.of(config.drafter, drafters, context, spec.vocab_size, config.drafter_timeout_s)
     taps, top_k = host.needs.hidden_layers, host.needs.top_k
     if wrong := [layer for layer in taps if layer not in range(spec.num_layers)]:

@@ -264,8 +264,9 @@ class DraftContext(Protocol):
         where they are the first ones of both, else bool [ids that both have]. Raises ModelError for a model that is not
         there or cannot be run, ConfigError for another vocabulary."""
 
-    def load_head(self, name: str, kind: str) -> Any:
-        """A draft head of that kind, made for this target, as models.heads runs it: from a folder or a repository.
+    def load_head(self, name: str | None, kind: str) -> Any:
+        """A draft head of that kind, made for this target, as models.heads runs it: from a folder or a repository, or
+        None: from the zoo, where there is one.
         Raises ModelError for one that is not there, cannot be run or was made for another target."""
 
     def embed(self, token_ids: Tensor) -> Tensor:

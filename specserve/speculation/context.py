@@ -13,18 +13,15 @@ from specserve.cache.storage import KVShape
 from specserve.checkpoint import catalog
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder
-from specserve.models.heads.block import BlockHead
-from specserve.models.heads.eagle import EagleHead
-from specserve.models.heads.loading import load_head
-from specserve.models.heads.medusa import MedusaHead
+from specserve.models.heads.loading import HeadLoader
 from specserve.models.loader import load_model
 from specserve.ops import AttentionRows, Ops
 from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Runner
 from specserve.speculation.asking import ON_THE_WAY
 from specserve.speculation.base import MOST_MISSING, DraftInput, DraftModel, DraftOutput, HiddenInput, SequenceView
-from specserve.speculation.vocabularies import shared_ids
 from specserve.text.tokenizer import Tokenizer
+from specserve.text.vocabularies import shared_ids
 
 LATE_MEMORY_BYTES = 4 * 2**20  # of a drafter that comes when the cache has its size: small beside what that leaves
 
@@ -38,13 +35,14 @@ class TargetContext:
         self,
         model: Decoder,
         tokenizer: Tokenizer,
+        heads: HeadLoader,
         ops: Ops,
         verification: str,
         max_rows: int,
         max_logit_rows: int,
     ) -> None:
         spec = model.spec
-        self._tokenizer = tokenizer
+        self._tokenizer, self._heads = tokenizer, heads
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.num_layers, self.max_model_len = spec.num_layers, spec.max_len
         self.verification = verification
@@ -70,8 +68,8 @@ class TargetContext:
         loaded = load_model(folder, self.ops)
         return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
 
-    def load_head(self, name: str, kind: str) -> EagleHead | BlockHead | MedusaHead:
-        return load_head(catalog.resolve_head(name), kind, self._model, self.ops)
+    def load_head(self, name: str | None, kind: str) -> Any:
+        return self._heads.load(name, kind)
 
     def runner(self, model: DraftModel) -> ModelRunner:
         runner = ModelRunner(model, self.ops, *self._sizes)

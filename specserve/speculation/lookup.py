@@ -11,6 +11,7 @@ from specserve.registry import DRAFTERS
 from specserve.speculation.base import DraftContext, Drafter
 
 NONE = "none"  # the name of plain decoding
+RUNS_MODEL = "RUNS_MODEL"  # stated by drafters whose model is loaded, and its KV planned, at the start
 AUTO = "auto"  # and of all drafters that state a PRIORITY, together
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # kinds of options
@@ -54,8 +55,9 @@ def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
             if option not in names:
                 raise ConfigError(unknown(f"option of drafter {name!r}:", option, names))
     missing = _missing(drafter, options)
-    if missing and of_request:
-        reason = f"needs {', '.join(missing)}, which no request can give: it must be the engine's --drafter"
+    if of_request and (missing or name in DRAFTERS.stating(RUNS_MODEL)):
+        needed = ", ".join(missing) or "a model of its own"
+        reason = f"needs {needed}, which no request can give: it must be the engine's --drafter"
         raise ConfigError(f"Drafter {name!r} {reason}.")
     if missing:
         raise ConfigError(f"Drafter {name!r} needs {', '.join(missing)}. Its options: {', '.join(names)}.")
@@ -63,9 +65,10 @@ def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
 
 
 def nameable() -> list[str]:
-    """The drafters that a request may name whatever the engine's own is: files of drafters/ whose options all have
-    defaults."""
-    return [name for name in DRAFTERS.files() if not _missing(DRAFTERS.find(name, NONE), {})]
+    """The drafters that a request may name whatever the engine's own is: files of drafters/ that run no model and whose
+    options all have defaults."""
+    names = set(DRAFTERS.files()) - set(DRAFTERS.stating(RUNS_MODEL))
+    return sorted(name for name in names if not _missing(DRAFTERS.find(name, NONE), {}))
 
 
 def _missing(drafter: Callable[..., Drafter], options: Mapping[str, Any]) -> list[str]:

@@ -11,8 +11,9 @@ from specserve.errors import ConfigError
 
 KINDS = ("eagle", "block", "medusa")
 _PLACES = ("out", "text", "prompts")
-# What changes only when a run does something, never what comes of it: it may differ when the run goes on.
-_CHANGEABLE = (*_PLACES, "tokens", "streams", "checkpoint_minutes")
+# What changes when a run does something or how the head is stored, never what it learns: it may differ when the run
+# goes on.
+_CHANGEABLE = (*_PLACES, "tokens", "streams", "checkpoint_minutes", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class TrainingOptions:
     cross_entropy: float = 0.1
     evaluate_every: int = 200
     checkpoint_minutes: float = 10.0
+    int8: bool = False
 
     def __post_init__(self) -> None:
         counts = ("max_tokens", "max_length", "streams", "layers", "depth", "draft_vocab_size", "anchors")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from specserve.models.heads.spec import HeadSpec
+from specserve.models.heads.spec import HeadSpec, MedusaSpec
 from specserve.models.spec import DecoderSpec
 from specserve.train.batches import Batch
 
@@ -56,6 +56,14 @@ class TrainedHead(nn.Module, ABC):
     def tables(self) -> set[str]:
         """Names of matrices that are tables, not products: AdamW is for these."""
         return set()
+
+    def unshared(self) -> tuple[HeadSpec, dict[str, Tensor]]:
+        """The spec and the tensors without the target's LM head, where that is the head's and did not learn."""
+        tensors = self.state_dict()
+        if isinstance(self.spec, MedusaSpec):
+            return self.spec, tensors
+        del tensors["lm_head.weight"]
+        return replace(self.spec, has_head=False, shares_head=True), tensors
 
     def embed(self, ids: Tensor) -> Tensor:
         """As the target embeds, float32 [.., hidden]."""

@@ -22,6 +22,7 @@ from specserve.errors import ConfigError, InputError, unknown
 from specserve.llm import AsyncLLM
 from specserve.machine.cores import default_threads
 from specserve.models.heads.formats import write_head
+from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import find_architecture
 from specserve.text.tokenizer import Tokenizer
 from specserve.train.batches import Answer
@@ -166,7 +167,9 @@ class _Run:
             say(f"hidden states: {training.cache.num_bytes / GIB:.2f} GiB in {options.out}")
         training.run(say)
         d2t = torch.from_numpy(offsets(self._ids)) if head.spec.has_draft_vocab else None
-        write_head(options.out, head.spec, head.state_dict(), d2t, model)
+        verifier = Verifier(model, self._target.origin.fingerprint())
+        spec, weights = head.unshared() if options.int8 else (head.spec, head.state_dict())
+        write_head(options.out, spec, weights, d2t, verifier, int8=options.int8)
         write_recipe(options.out, self._facts(model), training.seconds, training.acceptance())
         say(f"head and RECIPE.md: {options.out}")
 

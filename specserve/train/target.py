@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.checkpoint.weights import Weights, read_config
+from specserve.checkpoint.weights import read_config
 from specserve.engine.build import choose_device, choose_ops
 from specserve.machine.cores import default_threads
+from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import TargetShape
-from specserve.models.loader import CheckedTensors, find_architecture, load_model
+from specserve.models.loader import find_architecture, load_model
 from specserve.ops import AttentionRows
 
 _BLOCK_SIZE = 16
@@ -47,7 +48,7 @@ class Target:
             hidden_size=self.spec.hidden_size, num_layers=self.spec.num_layers, vocab_size=self.spec.vocab_size
         )
         self.form = str(ops.dtype).removeprefix("torch.") if ops.quantization == "none" else ops.quantization
-        self._folder = folder
+        self.origin = TargetOrigin(folder)
         self._max_rows = -(-max_length // ops.row_multiple) * ops.row_multiple
         # Every sequence begins a block, so that rounding up takes less than a block each.
         slots = (2 * self._max_rows // _BLOCK_SIZE + 2) * _BLOCK_SIZE
@@ -61,13 +62,8 @@ class Target:
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """What heads share or begin with, float32 as trained, not as served: the scaled embedding [vocab, hidden], the
         LM head [vocab, hidden] and the weight of the final norm [hidden]."""
-        architecture = find_architecture(read_config(self._folder))
-        weights = CheckedTensors(self.spec, Weights(self._folder), getattr(architecture, "rename", str), self._folder)
-        embedding = weights["model.embed_tokens.weight"].float()
-        head = embedding if self.spec.tied_embeddings else weights["lm_head.weight"].float()
-        norm = weights["model.norm.weight"].float() + self.spec.norm_offset
-        tables = embedding * self.spec.embedding_scale, head.clone(), norm
-        return tuple(each.to(self.device) for each in tables)  # type: ignore[return-value]
+        origin, device = self.origin, self.device
+        return origin.embedding().to(device), origin.head().to(device), origin.norm().to(device)
 
     @torch.inference_mode()
     def hidden(self, sequences: Sequence[NDArray[Any]], layers: Sequence[int]) -> list[Tensor]:

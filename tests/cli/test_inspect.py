@@ -14,6 +14,7 @@ from torch import Tensor
 from specserve.cli.main import run
 from specserve.models.heads.formats import write_head
 from specserve.models.heads.spec import EagleSpec, MedusaSpec, TargetShape
+from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import find_architecture
 from specserve.testing import write_tiny_model
 
@@ -55,7 +56,7 @@ def eagle(folder: Path, tiny: Path, target: TargetShape) -> Path:
     config = json.loads((tiny / "config.json").read_text()) | {"num_hidden_layers": 1}
     layers = find_architecture(config).spec(config)
     spec = EagleSpec(version=3, target=target, layers=layers, hidden_layers=(0, 1), has_head=True)
-    write_head(folder, spec, zeros(spec.shapes()), None, "org/tiny")
+    write_head(folder, spec, zeros(spec.shapes()), None, Verifier("org/tiny"))
     return folder
 
 

@@ -24,6 +24,7 @@ from specserve.llm import LLM
 from specserve.models.decoder import Decoder
 from specserve.models.heads.formats import Head, hidden_layers, read_head, write_head
 from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
+from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import load_model
 from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops.backend import KernelOptions
@@ -84,7 +85,7 @@ def heads(tiny: Path, target: Decoder, expected: Any, tmp_path_factory: pytest.T
     folders = {}
     for name, (spec, weights, d2t) in trained.items():
         folder = folders[name] = tmp_path_factory.mktemp(name)
-        write_head(folder, spec, weights, d2t, verifier=str(tiny))
+        write_head(folder, spec, weights, d2t, Verifier(str(tiny)))
     return folders
 
 
@@ -316,7 +317,7 @@ def test_the_real_model_says_the_same(smollm2: Path, tmp_path: Path, kind: str) 
     )  # fmt: skip
     common: dict[str, Any] = {"target": shape, "layers": layers, "hidden_layers": (1, 14, 26), "has_head": True}
     spec = EagleSpec(version=3, **common) if kind == "eagle" else BlockSpec(block_size=6, mask_token_id=0, **common)
-    write_head(tmp_path, spec, random_weights(spec.shapes()), torch.arange(2048), verifier="smollm2-135m")
+    write_head(tmp_path, spec, random_weights(spec.shapes()), torch.arange(2048), Verifier("smollm2-135m"))
     prompts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time there was"]
     params = [SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0, 0.0)]
     outputs, drafted = [], 0

@@ -17,6 +17,7 @@ from torch import Tensor
 from specserve.errors import ModelError
 from specserve.models.heads.formats import fits, is_head, read_head, write_head
 from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
+from specserve.models.heads.speculators import Verifier
 from specserve.models.spec import DecoderSpec, Rope
 
 HIDDEN, INNER, VOCAB, DRAFT, RANK = 16, 24, 40, 12, 3
@@ -762,6 +763,8 @@ SPECS: list[HeadSpec] = [
         confidence_reads_bigram=True,
     ),
     block_spec(decoder(), bigram_rank=RANK, has_confidence=True),
+    block_spec(decoder(vocab_size=DRAFT), shares_head=True),
+    eagle_spec(3, decoder(vocab_size=DRAFT), hidden_layers=(1, 2, 5), shares_head=True),
     MedusaSpec(target=TARGET, num_heads=3, num_layers=2, draft_vocab_size=VOCAB),
     MedusaSpec(target=TARGET, num_heads=2, draft_vocab_size=DRAFT),
 ]
@@ -771,7 +774,7 @@ SPECS: list[HeadSpec] = [
 def test_what_is_written_is_read_back(tmp_path: Path, spec: HeadSpec) -> None:
     weights = made(spec.shapes())
     d2t = vocabulary()["d2t"] if spec.has_draft_vocab else None
-    write_head(tmp_path / "head", spec, weights, d2t, "org/target")
+    write_head(tmp_path / "head", spec, weights, d2t, Verifier("org/target"))
     head = read_head(tmp_path / "head")
     assert head.spec == spec
     assert (head.format, head.verifier) == ("speculators", "org/target")
@@ -782,11 +785,47 @@ def test_what_is_written_is_read_back(tmp_path: Path, spec: HeadSpec) -> None:
     assert sorted(path.name for path in (tmp_path / "head").iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_int8_is_read_back_to_half_a_step(tmp_path: Path, spec: HeadSpec) -> None:
+    weights = made(spec.shapes())
+    d2t = vocabulary()["d2t"] if spec.has_draft_vocab else None
+    write_head(tmp_path / "head", spec, weights, d2t, Verifier("org/target"), int8=True)
+    head = read_head(tmp_path / "head")
+    assert head.spec == spec and head.weights.num_parameters == sum(each.numel() for each in weights.values())
+    for name, tensor in weights.items():
+        rows = tensor.abs().amax(-1, keepdim=True) if tensor.ndim == 2 and len(tensor) > 1 else torch.zeros(1)
+        assert bool(((head.weights[name] - tensor).abs() <= rows / 254 * 1.001).all()), name
+    written = load_file(tmp_path / "head/model.safetensors")
+    matrices = [name for name, tensor in written.items() if tensor.dtype == torch.int8]
+    assert matrices and all(written[f"{name}_scale"].shape == (len(written[name]), 1) for name in matrices)
+    assert head.weights.num_bytes < sum(4 * each.numel() for each in weights.values())
+    config = json.loads((tmp_path / "head/config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_int8_is_refused_without_a_scale_for_each_row(tmp_path: Path) -> None:
+    spec = SPECS[0]
+    write_head(tmp_path, spec, made(spec.shapes()), None, Verifier("org/target"), int8=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    for change, message in (
+        (None, r"fusion_fc\.weight holds I8; supported are F32"),
+        (torch.ones(1, 1), r"fusion_fc\.weight_scale is float32 \[1, 1\]; .* here \[16, 1\]"),
+        (torch.full((16, 1), torch.inf), r"fusion_fc\.weight holds NaN or infinite"),
+    ):
+        tensors = dict(stored)
+        del tensors["fusion_fc.weight_scale"]
+        save_file(
+            tensors | ({} if change is None else {"fusion_fc.weight_scale": change}), tmp_path / "model.safetensors"
+        )
+        with pytest.raises(ModelError, match=message):
+            read_head(tmp_path).weights["fc.weight"]
+
+
 def test_names_are_those_of_the_format(tmp_path: Path) -> None:
     """What the reference implementations would load."""
     spec = block_spec(decoder(qk_norm=True, num_layers=2, head_dim=4, query_scale=0.5), bigram_rank=RANK)
     spec = dataclasses.replace(spec, hidden_layers=(1, 4), has_confidence=True, confidence_reads_bigram=True)
-    write_head(tmp_path, spec, made(spec.shapes()), None, "org/target")
+    write_head(tmp_path, spec, made(spec.shapes()), None, Verifier("org/target"))
     _, reference = dspark()
     written = load_file(tmp_path / "model.safetensors")
     assert {name: tensor.shape for name, tensor in written.items()} == {n: t.shape for n, t in reference.items()}
@@ -802,7 +841,7 @@ def test_names_are_those_of_the_format(tmp_path: Path) -> None:
         has_head=True,
         norm_before_fc=True,
     )
-    write_head(tmp_path, eagle, made(eagle.shapes()), vocabulary()["d2t"], "org/target")
+    write_head(tmp_path, eagle, made(eagle.shapes()), vocabulary()["d2t"], Verifier("org/target"))
     written = load_file(tmp_path / "model.safetensors")
     assert {name: tensor.shape for name, tensor in written.items()} == {n: t.shape for n, t in reference.items()}
     assert torch.equal(written["t2d"], reference["t2d"])
@@ -828,11 +867,11 @@ def test_what_cannot_be_read_back_is_not_written(
     changed = made(spec.shapes()) | change
     weights = {name: tensor for name, tensor in changed.items() if tensor is not None}
     with pytest.raises(ModelError, match=message):
-        write_head(tmp_path / "head", spec, weights, None, "org/target")
+        write_head(tmp_path / "head", spec, weights, None, Verifier("org/target"))
     assert not (tmp_path / "head").exists()
 
 
 def test_a_wrong_table_is_not_written(tmp_path: Path) -> None:
     spec = SPECS[3]
     with pytest.raises(ModelError, match="no table of offsets"):
-        write_head(tmp_path / "head", spec, made(spec.shapes()), torch.full((DRAFT,), -1), "org/target")
+        write_head(tmp_path / "head", spec, made(spec.shapes()), torch.full((DRAFT,), -1), Verifier("org/target"))

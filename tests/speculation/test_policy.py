@@ -534,12 +534,14 @@ def test_drafters_of_other_packages_are_only_the_engines_own(monkeypatch: pytest
 
 
 NEEDY = "class NeedyDrafter:\n    def __init__(self, context, model, head, depth=3, *more, **options): pass\n"
+NEEDLESS = "class ADrafter:\n    def __init__(self, context, head=None): pass\n"
 VERBS = "".join(f"    def {verb}(self, *args): pass\n" for verb in DRAFTERS.parts)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (f"RUNS_MODEL = True\n{NEEDLESS}{VERBS}", "needs a model of its own, which no request can give"),
         (NEEDY + VERBS, "needs model, head, which no request can give: it must be the engine's --drafter"),
         ("class ADrafter:\n    def begin(self, seq): pass\n", "has no propose, observe, end"),
         ("import a_package_that_is_not_there\n", "needs the package 'a_package_that_is_not_there'"),

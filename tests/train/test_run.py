@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,16 @@ import torch
 
 from specserve.checkpoint.weights import Weights
 from specserve.cli.main import run
-from specserve.errors import CapacityError, ConfigError
+from specserve.errors import CapacityError, ConfigError, ModelError
+from specserve.llm import LLM
+from specserve.models.heads import zoo
 from specserve.models.heads.formats import read_head
+from specserve.models.heads.origin import TargetOrigin
 from specserve.train import cache, loop
 from specserve.train.config import TrainingOptions
 from specserve.train.loop import Training
 from specserve.train.run import train
+from specserve.types import SamplingParams
 
 Make = Callable[..., TrainingOptions]
 
@@ -154,3 +159,43 @@ def test_the_command(tiny: Path, prompt_file: Path, tmp_path: Path, capsys: pyte
     assert "no-such-model" in capsys.readouterr().err
     assert run([*arguments[:5], str(tmp_path / "none"), *arguments[6:]]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle", "medusa"])
+def test_an_int8_head_is_found_by_its_target(
+    tiny: Path, engine: dict[str, Any], options: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It lacks the target's LM head, drafts with it, and is the head that is written in full otherwise."""
+    chosen = options(epochs=1.0, out=tmp_path / "zoo/tiny-head", text=tmp_path / "text", int8=True)
+    train(kind, str(tiny), engine, chosen, quiet)
+    small = read_head(chosen.out)
+    small_tensors = {name: small.weights[name] for name in small.weights}
+    monkeypatch.setattr(zoo, "place", lambda: tmp_path / "zoo")
+    assert [(each.kind, each.verifier) for each in zoo.heads()] == [(kind, str(tiny))]
+    assert zoo.heads()[0].fingerprint == TargetOrigin(tiny).fingerprint()
+    answers = []
+    for drafter in ("none", kind):
+        with LLM(str(tiny), drafter=drafter, adaptive=False, max_model_len=96, **engine) as llm:
+            found = [
+                each.outputs[0] for each in llm.generate(["a b", "c"], SamplingParams(max_tokens=24, temperature=0))
+            ]
+        answers.append([each.token_ids for each in found])
+    assert answers[0] == answers[1]
+    assert sum(each.stats.num_draft_tokens for each in found) > 0
+    train(kind, str(tiny), engine, dataclasses.replace(chosen, int8=False), quiet)
+    whole = read_head(chosen.out)
+    if kind != "medusa":
+        assert whole.d2t is not None and set(whole.weights) - set(small_tensors) == {"lm_head.weight"}
+        ids = torch.arange(len(whole.d2t)) + whole.d2t
+        assert torch.equal(whole.weights["lm_head.weight"], TargetOrigin(tiny).head()[ids])
+    for name, tensor in small_tensors.items():
+        step = whole.weights[name].abs().amax(-1, keepdim=True) / 127
+        assert bool(((tensor - whole.weights[name]).abs() <= 0.501 * step).all())
+
+
+def test_a_target_without_heads_is_told_so(tiny: Path, engine: dict[str, Any]) -> None:
+    with (
+        pytest.raises(ModelError, match=r"No block head for this target comes with specserve.* specserve train block"),
+        LLM(str(tiny), drafter="block", max_model_len=96, **engine),
+    ):
+        pass

@@ -19,7 +19,9 @@ from torch import Tensor
 from specserve.checkpoint.folder import read_json
 from specserve.errors import ModelError
 from specserve.models.heads import block_repo, eagle_repo, medusa_repo, speculators
+from specserve.models.heads.int8 import quantization_config, to_int8
 from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
+from specserve.models.heads.speculators import Verifier
 from specserve.models.heads.tensors import (
     Found,
     HeadTensors,
@@ -112,7 +114,7 @@ def _check_spec(spec: HeadSpec) -> None:
         )
     if isinstance(spec, MedusaSpec):
         return
-    if spec.has_draft_vocab and not spec.has_head:
+    if spec.has_draft_vocab and not (spec.has_head or spec.shares_head):
         raise ModelError(
             f"The head has {spec.layers.vocab_size:,} draft ids of the target's {spec.target.vocab_size:,} and no LM "
             "head of its own, which it then needs."
@@ -148,9 +150,17 @@ def fits(spec: HeadSpec, target: TargetShape) -> None:
         )
 
 
-def write_head(folder: Path, spec: HeadSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, verifier: str) -> None:
-    """Write the head in the format of `speculators`, so that `read_head` gives the same back; `verifier` names the
-    target. Files that are there are replaced, each when its successor is whole.
+def write_head(
+    folder: Path,
+    spec: HeadSpec,
+    weights: Mapping[str, Tensor],
+    d2t: Tensor | None,
+    verifier: Verifier,
+    *,
+    int8: bool = False,
+) -> None:
+    """Write the head for `verifier` in the format of `speculators`, so that `read_head` gives the same back, or with
+    `int8` matrices rounded to int8. Files that are there are replaced, each when its successor is whole.
 
     Raises ModelError for weights that are not those of spec.shapes(), NaN, a wrong d2t and what the format cannot say.
     """
@@ -164,14 +174,18 @@ def write_head(folder: Path, spec: HeadSpec, weights: Mapping[str, Tensor], d2t:
             raise ModelError(f"{name} has shape {tuple(weights[name].shape)}; the head's spec says {shape}.")
         check_numbers(name, weights[name])
         # A copy: safetensors refuses tensors that share memory.
-        tensors[speculators.stored_name(spec, name)] = weights[name].detach().cpu().clone().contiguous()
+        stored, tensor = speculators.stored_name(spec, name), weights[name].detach().cpu().clone().contiguous()
+        tensors |= to_int8(stored, tensor) if int8 else {stored: tensor}
     if spec.has_draft_vocab != (d2t is not None):
         raise ModelError("d2t is for heads with a draft vocabulary of their own, and they need one.")
     if d2t is not None:
         tensors["d2t"] = d2t.detach().cpu().clone()
         ids = check_d2t(tensors["d2t"], spec, "d2t")
         tensors["t2d"] = torch.zeros(spec.target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    config = json.dumps(speculators.config_of(spec, verifier), indent=2) + "\n"
+    settings = speculators.config_of(spec, verifier)
+    if int8:
+        settings["quantization_config"] = quantization_config()
+    config = json.dumps(settings, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / ".partial"
     save_file(tensors, partial)

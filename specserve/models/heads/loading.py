@@ -1,33 +1,67 @@
-"""Loads a draft head to run beside its target."""
+"""Loads draft heads to run beside their target."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from specserve.checkpoint import catalog
 from specserve.errors import ModelError
 from specserve.models.decoder import Decoder
+from specserve.models.heads import zoo
 from specserve.models.heads.block import BlockHead
 from specserve.models.heads.eagle import EagleHead
-from specserve.models.heads.formats import fits, read_head
+from specserve.models.heads.formats import Head, fits, read_head
 from specserve.models.heads.medusa import MedusaHead
+from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import BlockSpec, MedusaSpec, TargetShape
 from specserve.ops import Ops
 
 
-def load_head(folder: Path, kind: str, target: Decoder, ops: Ops) -> EagleHead | BlockHead | MedusaHead:
-    """The head in `folder`, which is of that kind, for `target`. Raises ModelError for another kind, for one that
-    cannot be run, and for one that was made for another target."""
-    own = target.spec
-    found = read_head(folder, own.num_layers)
-    spec = found.spec
-    if spec.kind != kind:
-        raise ModelError(f"{folder} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
-    fits(spec, TargetShape(hidden_size=own.hidden_size, num_layers=own.num_layers, vocab_size=own.vocab_size))
-    if isinstance(spec, MedusaSpec):
-        return MedusaHead(spec, found.weights, found.d2t, ops)
-    layers = dataclasses.replace(spec.layers, max_len=own.max_len)  # its rotation has no end of its own
-    given = found.weights, found.d2t, ops, target
-    if isinstance(spec, BlockSpec):
-        return BlockHead(dataclasses.replace(spec, layers=layers), *given)
-    return EagleHead(dataclasses.replace(spec, layers=layers), *given)
+class HeadLoader:
+    """Loads heads for `target`, whose checkpoint lies in `folder`."""
+
+    def __init__(self, folder: Path, target: Decoder, ops: Ops) -> None:
+        self._folder, self._target, self._ops = folder, target, ops
+
+    def load(self, name: str | None, kind: str) -> EagleHead | BlockHead | MedusaHead:
+        """The head `name`, a folder or a hub id, which is of that kind; None: the one of the zoo that was made for this
+        target. Raises ModelError for one that is not there, is of another kind, cannot be run or was made for another
+        target."""
+        own = self._target.spec
+        folder = self._from_zoo(kind) if name is None else catalog.resolve_head(name)
+        found = read_head(folder, own.num_layers)
+        spec = found.spec
+        if spec.kind != kind:
+            raise ModelError(f"{folder} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
+        fits(spec, TargetShape(hidden_size=own.hidden_size, num_layers=own.num_layers, vocab_size=own.vocab_size))
+        if isinstance(spec, MedusaSpec):
+            return MedusaHead(spec, found.weights, found.d2t, self._ops)
+        weights = self._with_head(found) if spec.shares_head else found.weights
+        layers = dataclasses.replace(spec.layers, max_len=own.max_len)  # its rotation has no end of its own
+        has_head = spec.has_head or spec.shares_head
+        given = weights, found.d2t, self._ops, self._target
+        if isinstance(spec, BlockSpec):
+            return BlockHead(dataclasses.replace(spec, layers=layers, has_head=has_head), *given)
+        return EagleHead(dataclasses.replace(spec, layers=layers, has_head=has_head), *given)
+
+    def _from_zoo(self, kind: str) -> Path:
+        found = zoo.find(kind, TargetOrigin(self._folder).fingerprint())
+        if found is None:
+            others = ", ".join(f"{each.verifier} ({each.kind})" for each in zoo.heads())
+            raise ModelError(
+                f"No {kind} head for this target comes with specserve; there are heads for {others or 'none'}. Name "
+                f"one with --drafter-options.head, or train one with specserve train {kind}."
+            )
+        return found
+
+    def _with_head(self, found: Head) -> Mapping[str, Tensor]:
+        """The head's tensors with the target's LM head at its draft ids."""
+        rows = TargetOrigin(self._folder).head()
+        if found.d2t is not None:
+            rows = rows[torch.arange(len(found.d2t)) + found.d2t]
+        return {**found.weights, "lm_head.weight": rows}

@@ -41,6 +41,7 @@ class EagleSpec:
     hidden_layers: tuple[int, ...] = ()  # of the target, counted from 0; version 3
     has_embedding: bool = False  # its own; else the target's
     has_head: bool = False  # an LM head of its own; else the target's
+    shares_head: bool = False  # the target's LM head at its draft ids; such heads have none of their own
     fc_bias: bool = False
     norm_before_residual: bool = False  # the residual that enters the first layer is normed; version 3
     norm_before_fc: bool = False  # `input_norm` over all of what fc reads
@@ -133,6 +134,7 @@ class BlockSpec:
     has_mask_embedding: bool = False
     has_embedding: bool = False
     has_head: bool = False
+    shares_head: bool = False
     is_causal: bool = False  # rows see only those before them
     samples_anchor: bool = True
     bigram_rank: int = 0

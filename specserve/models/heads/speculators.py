@@ -5,8 +5,9 @@ settings of eagle3, dflash and dspark were compared with what its version 0.9.0 
 Its ids of the target's layers are those of Hugging Face's hidden_states: id i is the input of layer i, the output of
 layer i - 1. `speculators_config.verifier.name_or_path` names the target.
 
-What is written beside the published keys, for heads that the format has no words for: `num_target_layers`, and
-`is_causal` of a block head; the tensors `mask_embedding`, `fc.bias` of EAGLE-3, and `transformer.input_layernorm` or
+What is written beside the published keys, for heads that the format has no words for: `num_target_layers`, `is_causal`
+of a block head, the verifier's `fingerprint`, and `shares_lm_head` of heads whose LM head is the verifier's at their
+draft ids; the tensors `mask_embedding`, `fc.bias` of EAGLE-3, and `transformer.input_layernorm` or
 `pre_lm_head_layernorm` of EAGLE-1, each of which says by being there that the head has it; further layers of EAGLE-1 as
 `layers.1.` and so on. Medusa heads are written as vLLM names them, with `lm_heads` of their own.
 """
@@ -14,10 +15,11 @@ What is written beside the published keys, for heads that the format has no word
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specserve.errors import ModelError, unknown
-from specserve.models.heads import block_repo, eagle_repo, medusa_repo
+from specserve.models.heads import block_repo, eagle_repo, int8, medusa_repo
 from specserve.models.heads.layers import read_layers, write_layers
 from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
 from specserve.models.heads.tensors import Found, Stored, canonical_names
@@ -28,6 +30,14 @@ _TYPES = ("eagle", "eagle3", "dflash", "dspark", "medusa")
 _EAGLE_1 = {"fusion_fc.": "fc.", "transformer.": "layers.0.", "pre_lm_head_layernorm.": "norm."}
 _STORED_BLOCK = {own: stored for stored, own in block_repo.NAMES.items()}
 _NUM_EAGLE_TOKENS = 5  # a proposal's length that other engines take from here; ours decides by what pays
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """The target that a head is written for: its name, and its TargetOrigin.fingerprint or None."""
+
+    name: str
+    fingerprint: str | None = None
 
 
 def is_head(config: Config) -> bool:
@@ -41,6 +51,8 @@ def read(config: Config, stored: Stored, num_target_layers: int) -> Found:
         raise ModelError(unknown("speculators_model_type", kind, _TYPES))
     verifier = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     num_layers = config.get("num_target_layers") or num_target_layers
+    if (config.get("quantization_config") or {}).get("format") == int8.FORMAT:  # another is refused
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
     if kind == "medusa":
         found = medusa_repo.read(config, stored, num_layers)
         return Found(found.spec, found.names, "speculators", verifier)
@@ -49,7 +61,7 @@ def read(config: Config, stored: Stored, num_target_layers: int) -> Found:
     settings = layers | {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
     rename = {"eagle": _canonical_1, "eagle3": eagle_repo.canonical}.get(kind, block_repo.canonical)
     names = canonical_names(stored.infos, rename)
-    spec: HeadSpec
+    spec: EagleSpec | BlockSpec
     if kind == "eagle":
         spec = _read_eagle_1(settings, names, num_layers)
     elif kind == "eagle3":
@@ -61,6 +73,8 @@ def read(config: Config, stored: Stored, num_target_layers: int) -> Found:
         settings.setdefault("sample_from_anchor", kind == "dspark")
         taps = eagle_repo.inputs_of(required(config, "aux_hidden_state_layer_ids"))
         spec = block_repo.read_block(settings, stored, names, taps, num_layers)
+    if settings.get("shares_lm_head"):
+        spec = replace(spec, has_head=False, shares_head=True)
     return Found(spec, names, "speculators", verifier)
 
 
@@ -111,7 +125,7 @@ def stored_name(spec: HeadSpec, name: str) -> str:
     return name
 
 
-def config_of(spec: HeadSpec, verifier: str) -> dict[str, Any]:
+def config_of(spec: HeadSpec, verifier: Verifier) -> dict[str, Any]:
     """config.json of a head for the target `verifier`. Raises ModelError for what it cannot say."""
     if isinstance(spec, MedusaSpec):
         kind, num_tokens, own = "medusa", spec.num_heads, _medusa(spec)
@@ -138,7 +152,7 @@ def config_of(spec: HeadSpec, verifier: str) -> dict[str, Any]:
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}],
-            "verifier": {"name_or_path": verifier, "architectures": []},
+            "verifier": {"name_or_path": verifier.name, "architectures": [], "fingerprint": verifier.fingerprint},
         },
     }
 
@@ -148,6 +162,7 @@ def _shared(spec: EagleSpec | BlockSpec) -> dict[str, Any]:
         "transformer_layer_config": write_layers(spec.layers, spec.target.vocab_size),
         "draft_vocab_size": spec.layers.vocab_size,
         "target_hidden_size": spec.target.hidden_size,
+        "shares_lm_head": spec.shares_head,
     }
 
 

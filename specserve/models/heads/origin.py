@@ -1,0 +1,44 @@
+"""What a draft head has of its target's checkpoint, as trained, not as served: tables that both share, and by what a
+head is found for its target."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from torch import Tensor
+
+from specserve.checkpoint.weights import read_config
+from specserve.models.loader import check_tensors, find_architecture
+
+
+class TargetOrigin:
+    """The model in `folder`. Raises ModelError as `load_model` does for files that are no model's."""
+
+    def __init__(self, folder: Path) -> None:
+        config = read_config(folder)
+        self._spec = find_architecture(config).spec(config)
+        self._tensors = check_tensors(folder)
+
+    def embedding(self) -> Tensor:
+        """The scaled embedding, float32 [vocab, hidden]."""
+        table: Tensor = self._tensors["model.embed_tokens.weight"].float() * self._spec.embedding_scale
+        return table
+
+    def head(self) -> Tensor:
+        """The LM head, float32 [vocab, hidden]."""
+        return self._tensors["model.embed_tokens.weight" if self._spec.tied_embeddings else "lm_head.weight"].float()
+
+    def norm(self) -> Tensor:
+        """By what the final norm multiplies, float32 [hidden]."""
+        weight: Tensor = self._tensors["model.norm.weight"].float() + self._spec.norm_offset
+        return weight
+
+    def fingerprint(self) -> str:
+        """The same for a model wherever it lies and however its matrices are quantized: of its final norm, which no
+        format rounds, and its sizes. Adapters and merges that leave the norm alone keep it, and a head mostly drafts
+        as well for them."""
+        spec = self._spec
+        found = hashlib.blake2b(f"{spec.hidden_size} {spec.num_layers} {spec.vocab_size}".encode(), digest_size=16)
+        found.update(self.norm().cpu().numpy().astype("<f4").tobytes())
+        return found.hexdigest()
