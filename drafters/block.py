@@ -20,6 +20,7 @@ from specserve.speculation.base import (
 from specserve.speculation.drawing import DraftText, Drawing, checked_probability
 from specserve.types import Draft
 
+PRIORITY = 5
 RUNS_MODEL = True
 
 
@@ -38,10 +39,15 @@ class BlockDrafter:
         self._min_probability = checked_probability(min_probability)
         self._head = context.load_head(head, "block")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers
-        self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="model")
+        self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="pass")
         self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
         self._runner, self._ops = context.runner(self._head), context.ops
         self._draws = self._head.draws(self._drawing.hashed(self._head.spec.vocab_size, self._head.ids))
+
+    @staticmethod
+    def suits(context: DraftContext) -> bool:
+        """For "auto": a head that comes along, whose drafts may be cut."""
+        return context.verification == "coupled" and context.has_head("block")
 
     def begin(self, seq: SequenceView) -> None: ...
 

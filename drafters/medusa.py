@@ -36,7 +36,7 @@ class MedusaDrafter:
         self._min_probability, self._context = checked_probability(min_probability), context
         self._heads = context.load_head(head, "medusa")
         self._top_k = min(top_k, self._heads.head.draft_vocab_size)
-        self.needs = Needs(hidden_layers=(context.num_layers - 1,), cost_class="model")
+        self.needs = Needs(hidden_layers=(context.num_layers - 1,), cost_class="pass")
         self._last: dict[SequenceView, Tensor] = {}  # what the heads read of each sequence, float32 [hidden]
 
     def begin(self, seq: SequenceView) -> None: ...

@@ -58,8 +58,9 @@ CONTRACTS = (
     "speculation.textfile",
 )
 CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
-HEADS = ("eagle", "block", "medusa")  # drafters that are no part of it
-CORE_LIMIT = 5_150
+# Drafters that run models, and what these alone use, are no part of it.
+WITH_MODELS = ("draft_model", "eagle", "block", "medusa", "model_runner", "drawing")
+CORE_LIMIT = 5_050
 CONFIG_FIELDS_LIMIT = 21
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}
 FILE_LIMIT = 400
@@ -266,7 +267,7 @@ def token_lines(source: str) -> int:
 
 
 def core_size(root: Path) -> int:
-    return sum(token_lines(m.source) for m in modules(root) if m.part in CORE and m.path.stem not in HEADS)
+    return sum(token_lines(m.source) for m in modules(root) if m.part in CORE and m.path.stem not in WITH_MODELS)
 
 
 def config_fields(root: Path) -> int:

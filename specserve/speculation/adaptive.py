@@ -10,7 +10,7 @@ from specserve.runtime.pack import Step
 from specserve.speculation.asking import Asked, AskingCost
 from specserve.speculation.cost import DecodeCost
 from specserve.speculation.planner import Load, Planner
-from specserve.speculation.stats import Acceptance, Agreement, OwnAcceptance
+from specserve.speculation.stats import Acceptance, OwnAcceptance
 from specserve.speculation.tree import Proposals
 from specserve.types import ScheduledSeq, Sequence, Verdict
 
@@ -19,6 +19,7 @@ _MOST_SHADOWS = 4.0  # such questions that may be saved up
 _FORGETS = 0.1  # of what a sequence gained, each time it is asked
 _HOPE = 0.5  # tokens a step that a new sequence is expected to gain
 _LOOKS_AGAIN = 32  # steps without a draft
+_WARM = 8  # answers of a drafter, of which the quickest counts
 _HELD_UP = 8.0  # times what asking takes: more was a pause of the machine
 _LASTS = 64  # steps that a sequence is expected to go on, at most
 _MOST_OWED = 1.5  # times what was lent
@@ -39,6 +40,18 @@ class _Record:
     owed: float = 0.0  # how many of these its drafts have yet to save
 
 
+@dataclass(slots=True)
+class _Late:
+    """What is known of a drafter that takes a while, whatever the length of its drafts."""
+
+    acceptance: Acceptance = field(
+        default_factory=Acceptance
+    )  # by depth alone: before it is asked nothing else is known
+    seconds: float = 0.0  # for one sequence
+    num_answers: int = 0
+    shadows: float = 0.0  # seconds for asking it where it gains nothing
+
+
 class Adaptive:
     """Asks for proposals where they pay for the asking, verifies those that pay for their rows, and learns from what
     comes: see Planner, Ledger and Acceptance."""
@@ -48,6 +61,7 @@ class Adaptive:
         self._acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # by source
         self._records: dict[Sequence, _Record] = {}
         self._asking = 0.0  # seconds for one sequence
+        self._late: defaultdict[str, _Late] = defaultdict(_Late)  # by source
         self._asking_whole: defaultdict[str, AskingCost] = defaultdict(AskingCost)  # of drafts that are verified whole
         self._gains: dict[str, float] = {}  # of these, by drafter: tokens that a draft gained beyond what it took
         self._debtors: set[Sequence] = set()
@@ -93,6 +107,38 @@ class Adaptive:
             asked.append(each)
         return asked
 
+    def asked_late(
+        self, source: str, proposals: Mapping[ScheduledSeq, Proposals], limits: Mapping[ScheduledSeq, int]
+    ) -> list[ScheduledSeq]:
+        """Of sequences with what was proposed for them so far, those that are expected to gain by asking `source` too,
+        which takes a while."""
+        planner, late, seconds = self.planner, self._late[source], self._late[source].seconds
+        if not planner.plain or planner.is_probe or not planner.can_draft(seconds):
+            return []
+        asked = []
+        for each, found in proposals.items():
+            record = self._records[each.seq]
+            found.settle(self._acceptance, record.own)
+            there = found.by_depth()[: limits[each]]
+            survival, likely = 1.0, list[float]()
+            for depth in range(limits[each]):
+                survival *= record.own[source].probability(late.acceptance.rates[Acceptance.unsure(depth)])
+                likely.append(max(survival, there[depth] if depth < len(there) else 0.0))
+            is_better = planner.speed(likely, seconds) > planner.speed(there)
+            if is_better or late.shadows > seconds:
+                late.shadows -= 0.0 if is_better else seconds
+                asked.append(each)
+        return asked
+
+    def answered_late(self, source: str, num_seqs: int, seconds: float) -> None:
+        """Asking it for so many sequences took so long."""
+        late, per_seq = self._late[source], seconds / num_seqs
+        late.num_answers += 1
+        if late.num_answers <= _WARM and late.seconds:  # the first answers of all take longer
+            self._drafting, late.seconds = self._drafting + seconds, min(per_seq, late.seconds)
+        else:
+            late.seconds = self._took(seconds, num_seqs, late.seconds)
+
     def choose(self, proposals: Many[tuple[Sequence, Proposals]], most: int, seconds: float) -> list[list[int]]:
         """Which nodes of each sequence's proposals this step shall verify, at most `most` together; asking for them
         took `seconds`."""
@@ -114,10 +160,7 @@ class Adaptive:
             return 0
         rates = self._acceptance[seq.drafter].rates
         chain = Proposals.chain(
-            [
-                record.own[seq.drafter].probability(rates[Acceptance.cell(Acceptance.UNSURE, depth, Agreement.ALONE)])
-                for depth in range(limit)
-            ]
+            [record.own[seq.drafter].probability(rates[Acceptance.unsure(depth)]) for depth in range(limit)]
         )
         (nodes,) = self.planner.choose([chain], limit, [asking.of(count) for count in range(limit + 1)])
         if not nodes and limit and record.waited >= _LOOKS_AGAIN and self.planner.can_draft(asking.of(1)):
@@ -179,6 +222,8 @@ class Adaptive:
                     judged[source][0] += hit
                     judged[source][1] += acceptance.rates[cell]
                     acceptance.count(cell, hit)
+                    if source in self._late:
+                        self._late[source].acceptance.count(Acceptance.unsure(proposals.depths[node]), hit)
             for source, (hits, expected) in judged.items():
                 record.own[source].count(hits, expected)
             gained = len(verdict.path) - self.planner.price(len(record.nodes))
@@ -203,3 +248,5 @@ class Adaptive:
         if self._debtors:
             self._debtors = {seq for seq in self._debtors if seq in self._records and self._records[seq].owed}
         self._shadows = min(self._shadows + _SHADOW * seconds, _MOST_SHADOWS * self._asking)
+        for late in self._late.values():
+            late.shadows = min(late.shadows + _SHADOW * seconds, _MOST_SHADOWS * late.seconds)

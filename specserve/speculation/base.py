@@ -129,12 +129,13 @@ class Needs:
     """What a drafter takes. `hidden_layers`: of which layers, counted from 0, it is shown the output; `top_k`: how many
     of the target's best tokens it is shown of each row of logits, at most MOST_TOP_K and the vocabulary;
     `memory_bytes`: what it will hold beyond its weights and its KV; `cost_class`: "free" for look-ups, which take
-    microseconds and use no tensors, "model" for what runs a model; `observes`: whether it is told of steps."""
+    microseconds and use no tensors, "pass" for a model that takes one pass for a draft of any length, "model" for one
+    whose drafts take longer the longer they are; `observes`: whether it is told of steps."""
 
     hidden_layers: tuple[int, ...] = ()
     top_k: int = 0
     memory_bytes: int = 0
-    cost_class: Literal["free", "model"] = "free"
+    cost_class: Literal["free", "pass", "model"] = "free"
     observes: bool = True
 
     @classmethod
@@ -145,7 +146,7 @@ class Needs:
             hidden_layers=tuple(sorted({layer for part in all_parts for layer in part.hidden_layers})),
             top_k=max(part.top_k for part in all_parts),
             memory_bytes=sum(part.memory_bytes for part in all_parts),
-            cost_class="free" if all(part.cost_class == "free" for part in all_parts) else "model",
+            cost_class=max((part.cost_class for part in all_parts), key=["free", "pass", "model"].index),
         )
 
 
@@ -158,7 +159,8 @@ class Drafter(Protocol):
 
     A drafter may also have `close()`. It is called once, when the engine lets go of the drafter, with sequences that
     have not ended perhaps; on another thread than the calls before if these came from the engine's, and nobody waits
-    for it longer than the drafter's timeout.
+    for it longer than the drafter's timeout. One whose module states a PRIORITY may have `suits(context)`, a static
+    method: whether it has a part in "auto" for this target.
     """
 
     needs: Needs
@@ -268,6 +270,9 @@ class DraftContext(Protocol):
         """A draft head of that kind, made for this target, as models.heads runs it: from a folder or a repository, or
         None: from the zoo, where there is one.
         Raises ModelError for one that is not there, cannot be run or was made for another target."""
+
+    def has_head(self, kind: str) -> bool:
+        """Whether the zoo has a draft head of that kind for this target."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of int64 [n] -> float32 [n, hidden]."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specserve.config import VERIFICATIONS
 from specserve.registry import DRAFTERS
 from specserve.speculation.base import (
     DraftContext,
@@ -22,7 +23,7 @@ from specserve.speculation.base import (
     StepReport,
 )
 from specserve.speculation.check import fault
-from specserve.speculation.lookup import NONE, Maker
+from specserve.speculation.lookup import NONE, PartMaker
 from specserve.speculation.worker import Inline, Outcome, Stuck, Worker
 from specserve.types import Draft, Ids, ScheduledSeq, Sequence, Verdict
 
@@ -38,10 +39,12 @@ class DraftHost:
     between threads a step cost a small model a tenth of its speed. Without a drafter every method returns at once.
 
     `name` is what requests and logs call the drafter; without one, "none" or the name of its class. `parts` are the
-    hosts of the drafters that draft under this name together: itself alone, but for "auto". `active`: whether a
-    proposal can come, as there is a drafter that was neither switched off nor closed. `dropped` counts lost drafts by
-    reason: those of `check.fault`, "count" (not one draft for each sequence), "exception" and "timeout"; a begin,
-    observe, end or close that failed counts one.
+    hosts of the drafters that draft under this name together: itself alone, but for "auto". `is_weighed`: whether
+    drafts may be cut and merged with others, `is_late`: whether asking takes long enough to think first; `is_fixed`
+    says that verification asks for no distribution that a model's drafts were drawn from. `active`: whether a proposal
+    can come, as there is a drafter that was neither switched off nor closed. `dropped` counts lost drafts by reason:
+    those of `check.fault`, "count" (not one draft for each sequence), "exception" and "timeout"; a begin, observe, end
+    or close that failed counts one.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class DraftHost:
         timeout_s: float,
         name: str | None = None,
         parts: Many[DraftHost] = (),
+        is_fixed: bool = False,
     ) -> None:
         self.name = name or (NONE if drafter is None else type(drafter).__name__)
         self.parts = tuple(parts) or (self,)
@@ -58,8 +62,8 @@ class DraftHost:
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
         self.needs: Needs = Needs.of(part.needs for part in parts) if parts else getattr(drafter, "needs", Needs())
-        # What ours look up is one token for sure, at any length: it may be cut, and merged with what others found.
-        self.is_weighed = self.needs.cost_class == "free"
+        self.is_late = self.needs.cost_class == "pass"
+        self.is_weighed: bool = all(part.is_weighed for part in parts)
         self.dropped: Counter[str] = Counter()
         self.num_dropped = 0  # the sum of `dropped`
         self._drafter = drafter
@@ -68,23 +72,31 @@ class DraftHost:
         self._worker: Worker | Inline | None = None
         if drafter is not None:
             is_ours = type(drafter).__module__.startswith(f"{DRAFTERS.package}.")
-            self.is_weighed = self.is_weighed and is_ours
+            # What ours look up is one token for sure, at any length: it may be cut, and merged with what others found.
+            # So is what a head guesses where verification asks for no distribution.
+            self.is_weighed = is_ours and (self.needs.cost_class == "free" or (self.is_late and is_fixed))
             self._worker = (
-                Inline(self.needs.cost_class == "model") if is_ours else Worker("specserve-drafter", timeout_s)
+                Inline(self.needs.cost_class != "free") if is_ours else Worker("specserve-drafter", timeout_s)
             )
 
     @classmethod
     def of(
         cls,
         name: str,
-        makers: Mapping[str, Maker],
+        makers: Mapping[str, PartMaker],
         context: DraftContext,
         vocab_size: int,
         timeout_s: float,
         there: Mapping[str, DraftHost] = MappingProxyType({}),
     ) -> DraftHost:
         """What drafts under a name, of what makes its drafters; those that are `there` already are not made again."""
-        parts = [there.get(part) or cls(make(context), vocab_size, timeout_s, part) for part, make in makers.items()]
+        is_fixed = context.verification == VERIFICATIONS[0]
+        parts = []
+        for part, make in makers.items():
+            if part in there:
+                parts.append(there[part])
+            elif (drafter := make(context)) is not None:
+                parts.append(cls(drafter, vocab_size, timeout_s, part, is_fixed=is_fixed))
         if not parts:
             return cls(None, vocab_size, timeout_s, name)
         return parts[0] if list(makers) == [name] else cls(None, vocab_size, timeout_s, name, parts)

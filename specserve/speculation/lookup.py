@@ -17,22 +17,25 @@ AUTO = "auto"  # and of all drafters that state a PRIORITY, together
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # kinds of options
 
 Maker: TypeAlias = Callable[[DraftContext], Drafter]
+PartMaker: TypeAlias = Callable[[DraftContext], Drafter | None]
 
 
-def makers(name: str, options: Mapping[str, Any] | None) -> dict[str, Maker]:
+def makers(name: str, options: Mapping[str, Any] | None) -> Mapping[str, PartMaker]:
     """What makes the drafters that draft under a name, each by its own: none, one, or for "auto" all files of drafters/
     that state a PRIORITY, which take the options that they know. Raises ConfigError as `prepare` does."""
     if name != AUTO:
         make = prepare(name, options)
         return {} if make is None else {name: make}
-    found = {part: prepare(part, None) for part in DRAFTERS.ranked() if part in DRAFTERS.files()}
+    of_request, running = options is None, DRAFTERS.stating(RUNS_MODEL)
+    parts = [part for part in DRAFTERS.ranked() if part in DRAFTERS.files() and not (of_request and part in running)]
+    found = {part: _suiting(part, {}) for part in parts}
     if options:
         known = {part: set(inspect.signature(DRAFTERS.find(part)).parameters) - {"context"} for part in found}
         for option in options:
             if not any(option in names for names in known.values()):
                 raise ConfigError(unknown("option of drafter 'auto':", option, set().union(*known.values())))
-        found = {part: prepare(part, {o: v for o, v in options.items() if o in known[part]}) for part in found}
-    return {part: make for part, make in found.items() if make is not None}
+        found = {part: _suiting(part, {o: v for o, v in options.items() if o in known[part]}) for part in found}
+    return found
 
 
 def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
@@ -62,6 +65,13 @@ def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
     if missing:
         raise ConfigError(f"Drafter {name!r} needs {', '.join(missing)}. Its options: {', '.join(names)}.")
     return lambda context: drafter(context, **options)
+
+
+def _suiting(name: str, options: Mapping[str, Any]) -> PartMaker:
+    """`prepare` for a part of "auto", which makes None where the drafter has no part in it."""
+    make, suits = prepare(name, options), getattr(DRAFTERS.find(name), "suits", None)
+    assert make is not None, "a file of drafters/"
+    return lambda context: make(context) if suits is None or suits(context) else None
 
 
 def nameable() -> list[str]:

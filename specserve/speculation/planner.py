@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Many
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ class Planner:
         self._num_chosen = 0  # nodes of this step so far
         self._expected = 0.0  # tokens of this step, with what was chosen
         self._promised = 0.0  # seconds that asking for chosen drafts will take
-        self._is_probe = False  # a step without drafts, which tells what plain decoding takes
+        self.is_probe = False  # a step without drafts, which tells what plain decoding takes
         self._since_plain = 0
         self._errors: deque[float] = deque([1.0, 1.0], maxlen=_ERRORS)  # steps with drafts over what was expected
         self._took = 0.0  # seconds of steps with drafts since the last without, and
@@ -59,7 +60,7 @@ class Planner:
         self.plain = self._curve[0] if not load.tokens else self._cost.seconds(load.rows, load.context)
         self._num_chosen, self._expected, self._promised = 0, float(load.rows), 0.0
         is_in_doubt = not load.tokens and abs(self._took - self._foreseen) > _DOUBT * self.plain
-        self._is_probe = is_in_doubt or self._since_plain >= (_RARE_PROBE if self._gain > _CLEAR_GAIN else _PROBE)
+        self.is_probe = is_in_doubt or self._since_plain >= (_RARE_PROBE if self._gain > _CLEAR_GAIN else _PROBE)
         self._gain = 1.0
 
     def extra(self, count: int) -> float:
@@ -77,6 +78,13 @@ class Planner:
         """What so many nodes cost, in tokens that plain decoding of one sequence emits in the time."""
         return self.extra(count) * self.load.rows / self.plain if count and self.plain else 0.0
 
+    def speed(self, expected: Many[float], asking: float = 0.0) -> float:
+        """Times the tokens a second of plain decoding if all sequences were like this one: with drafts as long as is
+        best, of which expected[i] tokens of depth i are accepted, for `asking` seconds each."""
+        asked = 1.0 + asking * self.load.rows / self.plain
+        sums = accumulate(expected, initial=1.0)
+        return max(tokens / (asked + self.price(count)) for count, tokens in enumerate(sums))
+
     def forecast(self, count: int, asking: float) -> tuple[float | None, float | None, float]:
         """Seconds of the step without drafts, and with so many nodes for which drafters were asked so long; None while
         nothing is known and beside chunks. And the ledger's allowance."""
@@ -88,7 +96,7 @@ class Planner:
         that n of these nodes would still take to make; without it they are there."""
         chosen: list[list[int]] = [[] for _ in proposals]
         load, plain = self.load, self.plain
-        if not plain or self._is_probe:
+        if not plain or self.is_probe:
             return chosen
         affordable = self.ledger.affordable(plain) - self._promised
         nodes = sorted((-p, i, node) for i, each in enumerate(proposals) for node, p in enumerate(each.survival))

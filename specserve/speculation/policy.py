@@ -128,9 +128,17 @@ class Policy:
             asked[each.seq.drafter][each.seq] = Asked(budgets[each], unread)
         begun = time.perf_counter()
         with self._timed("draft"):
-            drafts, took = self._propose(step.seqs, budgets)
+            hosts = [host for host in self._num_seqs if host.active]
+            is_late = [adaptive is not None and host.is_weighed and host.is_late for host in hosts]
+            drafts, took = self._propose(
+                [h for h, late in zip(hosts, is_late, strict=True) if not late], step.seqs, budgets
+            )
             proposals = {each: Proposals(drafts.pop(each, ())) for each in weighed}
-        seconds = self._asking = time.perf_counter() - begun
+            seconds = time.perf_counter() - begun
+            if adaptive is not None:
+                for host in (host for host, late in zip(hosts, is_late, strict=True) if late):
+                    took[host.name] = self._ask_late(host, step, proposals, adaptive, limits)
+        self._asking = time.perf_counter() - begun
         for each, found in drafts.items():
             self._keep_whole(each, found, budgets[each])
         if adaptive is not None and whole:
@@ -211,15 +219,13 @@ class Policy:
         return count
 
     def _propose(
-        self, step: list[ScheduledSeq], budgets: Mapping[ScheduledSeq, int]
+        self, hosts: list[DraftHost], step: list[ScheduledSeq], budgets: Mapping[ScheduledSeq, int]
     ) -> tuple[dict[ScheduledSeq, list[tuple[str, Draft]]], defaultdict[str, float]]:
-        """What the drafters propose for the sequences that have a budget, each with its drafter's name; and the seconds
-        that each drafter took."""
+        """What these drafters propose for the sequences that have a budget, each with its drafter's name; and the
+        seconds that each drafter took."""
         drafts: dict[ScheduledSeq, list[tuple[str, Draft]]] = {each: [] for each in budgets}
         took: defaultdict[str, float] = defaultdict(float)
-        for host in self._num_seqs:
-            if not host.active:
-                continue
+        for host in hosts:
             begun = time.perf_counter()
             share = [each for each in step if host in self._parts[each.seq]]
             found = host.propose([each.seq for each in share], [budgets.get(each, 0) for each in share])
@@ -229,6 +235,30 @@ class Policy:
             took[host.name] += time.perf_counter() - begun
             self.draft_seconds[host.name] += took[host.name]
         return drafts, took
+
+    def _ask_late(
+        self,
+        host: DraftHost,
+        step: Step,
+        proposals: Mapping[ScheduledSeq, Proposals],
+        adaptive: Adaptive,
+        limits: Mapping[ScheduledSeq, int],
+    ) -> float:
+        """Add what a drafter that takes a while proposes, where that is worth asking it. Returns the seconds."""
+        own = {e: found for e, found in proposals.items() if e.seq.draft_limit and host in self._parts[e.seq]}
+        asked = adaptive.asked_late(host.name, own, {e: min(limits[e], e.seq.draft_limit) for e in own})
+        budgets = {e: self._reserve(step, e, min(limits[e], e.seq.draft_limit)) for e in asked}
+        if not any(budgets.values()):
+            return 0.0
+        drafts, took = self._propose([host], step.seqs, budgets)
+        for each, found in drafts.items():
+            for source, draft in found:
+                proposals[each].add(source, draft)
+        for count in budgets.values():  # the step takes what it verifies
+            step.num_tokens_left += count
+            step.num_logits_left += count
+        adaptive.answered_late(host.name, len(asked), took[host.name])
+        return took[host.name]
 
     def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:
         """The draft that a sequence's drafter made, as its grammar leaves it. Of several under one name those with the

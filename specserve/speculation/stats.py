@@ -42,6 +42,11 @@ class Acceptance:
     def cell(bucket: int, depth: int, agreement: Agreement) -> int:
         return (bucket * _DEPTHS + min(depth, _DEPTHS - 1)) * len(Agreement) + agreement
 
+    @classmethod
+    def unsure(cls, depth: int) -> int:
+        """The cell of what nothing is known of but how deep it stands."""
+        return cls.cell(cls.UNSURE, depth, Agreement.ALONE)
+
     def count(self, cell: int, hit: bool) -> None:
         self._hits[cell] = self._hits[cell] * _KEPT + hit
         self._trials[cell] = self._trials[cell] * _KEPT + 1

@@ -32,7 +32,7 @@ class Proposals:
         self._at: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         self.jump_forward: frozenset[int] = frozenset()  # nodes that a grammar leaves no choice of
         for source, draft in drafts:
-            self._add(source, draft)
+            self.add(source, draft)
 
     @classmethod
     def chain(cls, chances: Many[float]) -> Proposals:
@@ -46,7 +46,7 @@ class Proposals:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def _add(self, source: str, draft: Draft) -> None:
+    def add(self, source: str, draft: Draft) -> None:
         """Take in a source's draft; nodes that are there already have one owner more."""
         confidence = None if draft.confidence is None else draft.confidence.tolist()
         places: list[int] = []
@@ -68,9 +68,9 @@ class Proposals:
             self._num_sources[above] = self._num_sources.get(above, 0) + 1
 
     def settle(self, acceptance: Mapping[str, Acceptance], own: Mapping[str, OwnAcceptance]) -> None:
-        """Work out the survival of all nodes, once all drafts are in. Siblings are never likelier together than what is
+        """Work out the survival of all nodes, with what is in so far. Siblings are never likelier together than what is
         certain: the likeliest keep their chances."""
-        chances: list[float] = []
+        self.owners, self.survival, chances = [], [], list[float]()
         for buckets, parent, depth in zip(self._buckets, self.parents, self.depths, strict=True):
             if self._num_sources[parent] == 1:
                 agreement = Agreement.ALONE
@@ -92,7 +92,7 @@ class Proposals:
         """What a grammar made of the draft of all nodes: those that were there keep their owners."""
         found = Proposals()
         found.jump_forward = draft.jump_forward
-        found._add(JUMP_FORWARD, draft)
+        found.add(JUMP_FORWARD, draft)
         there: dict[int, int] = {-1: -1}  # node -> its like here
         for node, (token, parent) in enumerate(zip(found.tokens, found.parents, strict=True)):
             like = self._at.get((there[parent], token)) if parent in there else None
@@ -115,6 +115,13 @@ class Proposals:
             jump_forward=frozenset(place[node] for node in self.jump_forward if node in place),
             sources=[[source for source, _ in self._buckets[node]] for node in nodes],
         )
+
+    def by_depth(self) -> list[float]:
+        """How many nodes of each depth are expected to be accepted."""
+        found = [0.0] * (1 + max(self.depths, default=-1))
+        for depth, survival in zip(self.depths, self.survival, strict=True):
+            found[depth] += survival
+        return found
 
     def by_source(self) -> Counter[str]:
         """How many nodes each source proposed."""

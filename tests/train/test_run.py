@@ -174,13 +174,15 @@ def test_an_int8_head_is_found_by_its_target(
     assert [(each.kind, each.verifier) for each in zoo.heads()] == [(kind, str(tiny))]
     assert zoo.heads()[0].fingerprint == TargetOrigin(tiny).fingerprint()
     answers = []
-    for drafter in ("none", kind):
-        with LLM(str(tiny), drafter=drafter, adaptive=False, max_model_len=96, **engine) as llm:
+    for drafter, adaptive in (("none", False), ("auto", False), ("auto", True), (kind, True), (kind, False)):
+        with LLM(str(tiny), drafter=drafter, adaptive=adaptive, max_model_len=96, **engine) as llm:
             found = [
                 each.outputs[0] for each in llm.generate(["a b", "c"], SamplingParams(max_tokens=24, temperature=0))
             ]
         answers.append([each.token_ids for each in found])
-    assert answers[0] == answers[1]
+        sources = {source for each in found for source in each.stats.by_source}
+        assert (kind in sources) == (drafter == kind or (drafter, kind) == ("auto", "block")) or adaptive
+    assert all(each == answers[0] for each in answers)
     assert sum(each.stats.num_draft_tokens for each in found) > 0
     train(kind, str(tiny), engine, dataclasses.replace(chosen, int8=False), quiet)
     whole = read_head(chosen.out)

@@ -1,0 +1,119 @@
+"""Runs a drafter's model over the target's slots, in layers of KV of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specserve.cache.storage import KVShape
+from specserve.ops import AttentionRows, Ops
+from specserve.runtime.pack import StepInput, padded
+from specserve.runtime.runner import Runner
+from specserve.speculation.asking import ON_THE_WAY
+from specserve.speculation.base import MOST_MISSING, DraftInput, DraftOutput, HiddenInput, SequenceView
+
+
+class ModelRunner:
+    """A DraftRunner over the target's slots."""
+
+    def __init__(self, model: Any, ops: Ops, max_rows: int, max_logit_rows: int) -> None:
+        spec = model.spec
+        self.kv_shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
+        self._model = model
+        self._ops = ops
+        self.most_rows, self._max_logit_rows = max_rows, max_logit_rows
+        self._runner: Runner | None = None
+
+    def bind(self, layers: list[Tensor], block_size: int) -> None:
+        self._block_size = block_size
+        self._runner = Runner(self._model, self._ops, layers, block_size, self.most_rows, self._max_logit_rows)
+
+    @torch.no_grad()
+    def run(self, inputs: Many[DraftInput]) -> DraftOutput:
+        assert self._runner is not None, "a drafter's model runs once the engine has its cache"
+        features = [each.features for each in inputs if each.features is not None]
+        self._runner.start(self._packed(inputs), torch.cat(features) if features else None)
+        out = self._runner.finish()
+        for each in inputs:
+            seq, stop = each.seq._seq, each.start + len(each.tokens)
+            seq.draft_cached = max(seq.draft_cached, stop)
+        count = sum(each.num_logits for each in inputs)
+        return DraftOutput(out.logits[:count], out.hidden[:count], out.best[:count])
+
+    def catch_up(self, seqs: Many[SequenceView]) -> None:
+        left = [seq for seq in seqs if seq.num_draft_cached < seq.num_cached]
+        while left:
+            inputs: list[DraftInput] = []
+            room = self.most_rows
+            for seq in left:
+                start = seq.num_draft_cached
+                count = min(room, seq.num_cached - start)
+                if count:
+                    inputs.append(DraftInput(seq, start, seq.tokens[start : start + count], num_logits=0))
+                    room -= count
+            self.run(inputs)
+            left = [seq for seq in left if seq.num_draft_cached < seq.num_cached]
+
+    def read(self, seqs: Many[SequenceView]) -> DraftOutput:
+        lacking = [len(seq.tokens) - 1 - seq.num_draft_cached for seq in seqs]
+        if max(lacking) > ON_THE_WAY or sum(lacking) + len(seqs) > self.most_rows:
+            self.catch_up(seqs)
+        starts = [min(seq.num_draft_cached, len(seq.tokens) - 1) for seq in seqs]
+        return self.run([DraftInput(seq, at, seq.tokens[at:]) for seq, at in zip(seqs, starts, strict=True)])
+
+    def pass_over(self, seq: SequenceView, start: int) -> bool:
+        state = seq._seq
+        if state.draft_cached < start <= state.draft_cached + MOST_MISSING:
+            state.draft_cached = start
+        return start <= state.draft_cached
+
+    def write(self, inputs: Many[HiddenInput]) -> None:
+        assert self._runner is not None, "a drafter's model runs once the engine has its cache"
+        rows = [DraftInput(each.seq, each.start, [0] * len(each.hidden[0]), num_logits=0) for each in inputs]
+        packed = self._packed(rows)
+        hidden = [torch.cat(some) for some in zip(*(each.hidden for each in inputs), strict=True)]
+        self._model.write(
+            hidden, packed.positions, self._runner.kv, self._ops.plan(packed.rows, self._block_size), self.most_rows
+        )
+        for each in rows:
+            seq = each.seq._seq
+            seq.draft_cached = max(seq.draft_cached, each.start + len(each.tokens))
+
+    def _packed(self, inputs: Many[DraftInput]) -> StepInput:
+        multiple = self._ops.row_multiple
+        token_ids: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        starts = [0]
+        parents: list[int] = []
+        for each in inputs:
+            count, seq = len(each.tokens), each.seq._seq
+            assert each.start <= seq.draft_cached, "what stands before has KV"
+            assert each.start + count <= len(seq.blocks.ids) * self._block_size, "slots are reserved"
+            token_ids += each.tokens
+            if each.parents is None:
+                positions += range(each.start, each.start + count)
+                parents += [count - 1 if each.is_block and count > 1 else -1, *range(count - 1)]
+            else:
+                at: list[int] = []
+                for parent in each.parents:
+                    at.append(at[parent] + 1 if parent >= 0 else each.start)
+                positions += at
+                parents += each.parents
+            starts.append(len(token_ids))
+            logit_rows += range(starts[-1] - each.num_logits, starts[-1])
+        return StepInput(
+            token_ids=padded(token_ids, multiple),
+            positions=padded(positions, multiple),
+            logit_rows=padded(logit_rows, multiple),
+            rows=AttentionRows.pack(
+                starts,
+                [each.start for each in inputs],
+                [each.seq._seq.blocks.ids for each in inputs],
+                parents,
+                multiple,
+            ),
+        )
