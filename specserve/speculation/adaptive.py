@@ -113,10 +113,12 @@ class Adaptive:
         """Of sequences with what was proposed for them so far, those that are expected to gain by asking `source` too,
         which takes a while."""
         planner, late, seconds = self.planner, self._late[source], self._late[source].seconds
-        if not planner.plain or planner.is_probe or not planner.can_draft(seconds):
-            return []
-        asked = []
+        asked: list[ScheduledSeq] = []
+        if not planner.plain or planner.is_probe:
+            return asked
         for each, found in proposals.items():
+            if not planner.can_draft((len(asked) + 1) * seconds):
+                break
             record = self._records[each.seq]
             found.settle(self._acceptance, record.own)
             there = found.by_depth()[: limits[each]]

@@ -43,7 +43,8 @@ class Run:
 
 class Machine:
     """Decodes sequences that never end, with exact times. `asking` are the seconds that one proposal takes; with
-    `is_whole` drafts are verified as they are, so that their lengths are decided before."""
+    `is_whole` drafts are verified as they are, so that their lengths are decided before; with `is_late` whether to ask
+    is, once there is what was `looked_up` at no cost."""
 
     def __init__(
         self,
@@ -54,13 +55,16 @@ class Machine:
         confidence: float = 0.5,
         knows: Callable[[int], float] | None = None,
         is_whole: bool = False,
+        is_late: bool = False,
+        looked_up: Acceptance | None = None,
         slower: Callable[[int], float] = lambda at: 1.0,
     ) -> None:
         self.cost = StepCost()
         self.cost.decoding.begin(np.array([(knows or takes)(rows) for rows in ROWS]))
         self.adaptive = Adaptive(self.cost.decoding)
         self.takes, self.is_right, self.asking, self.confidence = takes, is_right, asking, confidence
-        self.is_whole, self.slower = is_whole, slower
+        self.is_whole, self.is_late, self.looked_up, self.slower = is_whole, is_late, looked_up, slower
+        self.num_asked = 0  # of the late ones
         self.seqs = [Sequence(str(i), 0, [0] * 20, 10, SamplingParams(), 0, 10**9) for i in range(num_seqs)]
         for seq in self.seqs:
             self.adaptive.begin(seq)
@@ -85,6 +89,24 @@ class Machine:
                 draft = self._draft(at, seq)
                 cut = Draft(draft.tokens[: lengths[seq]], draft.parents[: lengths[seq]])
                 adaptive.verify(seq, Proposals([("none", cut)]), range(lengths[seq]))
+        elif self.is_late:
+            there = {each: Proposals() for each in scheduled}
+            if self.looked_up is not None:
+                for each in adaptive.asked(scheduled):
+                    there[each].add("looked up", self._draft(at, each.seq, self.looked_up))
+            late = adaptive.asked_late("head", there, dict.fromkeys(scheduled, LENGTH))
+            self.num_asked += len(late)
+            for each in late:
+                there[each].add("head", self._draft(at, each.seq))
+            asking = self.asking * len(late)
+            if late:
+                adaptive.answered_late("head", len(late), asking)
+            proposals = [(each.seq, found) for each, found in there.items() if len(found)]
+            chosen = adaptive.choose(proposals, 512, 0.0)
+            lengths = {}
+            for (seq, found), nodes in zip(proposals, chosen, strict=True):
+                adaptive.verify(seq, found, nodes)
+                lengths[seq] = len(nodes)
         else:
             heard = adaptive.asked(scheduled)
             proposals = [(each.seq, Proposals([("source", self._draft(at, each.seq))])) for each in heard]
@@ -105,8 +127,8 @@ class Machine:
         assert run.drafted is not None
         run.drafted.append(drafted)
 
-    def _draft(self, at: int, seq: Sequence) -> Draft:
-        right = [self.is_right(at, int(seq.request_id), depth) for depth in range(LENGTH)]
+    def _draft(self, at: int, seq: Sequence, is_right: Acceptance | None = None) -> Draft:
+        right = [(is_right or self.is_right)(at, int(seq.request_id), depth) for depth in range(LENGTH)]
         return Draft.chain(
             [RIGHT if r else WRONG for r in right], confidence=np.full(LENGTH, self.confidence, np.float32)
         )
@@ -151,6 +173,43 @@ def test_the_loss_is_bounded_where_drafts_are_verified_whole(name: str, num_seqs
     """Together the sequences of a step spend no more than there is."""
     run = Machine(steep, ADVERSARIES[name], num_seqs, asking / num_seqs, is_whole=True).run(800)
     assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
+
+
+@pytest.mark.parametrize("asking", [PLAIN / 20, PLAIN / 4, PLAIN, 5 * PLAIN])
+@pytest.mark.parametrize("num_seqs", [1, 12])
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_the_loss_is_bounded_where_asking_takes_a_while(name: str, num_seqs: int, asking: float) -> None:
+    run = Machine(steep, ADVERSARIES[name], num_seqs, asking / num_seqs, is_late=True).run(1200)
+    assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 12])
+def test_what_takes_a_while_is_asked_where_it_pays(num_seqs: int) -> None:
+    """Nearly always if it is mostly right; seldom where it is wrong, or too slow, or what costs nothing is as good."""
+    good: Acceptance = lambda at, seq, depth: chance(at, seq, depth) < 0.7  # noqa: E731
+    machine = Machine(flat, good, num_seqs, PLAIN / 4 / num_seqs, is_late=True)
+    run = machine.run(600)
+    assert machine.num_asked > 0.9 * 600 * num_seqs
+    assert run.seconds < (0.8 if num_seqs == 1 else 0.9) * run.plain
+    for is_right, asking, looked_up in (
+        (ADVERSARIES["never"], PLAIN / 4, None),
+        (good, 4 * PLAIN, None),
+        (good, PLAIN / 4, good),
+    ):
+        machine = Machine(flat, is_right, num_seqs, asking / num_seqs, is_late=True, looked_up=looked_up)
+        machine.run(300)
+        before = machine.num_asked
+        machine.run(300, first=300)
+        assert machine.num_asked - before < 0.1 * 300 * num_seqs
+
+
+def test_what_takes_a_while_is_asked_again_when_it_has_become_good() -> None:
+    machine = Machine(flat, lambda at, seq, depth: at >= 600, asking=PLAIN / 4, is_late=True)
+    machine.run(600)
+    machine.run(400, first=600)
+    before = machine.num_asked
+    machine.run(100, first=1000)
+    assert machine.num_asked - before > 80
 
 
 @pytest.mark.parametrize("num_seqs", [1, 16])
