@@ -58,7 +58,9 @@ class BlockDrafter:
         for report in step.seqs:
             rows = report.kept_rows
             if rows and self._runner.pass_over(report.seq, report.start):
-                shown = [step.hidden[layer][rows] for layer in self._layers]
+                one_piece = slice(rows[0], rows[-1] + 1)  # a view, but behind a draft that was a tree
+                kept = one_piece if rows[-1] - rows[0] == len(rows) - 1 else rows
+                shown = [step.hidden[layer][kept] for layer in self._layers]
                 written.append(HiddenInput(report.seq, report.start, shown))
         if written:
             self._runner.write(written)

@@ -51,12 +51,19 @@ class Drawing:
 
     def arrays(self, seqs: Many[SequenceView], depths: range) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Temperatures [rows], and keys [depths, rows] for tokens of which `is_chosen` is true: the target's own."""
-        keys = [self._row_keys(seqs, depth, noise.Purpose.SAMPLE).numpy() for depth in depths]
-        return np.array([seq.temperature for seq in seqs], np.float64), np.stack(keys)
+        temperatures = np.array([seq.temperature for seq in seqs], np.float64)
+        if not temperatures.any():
+            return temperatures, np.zeros((len(depths), len(seqs)), np.int64)
+        places = [len(seq.tokens) + depth for depth in depths for seq in seqs]
+        seeds = [seq.seed for seq in seqs] * len(depths)
+        keys = noise.row_keys(seeds, places, [noise.Purpose.SAMPLE] * len(places)).numpy()
+        return temperatures, keys.reshape(len(depths), len(seqs))
 
     def keys(self, seqs: Many[SequenceView]) -> Tensor:
         """What the first draw of each draft is given, int64 [rows]."""
-        return self._row_keys(seqs, 0, noise.Purpose.DRAFT).to(self._hashed.device)
+        purposes = [noise.Purpose.DRAFT] * len(seqs)
+        keys = noise.row_keys([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs], purposes)
+        return keys.to(self._hashed.device)
 
     def draw(
         self, seqs: Many[SequenceView], logits: Tensor, keys: Tensor, depth: int, ids: Tensor | None = None
@@ -92,10 +99,6 @@ class Drawing:
         if ids is None:
             return pad(probabilities, (0, len(self._hashed) - len(probabilities)))
         return probabilities.new_zeros(len(self._hashed)).index_copy(0, ids, probabilities)
-
-    def _row_keys(self, seqs: Many[SequenceView], depth: int, purpose: noise.Purpose) -> Tensor:
-        places = [len(seq.tokens) + depth for seq in seqs]
-        return noise.row_keys([seq.seed for seq in seqs], places, [purpose] * len(seqs))
 
 
 def checked_probability(value: float) -> float:

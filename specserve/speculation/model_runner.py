@@ -74,7 +74,8 @@ class ModelRunner:
         assert self._runner is not None, "a drafter's model runs once the engine has its cache"
         rows = [DraftInput(each.seq, each.start, [0] * len(each.hidden[0]), num_logits=0) for each in inputs]
         packed = self._packed(rows)
-        hidden = [torch.cat(some) for some in zip(*(each.hidden for each in inputs), strict=True)]
+        parts = zip(*(each.hidden for each in inputs), strict=True)
+        hidden = [some[0] if len(some) == 1 else torch.cat(some) for some in parts]
         self._model.write(
             hidden, packed.positions, self._runner.kv, self._ops.plan(packed.rows, self._block_size), self.most_rows
         )
