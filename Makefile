@@ -32,6 +32,9 @@ SOURCES := $(shell find specserve drafters grammars kernels -type f -not -path '
 HAS_GXX := $(shell command -v g++)
 BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
 REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
+DEV_REQUIRES := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  extras = [project["optional-dependencies"][name] for name in ("plot", "test", "dev")]; \
+  print(*(one for some in (project["dependencies"], *extras) for one in some if not one.startswith(project["name"])), sep="\n")
 GRAMMARS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["xgrammar"], sep="\n")
 MISSING_TOOLS := $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -62,12 +65,15 @@ env: $(STAMP) ## Make the environment in .venv: the package, editable, with all 
 
 # The stamp is newer than pyproject.toml and the native sources exactly when what is installed is made of them. The tools
 # that build the package stay in the environment: in isolation pip brings new ones and all is compiled anew each time.
-# Modules are compiled when they are first imported: most never are, and all of torch takes 25 s.
+# Modules are compiled when they are first imported: most never are, and all of torch takes 25 s. The native module is
+# built while pip fetches and unpacks what else there is, which keeps one core busy.
 $(STAMP): pyproject.toml $(NATIVE_SOURCES)
 	@echo "== environment in $(VENV) (the first time it fetches torch, which takes minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c '$(BUILD_REQUIRES)' | $(PIP) install -r /dev/stdin $(MISSING_TOOLS)
-	@$(PIP) install --no-compile --no-build-isolation -e '.[dev]'
+	@$(PIP) install --no-compile --no-build-isolation --no-deps -e . & building=$$!; \
+	  $(BIN)/python -c '$(DEV_REQUIRES)' | $(PIP) install --no-compile -r /dev/stdin; fetched=$$?; \
+	  wait $$building && exit $$fetched
 	@$(BIN)/python -c '$(GRAMMARS)' | $(PIP) install --no-compile --no-deps -r /dev/stdin
 	@test $$SPECSERVE_REQUIRE_NATIVE = 1 || echo "== no C++ compiler: without native kernels"
 	@touch $@
