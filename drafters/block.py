@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specserve.errors import ConfigError
 from specserve.speculation.base import (
     DraftContext,
     DraftInput,
@@ -45,9 +46,15 @@ class BlockDrafter:
         self._draws = self._head.draws(self._drawing.hashed(self._head.spec.vocab_size, self._head.ids))
 
     @staticmethod
-    def suits(context: DraftContext) -> bool:
-        """For "auto": a head that comes along, whose drafts may be cut."""
-        return context.verification == "coupled" and context.has_head("block")
+    def suits(context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> bool:
+        """For "auto": there is a head, and its drafts may be cut."""
+        may_be_cut = context.verification == "coupled"
+        if head is not None and not may_be_cut:
+            raise ConfigError(
+                f"--drafter auto uses a head under --verification coupled alone, and it is {context.verification}. "
+                "Name --drafter block, or leave the head out."
+            )
+        return may_be_cut and (head is not None or context.has_head("block"))
 
     def begin(self, seq: SequenceView) -> None: ...
 

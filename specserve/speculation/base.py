@@ -159,8 +159,8 @@ class Drafter(Protocol):
 
     A drafter may also have `close()`. It is called once, when the engine lets go of the drafter, with sequences that
     have not ended perhaps; on another thread than the calls before if these came from the engine's, and nobody waits
-    for it longer than the drafter's timeout. One whose module states a PRIORITY may have `suits(context)`, a static
-    method: whether it has a part in "auto" for this target.
+    for it longer than the drafter's timeout. One whose module states a PRIORITY may have `suits(context, **options)`,
+    a static method: whether it has a part in "auto" for this target.
     """
 
     needs: Needs

@@ -71,7 +71,7 @@ def _suiting(name: str, options: Mapping[str, Any]) -> PartMaker:
     """`prepare` for a part of "auto", which makes None where the drafter has no part in it."""
     make, suits = prepare(name, options), getattr(DRAFTERS.find(name), "suits", None)
     assert make is not None, "a file of drafters/"
-    return lambda context: make(context) if suits is None or suits(context) else None
+    return lambda context: make(context) if suits is None or suits(context, **options) else None
 
 
 def nameable() -> list[str]:

@@ -20,6 +20,7 @@ from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
+from specserve.errors import ConfigError
 from specserve.llm import LLM
 from specserve.models.decoder import Decoder
 from specserve.models.heads.formats import Head, hidden_layers, read_head, write_head
@@ -49,7 +50,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
 SHARP = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.2, seed=9, max_tokens=24, ignore_eos=True)
 NUM_TEXTS = 1_200  # of each law
-KINDS = ("draft_model", "eagle3", "eagle1", "block", "block-own-places", "medusa")
+KINDS = ("draft_model", "eagle3", "eagle1", "block", "block-own-places", "medusa", "auto")
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,8 @@ def drafting(request: pytest.FixtureRequest, similar: Path, heads: dict[str, Pat
     """The options of an engine that drafts."""
     if request.param == "draft_model":
         return {"drafter": "draft_model", "draft_model": str(similar)}
+    if request.param == "auto":
+        return {"drafter": "auto", "drafter_options": {"head": str(heads["block"])}}
     return {
         "drafter": request.param.rstrip("13").partition("-")[0],
         "drafter_options": {"head": str(heads[request.param])},
@@ -172,10 +175,11 @@ def test_outputs_are_those_without_it(
         accepted = sum(each.num_accepted_tokens for each in counted)
         drafted = sum(each.num_draft_tokens for each in counted)
         assert 0.1 * drafted < accepted, "sometimes right"
-        assert accepted < drafted or options.get("drafter_options"), "and sometimes wrong"
+        remembers = drafting["drafter"] == "auto"
+        assert accepted < drafted or remembers or options.get("drafter_options"), "and sometimes wrong"
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", KINDS[1:-1])
 def test_drafts_are_the_reference_s(
     tiny: Path, target: Decoder, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -305,6 +309,23 @@ def test_the_law_is_the_targets(tiny: Path, plain_pairs: Any, drafting: dict[str
     table = [[*row, NUM_TEXTS - sum(row)] for row in table]
     assert stats.chi2_contingency(table).pvalue > 1e-4
     assert sum(table[0][:-1]) > NUM_TEXTS / 4, "enough is not rare"
+
+
+def test_auto_merges_the_head_s_drafts_with_what_is_looked_up(
+    tiny: Path, heads: dict[str, Path], expected: Any
+) -> None:
+    engine = make(tiny, {"drafter": "auto", "drafter_options": {"head": str(heads["block"])}})
+    for request in mixed(6):
+        engine.add(request)
+    counted = [engine.requests[request.id][0].stats for request in mixed(6)]
+    assert drive(engine, []) == expected
+    for source in ("block", "suffix"):
+        assert sum(each.by_source.get(source, [0, 0])[1] for each in counted) > 0, f"{source} was right"
+
+
+def test_auto_refuses_a_head_whose_drafts_it_may_not_cut(tiny: Path, heads: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"under --verification coupled alone, and it is rejection"):
+        make(tiny, {"drafter": "auto", "drafter_options": {"head": str(heads["block"])}}, verification="rejection")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "block"])
