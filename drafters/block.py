@@ -3,12 +3,15 @@ published."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.speculation.base import (
+    MOST_MISSING,
     DraftContext,
     DraftInput,
     DraftOutput,
@@ -30,10 +33,11 @@ class BlockDrafter:
     that comes along in the zoo, where there is one for it.
 
     A draft takes one pass of the head, whatever its length, and has no more tokens than the head was made for. What the
-    target has computed of a sequence, its hidden states, is written to the head's keys and values with each step. A
-    draft ends before a token that is given less than `min_probability`, by the head's own confidence where it has one.
-    Sequences whose prompt was computed while another drafter ran get no drafts. Raises ModelError for a head that
-    cannot be run or was made for another target.
+    target has computed of a sequence, its hidden states, is written to the head's keys and values before a draft, and
+    where nobody asks for one whenever MOST_MISSING tokens wait: who goes on from a prefix of the sequence then lacks no
+    more than is passed over. A draft ends before a token that is given less than `min_probability`, by the head's own
+    confidence where it has one. Sequences whose prompt was computed while another drafter ran get no drafts. Raises
+    ModelError for a head that cannot be run or was made for another target.
     """
 
     def __init__(self, context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> None:
@@ -43,6 +47,8 @@ class BlockDrafter:
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="pass")
         self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
         self._runner, self._ops = context.runner(self._head), context.ops
+        self._waiting: dict[SequenceView, HiddenInput] = {}  # what the head is yet to be told
+        self._most_waiting = min(MOST_MISSING, self._runner.most_rows // 2)  # tokens of a sequence
         self._draws = self._head.draws(self._drawing.hashed(self._head.spec.vocab_size, self._head.ids))
 
     @staticmethod
@@ -58,21 +64,53 @@ class BlockDrafter:
 
     def begin(self, seq: SequenceView) -> None: ...
 
-    def end(self, seq: SequenceView) -> None: ...
+    def end(self, seq: SequenceView) -> None:
+        self._waiting.pop(seq, None)
 
     def observe(self, step: StepReport) -> None:
-        written = []
+        for seq in step.preempted:
+            self._waiting.pop(seq, None)
+        full = []
         for report in step.seqs:
-            rows = report.kept_rows
-            if rows and self._runner.pass_over(report.seq, report.start):
+            if rows := report.kept_rows:
                 one_piece = slice(rows[0], rows[-1] + 1)  # a view, but behind a draft that was a tree
                 kept = one_piece if rows[-1] - rows[0] == len(rows) - 1 else rows
-                shown = [step.hidden[layer][kept] for layer in self._layers]
-                written.append(HiddenInput(report.seq, report.start, shown))
-        if written:
-            self._runner.write(written)
+                new = HiddenInput(report.seq, report.start, [step.hidden[layer][kept] for layer in self._layers])
+                if self._wait(new) >= self._most_waiting:
+                    full.append(report.seq)
+        self._write(full)
+
+    def _wait(self, new: HiddenInput) -> int:
+        """Keep hidden states of a step until they are written; returns of how many tokens of the sequence there are
+        some. Those of a chunk are written before the step's are gone."""
+        rows, before = len(new.hidden[0]), self._waiting.get(new.seq)
+        if rows >= self._most_waiting:
+            self._write([new.seq])
+        elif before is not None and before.start + len(before.hidden[0]) == new.start:
+            hidden = [torch.cat(both) for both in zip(before.hidden, new.hidden, strict=True)]
+            new = HiddenInput(new.seq, before.start, hidden)
+        else:
+            new = HiddenInput(new.seq, new.start, [each.clone() for each in new.hidden])
+        self._waiting[new.seq] = new
+        return len(new.hidden[0])
+
+    def _write(self, seqs: Iterable[SequenceView]) -> None:
+        """Write what waits of these sequences to the head's KV."""
+        together: list[HiddenInput] = []
+        room = self._runner.most_rows
+        for each in [self._waiting.pop(seq) for seq in seqs if seq in self._waiting]:
+            if not self._runner.pass_over(each.seq, each.start):
+                continue
+            if len(each.hidden[0]) > room:
+                self._runner.write(together)
+                together, room = [], self._runner.most_rows
+            together.append(each)
+            room -= len(each.hidden[0])
+        if together:
+            self._runner.write(together)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
+        self._write(seq for seq, most in requests if most)
         texts = [DraftText(seq, self._most(seq, most)) for seq, most in requests]
         growing = [text for text in texts if text.most > 0]
         if not growing:
@@ -135,7 +173,7 @@ class BlockDrafter:
         head = self._head.head
         tokens = [text.seq.tokens[-1], *[head.mask_token_id] * (text.most - head.samples_anchor)]
         is_block, start = not head.is_causal, len(text.seq.tokens) - 1
-        return DraftInput(text.seq, start, tokens, num_logits=text.most, is_block=is_block)
+        return DraftInput(text.seq, start, tokens, num_logits=text.most, is_block=is_block, is_scratch=True)
 
     def _logits(self, logits: Tensor, before: list[int]) -> Tensor:
         """With what the token before each adds."""

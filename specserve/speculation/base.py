@@ -196,7 +196,7 @@ class DraftInput(NamedTuple):
     order. `parents[i]` is the place in `tokens` of the token that token i follows, -1 for the one before `start`; None
     is a chain. A tree is run whole, from its first node on, since all see what stands before `start`. Logits come for
     the last `num_logits` tokens. `features` float32 [tokens, model.features_width], for a model that reads any.
-    Tokens of a block see each other."""
+    Tokens of a block see each other. What is written of scratch is no KV of the sequence's."""
 
     seq: SequenceView
     start: int
@@ -205,6 +205,7 @@ class DraftInput(NamedTuple):
     num_logits: int = 1
     features: Tensor | None = None
     is_block: bool = False
+    is_scratch: bool = False
 
 
 class HiddenInput(NamedTuple):

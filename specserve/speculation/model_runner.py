@@ -38,8 +38,9 @@ class ModelRunner:
         self._runner.start(self._packed(inputs), torch.cat(features) if features else None)
         out = self._runner.finish()
         for each in inputs:
-            seq, stop = each.seq._seq, each.start + len(each.tokens)
-            seq.draft_cached = max(seq.draft_cached, stop)
+            if not each.is_scratch:
+                seq, stop = each.seq._seq, each.start + len(each.tokens)
+                seq.draft_cached = max(seq.draft_cached, stop)
         count = sum(each.num_logits for each in inputs)
         return DraftOutput(out.logits[:count], out.hidden[:count], out.best[:count])
 
