@@ -45,11 +45,13 @@ BARE := build/bare
 HIDE_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SPECSERVE_ISA=avx2
 HAS_AVX512 := $(if $(SPECSERVE_ISA),,$(shell grep -o -m 1 avx512_bf16 /proc/cpuinfo 2>/dev/null))
 # Not test_cpu.py, which runs each instruction set by its name anyway, nor what is about the engine's own logic.
+OF_LOGIC := broken_kv compiling counters drafter_contract explained model_drafters port priority reasoning scheduler \
+  scored_prompts structured_bugs
 OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test_architectures.py tests/models/test_heads.py \
   tests/models/test_real_logits.py \
   tests/checkpoint/test_packed.py::test_a_second_start_reads_no_tensor_and_has_the_same_bits \
   tests/checkpoint/test_packed.py::test_kernels_that_pack_otherwise_have_another_layout \
-  tests/engine $(patsubst %,--ignore=tests/engine/test_%.py,model_drafters reasoning scored_prompts structured_bugs priority) \
+  tests/engine $(patsubst %,--ignore=tests/engine/test_%.py,$(OF_LOGIC)) \
   tests/sampling/test_invariance.py tests/sampling/test_native_sampling.py tests/sampling/test_logprobs.py \
   tests/test_llm.py tests/test_structured.py
 
@@ -87,10 +89,11 @@ demo: $(STAMP) ## Fetch the default model, measure speculation on a few prompts,
 serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 with OpenAI's API; SERVE_FLAGS="--port 9000" and so on.
 	@$(BIN)/specserve serve $(MODEL) $(SERVE_FLAGS)
 
-# What keeps one core busy goes first, side by side; tests share the cores out themselves.
+# What keeps one core busy runs side by side; tests share the cores out themselves.
 test: $(STAMP) ## Everything CI runs: lint, types and all tests, those of the real model too.
 	@$(MAKE) --no-print-directory -j2 --output-sync check builds
-	@$(MAKE) --no-print-directory pytest pytest-avx2 sanitize bare
+	@$(MAKE) --no-print-directory pytest pytest-avx2
+	@$(MAKE) --no-print-directory -j2 --output-sync sanitize bare
 
 builds: $(BARE)/.made $(SANITIZE)/.made ## Make what `sanitize` and `bare` run in.
 

@@ -175,11 +175,11 @@ def test_the_loss_is_bounded_where_drafts_are_verified_whole(name: str, num_seqs
     assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
 
 
-@pytest.mark.parametrize("asking", [PLAIN / 20, PLAIN / 4, PLAIN, 5 * PLAIN])
+@pytest.mark.parametrize("asking", [PLAIN / 4, 5 * PLAIN])
 @pytest.mark.parametrize("num_seqs", [1, 12])
-@pytest.mark.parametrize("name", ADVERSARIES)
+@pytest.mark.parametrize("name", ["never", "ten and ten", "drifting", "one good among bad"])
 def test_the_loss_is_bounded_where_asking_takes_a_while(name: str, num_seqs: int, asking: float) -> None:
-    run = Machine(steep, ADVERSARIES[name], num_seqs, asking / num_seqs, is_late=True).run(1200)
+    run = Machine(steep, ADVERSARIES[name], num_seqs, asking / num_seqs, is_late=True).run(800)
     assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
 
 
