@@ -1,0 +1,39 @@
+"""Train a draft head for the default model on two hundred prompts, and draft with it. It takes about a minute on two
+cores; a head that pays takes hours of text, or minutes on a GPU (docs/training.md)."""
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from specserve import LLM, SamplingParams
+from specserve.train.config import TrainingOptions
+from specserve.train.run import train
+
+KIND = sys.argv[1] if len(sys.argv) > 1 else "medusa"
+QUESTIONS = ("What is a {}?", "Where does one find a {}?", "Tell me two facts about a {}.", "What is a {} made of?")
+THINGS = (
+    "bridge river mountain lamp violin candle ship train garden castle clock mirror window ladder tunnel island forest "
+    "desert planet comet engine bicycle camera piano market library harbour lighthouse kettle carpet pencil hammer "
+    "bottle basket blanket compass magnet telescope umbrella wheel anchor barn bakery canal cave chimney cliff dam "
+    "dictionary farm"
+).split()
+
+with TemporaryDirectory() as folder:
+    prompts = Path(folder) / "prompts.jsonl"
+    asked = [question.format(thing) for thing in THINGS for question in QUESTIONS]
+    prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in asked), "utf-8")
+    options = TrainingOptions(
+        prompts=prompts, out=Path(folder) / "head", temperatures=(0.0,), max_tokens=24, max_length=96, depth=2,
+        draft_vocab_size=2048, batch_tokens=1024, epochs=1.3, learning_rate=3e-3, evaluate_every=8,
+    )  # fmt: skip
+    train(KIND, "smollm2-135m", {}, options, print)
+    greedy = SamplingParams(max_tokens=48, temperature=0)
+    with LLM("smollm2-135m", drafter=KIND, drafter_options={"head": str(options.out)}, adaptive=False) as llm:
+        talk = [{"role": "user", "content": "What is a waterfall?"}]
+        drafted = llm.chat(talk, greedy)[0].outputs[0]
+        assert drafted.token_ids == llm.chat(talk, greedy, drafter="none")[0].outputs[0].token_ids
+        print(drafted.text)
+        stats = drafted.stats
+        print(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted")
+        assert stats.num_accepted_tokens > 0
