@@ -53,14 +53,13 @@ class BlockDrafter:
 
     @staticmethod
     def suits(context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> bool:
-        """For "auto": there is a head, and its drafts may be cut."""
-        may_be_cut = context.verification == "coupled"
-        if head is not None and not may_be_cut:
+        """For "auto": a head is named, and its drafts may be cut. The zoo's costs more than it adds to look-ups."""
+        if head is not None and context.verification != "coupled":
             raise ConfigError(
                 f"--drafter auto uses a head under --verification coupled alone, and it is {context.verification}. "
                 "Name --drafter block, or leave the head out."
             )
-        return may_be_cut and (head is not None or context.has_head("block"))
+        return head is not None
 
     def begin(self, seq: SequenceView) -> None: ...
 

@@ -2,7 +2,6 @@
 cores; a head that pays takes hours of text, or minutes on a GPU (docs/training.md)."""
 
 import json
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,18 +9,18 @@ from specserve import LLM, SamplingParams
 from specserve.train.config import TrainingOptions
 from specserve.train.run import train
 
-KIND = sys.argv[1] if len(sys.argv) > 1 else "medusa"
+KIND = "medusa"  # or "eagle", "block"
 QUESTIONS = ("What is a {}?", "Where does one find a {}?", "Tell me two facts about a {}.", "What is a {} made of?")
 THINGS = (
     "bridge river mountain lamp violin candle ship train garden castle clock mirror window ladder tunnel island forest "
     "desert planet comet engine bicycle camera piano market library harbour lighthouse kettle carpet pencil hammer "
     "bottle basket blanket compass magnet telescope umbrella wheel anchor barn bakery canal cave chimney cliff dam "
     "dictionary farm"
-).split()
+)
 
 with TemporaryDirectory() as folder:
     prompts = Path(folder) / "prompts.jsonl"
-    asked = [question.format(thing) for thing in THINGS for question in QUESTIONS]
+    asked = [question.format(thing) for thing in THINGS.split() for question in QUESTIONS]
     prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in asked), "utf-8")
     options = TrainingOptions(
         prompts=prompts, out=Path(folder) / "head", temperatures=(0.0,), max_tokens=24, max_length=96, depth=2,

@@ -272,9 +272,6 @@ class DraftContext(Protocol):
         None: from the zoo, where there is one.
         Raises ModelError for one that is not there, cannot be run or was made for another target."""
 
-    def has_head(self, kind: str) -> bool:
-        """Whether the zoo has a draft head of that kind for this target."""
-
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of int64 [n] -> float32 [n, hidden]."""
 

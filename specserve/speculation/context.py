@@ -67,9 +67,6 @@ class TargetContext:
     def load_head(self, name: str | None, kind: str) -> Any:
         return self._heads.load(name, kind)
 
-    def has_head(self, kind: str) -> bool:
-        return self._heads.has(kind)
-
     def runner(self, model: DraftModel) -> ModelRunner:
         runner = ModelRunner(model, self.ops, *self._sizes)
         if self._layers is None:

@@ -51,12 +51,15 @@ def engine(smollm2: Path) -> Iterator[LLM]:
 @pytest.fixture
 def runs_python(engine: LLM, url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Runs a program's text under a file's name. Each `with LLM(...)` in it gets the one engine, with the drafter that
-    it asks for; the documented address is the server's."""
+    it asks for, or with other options one of its own; the documented address is the server's."""
 
     @contextmanager
     def lent(model: str, **options: Any) -> Iterator[LLM]:
         assert model == "smollm2-135m"
-        assert options.keys() <= {"drafter", "num_speculative_tokens"}, "the shared engine has no other options"
+        if not options.keys() <= {"drafter", "num_speculative_tokens"}:
+            with LLM(model, kv_cache_gib=0.4, **options) as own:
+                yield own
+            return
         config = EngineConfig(model=model, **options)
         engine.use_drafter(config.drafter, config.num_speculative_tokens)
         yield engine

@@ -49,15 +49,8 @@ class HeadLoader:
             return BlockHead(dataclasses.replace(spec, layers=layers, has_head=has_head), *given)
         return EagleHead(dataclasses.replace(spec, layers=layers, has_head=has_head), *given)
 
-    def has(self, kind: str) -> bool:
-        """Whether the zoo has a head of that kind for this target."""
-        return any(each.kind == kind for each in zoo.heads()) and self._found(kind) is not None
-
-    def _found(self, kind: str) -> Path | None:
-        return zoo.find(kind, TargetOrigin(self._folder).fingerprint())
-
     def _from_zoo(self, kind: str) -> Path:
-        found = self._found(kind)
+        found = zoo.find(kind, TargetOrigin(self._folder).fingerprint())
         if found is None:
             others = ", ".join(f"{each.verifier} ({each.kind})" for each in zoo.heads())
             raise ModelError(
