@@ -23,8 +23,8 @@ with TemporaryDirectory() as folder:
     asked = [question.format(thing) for thing in THINGS.split() for question in QUESTIONS]
     prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in asked), "utf-8")
     options = TrainingOptions(
-        prompts=prompts, out=Path(folder) / "head", temperatures=(0.0,), max_tokens=24, max_length=96, depth=2,
-        draft_vocab_size=2048, batch_tokens=1024, epochs=1.3, learning_rate=3e-3, evaluate_every=8,
+        prompts=prompts, out=Path(folder) / "head", temperatures=(0.0,), max_tokens=16, max_length=64, depth=1,
+        draft_vocab_size=1024, batch_tokens=1024, epochs=1.2, learning_rate=3e-3, evaluate_every=99,
     )  # fmt: skip
     train(KIND, "smollm2-135m", {}, options, print)
     greedy = SamplingParams(max_tokens=48, temperature=0)
