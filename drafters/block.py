@@ -3,6 +3,7 @@ published."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -21,7 +22,7 @@ from specserve.speculation.base import (
     SequenceView,
     StepReport,
 )
-from specserve.speculation.drawing import DraftText, Drawing, checked_probability
+from specserve.speculation.drawing import Chains, DraftText, Drawing, checked_probability
 from specserve.types import Draft
 
 PRIORITY = 5
@@ -115,7 +116,8 @@ class BlockDrafter:
         if not growing:
             return [text.draft() for text in texts]
         out = self._runner.run([self._block(text) for text in growing])
-        if self._drawing.is_chosen([text.seq for text in growing]):
+        seqs = [text.seq for text in growing]
+        if self._drawing.is_chosen(seqs) and not any(seq.has_grammar for seq in seqs):
             self._draw(growing, out)
         else:
             self._draw_apart(growing, out)
@@ -140,25 +142,15 @@ class BlockDrafter:
             count = int(too_low[0]) if len(too_low) else text.most
             text.tokens, text.confidence = tokens[:count, i].tolist(), np.minimum(shown[:count], 1).tolist()
 
-    def _draw_apart(self, growing: list[DraftText], out: DraftOutput) -> None:
-        """Depth after depth, where the distributions that tokens are drawn from are wanted too."""
-        firsts = torch.tensor([0] + [text.most for text in growing[:-1]]).cumsum(0)
-        keys, depth = self._drawing.keys([text.seq for text in growing]), 0
-        before = [text.seq.tokens[-1] for text in growing]
-        rows = firsts.tolist()
-        while growing:
-            here = [row + depth for row in rows]
-            logits = self._logits(out.logits[here], before)
-            drawn = self._drawing.draw([text.seq for text in growing], logits, keys, depth, self._head.ids)
-            chances = self._head.confidence(out.hidden[here], before)
-            if chances is not None:
-                drawn = drawn._replace(confidence=chances)
-            left = []
-            for i, text in enumerate(growing):
-                if drawn.confidence[i] >= self._min_probability and text.take(drawn, i):
-                    left.append(i)
-            growing, rows, before = [growing[i] for i in left], [rows[i] for i in left], [drawn.tokens[i] for i in left]
-            keys, depth = drawn.keys[left], depth + 1
+    def _draw_apart(self, texts: list[DraftText], out: DraftOutput) -> None:
+        """Depth after depth, where the distributions that tokens are drawn from are wanted too, or a grammar says what
+        may follow each."""
+        rows = [0, *itertools.accumulate(text.most for text in texts)][: len(texts)]
+        chains, depth = Chains(self._drawing, texts, self._head.ids, self._min_probability), 0
+        while rows:
+            here, before = [row + depth for row in rows], [text.last for text in chains.growing]
+            left = chains.grow(self._logits(out.logits[here], before), self._head.confidence(out.hidden[here], before))
+            rows, depth = [rows[i] for i in left], depth + 1
 
     def _most(self, seq: SequenceView, asked: int) -> int:
         """How many tokens a draft may have; none for a sequence of which the head lacks something."""

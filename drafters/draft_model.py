@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve.speculation.base import DraftContext, DraftInput, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.drawing import DraftText, Drawing, checked_probability
+from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.drawing import Drawing, checked_probability
+from specserve.speculation.likeliest import Passes, checked_top_k
 from specserve.types import Draft
 
 RUNS_MODEL = True
@@ -24,8 +25,8 @@ class DraftModelDrafter:
 
     needs = Needs(cost_class="model", observes=False)
 
-    def __init__(self, context: DraftContext, model: str, min_probability: float = 0.0) -> None:
-        self._min_probability = checked_probability(min_probability)
+    def __init__(self, context: DraftContext, model: str, min_probability: float = 0.0, top_k: int = 1) -> None:
+        self._min_probability, self._top_k = checked_probability(min_probability), checked_top_k(top_k)
         loaded, self._shared = context.load(model)
         self._max_len: int = loaded.spec.max_len
         self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
@@ -38,29 +39,19 @@ class DraftModelDrafter:
     def end(self, seq: SequenceView) -> None: ...
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        texts = [DraftText(seq, min(most, self._max_len - len(seq.tokens))) for seq, most in requests]
-        growing = [text for text in texts if text.most > 0]
-        if not growing:
-            return [text.draft() for text in texts]
-        out = self._runner.read([text.seq for text in growing])
-        keys, depth = self._drawing.keys([text.seq for text in growing]), 0
-        while growing:
-            drawn = self._drawing.draw([text.seq for text in growing], self._known(out.logits), keys, depth)
-            left = []
-            for row, text in enumerate(growing):
-                if drawn.confidence[row] >= self._min_probability and text.take(drawn, row):
-                    left.append(row)
-            growing, keys, depth = [growing[row] for row in left], drawn.keys[left], depth + 1
-            if growing:
-                out = self._runner.run([_newest(text) for text in growing])
-        return [text.draft() for text in texts]
+        fitting = [DraftRequest(seq, min(most, self._max_len - len(seq.tokens))) for seq, most in requests]
+        fitting = [each for each in fitting if each.num_tokens > 0]
+        if not fitting:
+            return [Draft.empty()] * len(requests)
+        passes = Passes(self._drawing, fitting, self._top_k, self._min_probability)
+        out = self._runner.read(passes.seqs)
+        while inputs := passes.after(out._replace(logits=self._known(out.logits))):
+            out = self._runner.run(inputs)
+        drafts = passes.drafts()
+        return [drafts.get(seq, Draft.empty()) for seq, _ in requests]
 
     def _known(self, logits: Tensor) -> Tensor:
         """The logits of ids that the target knows."""
         if isinstance(self._shared, int):
             return logits[:, : self._shared]
         return logits[:, : len(self._shared)].masked_fill(~self._shared, -torch.inf)
-
-
-def _newest(text: DraftText) -> DraftInput:
-    return DraftInput(text.seq, len(text.seq.tokens) + len(text.tokens) - 1, text.tokens[-1:])

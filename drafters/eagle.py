@@ -20,7 +20,8 @@ from specserve.speculation.base import (
     SequenceView,
     StepReport,
 )
-from specserve.speculation.drawing import DraftText, Drawing, checked_probability
+from specserve.speculation.drawing import Drawing, checked_probability
+from specserve.speculation.likeliest import Passes, checked_top_k
 from specserve.types import Draft
 
 _MOST_UNREAD = 4  # rows of a sequence that wait for its next draft's first pass, which reads them on the way
@@ -40,8 +41,10 @@ class EagleDrafter:
     another target.
     """
 
-    def __init__(self, context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> None:
-        self._min_probability = checked_probability(min_probability)
+    def __init__(
+        self, context: DraftContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1
+    ) -> None:
+        self._min_probability, self._top_k = checked_probability(min_probability), checked_top_k(top_k)
         self._context = context
         self._head = context.load_head(head, "eagle")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers or (context.num_layers - 1,)
@@ -72,26 +75,18 @@ class EagleDrafter:
         self._read(waiting)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        texts = [DraftText(seq, most) for seq, most in requests]
-        growing = [text for text in texts if text.most > 0 and self._known[text.seq].is_whole]
+        growing = [each for each in requests if each.num_tokens > 0 and self._known[each.seq].is_whole]
         if not growing:
-            return [text.draft() for text in texts]
-        known = [self._known[text.seq] for text in growing]
-        if sum(max(each.num_unread, 1) for each in known) > self._runner.most_rows:
-            self._read([each.read(text.seq) for each, text in zip(known, growing, strict=True) if each.num_unread])
-        out = self._runner.run([each.read(text.seq, 1) for each, text in zip(known, growing, strict=True)])
-        keys, depth = self._drawing.keys([text.seq for text in growing]), 0
-        while growing:
-            drawn = self._drawing.draw([text.seq for text in growing], out.logits, keys, depth, self._head.ids)
-            left = []
-            for row, text in enumerate(growing):
-                if drawn.confidence[row] >= self._min_probability and text.take(drawn, row):
-                    left.append(row)
-            hidden = out.hidden[left].clone()  # the next pass overwrites it
-            growing, keys, depth = [growing[row] for row in left], drawn.keys[left], depth + 1
-            if growing:
-                out = self._runner.run([_newest(text, hidden[i : i + 1]) for i, text in enumerate(growing)])
-        return [text.draft() for text in texts]
+            return [Draft.empty()] * len(requests)
+        passes = Passes(self._drawing, growing, self._top_k, self._min_probability, self._head.ids, reads_hidden=True)
+        known = [(self._known[seq], seq) for seq in passes.seqs]
+        if sum(max(each.num_unread, 1) for each, _ in known) > self._runner.most_rows:
+            self._read([each.read(seq) for each, seq in known if each.num_unread])
+        out = self._runner.run([each.read(seq, 1) for each, seq in known])
+        while inputs := passes.after(out):
+            out = self._runner.run(inputs)
+        drafts = passes.drafts()
+        return [drafts.get(each.seq, Draft.empty()) for each in requests]
 
     def _read(self, inputs: list[DraftInput]) -> None:
         """As many at once as the runner takes."""
@@ -139,8 +134,3 @@ class _Known:
         self._start, self._rows, self.num_unread = start + len(states) - 1, [states[-1:]], 0
         tokens = seq.tokens[start + 1 : start + 1 + len(states)]
         return DraftInput(seq, start, tokens, num_logits=num_logits, features=states)
-
-
-def _newest(text: DraftText, state: Tensor) -> DraftInput:
-    """The token that was drafted last, behind what the head says of the hidden state before it [1, hidden]."""
-    return DraftInput(text.seq, len(text.seq.tokens) - 2 + len(text.tokens), text.tokens[-1:], features=state)

@@ -54,12 +54,13 @@ CONTRACTS = (
     "sampling.noise",
     "speculation.base",
     "speculation.drawing",
+    "speculation.likeliest",
     "speculation.ngrams",
     "speculation.textfile",
 )
 CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
 # Drafters that run models, and what these alone use, are no part of it.
-WITH_MODELS = ("draft_model", "eagle", "block", "medusa", "model_runner", "drawing")
+WITH_MODELS = ("draft_model", "eagle", "block", "medusa", "model_runner", "drawing", "likeliest")
 CORE_LIMIT = 5_050
 CONFIG_FIELDS_LIMIT = 21
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}

@@ -136,7 +136,9 @@ class Adaptive:
         """Asking it for so many sequences took so long."""
         late, per_seq = self._late[source], seconds / num_seqs
         late.num_answers += 1
-        if late.num_answers <= _WARM and late.seconds:  # the first answers of all take longer
+        if late.num_answers == 1:  # it takes many times longer, and nothing is known of it
+            self._drafting += seconds
+        elif late.num_answers <= _WARM and late.seconds:  # the first answers of all take longer
             self._drafting, late.seconds = self._drafting + seconds, min(per_seq, late.seconds)
         else:
             late.seconds = self._took(seconds, num_seqs, late.seconds)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 _LEARNS = 0.1  # share of what was measured last
 _HELD_UP = 8.0  # times what was expected: more was a pause of the machine
-ON_THE_WAY = 4  # tokens that a draft's first pass reads with the last one
+ON_THE_WAY = 16  # tokens that a draft's first pass reads with the last one
 
 
 class Asked(NamedTuple):

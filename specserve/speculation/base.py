@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
+import numpy as np
 from torch import Tensor
 
 from specserve.ops import Ops
@@ -69,6 +70,29 @@ class SequenceView:
     def jump_forward(self) -> list[int]:
         """The tokens that must follow by the sequence's grammar, as the tokenizer would split them."""
         return [] if self._seq.grammar is None else self._seq.grammar.jump_forward()
+
+    @property
+    def has_grammar(self) -> bool:
+        return self._seq.grammar is not None
+
+    def allow(self, tokens: Many[int], row: Ids, *, is_forced: bool) -> None:
+        """Write to int32 [ceil(vocab / 32)] the bits of the tokens that its grammar lets follow these, which are a
+        draft: with `is_forced` the one that must follow alone, where there is one. Nothing follows what may not stand,
+        and what ends the sequence."""
+        grammar, moved = self._seq.grammar, 0
+        assert grammar is not None, "anything may follow"
+        row[:] = 0
+        for token in tokens:
+            if token in self._seq.stop_ids or not grammar.advance(token):
+                break
+            moved += 1
+        else:
+            forced = grammar.jump_forward() if is_forced else []
+            if forced:
+                row.view(np.uint32)[forced[0] // 32] = 1 << (forced[0] % 32)
+            else:
+                grammar.fill(row)
+        grammar.rollback(moved)
 
     @property
     def num_cached(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,32 @@ class Drawing:
     def is_chosen(self, seqs: Many[SequenceView]) -> bool:
         """Whether no distribution belongs to what is drawn for any of them."""
         return self._is_coupled or all(seq.temperature == 0 for seq in seqs)
+
+    def allowed_logits(
+        self, behind: Many[tuple[SequenceView, Many[int]]], logits: Tensor, ids: Tensor | None
+    ) -> Tensor:
+        """Logits [rows, n] with -inf for what grammars do not allow behind sequences and tokens of their drafts, and
+        where something is forced for all else, unless a distribution belongs to the draft."""
+        guided = [row for row, (seq, _) in enumerate(behind) if seq.has_grammar]
+        if not guided:
+            return logits
+        bits = np.zeros((len(guided), -(-len(self._hashed) // 32)), "<i4")
+        for i, row in enumerate(guided):
+            seq, tokens = behind[row]
+            seq.allow(tokens, bits[i], is_forced=self.is_chosen([seq]))
+        of_all = torch.from_numpy(np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little").astype(bool))
+        of_all = of_all.to(logits.device)
+        allowed = of_all[:, : logits.shape[1]] if ids is None else of_all[:, ids]
+        found = logits.clone()
+        found[guided] = found[guided].masked_fill(~allowed, -torch.inf)
+        return found
+
+    def best(self, logits: Tensor, count: int, ids: Tensor | None) -> tuple[Any, Any]:
+        """The best tokens of each row of logits [..., n] and their chances, lists [..., count]; the chance is 0 where
+        nothing is allowed."""
+        best = logits.topk(count)
+        chances = (best.values - logits.logsumexp(-1, keepdim=True)).exp().nan_to_num()
+        return (best.indices if ids is None else ids[best.indices]).tolist(), chances.tolist()
 
     def hashed(self, num: int, ids: Tensor | None) -> Tensor:
         """Ids, or the first `num` tokens, as noise.hash_tokens has them."""
@@ -117,11 +143,15 @@ class DraftText:
         self.confidence: list[float] = []
         self._q: list[Tensor] = []
 
-    def take(self, drawn: Drawn, row: int) -> bool:
-        """Add the token of that row; returns whether there is room for another."""
-        self.tokens.append(drawn.tokens[row])
-        self.confidence.append(min(1.0, drawn.confidence[row]))
-        q = drawn.q[row]
+    @property
+    def last(self) -> int:
+        """The newest token, the sequence's where there is none yet."""
+        return self.tokens[-1] if self.tokens else self.seq.tokens[-1]
+
+    def take(self, token: int, confidence: float, q: Tensor | None) -> bool:
+        """Add a token; returns whether there is room for another."""
+        self.tokens.append(token)
+        self.confidence.append(min(1.0, confidence))
         if q is not None:
             self._q.append(q)
         return len(self.tokens) < self.most
@@ -129,3 +159,38 @@ class DraftText:
     def draft(self) -> Draft:
         q = torch.stack(self._q) if self._q else None
         return Draft.chain(self.tokens, q, confidence=np.array(self.confidence, np.float32))
+
+
+class Chains:
+    """Drafts that get a token each, again and again, until they end: `growing` are those that want another. A token is
+    one of `ids`, or of the first ones where that is None, and one that the sequence's grammar allows; a draft ends
+    before one that is less likely than `min_probability`."""
+
+    def __init__(
+        self, drawing: Drawing, texts: list[DraftText], ids: Tensor | None = None, min_probability: float = 0.0
+    ) -> None:
+        self.growing = texts
+        self._drawing, self._ids, self._min_probability = drawing, ids, min_probability
+        self._keys, self._depth = drawing.keys([text.seq for text in texts]), 0
+
+    def grow(self, logits: Tensor, chances: list[float] | None = None) -> list[int]:
+        """The next token of each, of logits float32 [growing, ids]; with `chances` its confidence. Returns the rows of
+        those that want another, which are the growing ones now."""
+        seqs = [text.seq for text in self.growing]
+        behind = [(text.seq, text.tokens) for text in self.growing]
+        allowed = self._drawing.allowed_logits(behind, logits, self._ids)
+        is_open = [True] * len(seqs)
+        if allowed is not logits:
+            has_any = allowed.amax(-1) > -torch.inf  # a row without any is not used
+            logits, is_open = torch.where(has_any[:, None], allowed, logits), has_any.tolist()
+        drawn = self._drawing.draw(seqs, logits, self._keys, self._depth, self._ids)
+        confidence = drawn.confidence if chances is None else chances
+        rows = [
+            row
+            for row, text in enumerate(self.growing)
+            if is_open[row]
+            and confidence[row] >= self._min_probability
+            and text.take(drawn.tokens[row], confidence[row], drawn.q[row])
+        ]
+        self.growing, self._keys, self._depth = [self.growing[row] for row in rows], drawn.keys[rows], self._depth + 1
+        return rows

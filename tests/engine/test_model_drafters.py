@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ from specserve.errors import ConfigError
 from specserve.llm import LLM
 from specserve.models.decoder import Decoder
 from specserve.models.heads.formats import Head, hidden_layers, read_head, write_head
-from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
+from specserve.models.heads.spec import BlockSpec, MedusaSpec
 from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import load_model
-from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops.backend import KernelOptions
 from specserve.registry import DRAFTERS, KERNELS
+from specserve.speculation import policy
+from specserve.speculation.grammar import guide
 from specserve.structured.spec import Structured
+from specserve.structured.walk import visit
 from specserve.testing import write_tiny_model
 from specserve.testing.heads import (
     block,
@@ -39,18 +42,17 @@ from specserve.testing.heads import (
     hidden_states,
     matrices,
     medusa,
-    random_weights,
     trained_block,
     trained_eagle,
     trained_medusa,
 )
-from specserve.types import SamplingParams
+from specserve.types import Draft, SamplingParams, Sequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
 SHARP = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.2, seed=9, max_tokens=24, ignore_eos=True)
 NUM_TEXTS = 1_200  # of each law
-KINDS = ("draft_model", "eagle3", "eagle1", "block", "block-own-places", "medusa", "auto")
+KINDS = ("draft_model-tree", "draft_model", "eagle3", "eagle1", "block", "block-own-places", "medusa", "auto")
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +101,14 @@ def target(tiny: Path) -> Decoder:
 @pytest.fixture(params=KINDS)
 def drafting(request: pytest.FixtureRequest, similar: Path, heads: dict[str, Path]) -> dict[str, Any]:
     """The options of an engine that drafts."""
-    if request.param == "draft_model":
-        return {"drafter": "draft_model", "draft_model": str(similar)}
+    if request.param.startswith("draft_model"):
+        top_k = 3 if request.param.endswith("tree") else 1
+        return {"drafter": "draft_model", "draft_model": str(similar), "drafter_options": {"top_k": top_k}}
     if request.param == "auto":
         return {"drafter": "auto", "drafter_options": {"head": str(heads["block"])}}
     return {
         "drafter": request.param.rstrip("13").partition("-")[0],
-        "drafter_options": {"head": str(heads[request.param])},
+        "drafter_options": {"head": str(heads[request.param])} | ({"top_k": 2} if request.param == "eagle1" else {}),
     }
 
 
@@ -179,9 +182,9 @@ def test_outputs_are_those_without_it(
         assert accepted < drafted or remembers or options.get("drafter_options"), "and sometimes wrong"
 
 
-@pytest.mark.parametrize("kind", KINDS[1:-1])
+@pytest.mark.parametrize(("kind", "top_k"), [*((kind, 1) for kind in KINDS[2:-1]), ("eagle3", 3), ("eagle1", 2)])
 def test_drafts_are_the_reference_s(
-    tiny: Path, target: Decoder, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
+    tiny: Path, target: Decoder, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, top_k: int
 ) -> None:
     """What a head is given is right: chunks of prompts, accepted and rejected drafts, prefix hits, preemption."""
     made: list[tuple[list[int], list[int]]] = []
@@ -197,7 +200,8 @@ def test_drafts_are_the_reference_s(
         return drafts
 
     monkeypatch.setattr(drafter, "propose", watched)
-    options: dict[str, Any] = {"drafter": name, "drafter_options": {"head": str(heads[kind])}}
+    own = {"head": str(heads[kind])} | ({"top_k": top_k} if top_k > 1 else {})
+    options: dict[str, Any] = {"drafter": name, "drafter_options": own}
     storage = make(tiny, options).cache.storage
     per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
     engine = make(tiny, options, max_num_batched_tokens=24, kv_cache_gib=14.5 * per_block / 2**30)
@@ -210,23 +214,18 @@ def test_drafts_are_the_reference_s(
     assert len(drafted) > 0.95 * len(made) > 40
     head, same = read_head(heads[kind]), []
     for tokens, draft in drafted[:: len(drafted) // 40]:
-        same.append(draft == drafted_by(head, target, tokens, len(draft)))
+        same.append(draft == drafted_by(head, target, tokens, len(draft), top_k))
     assert np.mean(same) > 0.9, "but where a block was found again that lacked its last tokens"
 
 
-def drafted_by(head: Head, target: Decoder, tokens: list[int], count: int) -> list[int]:
+def drafted_by(head: Head, target: Decoder, tokens: list[int], count: int, top_k: int) -> list[int]:
     """What the head drafts greedily behind tokens, in plain torch."""
     spec, weights = head.spec, dict(head.weights)
     hidden = hidden_states(target, tokens[:-1], hidden_layers(spec) or (target.spec.num_layers - 1,))
     draft: list[int] = []
     if isinstance(spec, MedusaSpec):
-        places = medusa(spec, weights, target.final_norm(hidden[0])[-1:]).softmax(-1).topk(4)
-        found = [(1.0, 0, 0)]  # all nodes in the order in which they follow from each other: chance, depth, token
-        for chance, depth, _ in found:
-            if depth < min(count, spec.num_heads):
-                best = zip(places.values[depth, 0].tolist(), places.indices[depth, 0].tolist(), strict=True)
-                found += [(chance * own, depth + 1, token) for own, token in best]
-        return [token for _, _, token in sorted(found[1:], key=lambda node: -node[0])[:count]]
+        places = medusa(spec, weights, target.final_norm(hidden[0])[-1:]).softmax(-1)
+        return tree_of(lambda path: places[len(path), 0] if len(path) < len(places) else None, count, 4)
     if isinstance(spec, BlockSpec):
         rows = count if spec.samples_anchor else count + 1
         logits, _ = block(spec, weights, *matrices(target), hidden, tokens[-1], rows)
@@ -237,13 +236,30 @@ def drafted_by(head: Head, target: Decoder, tokens: list[int], count: int) -> li
             draft.append(int(row.argmax()))
         return draft
     states = eagle_states(spec, weights, hidden if spec.version == 3 else [target.final_norm(hidden[0])])
-    for _ in range(count):
-        read = torch.tensor((tokens + draft)[1:])
-        logits, out = eagle(spec, weights, *matrices(target), read, states)
-        best = int(logits[-1].argmax())
-        draft.append(best if head.d2t is None else best + int(head.d2t[best]))
-        states = torch.cat((states, out[-1:]))
-    return draft
+
+    def behind(path: list[int]) -> torch.Tensor:
+        read, known = torch.tensor((tokens + path)[1:]), states
+        for _ in range(len(path) + 1):
+            logits, out = eagle(spec, weights, *matrices(target), read[: len(known)], known)
+            known = torch.cat((known, out[-1:]))
+        of_all = torch.zeros(target.spec.vocab_size)
+        of_all[torch.arange(len(logits[-1])) + (0 if head.d2t is None else head.d2t)] = logits[-1].softmax(-1)
+        return of_all
+
+    return tree_of(behind, count, top_k)
+
+
+def tree_of(behind: Callable[[list[int]], torch.Tensor | None], count: int, top_k: int) -> list[int]:
+    """The likeliest tree's tokens, by what is said behind each path; a chain is one of one candidate each."""
+    found, waiting = list[int](), [(-1.0, list[int]())]
+    while len(found) <= count:
+        chance, path = waiting.pop(0)
+        found += path[-1:] or [-1]
+        if (said := behind(path)) is not None:
+            best = said.topk(top_k)
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            waiting = sorted([*waiting, *((chance * own, [*path, token]) for own, token in pairs)])
+    return found[1:]
 
 
 def test_it_survives_preemption(tiny: Path, drafting: dict[str, Any], expected: Any) -> None:
@@ -274,14 +290,47 @@ def test_requests_end_at_any_moment(tiny: Path, drafting: dict[str, Any], expect
         assert [key for key in outputs if key[0] != "r3"] == []
 
 
-def test_a_grammar_holds(tiny: Path, drafting: dict[str, Any]) -> None:
-    fits = {"ignore_eos": False, "structured": Structured.regex("[a-f ]{8,20}")}
-    params = [dataclasses.replace(each, **fits) for each in (GREEDY, SEEDED)]
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_a_grammar_holds(
+    tiny: Path, drafting: dict[str, Any], verification: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what models draft keeps to it from the beginning."""
+    if drafting["drafter"] == "auto" and verification == "rejection":
+        pytest.skip("refused at the start")
+    fits = {"ignore_eos": False, "structured": Structured.regex("[a-f ]{8,20}|(abc )+xyz")}
+    params = [dataclasses.replace(each, **fits) for each in (GREEDY, SEEDED, SHARP)]
+    fitting: list[bool] = []
+
+    def watched(seq: Sequence, draft: Draft, budget: int) -> Draft:
+        behind: list[int] = []
+        visit(seq.grammar, draft.tokens, draft.parents, seq.stop_ids, behind.append)
+        fitting.extend(i in behind for i in range(len(draft)))
+        return guide(seq, draft, budget)
+
+    monkeypatch.setattr(policy, "guide", watched)
     outputs = []
     for options in ({"drafter": "none"}, drafting):
+        mode = {"verification": verification} if options is drafting else {}
+        with LLM(str(tiny), dtype="float32", adaptive=False, kv_cache_gib=0.05, **options, **mode) as llm:
+            outputs.append([each.outputs[0].token_ids for each in llm.generate([prompt(i) for i in (1, 2, 3)], params)])
+    sampled = slice(1) if verification == "rejection" else slice(None)
+    assert outputs[0][sampled] == outputs[1][sampled]
+    assert drafting["drafter"] == "auto" or (all(fitting) and len(fitting) > 20)
+
+
+@pytest.mark.parametrize("drafting", ["draft_model", "eagle3", "block"], indirect=True)
+def test_the_law_under_a_grammar_is_the_targets(tiny: Path, drafting: dict[str, Any]) -> None:
+    """Distributions of drafts are those that grammars leave."""
+    samples = []
+    grammar = Structured.regex("[a-d]{1,9}")
+    asked = dataclasses.replace(SEEDED, ignore_eos=False, max_tokens=3, temperature=2.0, structured=grammar)
+    for options, first in (({"drafter": "none"}, 10_000), ({**drafting, "verification": "rejection"}, 0)):
+        params = [dataclasses.replace(asked, seed=first + i) for i in range(NUM_TEXTS)]
         with LLM(str(tiny), dtype="float32", adaptive=False, kv_cache_gib=0.05, **options) as llm:
-            outputs.append([each.outputs[0].token_ids for each in llm.generate([prompt(1), prompt(2)], params)])
-    assert outputs[0] == outputs[1]
+            found = [each.outputs[0] for each in llm.generate([prompt(1)] * len(params), params)]
+        samples.append(Counter(tuple(each.token_ids[1:]) for each in found))
+    assert sum(each.stats.num_accepted_tokens for each in found) > 50
+    assert_alike(*samples)
 
 
 def seeded_pairs(engine: Engine, seeds: range) -> Counter[tuple[int, ...]]:
@@ -303,12 +352,15 @@ def test_the_law_is_the_targets(tiny: Path, plain_pairs: Any, drafting: dict[str
     is 1 in 10,000, with seeds that are fixed."""
     mode = {"verification": verification, "num_speculative_tokens": 2}
     engine = make(tiny, drafting, mode, max_num_seqs=64, max_num_batched_tokens=512)
-    samples = [seeded_pairs(engine, range(NUM_TEXTS)), plain_pairs]
+    assert_alike(seeded_pairs(engine, range(NUM_TEXTS)), plain_pairs)
+
+
+def assert_alike(*samples: Counter[tuple[int, ...]]) -> None:
     common = [pair for pair, count in (samples[0] + samples[1]).most_common() if count >= 10]
     table = [[sample[pair] for pair in common] for sample in samples]
-    table = [[*row, NUM_TEXTS - sum(row)] for row in table]
-    assert stats.chi2_contingency(table).pvalue > 1e-4
-    assert sum(table[0][:-1]) > NUM_TEXTS / 4, "enough is not rare"
+    table = [[*row, sample.total() - sum(row)] for sample, row in zip(samples, table, strict=True)]
+    assert stats.chi2_contingency([[*row[:-1], row[-1] + 1] for row in table]).pvalue > 1e-4
+    assert sum(table[0][:-1]) > samples[0].total() / 4, "enough is not rare"
 
 
 def test_auto_merges_the_head_s_drafts_with_what_is_looked_up(
@@ -326,26 +378,3 @@ def test_auto_merges_the_head_s_drafts_with_what_is_looked_up(
 def test_auto_refuses_a_head_whose_drafts_it_may_not_cut(tiny: Path, heads: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=r"under --verification coupled alone, and it is rejection"):
         make(tiny, {"drafter": "auto", "drafter_options": {"head": str(heads["block"])}}, verification="rejection")
-
-
-@pytest.mark.parametrize("kind", ["eagle", "block"])
-def test_the_real_model_says_the_same(smollm2: Path, tmp_path: Path, kind: str) -> None:
-    """With a head that has learned nothing."""
-    shape = TargetShape(hidden_size=576, num_layers=30, vocab_size=49_152)
-    layers = DecoderSpec(
-        vocab_size=2048, hidden_size=576, num_layers=1, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=512,
-        max_len=2048, norm_eps=1e-5, activation="silu", ropes=(Rope(),), windows=(None,), query_scale=0.125,
-    )  # fmt: skip
-    common: dict[str, Any] = {"target": shape, "layers": layers, "hidden_layers": (1, 14, 26), "has_head": True}
-    spec = EagleSpec(version=3, **common) if kind == "eagle" else BlockSpec(block_size=6, mask_token_id=0, **common)
-    write_head(tmp_path, spec, random_weights(spec.shapes()), torch.arange(2048), Verifier("smollm2-135m"))
-    prompts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time there was"]
-    params = [SamplingParams(temperature=t, seed=3, max_tokens=24) for t in (0.0, 1.0, 0.0)]
-    outputs, drafted = [], 0
-    for options in ({"drafter": "none"}, {"drafter": kind, "drafter_options": {"head": str(tmp_path)}}):
-        with LLM(str(smollm2), adaptive=False, kv_cache_gib=0.1, max_model_len=256, **options) as llm:
-            found = [each.outputs[0] for each in llm.generate(prompts, params)]
-        outputs.append([each.token_ids for each in found])
-        drafted = sum(each.stats.num_draft_tokens for each in found)
-    assert outputs[0] == outputs[1]
-    assert drafted > 100
