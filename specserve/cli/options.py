@@ -49,7 +49,7 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     ),
     "num_speculative_tokens": (SPECULATION, "Most draft tokens a sequence gets in one step."),
     "drafter_options": (SPECULATION, "The drafter's own options, as --drafter-options.NAME VALUE."),
-    "draft_model": (SPECULATION, "A smaller model of the same vocabulary that drafts, named as --model is."),
+    "draft_model": (SPECULATION, "A smaller model that drafts, named as --model is."),
     "drafter_timeout_s": (SPECULATION, "Seconds a drafter of another package may take before it is switched off."),
     "adaptive": (SPECULATION, "Draft only as much as pays, by measured cost and acceptance; else as much as may be."),
     "verification": (SPECULATION, "How drafts are judged; coupled gives the same text as plain decoding."),

@@ -286,10 +286,10 @@ class DraftContext(Protocol):
     memory_bytes: int | None  # that Needs may ask for; None: any number, as the KV cache is yet to be sized beside it
     ops: Ops
 
-    def load(self, model: str) -> tuple[DraftModel, Tensor | int]:
-        """A model of the target's vocabulary, named as the target is, and the ids that mean the same to both: how many,
-        where they are the first ones of both, else bool [ids that both have]. Raises ModelError for a model that is not
-        there or cannot be run, ConfigError for another vocabulary."""
+    def load(self, model: str) -> tuple[DraftModel, Any]:
+        """A model, named as the target is, and how its vocabulary stands to the target's: a
+        text.vocabularies.SharedVocabulary. Raises ModelError for a model that is not there or cannot be run,
+        ConfigError for a vocabulary that shares too little."""
 
     def load_head(self, name: str | None, kind: str) -> Any:
         """A draft head of that kind, made for this target, as models.heads runs it: from a folder or a repository, or
@@ -306,6 +306,6 @@ class DraftContext(Protocol):
         """The target's final norm and LM head over the residual stream behind its last layer, float32 [n, hidden] ->
         float32 [n, vocab]."""
 
-    def runner(self, model: DraftModel) -> DraftRunner:
+    def runner(self, model: DraftModel, reads: Tensor | None = None) -> DraftRunner:
         """A runner for a model made with `ops`, to be called in the drafter's constructor. Raises ConfigError where no
         KV can be had for it any more: for a drafter that a request names, or that replaces another."""

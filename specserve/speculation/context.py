@@ -17,7 +17,7 @@ from specserve.ops import Ops
 from specserve.speculation.base import DraftModel
 from specserve.speculation.model_runner import ModelRunner
 from specserve.text.tokenizer import Tokenizer
-from specserve.text.vocabularies import shared_ids
+from specserve.text.vocabularies import SharedVocabulary, shared_vocabulary
 
 LATE_MEMORY_BYTES = 4 * 2**20  # of a drafter that comes when the cache has its size: small beside what that leaves
 
@@ -59,16 +59,17 @@ class TargetContext:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.head(hidden)
 
-    def load(self, model: str) -> tuple[DraftModel, Tensor | int]:
+    def load(self, model: str) -> tuple[DraftModel, SharedVocabulary]:
         folder = catalog.resolve(model)
         loaded = load_model(folder, self.ops)
-        return loaded, shared_ids(self._tokenizer, Tokenizer(folder), loaded.spec.vocab_size, model)
+        sizes = self.vocab_size, loaded.spec.vocab_size
+        return loaded, shared_vocabulary(self._tokenizer, Tokenizer(folder), sizes, model)
 
     def load_head(self, name: str | None, kind: str) -> Any:
         return self._heads.load(name, kind)
 
-    def runner(self, model: DraftModel) -> ModelRunner:
-        runner = ModelRunner(model, self.ops, *self._sizes)
+    def runner(self, model: DraftModel, reads: Tensor | None = None) -> ModelRunner:
+        runner = ModelRunner(model, self.ops, *self._sizes, reads)
         if self._layers is None:
             self._runners.append(runner)
             return runner

@@ -19,11 +19,12 @@ from specserve.speculation.base import MOST_MISSING, DraftInput, DraftOutput, Hi
 class ModelRunner:
     """A DraftRunner over the target's slots."""
 
-    def __init__(self, model: Any, ops: Ops, max_rows: int, max_logit_rows: int) -> None:
+    def __init__(self, model: Any, ops: Ops, max_rows: int, max_logit_rows: int, reads: Tensor | None = None) -> None:
         spec = model.spec
         self.kv_shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
         self._model = model
         self._ops = ops
+        self._reads = None if reads is None else reads.numpy()
         self.most_rows, self._max_logit_rows = max_rows, max_logit_rows
         self._runner: Runner | None = None
 
@@ -107,8 +108,9 @@ class ModelRunner:
                 parents += each.parents
             starts.append(len(token_ids))
             logit_rows += range(starts[-1] - each.num_logits, starts[-1])
+        tokens = padded(token_ids, multiple)
         return StepInput(
-            token_ids=padded(token_ids, multiple),
+            token_ids=tokens if self._reads is None else self._reads[tokens],
             positions=padded(positions, multiple),
             logit_rows=padded(logit_rows, multiple),
             rows=AttentionRows.pack(

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from specserve.registry import KERNELS
 from specserve.sampling import noise
 from specserve.speculation.drawing import Drawing
 from specserve.testing import write_tiny_model
+from specserve.text.tokenizer import Tokenizer
+from specserve.text.vocabularies import shared_vocabulary
 from specserve.types import SamplingParams
 
 REFERENCE = KERNELS.find("reference").create(KernelOptions(torch.device("cpu"), "float32", "none"))
@@ -185,16 +188,71 @@ def test_greedy_ones_are_not_drawn() -> None:
 # --- who cannot draft -------------------------------------------------------------------------------------------------
 
 
-def test_another_vocabulary_is_refused(tiny: Path, tmp_path: Path) -> None:
+def respelled(tiny: Path, folder: Path, move: Callable[[int, int], int]) -> Path:
+    """A copy of the model whose tokens have other ids: move(id, how many there are)."""
+    shutil.copytree(tiny, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    words = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {word: move(token, len(words)) for word, token in words.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_model_of_another_vocabulary_drafts_by_bytes(tiny: Path, tmp_path: Path, top_k: int) -> None:
+    """The target itself with its ids in another order, and so its embedding: its drafts are right."""
+    folder = respelled(tiny, tmp_path / "other", lambda token, count: (token + 100) % count)
+    weights = load_file(folder / "model.safetensors")
+    words = len(json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]["vocab"])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name] = torch.cat((weights[name][:words].roll(100, 0), weights[name][words:])).contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    expected = drive(make(tiny, drafter="none"), mixed(4))
+    engine = make(tiny, draft_model=str(folder), drafter_options={"top_k": top_k})
+    for request in mixed(4):
+        engine.add(request)
+    counted = [engine.requests[request.id][0].stats for request in mixed(4)]
+    assert drive(engine, []) == expected
+    drafted = sum(each.num_draft_tokens for each in counted)
+    assert sum(each.num_accepted_tokens for each in counted) > (0.8 if top_k == 1 else 0.2) * drafted > 20
+
+
+def test_tokens_that_it_does_not_have_are_read_by_their_ends(tiny: Path, tmp_path: Path) -> None:
+    folder = respelled(tiny, tmp_path / "other", lambda token, count: (token + 1) % count)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    words = tokenizer["model"]["vocab"]
+    own, other = Tokenizer(tiny), Tokenizer(folder)
+    size = own.vocab_size
+    plain = shared_vocabulary(own, other, (size, size), "other")
+    assert plain.ids is not None
+    assert plain.rows is not None
+    assert plain.reads is not None
+    assert all(
+        own.token_bytes(i) == other.token_bytes(j) for i, j in zip(plain.ids.tolist(), plain.rows.tolist(), strict=True)
+    )
+    assert plain.reads[plain.ids].tolist() == plain.rows.tolist()
+    long = next(word for word in sorted(words, key=len, reverse=True) if len(word) > 2)
+    words["\u0120nothing" + long] = words.pop(long)
+    tokenizer["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    changed = shared_vocabulary(own, Tokenizer(folder), (size, size), "other")
+    (lost,) = set(plain.ids.tolist()) - set(changed.ids.tolist() if changed.ids is not None else [])
+    spelled = own.token_bytes(lost)
+    assert changed.reads is not None
+    read = Tokenizer(folder).token_bytes(int(changed.reads[lost]))
+    assert spelled.endswith(read)
+    assert read
+
+
+def test_a_vocabulary_that_shares_too_little_is_refused(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "other"
     shutil.copytree(tiny, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     words = tokenizer["model"]["vocab"]
-    half = len(words) // 2
-    for word, token in list(words.items()):
-        words[word] = token if token < half else half + (token - half + 1) % (len(words) - half)
+    tokenizer["model"] |= {"vocab": {f"x{word}y" * 3: token for word, token in words.items()}, "merges": []}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
-    with pytest.raises(ConfigError, match=r"another vocabulary than the target .*take a smaller model of its family"):
+    with pytest.raises(ConfigError, match=r"shares [\d,]+ tokens with the target, whose vocabulary has .*It needs 10%"):
         make(tiny, draft_model=str(folder))
 
 
