@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.errors import ConfigError
 from specserve.speculation.base import (
     MOST_MISSING,
     DraftContext,
@@ -22,7 +21,7 @@ from specserve.speculation.base import (
     SequenceView,
     StepReport,
 )
-from specserve.speculation.drawing import Chains, DraftText, Drawing, checked_probability
+from specserve.speculation.drawing import Chains, DraftText, Drawing, checked_probability, named_for_auto
 from specserve.types import Draft
 
 PRIORITY = 5
@@ -54,13 +53,7 @@ class BlockDrafter:
 
     @staticmethod
     def suits(context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> bool:
-        """For "auto": a head is named, and its drafts may be cut. The zoo's costs more than it adds to look-ups."""
-        if head is not None and context.verification != "coupled":
-            raise ConfigError(
-                f"--drafter auto uses a head under --verification coupled alone, and it is {context.verification}. "
-                "Name --drafter block, or leave the head out."
-            )
-        return head is not None
+        return named_for_auto(context, head, "block")
 
     def begin(self, seq: SequenceView) -> None: ...
 

@@ -3,16 +3,14 @@ arXiv 2401.15077, 2406.16858 (EAGLE-1, 2) and 2503.01840 (EAGLE-3)."""
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from specserve.speculation.base import (
+    MOST_MISSING,
     DraftContext,
     DraftInput,
+    DraftOutput,
     DraftRequest,
     DraftRunner,
     Needs,
@@ -20,12 +18,11 @@ from specserve.speculation.base import (
     SequenceView,
     StepReport,
 )
-from specserve.speculation.drawing import Drawing, checked_probability
+from specserve.speculation.drawing import Drawing, checked_probability, named_for_auto
 from specserve.speculation.likeliest import Passes, checked_top_k
 from specserve.types import Draft
 
-_MOST_UNREAD = 4  # rows of a sequence that wait for its next draft's first pass, which reads them on the way
-
+PRIORITY = 6
 RUNS_MODEL = True
 
 
@@ -48,10 +45,14 @@ class EagleDrafter:
         self._context = context
         self._head = context.load_head(head, "eagle")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers or (context.num_layers - 1,)
-        self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="model")
+        self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="passes")
         self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
         self._runner = context.runner(self._head)
         self._known: dict[SequenceView, _Known] = {}
+
+    @staticmethod
+    def suits(context: DraftContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1) -> bool:
+        return named_for_auto(context, head, "eagle")
 
     def begin(self, seq: SequenceView) -> None:
         self._known[seq] = _Known()
@@ -62,75 +63,98 @@ class EagleDrafter:
     def observe(self, step: StepReport) -> None:
         for seq in step.preempted:
             self._known[seq] = _Known()
-        rows = [report.kept_rows for report in step.seqs]
-        if not rows:
-            return
-        states = self._states(step.hidden, [row for some in rows for row in some])
-        waiting: list[DraftInput] = []
-        for report, own in zip(step.seqs, torch.split(states, [len(some) for some in rows]), strict=True):
-            known = self._known[report.seq]
-            known.add(report, own, self._runner)
-            if known.num_unread > (_MOST_UNREAD if report.num_new == 1 else 0):
-                waiting.append(known.read(report.seq))
-        self._read(waiting)
+        full = []
+        for report in step.seqs:
+            if rows := report.kept_rows:
+                known, one_piece = self._known[report.seq], slice(rows[0], rows[-1] + 1)
+                kept = one_piece if rows[-1] - rows[0] == len(rows) - 1 else rows  # a view, but behind a tree
+                known.add(report, [step.hidden[layer][kept] for layer in self._layers], self._runner)
+                if known.num_unread >= (MOST_MISSING if report.num_new == 1 else 1):
+                    full.append(report.seq)
+        self._read(full)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         growing = [each for each in requests if each.num_tokens > 0 and self._known[each.seq].is_whole]
         if not growing:
             return [Draft.empty()] * len(requests)
         passes = Passes(self._drawing, growing, self._top_k, self._min_probability, self._head.ids, reads_hidden=True)
-        known = [(self._known[seq], seq) for seq in passes.seqs]
-        if sum(max(each.num_unread, 1) for each, _ in known) > self._runner.most_rows:
-            self._read([each.read(seq) for each, seq in known if each.num_unread])
-        out = self._runner.run([each.read(seq, 1) for each, seq in known])
-        while inputs := passes.after(out):
-            out = self._runner.run(inputs)
+        if sum(max(self._known[seq].num_unread, 1) for seq in passes.seqs) > self._runner.most_rows:
+            self._read(passes.seqs)
+        out = self._pass([(seq, self._known[seq].num_unread) for seq in passes.seqs], num_logits=1)
+        if not passes.write_chains(self._runner, out):
+            while inputs := passes.after(out):
+                out = self._runner.run(inputs)
         drafts = passes.drafts()
         return [drafts.get(each.seq, Draft.empty()) for each in requests]
 
-    def _read(self, inputs: list[DraftInput]) -> None:
-        """As many at once as the runner takes."""
-        while inputs:
-            rows = list(itertools.accumulate(len(each.tokens) for each in inputs))
-            count = max(1, bisect.bisect_right(rows, self._runner.most_rows))
-            self._runner.run(inputs[:count])
-            inputs = inputs[count:]
+    def _read(self, seqs: list[SequenceView]) -> None:
+        """All that these sequences have unread, as many rows at once as the runner takes."""
+        while left := [seq for seq in seqs if self._known[seq].num_unread]:
+            room, some = self._runner.most_rows, []
+            for seq in left:
+                if count := min(room, self._known[seq].num_unread):
+                    some.append((seq, count))
+                    room -= count
+            self._pass(some)
 
-    def _states(self, hidden: Mapping[int, Tensor], rows: list[int]) -> Tensor:
-        """The head's own hidden states of some rows of a step."""
-        shown = [hidden[layer][rows] for layer in self._layers]
+    def _pass(self, some: list[tuple[SequenceView, int]], num_logits: int = 0) -> DraftOutput:
+        """One over so many unread rows of each sequence, or over the last row again where there are none."""
+        waiting = [self._known[seq].first(count) for seq, count in some if count]
+        states = self._states(waiting) if waiting else torch.empty(0, 1)
+        inputs, start = [], 0
+        for seq, count in some:
+            inputs.append(self._known[seq].read(seq, states[start : start + count], num_logits))
+            start += count
+        return self._runner.run(inputs)
+
+    def _states(self, some: list[list[Tensor]]) -> Tensor:
+        """The head's own hidden states of rows of which it is shown the target's, by layer, for some sequences."""
+        shown = some[0] if len(some) == 1 else [torch.cat(parts) for parts in zip(*some, strict=True)]
         if not self._head.head.hidden_layers:
             shown = [self._context.final_norm(shown[0])]
-        states: Tensor = self._head.states(shown)
+        states: Tensor = self._head.states(shown, self._runner.most_rows)
         return states
 
 
 class _Known:
-    """The head's hidden states of a sequence's tokens: those that it has not read yet, or else the one that it read
-    last, from which a draft begins."""
+    """What the target says of a sequence's tokens that the head has not read yet, and the head's hidden state of the
+    last one that it has, from which a draft begins where none is unread."""
 
     def __init__(self) -> None:
         self.is_whole = True  # all that stands before has been read, but for a few
-        self.num_unread = 0
-        self._start: int | None = None  # of the first row
-        self._rows: list[Tensor] = []
+        self._start: int | None = None  # of the first row that is unread
+        self._unread: list[Tensor] = []  # by layer [rows, target's hidden]
+        self._last: Tensor | None = None  # [1, hidden]
 
-    def add(self, report: SequenceReport, states: Tensor, runner: DraftRunner) -> None:
+    @property
+    def num_unread(self) -> int:
+        return len(self._unread[0]) if self._unread else 0
+
+    def add(self, report: SequenceReport, hidden: list[Tensor], runner: DraftRunner) -> None:
         if self._start is None:
             self._start = report.start
             self.is_whole = runner.pass_over(report.seq, report.start)
-        states = states[: max(0, len(report.seq.tokens) - 1 - report.start)]  # what ended it has nothing behind
-        if not self.is_whole or not len(states):
+        count = max(0, len(report.seq.tokens) - 1 - report.start)  # what ended it has nothing behind
+        if not self.is_whole or not count:
             return
-        if not self.num_unread:
-            self._start, self._rows = report.start, []
-        self._rows.append(states.clone())
-        self.num_unread += len(states)
+        if self.num_unread:
+            self._unread = [torch.cat((own, new[:count])) for own, new in zip(self._unread, hidden, strict=True)]
+        else:
+            self._unread = [new[:count].clone() for new in hidden]
 
-    def read(self, seq: SequenceView, num_logits: int = 0) -> DraftInput:
-        """All that was not read, or the last row again. Behind each row stands a token."""
+    def first(self, count: int) -> list[Tensor]:
+        """So many unread rows."""
+        return [each[:count] for each in self._unread]
+
+    def read(self, seq: SequenceView, states: Tensor, num_logits: int) -> DraftInput:
+        """The unread rows with these states, which are read then, or the last row again. Behind each row stands a
+        token."""
         assert self._start is not None, "there are rows"
-        start, states = self._start, torch.cat(self._rows)
-        self._start, self._rows, self.num_unread = start + len(states) - 1, [states[-1:]], 0
-        tokens = seq.tokens[start + 1 : start + 1 + len(states)]
-        return DraftInput(seq, start, tokens, num_logits=num_logits, features=states)
+        count = len(states)
+        if count:
+            self._last = states[-1:].clone()
+            self._start, self._unread = self._start + count, [each[count:] for each in self._unread]
+        assert self._last is not None, "it was read"
+        start, features = (self._start - count, states) if count else (self._start - 1, self._last)
+        tokens = seq.tokens[start + 1 : start + 1 + len(features)]
+        return DraftInput(seq, start, tokens, num_logits=num_logits, features=features)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.drawing import Drawing, checked_probability
+from specserve.speculation.drawing import Drawing, checked_probability, named_for_auto
 from specserve.speculation.likeliest import LikeliestTree, checked_top_k
 from specserve.types import Draft
 
+PRIORITY = 4
 RUNS_MODEL = True
 
 
@@ -34,6 +35,10 @@ class MedusaDrafter:
         self.needs = Needs(hidden_layers=(context.num_layers - 1,), cost_class="pass")
         self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
         self._last: dict[SequenceView, Tensor] = {}  # what the heads read of each sequence, float32 [hidden]
+
+    @staticmethod
+    def suits(context: DraftContext, head: str | None = None, top_k: int = 4, min_probability: float = 0.0) -> bool:
+        return named_for_auto(context, head, "medusa")
 
     def begin(self, seq: SequenceView) -> None: ...
 

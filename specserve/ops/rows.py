@@ -34,14 +34,11 @@ class AttentionRows:
         multiple: int,
     ) -> AttentionRows:
         """Of lists; a block table is as long as its sequence needs."""
-        tables = np.zeros((len(cached), max(map(len, block_tables))), np.int32)
-        for row, blocks in zip(tables, block_tables, strict=True):
-            row[: len(blocks)] = blocks
         return cls(
             num_rows=len(parents) + -len(parents) % multiple,
             query_starts=np.array(query_starts, np.int32),
             cached=np.array(cached, np.int32),
-            block_tables=tables,
+            block_tables=padded_tables(block_tables),
             parents=np.array(parents, np.int32),
         )
 
@@ -49,3 +46,11 @@ class AttentionRows:
         """Whether the rows of sequence s see each other."""
         start, stop = self.query_starts[s : s + 2].tolist()
         return bool(stop - start > 1 and self.parents[start] == stop - start - 1)
+
+
+def padded_tables(block_tables: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    """Side by side, int32 [tables, blocks of the longest], with zeros behind the shorter ones."""
+    tables = np.zeros((len(block_tables), max(map(len, block_tables))), np.int32)
+    for row, blocks in zip(tables, block_tables, strict=True):
+        row[: len(blocks)] = blocks
+    return tables

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence as Many
 from dataclasses import dataclass, field
 
 from specserve.runtime.pack import Step
-from specserve.speculation.asking import Asked, AskingCost
+from specserve.speculation.asking import Asked, AskingCost, SharedCost
 from specserve.speculation.cost import DecodeCost
 from specserve.speculation.planner import Load, Planner
 from specserve.speculation.stats import Acceptance, OwnAcceptance
@@ -19,7 +19,6 @@ _MOST_SHADOWS = 4.0  # such questions that may be saved up
 _FORGETS = 0.1  # of what a sequence gained, each time it is asked
 _HOPE = 0.5  # tokens a step that a new sequence is expected to gain
 _LOOKS_AGAIN = 32  # steps without a draft
-_WARM = 8  # answers of a drafter, of which the quickest counts
 _HELD_UP = 8.0  # times what asking takes: more was a pause of the machine
 _LASTS = 64  # steps that a sequence is expected to go on, at most
 _MOST_OWED = 1.5  # times what was lent
@@ -42,12 +41,12 @@ class _Record:
 
 @dataclass(slots=True)
 class _Late:
-    """What is known of a drafter that takes a while, whatever the length of its drafts."""
+    """What is known of a drafter that takes a while."""
 
     acceptance: Acceptance = field(
         default_factory=Acceptance
     )  # by depth alone: before it is asked nothing else is known
-    seconds: float = 0.0  # for one sequence
+    cost: SharedCost = field(default_factory=SharedCost)
     num_answers: int = 0
     shadows: float = 0.0  # seconds for asking it where it gains nothing
 
@@ -108,40 +107,54 @@ class Adaptive:
         return asked
 
     def asked_late(
-        self, source: str, proposals: Mapping[ScheduledSeq, Proposals], limits: Mapping[ScheduledSeq, int]
-    ) -> list[ScheduledSeq]:
+        self,
+        source: str,
+        proposals: Mapping[ScheduledSeq, Proposals],
+        limits: Mapping[ScheduledSeq, int],
+        is_one_pass: bool,
+    ) -> dict[ScheduledSeq, int]:
         """Of sequences with what was proposed for them so far, those that are expected to gain by asking `source` too,
-        which takes a while."""
-        planner, late, seconds = self.planner, self._late[source], self._late[source].seconds
-        asked: list[ScheduledSeq] = []
+        which takes a while; with the length of the draft that gains most, or the longest of a drafter that makes all of
+        a draft in one pass."""
+        planner, late, spent = self.planner, self._late[source], 0.0
+        asked: dict[ScheduledSeq, int] = {}
         if not planner.plain or planner.is_probe:
             return asked
         for each, found in proposals.items():
-            if not planner.can_draft((len(asked) + 1) * seconds):
-                break
-            record = self._records[each.seq]
+            record, limit = self._records[each.seq], limits[each]
+            if not limit:
+                continue
             found.settle(self._acceptance, record.own)
-            there = found.by_depth()[: limits[each]]
-            survival, likely = 1.0, list[float]()
-            for depth in range(limits[each]):
+            there = found.by_depth()[:limit]
+            survival, likely = 1.0, there + [0.0] * (limit - len(there))
+            best, length = 0.0, 0
+            for depth in range(limit):
                 survival *= record.own[source].probability(late.acceptance.rates[Acceptance.unsure(depth)])
-                likely.append(max(survival, there[depth] if depth < len(there) else 0.0))
-            is_better = planner.speed(likely, seconds) > planner.speed(there)
-            if is_better or late.shadows > seconds:
-                late.shadows -= 0.0 if is_better else seconds
-                asked.append(each)
+                likely[depth] = max(survival, likely[depth])
+                if depth + 1 == limit or not is_one_pass:
+                    speed = planner.speed(likely[: max(depth + 1, len(there))], late.cost.of(depth + 1, len(proposals)))
+                    if speed > best:
+                        best, length = speed, depth + 1
+            seconds, longest = (late.cost.of(count, len(proposals)) for count in (length, limit))
+            if not planner.can_draft(spent + seconds):
+                break
+            is_better = best > planner.speed(there)
+            shadow = longest - (seconds if is_better else 0.0)  # all of it shows what longer ones would gain
+            if late.shadows > shadow > 0.0 and planner.can_draft(spent + longest):
+                late.shadows -= shadow
+                length, seconds, is_better = limit, longest, True
+            if is_better:
+                asked[each], spent = length, spent + seconds
         return asked
 
-    def answered_late(self, source: str, num_seqs: int, seconds: float) -> None:
-        """Asking it for so many sequences took so long."""
-        late, per_seq = self._late[source], seconds / num_seqs
+    def answered_late(self, source: str, lengths: Many[int], seconds: float) -> None:
+        """Asking it for drafts of these lengths together took so long."""
+        late = self._late[source]
         late.num_answers += 1
         if late.num_answers == 1:  # it takes many times longer, and nothing is known of it
             self._drafting += seconds
-        elif late.num_answers <= _WARM and late.seconds:  # the first answers of all take longer
-            self._drafting, late.seconds = self._drafting + seconds, min(per_seq, late.seconds)
         else:
-            late.seconds = self._took(seconds, num_seqs, late.seconds)
+            self._drafting += late.cost.learn(lengths, seconds)
 
     def choose(self, proposals: Many[tuple[Sequence, Proposals]], most: int, seconds: float) -> list[list[int]]:
         """Which nodes of each sequence's proposals this step shall verify, at most `most` together; asking for them
@@ -253,4 +266,4 @@ class Adaptive:
             self._debtors = {seq for seq in self._debtors if seq in self._records and self._records[seq].owed}
         self._shadows = min(self._shadows + _SHADOW * seconds, _MOST_SHADOWS * self._asking)
         for late in self._late.values():
-            late.shadows = min(late.shadows + _SHADOW * seconds, _MOST_SHADOWS * late.seconds)
+            late.shadows = min(late.shadows + _SHADOW * seconds, _MOST_SHADOWS * late.cost.newest)

@@ -1,12 +1,14 @@
-"""What asking drafters takes whose drafts are verified whole: by length, and for what they must read before."""
+"""What asking drafters takes that run a model: by the length of drafts, and for what they must read before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections import Counter
+from collections.abc import Mapping, Sequence as Many
 from typing import NamedTuple
 
 _LEARNS = 0.1  # share of what was measured last
 _HELD_UP = 8.0  # times what was expected: more was a pause of the machine
+_WARM = 8  # answers of one length to one number of sequences, of which the quickest counts
 ON_THE_WAY = 16  # tokens that a draft's first pass reads with the last one
 
 
@@ -27,15 +29,7 @@ class AskingCost:
         self._per_token = 0.0  # of reading
 
     def of(self, length: int) -> float:
-        if not length or not self._drafts:
-            return 0.0
-        if length in self._drafts:
-            return self._drafts[length]
-        longer = [known for known in self._drafts if known > length]
-        if longer:
-            return self._drafts[min(longer)]
-        longest = max(self._drafts)
-        return self._drafts[longest] * length / longest
+        return _by_length(self._drafts, length) if length and self._drafts else 0.0
 
     def reading(self, unread: int) -> float:
         """Seconds of reading so many tokens, as far as is known."""
@@ -63,3 +57,48 @@ class AskingCost:
         per_draft, before = counted / len(asked), self._drafts.get(length)
         self._drafts[length] = per_draft if before is None else before + _LEARNS * (per_draft - before)
         return counted, [0.0] * len(asked)
+
+
+class SharedCost:
+    """Seconds that one drafter takes for one sequence, by its draft's length and by how many share its passes: numbers
+    of sequences are told apart by powers of two. What nobody asked for yet is expected to take what was measured of the
+    nearest number, by length as AskingCost does."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[int, dict[int, float]] = {}  # by power of two, then by length
+        self._num_answers: Counter[tuple[int, int]] = Counter()
+        self.newest = 0.0  # seconds for one sequence
+
+    def of(self, length: int, num_seqs: int) -> float:
+        if not self._drafts:
+            return 0.0
+        size = num_seqs.bit_length()
+        return _by_length(self._drafts[min(self._drafts, key=lambda known: abs(known - size))], length)
+
+    def learn(self, lengths: Many[int], seconds: float) -> float:
+        """Asking for drafts of these lengths together took `seconds`; returns what of it was no pause of the
+        machine."""
+        size, length, per_seq = len(lengths).bit_length(), max(lengths), seconds / len(lengths)
+        drafts = self._drafts.setdefault(size, {})
+        before = drafts.get(length)
+        self._num_answers[size, length] += 1
+        if before is None:
+            drafts[length] = per_seq
+        elif self._num_answers[size, length] <= _WARM:  # the first answers of all take longer
+            drafts[length] = min(before, per_seq)
+        else:
+            per_seq = min(per_seq, _HELD_UP * before)
+            drafts[length] = before + _LEARNS * (per_seq - before)
+        self.newest = drafts[length]
+        return per_seq * len(lengths)
+
+
+def _by_length(drafts: Mapping[int, float], length: int) -> float:
+    """What a draft of that length takes, where those of some lengths are known."""
+    if length in drafts:
+        return drafts[length]
+    longer = [known for known in drafts if known > length]
+    if longer:
+        return drafts[min(longer)]
+    longest = max(drafts)
+    return drafts[longest] * length / longest

@@ -153,13 +153,14 @@ class Needs:
     """What a drafter takes. `hidden_layers`: of which layers, counted from 0, it is shown the output; `top_k`: how many
     of the target's best tokens it is shown of each row of logits, at most MOST_TOP_K and the vocabulary;
     `memory_bytes`: what it will hold beyond its weights and its KV; `cost_class`: "free" for look-ups, which take
-    microseconds and use no tensors, "pass" for a model that takes one pass for a draft of any length, "model" for one
-    whose drafts take longer the longer they are; `observes`: whether it is told of steps."""
+    microseconds and use no tensors, "pass" for a head that takes one pass for a draft of any length, "passes" for one
+    that takes a pass for each token, "model" for a model that moreover has to read the prompt before its first draft;
+    `observes`: whether it is told of steps."""
 
     hidden_layers: tuple[int, ...] = ()
     top_k: int = 0
     memory_bytes: int = 0
-    cost_class: Literal["free", "pass", "model"] = "free"
+    cost_class: Literal["free", "pass", "passes", "model"] = "free"
     observes: bool = True
 
     @classmethod
@@ -170,7 +171,7 @@ class Needs:
             hidden_layers=tuple(sorted({layer for part in all_parts for layer in part.hidden_layers})),
             top_k=max(part.top_k for part in all_parts),
             memory_bytes=sum(part.memory_bytes for part in all_parts),
-            cost_class=max((part.cost_class for part in all_parts), key=["free", "pass", "model"].index),
+            cost_class=max((part.cost_class for part in all_parts), key=["free", "pass", "passes", "model"].index),
         )
 
 
@@ -260,6 +261,12 @@ class DraftRunner(Protocol):
         there: for tokens of the sequence that the target has computed, and from a proposal's request on for the last
         token and num_tokens nodes behind it."""
 
+    def write_chains(self, texts: Many[Any], out: DraftOutput, drawing: Any, min_probability: float = 0.0) -> bool:
+        """Write drafts, of drawing.DraftText, to their ends or to the first token that is given less than
+        `min_probability`, of a head that reads its own hidden states: `out` has a row of each. A token is one pass with
+        the draw behind it and no Python between. For drafts without a grammar whose tokens are chosen. False, and
+        nothing done, where `ops` do not record."""
+
     def catch_up(self, seqs: Many[SequenceView]) -> None:
         """Compute what tokens that the target has computed still lack of the model's KV, chunk by chunk."""
 
@@ -295,6 +302,10 @@ class DraftContext(Protocol):
         """A draft head of that kind, made for this target, as models.heads runs it: from a folder or a repository, or
         None: from the zoo, where there is one.
         Raises ModelError for one that is not there, cannot be run or was made for another target."""
+
+    def has_head(self, name: str | None, kind: str) -> bool:
+        """Whether `load_head` would find a head of that kind by that name. Raises ModelError for one that is not there
+        or cannot be read."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of int64 [n] -> float32 [n, hidden]."""

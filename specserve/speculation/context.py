@@ -68,6 +68,9 @@ class TargetContext:
     def load_head(self, name: str | None, kind: str) -> Any:
         return self._heads.load(name, kind)
 
+    def has_head(self, name: str | None, kind: str) -> bool:
+        return self._heads.has(name, kind)
+
     def runner(self, model: DraftModel, reads: Tensor | None = None) -> ModelRunner:
         runner = ModelRunner(model, self.ops, *self._sizes, reads)
         if self._layers is None:

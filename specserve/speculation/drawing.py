@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from specserve.errors import ConfigError
 from specserve.ops import DrawArrays, Ops
 from specserve.sampling import noise
-from specserve.speculation.base import SequenceView
+from specserve.speculation.base import DraftContext, SequenceView
 from specserve.types import Draft
 
 
@@ -132,6 +132,18 @@ def checked_probability(value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ConfigError(f"min_probability is {value!r}; it must be a number from 0 to 1.")
     return value
+
+
+def named_for_auto(context: DraftContext, head: str | None, kind: str) -> bool:
+    """For "auto": whether a head of that kind is named. Raises ConfigError where its drafts may not be cut."""
+    if head is None or not context.has_head(head, kind):
+        return False
+    if context.verification != "coupled":
+        raise ConfigError(
+            f"--drafter auto uses a head under --verification coupled alone, and it is {context.verification}. "
+            f"Name --drafter {kind}, or leave the head out."
+        )
+    return True
 
 
 class DraftText:

@@ -62,7 +62,7 @@ class DraftHost:
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
         self.needs: Needs = Needs.of(part.needs for part in parts) if parts else getattr(drafter, "needs", Needs())
-        self.is_late = self.needs.cost_class == "pass"
+        self.is_late = self.needs.cost_class in ("pass", "passes")
         self.is_weighed: bool = all(part.is_weighed for part in parts)
         self.dropped: Counter[str] = Counter()
         self.num_dropped = 0  # the sum of `dropped`
@@ -107,15 +107,19 @@ class DraftHost:
         if self._drafter is not None:
             self._expected.add(seq)
 
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        """One draft for each sequence of a step, of at most budget[i] tokens; the drafter is asked for those with a
-        budget."""
+    def meet(self, seqs: list[Sequence]) -> None:
+        """Tell the drafter of those sequences of a step that it has not heard of. Before the step."""
         for seq in seqs if self._expected else ():
             if seq in self._expected:
                 self._expected.remove(seq)
                 view = SequenceView(seq)
                 if self._drafter is not None and self._call(partial(self._drafter.begin, view)).error is None:
                     self._views[seq] = view
+
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        """One draft for each sequence of a step, of at most budget[i] tokens; the drafter is asked for those with a
+        budget."""
+        self.meet(seqs)
         drafts = [Draft.empty()] * len(seqs)
         if self._drafter is None:
             return drafts

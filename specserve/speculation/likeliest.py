@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.speculation.base import DraftInput, DraftOutput, DraftRequest, SequenceView
+from specserve.speculation.base import DraftInput, DraftOutput, DraftRequest, DraftRunner, SequenceView
 from specserve.speculation.drawing import Chains, DraftText, Drawing
 from specserve.types import Draft
 
@@ -105,6 +105,7 @@ class Passes:
         reads_hidden: bool = False,
     ) -> None:
         self._drawing, self._top_k, self._ids, self._reads_hidden = drawing, top_k, ids, reads_hidden
+        self._least = least
         trees = [LikeliestTree(*each, least) for each in requests if top_k > 1 and each.seq.temperature == 0]
         texts = [DraftText(*each) for each in requests if top_k == 1 or each.seq.temperature > 0]
         self._all: list[DraftText | LikeliestTree] = [*texts, *trees]
@@ -123,8 +124,18 @@ class Passes:
         inputs = []
         for i, text in enumerate(self._chains.growing):
             at = len(text.seq.tokens) + len(text.tokens) - 1 - self._reads_hidden
-            inputs.append(DraftInput(text.seq, at, [text.last], features=None if states is None else states[i : i + 1]))
+            features = None if states is None else states[i : i + 1]
+            # A head reads all tokens again behind the target's own hidden states: these here are never the sequence's.
+            inputs.append(DraftInput(text.seq, at, [text.last], features=features, is_scratch=self._reads_hidden))
         return inputs + [self._tree_input(tree, wanted) for tree, wanted in self._trees]
+
+    def write_chains(self, runner: DraftRunner, out: DraftOutput) -> bool:
+        """Write all drafts at once, behind the first pass, of a model that `reads_hidden`; returns whether that could
+        be done."""
+        chains, seqs = self._chains.growing, self.seqs
+        if self._trees or not self._drawing.is_chosen(seqs) or any(seq.has_grammar for seq in seqs):
+            return False
+        return runner.write_chains(chains, out, self._drawing, self._least)
 
     def drafts(self) -> dict[SequenceView, Draft]:
         return {each.seq: each.draft() for each in self._all}

@@ -245,9 +245,11 @@ class Policy:
         limits: Mapping[ScheduledSeq, int],
     ) -> float:
         """Add what a drafter that takes a while proposes, where that is worth asking it. Returns the seconds."""
+        host.meet([e.seq for e in step.seqs if host in self._parts[e.seq]])
         own = {e: found for e, found in proposals.items() if e.seq.draft_limit and host in self._parts[e.seq]}
-        asked = adaptive.asked_late(host.name, own, {e: min(limits[e], e.seq.draft_limit) for e in own})
-        budgets = {e: self._reserve(step, e, min(limits[e], e.seq.draft_limit)) for e in asked}
+        longest = {e: min(limits[e], e.seq.draft_limit) for e in own}
+        asked = adaptive.asked_late(host.name, own, longest, host.needs.cost_class == "pass")
+        budgets = {e: self._reserve(step, e, length) for e, length in asked.items()}
         if not any(budgets.values()):
             return 0.0
         drafts, took = self._propose([host], step.seqs, budgets)
@@ -257,7 +259,7 @@ class Policy:
         for count in budgets.values():  # the step takes what it verifies
             step.num_tokens_left += count
             step.num_logits_left += count
-        adaptive.answered_late(host.name, len(asked), took[host.name])
+        adaptive.answered_late(host.name, [count for count in budgets.values() if count], took[host.name])
         return took[host.name]
 
     def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:

@@ -31,7 +31,10 @@ from specserve.models.loader import load_model
 from specserve.ops.backend import KernelOptions
 from specserve.registry import DRAFTERS, KERNELS
 from specserve.speculation import policy
+from specserve.speculation.asking import SharedCost
 from specserve.speculation.grammar import guide
+from specserve.speculation.planner import Planner
+from specserve.speculation.tree import Proposals
 from specserve.structured.spec import Structured
 from specserve.structured.walk import visit
 from specserve.testing import write_tiny_model
@@ -363,16 +366,54 @@ def assert_alike(*samples: Counter[tuple[int, ...]]) -> None:
     assert sum(table[0][:-1]) > samples[0].total() / 4, "enough is not rare"
 
 
+@pytest.mark.parametrize("kind", ["block", "eagle3", "medusa"])
 def test_auto_merges_the_head_s_drafts_with_what_is_looked_up(
-    tiny: Path, heads: dict[str, Path], expected: Any
+    tiny: Path, heads: dict[str, Path], expected: Any, kind: str
 ) -> None:
-    engine = make(tiny, {"drafter": "auto", "drafter_options": {"head": str(heads["block"])}})
+    engine = make(tiny, {"drafter": "auto", "drafter_options": {"head": str(heads[kind])}})
     for request in mixed(6):
         engine.add(request)
     counted = [engine.requests[request.id][0].stats for request in mixed(6)]
     assert drive(engine, []) == expected
-    for source in ("block", "suffix"):
-        assert sum(each.by_source.get(source, [0, 0])[1] for each in counted) > 0, f"{source} was right"
+    drafted, accepted = np.sum([each.by_source.get(drafter_of(kind), [0, 0]) for each in counted], 0)
+    assert 0 < accepted < drafted
+    assert sum(each.by_source.get("suffix", [0, 0])[0] for each in counted) > 0
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "auto"])
+def test_drafts_of_passes_that_are_weighed(
+    tiny: Path, heads: dict[str, Path], expected: Any, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """Nodes are cut, by nobody's rule, and merged with others', lengths change; blocks are few."""
+
+    def some(self: Any, proposals: list[Proposals], most: int, asking: Any = ()) -> list[list[int]]:
+        chosen: list[list[int]] = []
+        for each in proposals:
+            kept: list[int] = []
+            for node, parent in enumerate(each.parents):
+                if (parent < 0 or parent in kept) and (len(each) + 3 * node) % 7 and most > 0:
+                    kept.append(node)
+                    most -= 1
+            chosen.append(kept)
+        return chosen
+
+    monkeypatch.setattr(Planner, "choose", some)
+    monkeypatch.setattr(Planner, "can_draft", lambda *_: True)
+    monkeypatch.setattr(SharedCost, "of", lambda *_: 0.0)  # so that it is asked however long a tiny model takes
+    options: dict[str, Any] = {"drafter": drafter, "drafter_options": {"head": str(heads["eagle3"])}, "adaptive": True}
+    storage = make(tiny, options).cache.storage
+    per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
+    engine = make(tiny, options, max_num_batched_tokens=24, kv_cache_gib=14.5 * per_block / 2**30)
+    for request in mixed(6):
+        engine.add(request)
+    counted = [engine.requests[request.id][0].stats for request in mixed(6)]
+    assert drive(engine, []) == expected
+    assert engine.counters.num_preemptions > 0
+    drafted, accepted = np.sum([each.by_source.get("eagle", [0, 0]) for each in counted], 0)
+    assert 0 < accepted < drafted
+    for _ in range(2):
+        assert drive(engine, mixed(5)[4:]) == {("r4", 0): expected["r4", 0]}
+    assert engine.cache.stats.num_prefix_hit_tokens > 0
 
 
 def test_auto_refuses_a_head_whose_drafts_it_may_not_cut(tiny: Path, heads: dict[str, Path]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
-from specserve.speculation.asking import Asked, AskingCost
+from specserve.speculation.asking import Asked, AskingCost, SharedCost
 from specserve.speculation.cost import ROWS, StepCost
 from specserve.speculation.tree import Proposals
 from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
@@ -133,3 +133,19 @@ def test_lengths_nobody_asked_for() -> None:
     assert cost.reading(50) == pytest.approx(0.005)
     assert cost.reading(1) == 0.0, "that is read on the way"
     assert cost.learn([Asked(2, 0)], 10.0)[0] == pytest.approx(8 * 0.002), "the machine paused"
+
+
+def test_passes_are_shared() -> None:
+    cost = SharedCost()
+    assert cost.of(3, 1) == 0.0, "nothing is known"
+    assert cost.learn([2], 0.010) == 0.010
+    for _ in range(3):
+        cost.learn([2], 0.002)
+    assert (cost.of(2, 1), cost.of(1, 1), cost.of(4, 1)) == (0.002, 0.002, 0.004)
+    assert cost.of(2, 9) == 0.002, "nobody asked for so many yet"
+    cost.learn([2, 1, 2, 2], 0.004)
+    assert (cost.of(2, 1), cost.of(2, 4), cost.of(2, 7), cost.of(2, 30)) == (0.002, 0.001, 0.001, 0.001)
+    for _ in range(6):
+        cost.learn([2], 0.002)
+    assert cost.learn([2], 1.0) == pytest.approx(8 * 0.002), "the machine paused"
+    assert 0.002 < cost.of(2, 1) < 0.004

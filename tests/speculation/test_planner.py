@@ -44,7 +44,8 @@ class Run:
 class Machine:
     """Decodes sequences that never end, with exact times. `asking` are the seconds that one proposal takes; with
     `is_whole` drafts are verified as they are, so that their lengths are decided before; with `is_late` whether to ask
-    is, once there is what was `looked_up` at no cost."""
+    is, once there is what was `looked_up` at no cost, and with `passes` for how many tokens, each for `asking` seconds
+    and less where sequences share a pass."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Machine:
         knows: Callable[[int], float] | None = None,
         is_whole: bool = False,
         is_late: bool = False,
+        passes: bool = False,
         looked_up: Acceptance | None = None,
         slower: Callable[[int], float] = lambda at: 1.0,
     ) -> None:
@@ -63,7 +65,8 @@ class Machine:
         self.cost.decoding.begin(np.array([(knows or takes)(rows) for rows in ROWS]))
         self.adaptive = Adaptive(self.cost.decoding)
         self.takes, self.is_right, self.asking, self.confidence = takes, is_right, asking, confidence
-        self.is_whole, self.is_late, self.looked_up, self.slower = is_whole, is_late, looked_up, slower
+        self.is_whole, self.is_late, self.passes = is_whole, is_late or passes, passes
+        self.looked_up, self.slower = looked_up, slower
         self.num_asked = 0  # of the late ones
         self.seqs = [Sequence(str(i), 0, [0] * 20, 10, SamplingParams(), 0, 10**9) for i in range(num_seqs)]
         for seq in self.seqs:
@@ -94,13 +97,14 @@ class Machine:
             if self.looked_up is not None:
                 for each in adaptive.asked(scheduled):
                     there[each].add("looked up", self._draft(at, each.seq, self.looked_up))
-            late = adaptive.asked_late("head", there, dict.fromkeys(scheduled, LENGTH))
+            late = adaptive.asked_late("head", there, dict.fromkeys(scheduled, LENGTH), not self.passes)
             self.num_asked += len(late)
-            for each in late:
-                there[each].add("head", self._draft(at, each.seq))
-            asking = self.asking * len(late)
+            for each, length in late.items():
+                draft = self._draft(at, each.seq)
+                there[each].add("head", Draft(draft.tokens[:length], draft.parents[:length], None, draft.confidence))
+            asking = self._passes(list(late.values())) if self.passes else self.asking * len(late)
             if late:
-                adaptive.answered_late("head", len(late), asking)
+                adaptive.answered_late("head", list(late.values()), asking)
             proposals = [(each.seq, found) for each, found in there.items() if len(found)]
             chosen = adaptive.choose(proposals, 512, 0.0)
             lengths = {}
@@ -126,6 +130,11 @@ class Machine:
         run.plain += num_tokens * self.slower(at) * self.takes(num_seqs) / num_seqs
         assert run.drafted is not None
         run.drafted.append(drafted)
+
+    def _passes(self, lengths: list[int]) -> float:
+        """Seconds of passes that make such drafts together."""
+        rows = [sum(length > depth for length in lengths) for depth in range(LENGTH)]
+        return sum(self.asking * (1 + 0.05 * (each - 1)) for each in rows if each)
 
     def _draft(self, at: int, seq: Sequence, is_right: Acceptance | None = None) -> Draft:
         right = [(is_right or self.is_right)(at, int(seq.request_id), depth) for depth in range(LENGTH)]
@@ -181,6 +190,25 @@ def test_the_loss_is_bounded_where_drafts_are_verified_whole(name: str, num_seqs
 def test_the_loss_is_bounded_where_asking_takes_a_while(name: str, num_seqs: int, asking: float) -> None:
     run = Machine(steep, ADVERSARIES[name], num_seqs, asking / num_seqs, is_late=True).run(800)
     assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
+
+
+@pytest.mark.parametrize("asking", [PLAIN / 20, PLAIN])
+@pytest.mark.parametrize("num_seqs", [1, 12])
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_the_loss_is_bounded_where_each_token_takes_a_pass(name: str, num_seqs: int, asking: float) -> None:
+    run = Machine(steep, ADVERSARIES[name], num_seqs, asking, passes=True).run(800)
+    assert run.seconds <= 1.02 * run.plain + 4 * LENGTH * asking + 8 * steep(num_seqs)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 12])
+def test_drafts_of_passes_are_as_long_as_pays(num_seqs: int) -> None:
+    for depth, least, most in ((LENGTH, 0.8 * LENGTH, LENGTH), (2, 1.9, 2.7)):
+        machine = Machine(flat, lambda at, seq, own, depth=depth: own < depth, num_seqs, PLAIN / 8, passes=True)  # type: ignore[misc]
+        machine.run(300)
+        run = machine.run(200, first=300)
+        assert run.drafted is not None
+        assert least <= np.mean(run.drafted) / num_seqs <= most
+        assert run.seconds < 0.85 * run.plain
 
 
 @pytest.mark.parametrize("num_seqs", [1, 12])

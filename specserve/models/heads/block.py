@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from specserve.errors import ModelError
 from specserve.models.decoder import Decoder, WeightReader, read_layer, rotary_tables
-from specserve.models.heads.recorded import BlockDraws, RecordedWrite
+from specserve.models.heads.recorded import HeadDraws, RecordedWrite
 from specserve.models.heads.spec import BlockSpec
 from specserve.ops import Ops, Rotation
 
@@ -119,9 +119,9 @@ class BlockHead:
         ops, (table, out) = self.ops, self._bigram
         return ops.linear(ops.quantize_activation(ops.embed(tokens, table, 1.0)), out).float()
 
-    def draws(self, hashed: Tensor) -> BlockDraws:
+    def draws(self, hashed: Tensor) -> HeadDraws:
         """What draws its drafts; `hashed` are its ids as noise.hash_tokens has them."""
-        return BlockDraws(self.bias, self.ids, hashed, self.ops)
+        return HeadDraws(self.bias, self.ids, hashed, self.ops)
 
     @torch.inference_mode()
     def confidence(self, hidden: Tensor, before: list[int]) -> list[float] | None:

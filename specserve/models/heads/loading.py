@@ -49,6 +49,13 @@ class HeadLoader:
             return BlockHead(dataclasses.replace(spec, layers=layers, has_head=has_head), *given)
         return EagleHead(dataclasses.replace(spec, layers=layers, has_head=has_head), *given)
 
+    def has(self, name: str | None, kind: str) -> bool:
+        """Whether `load` has a head of that kind by that name. Raises ModelError for one that is not there or cannot be
+        read."""
+        if name is None:
+            return zoo.find(kind, TargetOrigin(self._folder).fingerprint()) is not None
+        return read_head(catalog.resolve_head(name), self._target.spec.num_layers).spec.kind == kind
+
     def _from_zoo(self, kind: str) -> Path:
         found = zoo.find(kind, TargetOrigin(self._folder).fingerprint())
         if found is None:

@@ -1,5 +1,5 @@
-"""What a block head does beside its pass, without Python in between where ops record: it draws the tokens of drafts,
-one depth after another, and writes its KV of hidden states."""
+"""What heads do beside a forward pass, replayed where ops record: draws of drafts' tokens, passes over one token of
+each draft with the draw behind it, and what is made of the target's hidden states."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.ops import DrawArrays, Ops, Recording
+from specserve.ops import AttentionRows, DrawArrays, Ops, Recording
 
 _FEW = 8  # drafts at once, at first
 
 
-class BlockDraws:
+class HeadDraws:
     """Draws of a head whose draft vocabulary is `ids`, and which says by `bias` what tokens add to the logits behind
     them; `hashed` int64 [draft vocabulary] are the ids as noise.hash_tokens has them."""
 
@@ -114,6 +114,82 @@ class _Recorded:
         self._recording.start(n, n, None)
         self._recording.finish()
         return np.stack([each[:n] for each in self._tokens]), np.stack([each[:n] for each in self._confidence])
+
+
+class ChainPasses:
+    """Passes of a head over one token of each of some drafts, at most `most` at once, with the draw of the token
+    behind it. A row reads a token and, as its features, what the pass before says of the hidden state before that.
+    `hashed` are the head's ids as noise.hash_tokens has them."""
+
+    def __init__(
+        self, head: Any, recording: AbstractContextManager[Recording], kv: list[Tensor], hashed: Tensor, most: int
+    ) -> None:
+        ops: Ops = head.ops
+        self.most = most
+        self._inputs = np.zeros((2, most), np.int64)  # ids, positions
+        self._features = ops.input_rows(most, head.features_width)
+        self._keys, self._temperature = np.zeros(most, np.int64), np.zeros(most, np.float64)
+        self._rows = np.arange(most + 1, dtype=np.int32)
+        rows, ids = torch.arange(most), head.ids
+        self._points_into = head, kv, rows, ids, hashed  # and nothing else keeps these
+        with recording as self._recording:
+            tokens, positions = torch.from_numpy(self._inputs)
+            hidden, logits, _, _ = head.forward(tokens, positions, rows, kv, None, (), self._features)
+            how = DrawArrays(rows, torch.from_numpy(self._temperature), torch.from_numpy(self._keys))
+            drawn = ops.draw(0, logits, None, how, ids, hashed)
+        self._hidden = hidden.numpy()
+        self._tokens, self._confidence = drawn[0].numpy(), drawn[1].numpy()
+        self._own, self._ops = self._features.numpy(), ops
+
+    def run(
+        self,
+        tokens: NDArray[np.int64],
+        features: NDArray[np.float32],
+        starts: NDArray[np.int32],
+        block_tables: NDArray[np.int32],
+        block_size: int,
+        temperature: NDArray[np.float64],
+        keys: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+        """One pass over tokens int64 [n] at logical positions `starts` int32 [n], features float32 [n, hidden] -> the
+        tokens behind them, their confidence and the features of the pass behind, valid until that."""
+        n = len(tokens)
+        self._recording.finish()  # of a pass that an exception left
+        self._inputs[0, :n], self._inputs[1, :n] = tokens, starts
+        self._own[:n] = features
+        self._temperature[:n], self._keys[:n] = temperature, keys
+        rows = AttentionRows(n, self._rows[: n + 1], starts, block_tables, np.full(n, -1, np.int32))
+        self._recording.start(n, n, self._ops.plan(rows, block_size))
+        self._recording.finish()
+        return self._tokens[:n], self._confidence[:n], self._hidden[:n]
+
+
+class RecordedStates:
+    """Replays `states`, which makes a head's hidden states of what it reads of the target: as many parts as `parts`
+    says, each `width` numbers wide, of `max_rows` rows at most."""
+
+    def __init__(
+        self,
+        states: Callable[[list[Tensor]], Tensor],
+        ops: Ops,
+        recording: AbstractContextManager[Recording],
+        parts: int,
+        width: int,
+        max_rows: int,
+    ) -> None:
+        self._hidden = [ops.input_rows(max_rows, width) for _ in range(parts)]
+        with recording as self._recording:
+            self._states = states(self._hidden)
+
+    def __call__(self, hidden: list[Tensor]) -> Tensor:
+        """Valid until the next call."""
+        self._recording.finish()  # of rows that an exception left
+        rows = len(hidden[0])
+        for own, given in zip(self._hidden, hidden, strict=True):
+            own[:rows] = given
+        self._recording.start(rows, 0, None)
+        self._recording.finish()
+        return self._states[:rows]
 
 
 class RecordedWrite:
