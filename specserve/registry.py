@@ -30,6 +30,7 @@ from typing import Any
 from specserve.errors import ConfigError, unknown
 
 _OURS = __name__.partition(".")[0]
+RUNS_MODEL = "RUNS_MODEL"  # the constant of drafters whose model is loaded, and its KV planned, at the start
 
 
 @dataclass(frozen=True, slots=True)

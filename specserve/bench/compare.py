@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specserve.config import DRAFT_MODEL
 from specserve.engine.counters import Times
 from specserve.errors import ConfigError, EngineError
+from specserve.registry import DRAFTERS, RUNS_MODEL
 from specserve.types import SamplingParams, SequenceStats
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ class Plan:
     @property
     def own(self) -> str:
         """Who the engine is made for: the KV of a drafter's model is planned at the start."""
-        return DRAFT_MODEL if DRAFT_MODEL in self.drafters else self.contenders[-1]
+        running = DRAFTERS.stating(RUNS_MODEL)
+        with_model = sorted((name for name in self.drafters if name in running), key=lambda name: name != DRAFT_MODEL)
+        return (with_model or self.contenders[-1:])[0]
 
     def options_of(self, name: str) -> dict[str, Any]:
         """A contender's options."""

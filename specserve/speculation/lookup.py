@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from specserve.errors import ConfigError, unknown
-from specserve.registry import DRAFTERS
+from specserve.registry import DRAFTERS, RUNS_MODEL
 from specserve.speculation.base import DraftContext, Drafter
 
 NONE = "none"  # the name of plain decoding
-RUNS_MODEL = "RUNS_MODEL"  # stated by drafters whose model is loaded, and its KV planned, at the start
 AUTO = "auto"  # and of all drafters that state a PRIORITY, together
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # kinds of options

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specserve.cache.storage import KVShape
-from specserve.models.heads.recorded import ChainPasses, HeadDraws
+from specserve.models.heads.recorded import ChainWriter
 from specserve.ops import AttentionRows, Ops
 from specserve.ops.rows import padded_tables
 from specserve.runtime.pack import StepInput, padded
@@ -18,8 +18,6 @@ from specserve.runtime.runner import Runner
 from specserve.speculation.asking import ON_THE_WAY
 from specserve.speculation.base import MOST_MISSING, DraftInput, DraftOutput, HiddenInput, SequenceView
 from specserve.speculation.drawing import DraftText, Drawing
-
-_FEW = 8  # drafts at once, at first
 
 
 class ModelRunner:
@@ -33,58 +31,29 @@ class ModelRunner:
         self._reads = None if reads is None else reads.numpy()
         self.most_rows, self._max_logit_rows = max_rows, max_logit_rows
         self._runner: Runner | None = None
-        self._passes: ChainPasses | None = None  # of a head that takes a pass for each token
-        self._draws: HeadDraws | None = None
+        self._writer: ChainWriter | None = None
 
     def bind(self, layers: list[Tensor], block_size: int) -> None:
         self._block_size = block_size
         self._runner = Runner(self._model, self._ops, layers, block_size, self.most_rows, self._max_logit_rows)
 
-    @torch.no_grad()
     def write_chains(
         self, texts: Many[DraftText], out: DraftOutput, drawing: Drawing, min_probability: float = 0.0
     ) -> bool:
-        assert self._runner is not None, "a drafter's model runs once the engine has its cache"
-        seqs = [text.seq for text in texts]
-        passes = self._chain_passes(len(texts), drawing)
-        if passes is None or self._draws is None:
+        if self._ops.recording() is None:
             return False
-        temperature, keys = drawing.arrays(seqs, range(max(text.most for text in texts)))
-        each = np.arange(len(texts))
-        drawn, chances = self._draws.draw(out.logits, each, each[None], temperature, keys[:1])
-        tokens, confidence, hidden = drawn[0], chances[0], out.hidden.numpy()
+        if self._writer is None:
+            assert self._runner is not None, "a drafter's model runs once the engine has its cache"
+            hashed = drawing.hashed(self._model.spec.vocab_size, self._model.ids)
+            self._writer = ChainWriter(self._model, self._runner.kv, self._block_size, hashed)
+        seqs, most = [text.seq for text in texts], [text.most for text in texts]
         starts = np.array([len(seq.tokens) - 1 for seq in seqs], np.int32)
         tables = padded_tables([seq._seq.blocks.ids for seq in seqs])
-        for depth in range(1, len(keys) + 1):
-            told = zip(each.tolist(), tokens.tolist(), confidence.tolist(), strict=True)
-            rows = [
-                row
-                for row, (i, token, chance) in enumerate(told)
-                if chance >= min_probability and texts[i].take(token, chance, None)
-            ]
-            if not rows:
-                break
-            each = each[rows]
-            how = temperature[each], keys[depth, each]
-            at = starts[each] + np.int32(depth - 1)
-            tokens, confidence, hidden = passes.run(
-                tokens[rows], hidden[rows], at, tables[each], self._block_size, *how
-            )
+        how = drawing.arrays(seqs, range(max(most)))
+        found = self._writer.write((out.logits, out.hidden), most, starts, tables, *how, min_probability)
+        for text, (tokens, confidence) in zip(texts, found, strict=True):
+            text.tokens, text.confidence = tokens, confidence
         return True
-
-    def _chain_passes(self, count: int, drawing: Drawing) -> ChainPasses | None:
-        """For so many drafts at once; None where ops do not record."""
-        known = self._passes
-        if known is None or known.most < count:
-            recording = self._ops.recording()
-            if recording is None:
-                return None
-            hashed = drawing.hashed(self._model.spec.vocab_size, self._model.ids)
-            self._draws = self._draws or self._model.draws(hashed)
-            most = max(count, _FEW if known is None else 2 * known.most)
-            assert self._runner is not None
-            self._passes = known = ChainPasses(self._model, recording, self._runner.kv, hashed, most)
-        return known
 
     @torch.no_grad()
     def run(self, inputs: Many[DraftInput]) -> DraftOutput:

@@ -265,6 +265,19 @@ def test_a_drafter_named_twice_is_refused_and_plain_needs_no_name() -> None:
     assert plan("1", "none").contenders == ["none", "1"]
 
 
+@pytest.mark.parametrize(
+    ("drafters", "own"),
+    [
+        ((), "none"),
+        (("ngram", "suffix"), "suffix"),
+        (("eagle", "auto"), "eagle"),
+        (("block", "draft_model"), "draft_model"),
+    ],
+)
+def test_the_engine_is_made_for_the_drafter_with_a_model(drafters: tuple[str, ...], own: str) -> None:
+    assert plan(*drafters).own == own
+
+
 def test_single_tokens_have_no_time_between_them(llm: FakeLLM) -> None:
     short = Plan(drafters=(), params=SamplingParams(temperature=0.0, max_tokens=1))
     found = figures(llm, short)

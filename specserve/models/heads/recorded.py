@@ -3,7 +3,7 @@ each draft with the draw behind it, and what is made of the target's hidden stat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -116,49 +116,93 @@ class _Recorded:
         return np.stack([each[:n] for each in self._tokens]), np.stack([each[:n] for each in self._confidence])
 
 
-class ChainPasses:
-    """Passes of a head over one token of each of some drafts, at most `most` at once, with the draw of the token
-    behind it. A row reads a token and, as its features, what the pass before says of the hidden state before that.
-    `hashed` are the head's ids as noise.hash_tokens has them."""
+class ChainWriter:
+    """Writes drafts of a head that takes a pass for each token: a pass and the draw of the token behind it are one
+    program. `hashed` are the head's ids as noise.hash_tokens has them. For ops that record."""
 
-    def __init__(
-        self, head: Any, recording: AbstractContextManager[Recording], kv: list[Tensor], hashed: Tensor, most: int
-    ) -> None:
+    def __init__(self, head: Any, kv: list[Tensor], block_size: int, hashed: Tensor) -> None:
+        self._head, self._kv, self._block_size, self._hashed = head, kv, block_size, hashed
+        self._draws: HeadDraws = head.draws(hashed)
+        self._pass: _Pass | None = None
+
+    def write(
+        self,
+        said: tuple[Tensor, Tensor],
+        most: Sequence[int],
+        starts: NDArray[np.int32],
+        block_tables: NDArray[np.int32],
+        temperature: NDArray[np.float64],
+        keys: NDArray[np.int64],
+        min_probability: float,
+    ) -> list[tuple[list[int], list[float]]]:
+        """Tokens of n drafts and their confidence, as Ops.draw has them: at most `most` of each, up to the first that
+        is given less than `min_probability`. `said` are the logits float32 [n, draft vocabulary] and the head's own
+        hidden states float32 [n, hidden] of a pass before, `starts` int32 [n] where the first token of each is read,
+        `keys` int64 [longest, n] of the noise."""
+        n = len(most)
+        if self._pass is None or self._pass.most < n:
+            larger = _FEW if self._pass is None else 2 * self._pass.most
+            self._pass = _Pass(self._head, self._kv, self._hashed, max(n, larger))
+        each = np.arange(n)
+        drawn = self._draws.draw(said[0], each, each[None], temperature, keys[:1])
+        tokens, confidence, hidden = drawn[0][0], drawn[1][0], said[1].numpy()
+        found: list[tuple[list[int], list[float]]] = [([], []) for _ in most]
+        for depth in range(1, len(keys) + 1):
+            rows = []
+            for row, i in enumerate(each.tolist()):
+                if confidence[row] >= min_probability:
+                    found[i][0].append(int(tokens[row]))
+                    found[i][1].append(min(1.0, float(confidence[row])))
+                    if depth < most[i]:
+                        rows.append(row)
+            if not rows:
+                break
+            each = each[rows]
+            where = starts[each] + np.int32(depth - 1), block_tables[each], self._block_size
+            how = temperature[each], keys[depth, each]
+            tokens, confidence, hidden = self._pass.run(tokens[rows], hidden[rows], *where, *how)
+        return found
+
+
+class _Pass:
+    """A recorded pass over one row for each of at most `most` drafts, and the draw of the token behind. A row reads a
+    token and, as its features, what the pass before says of the hidden state before that."""
+
+    def __init__(self, head: Any, kv: list[Tensor], hashed: Tensor, most: int) -> None:
         ops: Ops = head.ops
-        self.most = most
+        recording = ops.recording()
+        assert recording is not None, "these ops record"
+        self.most, self._ops = most, ops
         self._inputs = np.zeros((2, most), np.int64)  # ids, positions
-        self._features = ops.input_rows(most, head.features_width)
+        features = ops.input_rows(most, head.features_width)
         self._keys, self._temperature = np.zeros(most, np.int64), np.zeros(most, np.float64)
-        self._rows = np.arange(most + 1, dtype=np.int32)
-        rows, ids = torch.arange(most), head.ids
-        self._points_into = head, kv, rows, ids, hashed  # and nothing else keeps these
-        with recording as self._recording:
+        self._starts = np.arange(most + 1, dtype=np.int32)
+        rows = torch.arange(most)
+        self._points_into = head, kv, hashed, rows  # and nothing else keeps these
+        with recording as self._recording, torch.inference_mode():
             tokens, positions = torch.from_numpy(self._inputs)
-            hidden, logits, _, _ = head.forward(tokens, positions, rows, kv, None, (), self._features)
+            hidden, logits, _, _ = head.forward(tokens, positions, rows, kv, None, (), features)
             how = DrawArrays(rows, torch.from_numpy(self._temperature), torch.from_numpy(self._keys))
-            drawn = ops.draw(0, logits, None, how, ids, hashed)
-        self._hidden = hidden.numpy()
-        self._tokens, self._confidence = drawn[0].numpy(), drawn[1].numpy()
-        self._own, self._ops = self._features.numpy(), ops
+            drawn = ops.draw(0, logits, None, how, head.ids, hashed)
+        self._tokens, self._confidence, self._hidden = drawn[0].numpy(), drawn[1].numpy(), hidden.numpy()
+        self._features = features.numpy()
 
     def run(
         self,
         tokens: NDArray[np.int64],
         features: NDArray[np.float32],
-        starts: NDArray[np.int32],
+        positions: NDArray[np.int32],
         block_tables: NDArray[np.int32],
         block_size: int,
         temperature: NDArray[np.float64],
         keys: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-        """One pass over tokens int64 [n] at logical positions `starts` int32 [n], features float32 [n, hidden] -> the
-        tokens behind them, their confidence and the features of the pass behind, valid until that."""
+        """The tokens behind these, their confidence and the features of the next pass, valid until that."""
         n = len(tokens)
         self._recording.finish()  # of a pass that an exception left
-        self._inputs[0, :n], self._inputs[1, :n] = tokens, starts
-        self._own[:n] = features
+        self._inputs[0, :n], self._inputs[1, :n], self._features[:n] = tokens, positions, features
         self._temperature[:n], self._keys[:n] = temperature, keys
-        rows = AttentionRows(n, self._rows[: n + 1], starts, block_tables, np.full(n, -1, np.int32))
+        rows = AttentionRows(n, self._starts[: n + 1], positions, block_tables, np.full(n, -1, np.int32))
         self._recording.start(n, n, self._ops.plan(rows, block_size))
         self._recording.finish()
         return self._tokens[:n], self._confidence[:n], self._hidden[:n]
