@@ -156,7 +156,7 @@ def compare(
     options = engine_options(engine)
     structured = None if schema is None else load_schema(schema)
     plan = Plan(
-        **_drafting(drafter, options),
+        **drafting(drafter, options),
         params=SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, structured=structured),
         num_speculative_tokens=engine.num_speculative_tokens,
         concurrency=concurrency,
@@ -174,14 +174,14 @@ def compare(
         _show(llm, questions, runs[-1], show)
 
 
-def _drafting(drafters: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+def drafting(drafters: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
     """What a Plan says of drafters, out of the engine's options. A draft model is one of them, and the only one where
     none are named."""
     draft_model, given = options.pop("draft_model"), options.pop("drafter_options")
     if draft_model is not None:
         given = {key: value for key, value in given.items() if key != "model"}
         if "draft_model" not in drafters and drafters != ("auto",):
-            raise ConfigError(f"--draft-model is for --drafter draft_model, not for {' '.join(drafters)}.")
+            raise ConfigError(f"--draft-model is for the drafter draft_model, not for {' '.join(drafters)}.")
         drafters = drafters if "draft_model" in drafters else ("draft_model",)
     return {"drafters": drafters, "drafter_options": given, "draft_model": draft_model}
 

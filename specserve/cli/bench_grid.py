@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, Token, validators
 from rich.console import Console
 
-from specserve.cli.bench import MEASUREMENT, load, names, numbers, progress_bar, write_json
+from specserve.cli.bench import MEASUREMENT, drafting, load, names, numbers, progress_bar, write_json
 from specserve.cli.options import ENGINE_HELP, OUTPUT, Whole, engine_options, options_type
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError
@@ -29,8 +29,7 @@ else:  # outputs are compared, so drafts are judged such that texts stay the sam
         EngineConfig,
         "GridEngineOptions",
         ENGINE_HELP,
-        hidden=("drafter", "draft_model", "verification"),
-        drafter="none",
+        hidden=("drafter", "verification"),
         max_num_seqs=32,
     )
 
@@ -95,15 +94,14 @@ def grid(
 
     options = engine_options(engine)
     plan = Plan(
-        drafters=asked.drafters,
+        **drafting(asked.drafters, options),
         params=SamplingParams(max_tokens=asked.max_tokens, seed=asked.seed, ignore_eos=True),
         num_speculative_tokens=engine.num_speculative_tokens,
-        drafter_options=options.pop("drafter_options"),
         repeats=asked.repeats,
     )
     check_concurrency(max(asked.concurrency, default=1), engine.max_num_seqs)
     for name in plan.contenders[1:]:
-        makers(name, plan.drafter_options)  # a wrong name must not cost a model load, nor a wrong path all figures
+        makers(name, plan.options_of(name))  # a wrong name must not cost a model load, nor a wrong path all figures
     for path in (output, plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
@@ -112,6 +110,7 @@ def grid(
     prompts = load_prompts(asked.prompts)
     categories = [prompt.category for prompt in prompts]
     made = groups(categories, asked.categories, plan, asked.concurrency, asked.temperature, asked.limit)
+    options |= {"drafter": plan.own, "drafter_options": plan.options_of(plan.own)}
     llm, questions = load(options, [(prompt.text, prompt.category) for prompt in prompts], raw=False)
     settings = {
         **asdict(asked),

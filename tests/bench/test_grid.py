@@ -43,7 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    options: dict[str, Any] = {"dtype": "float32", "kv_cache_gib": 0.02, "max_model_len": 512, "threads": 1}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_gib": 0.02,
+        "max_model_len": 512,
+        "threads": 1,
+        "adaptive": False,
+    }
     with LLM(str(folder), max_num_seqs=4, **options) as made:
         yield made
 
@@ -332,6 +338,14 @@ def test_the_command_writes_figures_and_a_picture(here: Path, folder: Path, caps
     assert all(word in out for word in ("ngram: ", "suffix: ", "2 T1", "Worst cell: "))
     assert "1/1 rag, 2 at once, temperature 0: ngram " in err
     assert ElementTree.parse(here / "o.svg").getroot().tag.endswith("svg")
+
+
+def test_the_command_measures_drafters_that_run_a_model(here: Path, folder: Path) -> None:
+    flags = ("--drafters", "ngram,draft_model", "--draft-model", str(folder), "--categories", "math")
+    assert grid_command(folder, *flags, "--temperature", "0", "--no-adaptive", "--output", "o.json") == 0
+    cells = json.loads((here / "o.json").read_text())["cells"]
+    assert {cell["drafter"] for cell in cells} == {"ngram", "draft_model"}
+    assert min(cell["tokens_per_step"] for cell in cells if cell["drafter"] == "draft_model") > 2.5, "its own target"
 
 
 def test_the_command_prints_what_there_is_when_interrupted(
