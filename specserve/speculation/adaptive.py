@@ -34,6 +34,7 @@ class _Record:
     waited: int = 0  # steps since it was asked
     proposals: Proposals | None = None  # of this step
     nodes: list[int] = field(default_factory=list)  # of these, those in the draft
+    late: dict[str, int] = field(default_factory=dict)  # who was asked late in this step, and for how many tokens
     asking: float = 0.0  # seconds that asking for this step's draft took, where it is verified whole
     lent: float = 0.0  # seconds that its drafter has read for it, and
     owed: float = 0.0  # how many of these its drafts have yet to save
@@ -43,12 +44,17 @@ class _Record:
 class _Late:
     """What is known of a drafter that takes a while."""
 
-    acceptance: Acceptance = field(
-        default_factory=Acceptance
-    )  # by depth alone: before it is asked nothing else is known
+    acceptance: Acceptance = field(default_factory=Acceptance)  # by depth alone, as nothing else is known before
     cost: SharedCost = field(default_factory=SharedCost)
     num_answers: int = 0
     shadows: float = 0.0  # seconds for asking it where it gains nothing
+
+    def count(self, hits: Many[bool]) -> None:
+        """Whether one of the nodes at each depth of a draft, of which there may be none, was accepted."""
+        for depth, hit in enumerate(hits):
+            self.acceptance.count(Acceptance.unsure(depth), hit)
+            if not hit:
+                break
 
 
 class Adaptive:
@@ -145,6 +151,7 @@ class Adaptive:
                 length, seconds, is_better = limit, longest, True
             if is_better:
                 asked[each], spent = length, spent + seconds
+                record.late[source] = length
         return asked
 
     def answered_late(self, source: str, lengths: Many[int], seconds: float) -> None:
@@ -230,19 +237,26 @@ class Adaptive:
             record = self._records[seq]
             proposals, record.proposals = record.proposals, None
             asking, record.asking = record.asking, 0.0
-            if proposals is None:
-                continue
+            asked_late, record.late = record.late, {}
             judged: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-            for node, hit in proposals.judged(verdict.tokens):
-                for source, cell in proposals.owners[node]:
+            found: dict[tuple[str, int], bool] = {}  # whether a node of a source at a depth was accepted
+            for owners, depth, hit in () if proposals is None else proposals.judged(verdict.tokens):
+                for source, cell in owners:
                     acceptance = self._acceptance[source]
                     judged[source][0] += hit
                     judged[source][1] += acceptance.rates[cell]
                     acceptance.count(cell, hit)
-                    if source in self._late:
-                        self._late[source].acceptance.count(Acceptance.unsure(proposals.depths[node]), hit)
+                    found[source, depth] = found.get((source, depth), False) or hit
+            for source, length in asked_late.items():
+                if source in judged:
+                    depths = range(min(length, len(verdict.tokens)))
+                    self._late[source].count([found.get((source, depth), False) for depth in depths])
+                else:  # it has nothing to say of this sequence, perhaps for good
+                    judged[source] = [0.0, self._late[source].acceptance.rates[Acceptance.unsure(0)]]
             for source, (hits, expected) in judged.items():
                 record.own[source].count(hits, expected)
+            if proposals is None:
+                continue
             gained = len(verdict.path) - self.planner.price(len(record.nodes))
             record.gain += _FORGETS * (gained - record.gain)
             if asking:

@@ -127,13 +127,13 @@ class Proposals:
         """How many nodes each source proposed."""
         return Counter(source for buckets in self._buckets for source, _ in buckets)
 
-    def judged(self, tokens: Many[int]) -> list[tuple[int, bool]]:
-        """The nodes that these tokens, which came, say something of: those behind accepted ones; with whether it was
-        accepted."""
-        found: list[tuple[int, bool]] = []
+    def judged(self, tokens: Many[int]) -> list[tuple[list[tuple[str, int]], int, bool]]:
+        """The nodes that these tokens, which came, say something of: those behind accepted ones. Of each its owners,
+        its depth and whether it was accepted."""
+        found: list[tuple[list[tuple[str, int]], int, bool]] = []
         on_path = [False] * len(self)
-        for node, parent in enumerate(self.parents):
-            if (parent < 0 or on_path[parent]) and self.depths[node] < len(tokens):
-                on_path[node] = self.tokens[node] == tokens[self.depths[node]]
-                found.append((node, on_path[node]))
+        for node, (parent, depth) in enumerate(zip(self.parents, self.depths, strict=True)):
+            if (parent < 0 or on_path[parent]) and depth < len(tokens):
+                on_path[node] = self.tokens[node] == tokens[depth]
+                found.append((self.owners[node], depth, on_path[node]))
         return found

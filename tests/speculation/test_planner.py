@@ -19,7 +19,7 @@ from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdi
 
 PLAIN = 0.004  # seconds of a step of one row
 LENGTH = 6  # of what is proposed
-RIGHT, WRONG = 1, 2  # tokens
+RIGHT, WRONG, OTHER = 1, 2, 3  # tokens
 
 Acceptance = Callable[[int, int, int], bool]  # of step, sequence and depth: whether that node is right
 
@@ -58,6 +58,7 @@ class Machine:
         is_whole: bool = False,
         is_late: bool = False,
         passes: bool = False,
+        is_tree: bool = False,
         looked_up: Acceptance | None = None,
         slower: Callable[[int], float] = lambda at: 1.0,
     ) -> None:
@@ -66,7 +67,7 @@ class Machine:
         self.adaptive = Adaptive(self.cost.decoding)
         self.takes, self.is_right, self.asking, self.confidence = takes, is_right, asking, confidence
         self.is_whole, self.is_late, self.passes = is_whole, is_late or passes, passes
-        self.looked_up, self.slower = looked_up, slower
+        self.is_tree, self.looked_up, self.slower = is_tree, looked_up, slower
         self.num_asked = 0  # of the late ones
         self.seqs = [Sequence(str(i), 0, [0] * 20, 10, SamplingParams(), 0, 10**9) for i in range(num_seqs)]
         for seq in self.seqs:
@@ -101,6 +102,8 @@ class Machine:
             self.num_asked += len(late)
             for each, length in late.items():
                 draft = self._draft(at, each.seq)
+                if self.is_tree:
+                    draft = _with_siblings(draft)
                 there[each].add("head", Draft(draft.tokens[:length], draft.parents[:length], None, draft.confidence))
             asking = self._passes(list(late.values())) if self.passes else self.asking * len(late)
             if late:
@@ -147,6 +150,13 @@ class Machine:
         while accepted < length and self.is_right(at, int(seq.request_id), accepted):
             accepted += 1
         return Verdict([RIGHT] * (accepted + 1), list(range(accepted)))
+
+
+def _with_siblings(draft: Draft) -> Draft:
+    """Each token behind one that is wrong for sure, in a draft of as many nodes."""
+    tokens = [token for right in draft.tokens.tolist() for token in (OTHER, right)][: len(draft)]
+    parents = [node // 2 * 2 - 1 for node in range(len(draft))]
+    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), None, draft.confidence)
 
 
 def chance(*parts: float) -> float:
@@ -229,6 +239,23 @@ def test_what_takes_a_while_is_asked_where_it_pays(num_seqs: int) -> None:
         before = machine.num_asked
         machine.run(300, first=300)
         assert machine.num_asked - before < 0.1 * 300 * num_seqs
+
+
+def test_a_tree_is_as_good_as_its_best_branch() -> None:
+    """Half of its nodes are wrong, and it is less deep than a chain of as many."""
+    good: Acceptance = lambda at, seq, depth: chance(at, seq, depth) < 0.7  # noqa: E731
+    machine = Machine(flat, good, asking=PLAIN / 4, is_late=True, is_tree=True)
+    machine.run(200)
+    before = machine.num_asked
+    run = machine.run(400, first=200)
+    assert machine.num_asked - before > 0.9 * 400
+    assert run.seconds < 0.9 * run.plain
+    shallow: Acceptance = lambda at, seq, depth: depth < 3 and chance(at, seq, depth) < 0.3  # noqa: E731
+    machine = Machine(flat, shallow, asking=PLAIN / 2, is_late=True, is_tree=True)
+    machine.run(300)
+    before = machine.num_asked
+    machine.run(300, first=300)
+    assert machine.num_asked - before < 0.15 * 300, "what it says nothing of is not expected to be right"
 
 
 def test_what_takes_a_while_is_asked_again_when_it_has_become_good() -> None:
