@@ -128,8 +128,6 @@ class Adaptive:
             return asked
         for each, found in proposals.items():
             record, limit = self._records[each.seq], limits[each]
-            if not limit:
-                continue
             found.settle(self._acceptance, record.own)
             there = found.by_depth()[:limit]
             survival, likely = 1.0, there + [0.0] * (limit - len(there))

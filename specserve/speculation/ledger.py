@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 _SHARE = 0.01  # of the time
-_STEPS = 2  # of plain decoding: what may be lost beyond that, and what of a gain counts for later
+_STEPS = 2  # of plain decoding: what may be lost beyond that, at first
+_GAINED = 4  # of plain decoding: what of gains counts for later; drafts that pay have unlucky stretches
 
 
 class Ledger:
-    """What drafts may still cost, in seconds, `allowance`: it grows by 1 % of all time spent and by what drafts gain,
-    up to two plain steps, and shrinks by what they lose. A step drafts only what it can afford if nothing is accepted,
-    so in any stretch of time drafts lose at most 1 % of it and four plain steps, two that were left and two gained
-    before, as far as `extra` and `plain` are right."""
+    """What drafts may still cost, in seconds, `allowance`: it begins with two plain steps, grows by 1 % of all time and
+    by what drafts gain, up to four plain steps, and shrinks by what they lose. A step drafts only what it can afford if
+    nothing is accepted, so in any stretch of time drafts lose at most 1 % of it and four plain steps, as far as `extra`
+    and `plain` are right."""
 
     def __init__(self) -> None:
         self.allowance = 0.0
@@ -25,4 +26,4 @@ class Ledger:
     def settle(self, seconds: float, extra: float, gained: float, plain: float) -> None:
         """A step took `seconds`, of these `extra` for drafts; accepted drafts saved `gained`. Plain steps take
         `plain`."""
-        self.allowance = min(self.allowance + _SHARE * seconds + gained - extra, _STEPS * plain)
+        self.allowance = min(self.allowance + _SHARE * seconds + gained - extra, _GAINED * plain)
