@@ -112,7 +112,7 @@ class EagleDrafter:
         shown = some[0] if len(some) == 1 else [torch.cat(parts) for parts in zip(*some, strict=True)]
         if not self._head.head.hidden_layers:
             shown = [self._context.final_norm(shown[0])]
-        states: Tensor = self._head.states(shown, self._runner.most_rows)
+        states: Tensor = self._head.states(shown)
         return states
 
 

@@ -119,7 +119,7 @@ def test_eagle_logits_are_the_reference_s(target: Decoder, ops: Ops, name: str) 
     d2t = torch.arange(head.layers.vocab_size) if head.has_draft_vocab else None
 
     model = EagleHead(head, weights, d2t, ops, target)
-    chain, states = Chain(model, ops), model.states(hidden, 64).clone()
+    chain, states = Chain(model, ops), model.states(hidden).clone()
     embedding, lm_head = matrices(target)
     wanted_states = eagle_states(head, weights, hidden)
     torch.testing.assert_close(states, wanted_states, rtol=0, atol=1e-4)

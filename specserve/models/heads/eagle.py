@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specserve.models.decoder import Decoder, WeightReader, read_layer, rotary_tables
-from specserve.models.heads.recorded import HeadDraws, RecordedStates
+from specserve.models.heads.recorded import HeadDraws, RecordedRows
 from specserve.models.heads.spec import EagleSpec
 from specserve.ops import Ops, Rotation
 
@@ -30,7 +29,7 @@ class EagleHead:
         read = WeightReader(self.spec, shapes, weights, ops)
         self._layers = [read_layer(read, i, prefix="") for i in range(self.spec.num_layers)]
         self._fc = read.linear(head.fc_bias, "fc")
-        self._recorded: RecordedStates | None = None
+        self._states = RecordedRows(self._make_states, ops)
         self._embedding = ops.pack_table(read.named("embed_tokens")[0]) if head.has_embedding else None
         self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
         self._hidden_norm = read.norm("layers.0.hidden_norm", head.version == 3)
@@ -43,29 +42,18 @@ class EagleHead:
         self._tables = {rope: rotary_tables(rope, self.spec.head_dim, self.spec.max_len, ops.device) for rope in ropes}
 
     @torch.inference_mode()
-    def states(self, hidden: list[Tensor], most_rows: int) -> Tensor:
-        """The head's hidden states of rows, never more than `most_rows`, float32 [rows, hidden], from what it reads of
-        the target, float32 [rows, target's hidden] each: the outputs of the layers that it names, or for version 1 what
-        is behind the final norm, as it is. Valid until the next call."""
+    def states(self, hidden: list[Tensor]) -> Tensor:
+        """The head's hidden states of rows, float32 [rows, hidden], from what it reads of the target, float32 [rows,
+        target's hidden] each: the outputs of the layers that it names, or for version 1 what is behind the final norm,
+        as it is. Valid until the next call."""
         if self.head.version == 1:
             return hidden[0]
-        rows = len(hidden[0])
-        is_joined = self._input_norm is not None  # in a new tensor, which is made anew each time
-        if self._recorded is None and not is_joined and (recording := self.ops.recording()) is not None:
-            width = hidden[0].shape[1]
-            self._recorded = RecordedStates(self._states, self.ops, recording, len(hidden), width, most_rows)
-        if self._recorded is not None:
-            return self._recorded(hidden)
-        short = -rows % self.ops.row_multiple
-        return self._states([pad(part, (0, 0, 0, short)) if short else part for part in hidden])[:rows]
+        return self._states(*(hidden if self._input_norm is None else [torch.cat(hidden, -1)]))
 
-    def _states(self, parts: list[Tensor]) -> Tensor:
-        ops, eps = self.ops, self.spec.norm_eps
-        if self._input_norm is None:
-            x = ops.joined_norms(list(zip(parts, self._fc_norms, strict=True)), eps)
-        else:
-            x = ops.joined_norms([(torch.cat(parts, -1), self._input_norm)], eps)
-        return ops.linear(x, self._fc).float()
+    def _make_states(self, *parts: Tensor) -> Tensor:
+        norms = self._fc_norms if self._input_norm is None else [self._input_norm]
+        x = self.ops.joined_norms(list(zip(parts, norms, strict=True)), self.spec.norm_eps)
+        return self.ops.linear(x, self._fc).float()
 
     def draws(self, hashed: Tensor) -> HeadDraws:
         """What draws the first tokens of its drafts; `hashed` are its ids as noise.hash_tokens has them."""

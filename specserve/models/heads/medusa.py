@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, silu
+from torch.nn.functional import silu
 
+from specserve.models.heads.recorded import RecordedRows
 from specserve.models.heads.spec import MedusaSpec
 from specserve.ops import Ops
 
@@ -20,24 +21,31 @@ class MedusaHead:
     def __init__(self, head: MedusaSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops) -> None:
         self.head, self.ops = head, ops
         self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)
-        self._layers: list[list[Any]] = [
-            [
-                ops.pack(weights[f"{j}.{i}.linear.weight"], weights[f"{j}.{i}.linear.bias"])
-                for i in range(head.num_layers)
-            ]
-            for j in range(head.num_heads)
+        heads, layers = range(head.num_heads), range(head.num_layers)
+        # The first blocks of all heads read the same, so they are one product.
+        groups = [[f"{j}.{i}.linear" for j in heads] for i in layers[:1]]
+        groups += [[f"{j}.{i}.linear"] for i in layers[1:] for j in heads]
+        joined = [
+            [torch.cat([weights[f"{name}.{part}"] for name in names]) for part in ("weight", "bias")]
+            for names in groups
         ]
-        self._lm_heads = [ops.pack_head(weights[f"{j}.{head.num_layers}.weight"]) for j in range(head.num_heads)]
+        self._blocks = [self._product(ops.pack(weight, bias)) for weight, bias in joined]
+        lm_heads = (ops.pack_head(weights[f"{j}.{head.num_layers}.weight"]) for j in heads)
+        self._lm_heads = [self._product(each) for each in lm_heads]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, count: int) -> Tensor:
         """Of the first `count` heads, float32 [count, rows, draft vocabulary], from hidden states behind the target's
         final norm, float32 [rows, hidden]."""
-        ops, rows, found = self.ops, len(hidden), []
-        hidden = pad(hidden, (0, 0, 0, -rows % ops.row_multiple))
-        for layers, lm_head in zip(self._layers[:count], self._lm_heads, strict=False):
-            x = hidden
-            for layer in layers:
-                x = x + silu(ops.linear(ops.quantize_activation(x), layer).float())
-            found.append(ops.linear(ops.quantize_activation(x), lm_head).float()[:rows])
-        return torch.stack(found)
+        states = [hidden] * count
+        if self._blocks:
+            changes = self._blocks[0](hidden).chunk(self.head.num_heads, -1)
+            states = [hidden + silu(change) for change in changes[:count]]
+        for i in range(1, self.head.num_layers):
+            blocks = self._blocks[1 + (i - 1) * self.head.num_heads :]
+            states = [x + silu(block(x)) for x, block in zip(states, blocks, strict=False)]
+        return torch.stack([lm_head(x) for x, lm_head in zip(states, self._lm_heads, strict=False)])
+
+    def _product(self, weight: Any) -> RecordedRows:
+        ops = self.ops
+        return RecordedRows(lambda x: ops.linear(ops.quantize_activation(x), weight).float(), ops)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specserve.ops import AttentionRows, DrawArrays, Ops, Recording
 
@@ -208,32 +209,32 @@ class _Pass:
         return self._tokens[:n], self._confidence[:n], self._hidden[:n]
 
 
-class RecordedStates:
-    """Replays `states`, which makes a head's hidden states of what it reads of the target: as many parts as `parts`
-    says, each `width` numbers wide, of `max_rows` rows at most."""
+class RecordedRows:
+    """What ops make of rows float32 [rows, n], of one tensor or several: replayed where they record, for as many rows
+    at once as any call had. A result is valid until the next call."""
 
-    def __init__(
-        self,
-        states: Callable[[list[Tensor]], Tensor],
-        ops: Ops,
-        recording: AbstractContextManager[Recording],
-        parts: int,
-        width: int,
-        max_rows: int,
-    ) -> None:
-        self._hidden = [ops.input_rows(max_rows, width) for _ in range(parts)]
-        with recording as self._recording:
-            self._states = states(self._hidden)
+    def __init__(self, function: Callable[..., Tensor], ops: Ops) -> None:
+        self._function, self._ops = function, ops
+        self._inputs: list[Tensor] = []
 
-    def __call__(self, hidden: list[Tensor]) -> Tensor:
-        """Valid until the next call."""
+    @torch.inference_mode()
+    def __call__(self, *parts: Tensor) -> Tensor:
+        rows, most = len(parts[0]), len(self._inputs[0]) if self._inputs else 0
+        if rows > most:
+            recording = self._ops.recording()
+            if recording is None:
+                short = -rows % self._ops.row_multiple
+                return self._function(*(pad(part, (0, 0, 0, short)) if short else part for part in parts))[:rows]
+            most = max(rows, 2 * most, _FEW)
+            self._inputs = [self._ops.input_rows(most, part.shape[1]) for part in parts]
+            with recording as self._recording:
+                self._found = self._function(*self._inputs)
         self._recording.finish()  # of rows that an exception left
-        rows = len(hidden[0])
-        for own, given in zip(self._hidden, hidden, strict=True):
+        for own, given in zip(self._inputs, parts, strict=True):
             own[:rows] = given
         self._recording.start(rows, 0, None)
         self._recording.finish()
-        return self._states[:rows]
+        return self._found[:rows]
 
 
 class RecordedWrite:
