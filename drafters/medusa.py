@@ -14,7 +14,7 @@ from specserve.speculation.likeliest import LikeliestTree, checked_top_k
 from specserve.types import Draft
 
 PRIORITY = 4
-RUNS_MODEL = True
+RUNS_MODEL = "no KV"
 
 
 class MedusaDrafter:
@@ -29,12 +29,12 @@ class MedusaDrafter:
     def __init__(
         self, context: DraftContext, head: str | None = None, top_k: int = 4, min_probability: float = 0.0
     ) -> None:
-        self._min_probability, self._context = checked_probability(min_probability), context
+        self._min_probability = checked_probability(min_probability)
         self._heads = context.load_head(head, "medusa")
         self._top_k = min(checked_top_k(top_k), self._heads.head.draft_vocab_size)
         self.needs = Needs(hidden_layers=(context.num_layers - 1,), cost_class="pass")
         self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
-        self._last: dict[SequenceView, Tensor] = {}  # what the heads read of each sequence, float32 [hidden]
+        self._last: dict[SequenceView, Tensor] = {}  # what the target says of each sequence, float32 [hidden]
 
     @staticmethod
     def suits(context: DraftContext, head: str | None = None, top_k: int = 4, min_probability: float = 0.0) -> bool:
@@ -48,12 +48,10 @@ class MedusaDrafter:
     def observe(self, step: StepReport) -> None:
         for seq in step.preempted:
             self._last.pop(seq, None)
-        judged = [report for report in step.seqs if report.verdict is not None]
-        if judged:
-            (hidden,) = step.hidden.values()
-            states = self._context.final_norm(hidden[[report.kept_rows[-1] for report in judged]])
-            for report, state in zip(judged, states.clone(), strict=True):
-                self._last[report.seq] = state
+        for report in step.seqs:
+            if report.verdict is not None:
+                (hidden,) = step.hidden.values()
+                self._last[report.seq] = hidden[report.kept_rows[-1]].clone()
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         known = [each for each in requests if each.num_tokens and each.seq in self._last]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _NUMBERS = torch.float32, torch.bfloat16, torch.float16  # as Number in kernels/cpu/args.h
@@ -29,6 +31,22 @@ def places(kv: Tensor, slots: Tensor) -> Tensor:
     if kv.dtype != torch.bfloat16:
         return start + torch.stack((i * _SLOT_GROUP + place, place * d + i))
     return start + torch.stack((i // 2 * 2 * _SLOT_GROUP + 2 * place + i % 2, place // 2 * 2 * d + 2 * i + place % 2))
+
+
+def numbers_of(kv: Tensor, slots: Tensor) -> NDArray[np.int64]:
+    """The same, int64 [2, n * kv_heads * d]: groups of slots look alike, and one is known."""
+    first = _first_group(kv.dtype, kv.shape[1] % _SLOT_GROUP, *kv.shape[2:])
+    group, place = np.divmod(slots.numpy(), _SLOT_GROUP)
+    found: NDArray[np.int64] = first[:, place] + (group * first.shape[1] * first.shape[2])[:, None]
+    return found.reshape(2, -1)
+
+
+@lru_cache
+def _first_group(dtype: torch.dtype, odd: int, kv_heads: int, d: int) -> NDArray[np.int64]:
+    """Places of slots 0 to 15, int64 [2, 16, kv_heads * d], in a cache of that many slots beyond whole groups."""
+    kv = torch.empty((2, _SLOT_GROUP + odd, kv_heads, d), dtype=dtype, device="meta")
+    found: NDArray[np.int64] = places(kv, torch.arange(_SLOT_GROUP)).flatten(2).numpy()
+    return found
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

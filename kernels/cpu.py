@@ -19,7 +19,7 @@ from torch import Tensor
 
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
-from specserve.kernels._cpu_cache import filled as _filled, layout_of, places, zeros as _zeros
+from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
 from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
 from specserve.kernels._torch_sampling import probabilities
 from specserve.machine.pulse import Pulse
@@ -350,9 +350,10 @@ class Kernels:
         return _native.read_bandwidth(self._thread_pool, memory.data_ptr(), len(memory), _BANDWIDTH_PASSES)
 
     def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-        (key_from, value_from), (key_to, value_to) = places(kvs[0], sources), places(kvs[0], targets)
-        for keys, values in (kv.view(2, -1) for kv in kvs):
-            keys[key_to], values[value_to] = keys[key_from], values[value_from]
+        sides = zip(numbers_of(kvs[0], sources), numbers_of(kvs[0], targets), strict=True)
+        for side, (own, to) in enumerate(sides):  # keys, values
+            arrays = [kv.data_ptr() + side * kv.nbytes // 2 for kv in kvs]
+            _native.copy_numbers(arrays, own, to, kvs[0].itemsize)
 
     def _cache(self, kv: Tensor) -> tuple[int, bool, int, int]:
         assert kv.is_contiguous() and kv.dtype == self.kv_dtype, "the cache holds the kernels' kv_dtype"

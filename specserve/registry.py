@@ -7,8 +7,8 @@ change of any other file.
 
 What must be known before an entry is imported stands as a literal at the top level of its module: `PRIORITY = 10` where
 one of several is chosen (the highest comes first; an entry without one is used by name only), `RUNS_MODEL = True` in a
-drafter that loads a model of its own, `ARCHITECTURES` and `MODEL_TYPES` in a model family. An entry imports what it
-needs when it is imported itself, so that what is missing is known before it runs.
+drafter that loads a model of its own (or "no KV", if that keeps none), `ARCHITECTURES` and `MODEL_TYPES` in a model
+family. An entry imports what it needs when it is imported itself, so that what is missing is known before it runs.
 """
 
 from __future__ import annotations

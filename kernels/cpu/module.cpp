@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bandwidth.h"
 #include "isa.h"
@@ -27,6 +28,14 @@ using Address = uintptr_t;
 template <class T>
 T* at(Address address) {
   return reinterpret_cast<T*>(address);
+}
+
+// array[to[i]] = array[from[i]]; all are read before any is written.
+template <class T>
+void copy_numbers(T* array, const int64_t* from, const int64_t* to, int64_t n) {
+  std::vector<T> read(n);
+  for (int64_t i = 0; i < n; ++i) read[i] = array[from[i]];
+  for (int64_t i = 0; i < n; ++i) array[to[i]] = read[i];
 }
 
 std::vector<std::string> instruction_sets() {
@@ -188,6 +197,13 @@ NB_MODULE(_native, m) {
         nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Weight>(m, "Weight").def_ro("outputs", &Weight::outputs).def_ro("inputs", &Weight::inputs);
   nb::class_<Activation>(m, "Activation").def_ro("width", &Activation::width);
+  using Places = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  m.def("copy_numbers", [](const std::vector<Address>& arrays, const Places& from, const Places& to, int bytes) {
+    const int64_t n = int64_t(from.size());
+    for (const Address array : arrays)
+      bytes == 2 ? copy_numbers(at<uint16_t>(array), from.data(), to.data(), n)
+                 : copy_numbers(at<uint32_t>(array), from.data(), to.data(), n);
+  });
   m.def("weight", &weight);
   m.def("activation", &activation);
   nb::class_<PrefetchChoice>(m, "PrefetchChoice")

@@ -51,7 +51,10 @@ class Plan:
     def own(self) -> str:
         """Who the engine is made for: the KV of a drafter's model is planned at the start."""
         running = DRAFTERS.stating(RUNS_MODEL)
-        with_model = sorted((name for name in self.drafters if name in running), key=lambda name: name != DRAFT_MODEL)
+        with_model = sorted(
+            (name for name in self.drafters if name in running),
+            key=lambda name: (name != DRAFT_MODEL, running[name] is not True),
+        )
         return (with_model or self.contenders[-1:])[0]
 
     def options_of(self, name: str) -> dict[str, Any]:

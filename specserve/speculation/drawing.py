@@ -67,9 +67,8 @@ class Drawing:
     def best(self, logits: Tensor, count: int, ids: Tensor | None) -> tuple[Any, Any]:
         """The best tokens of each row of logits [..., n] and their chances, lists [..., count]; the chance is 0 where
         nothing is allowed."""
-        best = logits.topk(count)
-        chances = (best.values - logits.logsumexp(-1, keepdim=True)).exp().nan_to_num()
-        return (best.indices if ids is None else ids[best.indices]).tolist(), chances.tolist()
+        best = logits.softmax(-1).topk(count)
+        return (best.indices if ids is None else ids[best.indices]).tolist(), best.values.nan_to_num().tolist()
 
     def hashed(self, num: int, ids: Tensor | None) -> Tensor:
         """Ids, or the first `num` tokens, as noise.hash_tokens has them."""

@@ -272,6 +272,7 @@ def test_a_drafter_named_twice_is_refused_and_plain_needs_no_name() -> None:
         (("ngram", "suffix"), "suffix"),
         (("eagle", "auto"), "eagle"),
         (("block", "draft_model"), "draft_model"),
+        (("medusa", "eagle"), "eagle"),
     ],
 )
 def test_the_engine_is_made_for_the_drafter_with_a_model(drafters: tuple[str, ...], own: str) -> None:

@@ -244,5 +244,6 @@ def test_medusa_logits_are_the_reference_s(target: Decoder, ops: Ops, num_layers
     head = MedusaSpec(target=target_shape(target), num_heads=3, num_layers=num_layers, draft_vocab_size=40)
     weights = random_weights(head.shapes())
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    found = MedusaHead(head, weights, torch.arange(40), ops).logits(hidden, 2)
+    found = MedusaHead(head, weights, torch.arange(40), ops, target).logits(hidden, 2)
+    hidden = target.final_norm(hidden)
     torch.testing.assert_close(found, medusa(head, weights, hidden)[:2], rtol=0, atol=1e-4)

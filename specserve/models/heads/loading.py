@@ -40,7 +40,7 @@ class HeadLoader:
             raise ModelError(f"{folder} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
         fits(spec, TargetShape(hidden_size=own.hidden_size, num_layers=own.num_layers, vocab_size=own.vocab_size))
         if isinstance(spec, MedusaSpec):
-            return MedusaHead(spec, found.weights, found.d2t, self._ops)
+            return MedusaHead(spec, found.weights, found.d2t, self._ops, self._target)
         weights = self._with_head(found) if spec.shares_head else found.weights
         layers = dataclasses.replace(spec.layers, max_len=own.max_len)  # its rotation has no end of its own
         has_head = spec.has_head or spec.shares_head

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from specserve.models.decoder import Decoder
 from specserve.models.heads.recorded import RecordedRows
 from specserve.models.heads.spec import MedusaSpec
 from specserve.ops import Ops
@@ -18,8 +19,11 @@ class MedusaHead:
     """Heads for a target, with the tensors of spec.shapes(). `ids` are those that their logits are of, int64 [draft
     vocabulary], ascending; None: all of the target's."""
 
-    def __init__(self, head: MedusaSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops) -> None:
+    def __init__(
+        self, head: MedusaSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: Decoder
+    ) -> None:
         self.head, self.ops = head, ops
+        self._norm = RecordedRows(target.final_norm, ops)
         self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)
         heads, layers = range(head.num_heads), range(head.num_layers)
         # The first blocks of all heads read the same, so they are one product.
@@ -34,9 +38,10 @@ class MedusaHead:
         self._lm_heads = [self._product(each) for each in lm_heads]
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, count: int) -> Tensor:
-        """Of the first `count` heads, float32 [count, rows, draft vocabulary], from hidden states behind the target's
-        final norm, float32 [rows, hidden]."""
+    def logits(self, residual: Tensor, count: int) -> Tensor:
+        """Of the first `count` heads, float32 [count, rows, draft vocabulary], from the residual stream behind the
+        target's last layer, float32 [rows, hidden]."""
+        hidden = self._norm(residual)
         states = [hidden] * count
         if self._blocks:
             changes = self._blocks[0](hidden).chunk(self.head.num_heads, -1)
