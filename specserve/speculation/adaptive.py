@@ -22,6 +22,7 @@ _LOOKS_AGAIN = 32  # steps without a draft
 _HELD_UP = 8.0  # times what asking takes: more was a pause of the machine
 _LASTS = 64  # steps that a sequence is expected to go on, at most
 _MOST_OWED = 1.5  # times what was lent
+_WORTH = 1.04  # times the tokens a second: a model that is asked slows other things down, too
 _SURELY = 2.0  # times what reading takes must be expected to come back
 
 
@@ -142,7 +143,7 @@ class Adaptive:
             seconds, longest = (late.cost.of(count, len(proposals)) for count in (length, limit))
             if not planner.can_draft(spent + seconds):
                 break
-            is_better = best > planner.speed(there)
+            is_better = best > _WORTH * planner.speed(there)
             shadow = longest - (seconds if is_better else 0.0)  # all of it shows what longer ones would gain
             if late.shadows > shadow > 0.0 and planner.can_draft(spent + longest):
                 late.shadows -= shadow

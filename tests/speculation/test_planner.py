@@ -230,7 +230,7 @@ def test_what_takes_a_while_is_asked_where_it_pays(num_seqs: int) -> None:
     good: Acceptance = lambda at, seq, depth: chance(at, seq, depth) < 0.7  # noqa: E731
     machine = Machine(flat, good, num_seqs, PLAIN / 4 / num_seqs, is_late=True)
     run = machine.run(600)
-    assert machine.num_asked > 0.9 * 600 * num_seqs
+    assert machine.num_asked > (0.9 if num_seqs == 1 else 0.75) * 600 * num_seqs
     assert run.seconds < (0.8 if num_seqs == 1 else 0.9) * run.plain
     for is_right, asking, looked_up in (
         (ADVERSARIES["never"], PLAIN / 4, None),
