@@ -150,17 +150,18 @@ class Adaptive:
                 length, seconds, is_better = limit, longest, True
             if is_better:
                 asked[each], spent = length, spent + seconds
-                record.late[source] = length
         return asked
 
-    def answered_late(self, source: str, lengths: Many[int], seconds: float) -> None:
+    def answered_late(self, source: str, lengths: Mapping[ScheduledSeq, int], seconds: float) -> None:
         """Asking it for drafts of these lengths together took so long."""
         late = self._late[source]
+        for each, length in lengths.items():
+            self._records[each.seq].late[source] = length
         late.num_answers += 1
         if late.num_answers == 1:  # it takes many times longer, and nothing is known of it
             self._drafting += seconds
         else:
-            self._drafting += late.cost.learn(lengths, seconds)
+            self._drafting += late.cost.learn(list(lengths.values()), seconds)
 
     def choose(self, proposals: Many[tuple[Sequence, Proposals]], most: int, seconds: float) -> list[list[int]]:
         """Which nodes of each sequence's proposals this step shall verify, at most `most` together; asking for them

@@ -14,8 +14,7 @@ class Ledger:
     and `plain` are right."""
 
     def __init__(self) -> None:
-        self.allowance = 0.0
-        self._is_new = True
+        self.allowance, self._is_new = 0.0, True
 
     def affordable(self, plain: float) -> float:
         """Seconds that this step may take beyond `plain`, which it takes without drafts."""

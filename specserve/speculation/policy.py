@@ -259,7 +259,7 @@ class Policy:
         for count in budgets.values():  # the step takes what it verifies
             step.num_tokens_left += count
             step.num_logits_left += count
-        adaptive.answered_late(host.name, [count for count in budgets.values() if count], took[host.name])
+        adaptive.answered_late(host.name, {each: count for each, count in budgets.items() if count}, took[host.name])
         return took[host.name]
 
     def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:

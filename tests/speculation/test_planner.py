@@ -105,7 +105,7 @@ class Machine:
                 there[each].add("head", _cut(draft, length))
             asking = self._passes(list(late.values())) if self.passes else self.asking * len(late)
             if late:
-                adaptive.answered_late("head", list(late.values()), asking)
+                adaptive.answered_late("head", late, asking)
             proposals = [(each.seq, found) for each, found in there.items() if len(found)]
             chosen = adaptive.choose(proposals, 512, 0.0)
             lengths = {}
