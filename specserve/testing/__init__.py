@@ -1,6 +1,7 @@
 """Public test doubles: tiny random models in real model folders, a decoder driven by hand over paged KV, a drafter
-whose luck is scripted, and a grammar that is a list of sentences."""
+whose luck is scripted, a grammar that is a list of sentences, and a CUDA device that is not there."""
 
+from specserve.testing.cuda import fake_cuda as fake_cuda
 from specserve.testing.drafters import (
     ScriptedDrafter as ScriptedDrafter,
     scheduled as scheduled,

@@ -144,8 +144,9 @@ class Training:
             file.write(json.dumps(line) + "\n")
 
     def _save(self) -> None:
+        """On the CPU, so that another device may go on with it."""
         state = {
-            "head": self.head.state_dict(),
+            "head": {name: each.cpu() for name, each in self.head.state_dict().items()},
             "optimiser": self._optimiser.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
@@ -160,7 +161,7 @@ class Training:
         path, curve = self._folder / "checkpoint.pt", self._folder / "curve.jsonl"
         if path.exists():
             try:
-                state = torch.load(path, map_location=self._target.device, weights_only=True)
+                state = torch.load(path, map_location="cpu", weights_only=True)
             except (RuntimeError, OSError, EOFError) as error:
                 raise ModelError(f"{path} cannot be read: {error}. Remove it to train from the start.") from error
             check_same(self._folder, state["data"], self._data)

@@ -77,11 +77,18 @@ class Optimiser:
             part.zero_grad()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [part.state_dict() for part in self._parts]
+        """On the CPU."""
+        return [_on_cpu(part.state_dict()) for part in self._parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
+
+
+def _on_cpu(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _on_cpu(value) for name, value in state.items()}
+    return state.cpu() if isinstance(state, Tensor) else state
 
 
 def learning_rate(step: int, num_steps: int, peak: float, warmup: float, decay: str) -> float:
