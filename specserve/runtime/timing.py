@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Many
 
@@ -13,6 +14,7 @@ from specserve.runtime.pack import StepInput, padded
 from specserve.runtime.runner import Runner
 
 _REPEATS = 3  # the fastest counts: whatever else runs only makes a step longer
+_FEW = 8  # rows, as most steps have: measured first
 
 
 def step_seconds(runner: Runner, sizes: Many[int], budget_s: float) -> NDArray[np.float64]:
@@ -21,19 +23,15 @@ def step_seconds(runner: Runner, sizes: Many[int], budget_s: float) -> NDArray[n
     them. All is written to block 0, which is nobody's."""
     until = time.perf_counter() + budget_s
     _run(runner, sizes[0])
-    found: list[float] = []
-    for turn in range(_REPEATS):  # turns lie apart: what slows the machine for a moment makes no size seem slow
-        for i, size in enumerate(sizes):
-            if size > min(runner.max_rows, runner.max_logit_rows):
-                break
+    num_few = sum(size <= _FEW for size in sizes)
+    found: dict[int, float] = {}
+    # The same size again only after others: what slows the machine for a moment makes no size seem slow.
+    for size in [*_REPEATS * [*sizes[:num_few]], *_REPEATS * [*sizes[num_few:]]]:
+        if size <= min(runner.max_rows, runner.max_logit_rows):
             if time.perf_counter() > until and len(found) > 1:
                 break
-            took = _run(runner, size)
-            if turn == 0:
-                found.append(took)
-            elif i < len(found):
-                found[i] = min(found[i], took)
-    known = np.minimum.accumulate(found[::-1])[::-1]  # no more than what more rows took
+            found[size] = min(_run(runner, size), found.get(size, math.inf))
+    known = np.minimum.accumulate([*found.values()][::-1])[::-1]  # no more than what more rows took
     slope = (known[-1] - known[0]) / max(sizes[len(known) - 1] - sizes[0], 1)
     beyond = np.maximum(np.array(sizes) - sizes[len(known) - 1], 0) * slope
     return np.asarray(np.interp(sizes, sizes[: len(known)], known) + beyond)

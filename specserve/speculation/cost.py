@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # of steps that are told apart
 _FOLLOWS, _DRIFTS = 0.1, 0.03  # how far a number of rows goes to what was measured last, and all of them
 _SUDDEN = 0.1  # what goes beyond this share is the number of rows' own, not the load's
-_FORGETS = 0.001  # of what sets a number of rows apart from the others, with each step
+_FADES = 0.005  # of what the measurements of a number of rows count, with each step
+_START, _FEW = 0.4, 0.5  # measurements: what the start counts as, and less than which is doubted
 _CONTEXT, _NUM_LOADS = 512, 16  # tokens that a step reads in all; twice as many are another load
 _LISTED_EVERY = 8  # observations: until then decisions do without them
-_LEAST, _MOST = 1 / 3, 3.0  # of what was expected: what is beyond counts as that
+_MOST = 3.0  # times what was expected: more counts as that
 
 _FIRST_CHUNK = 64  # tokens of a prompt, while nothing is known
 _KEPT = 0.9  # of a sum, when another measurement comes: about the last ten count
@@ -28,15 +29,13 @@ class DecodeCost:
 
     What one number of rows takes in proportion to another is a shape; a load, which is how many tokens are read, has a
     factor for all of them. A step moves the factor of its load a little, and its number of rows within the shape more.
-    What is no longer measured goes back to the shape that was given, so that no single measurement keeps a number of
-    rows from ever being tried again.
+    A number of rows that was not measured for a while, or only before there were requests, is doubted.
     """
 
     def __init__(self) -> None:
         self._shape = np.zeros(len(ROWS))  # seconds; 0: nothing is known
         self._apart = np.zeros(len(ROWS))  # logarithms of what the shape is multiplied with
-        self._seen = np.zeros(len(ROWS), bool)
-        self._has_begun = False  # from a shape that was given
+        self._num = np.zeros(len(ROWS))  # measurements, those of a while ago for less
         self._factors: dict[int, float] = {}  # logarithms, by load
         self._num_observed = 0
         self._by_rows: list[float] = []  # seconds of 0, 1, 2 ... rows, but for the factor; never falling
@@ -48,7 +47,7 @@ class DecodeCost:
     def begin(self, seconds: NDArray[np.float64]) -> None:
         """Start from these seconds of steps of ROWS rows each over a short context."""
         self._shape = np.maximum.accumulate(np.maximum(seconds, _SHORTEST_S))
-        self._apart[:], self._seen[:], self._has_begun = 0, True, True
+        self._apart[:], self._num[:] = 0, _START
         self._factors.clear()
         self._list()
 
@@ -60,22 +59,26 @@ class DecodeCost:
             self._list()
         load, at = _load(context), bisect_left(ROWS, rows, hi=len(ROWS) - 1)
         ratio = seconds / self.seconds(rows, context)
-        ratio = math.log(min(max(ratio, _LEAST), _MOST) if self._seen[at] else ratio)
-        if self._has_begun:
-            self._apart *= 1 - _FORGETS
+        is_new = not self._num[at]
+        ratio = math.log(ratio if is_new else min(ratio, _MOST))
+        self._num *= 1 - _FADES
         if load not in self._factors:
             self._factors[load] = self._factor(load) + ratio
         else:
-            self._apart[at] += ratio if not self._seen[at] else _FOLLOWS * ratio
+            self._apart[at] += max(_FOLLOWS, 1 / (self._num[at] + 1)) * ratio
             self._factors[load] += _DRIFTS * min(max(ratio, -_SUDDEN), _SUDDEN)
+        self._num[at] += 1
         self._num_observed += 1
-        if not self._seen[at] or self._num_observed % _LISTED_EVERY == 0:
-            self._seen[at] = True
+        if is_new or self._num_observed % _LISTED_EVERY == 0:
             self._list()
 
     def seconds(self, rows: int, context: int = 0) -> float:
         """Of a step; 0 while nothing is known."""
         return self.curve(rows, 0, context)[0]
+
+    def is_doubted(self, rows: int) -> bool:
+        """Whether what so many rows take should be measured anew."""
+        return bool(self._num[bisect_left(ROWS, rows, hi=len(ROWS) - 1)] < _FEW)
 
     def curve(self, rows: int, more: int, context: int = 0) -> list[float]:
         """Seconds of steps of `rows` to `rows` + `more` rows, [more + 1], never falling."""
@@ -89,8 +92,8 @@ class DecodeCost:
         return found + [factor * self._by_rows[last] + (at - last) * slope for at in beyond]
 
     def _list(self) -> None:
-        known = np.interp(range(ROWS[-1] + 1), ROWS, self._shape * np.exp(self._apart))
-        self._by_rows = np.maximum.accumulate(known).tolist()
+        rising = _rising(self._shape * np.exp(self._apart), self._num)
+        self._by_rows = np.interp(range(ROWS[-1] + 1), ROWS, rising).tolist()
 
     def _factor(self, load: int) -> float:
         """That of the nearest load that was measured."""
@@ -98,6 +101,18 @@ class DecodeCost:
             return 0.0
         nearest = load if load in self._factors else min(self._factors, key=lambda known: abs(known - load))
         return self._factors[nearest]
+
+
+def _rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The nearest values that never fall, by their weights: neighbours that would fall are averaged."""
+    found: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values.tolist(), (weights + _SHORTEST_S).tolist(), strict=True):
+        count = 1
+        while found and found[-1][0] > value:
+            mean, more, others = found.pop()
+            value, weight, count = (mean * more + value * weight) / (more + weight), more + weight, count + others
+        found.append((value, weight, count))
+    return np.repeat([value for value, _, _ in found], [count for _, _, count in found])
 
 
 def _load(context: int) -> int:

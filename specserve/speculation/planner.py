@@ -3,6 +3,7 @@ more than drafts may lose."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence as Many
 from itertools import accumulate
@@ -18,6 +19,8 @@ _PROBE = 64  # steps with drafts, at most, between two without, which tell what 
 _RARE_PROBE = 256  # where drafts make a step this much better:
 _CLEAR_GAIN = 1.3
 _FEW = 8  # nodes, as a sequence alone has
+_LOOKS_AGAIN, _LIKELY = 32, 0.1  # steps between two in which nodes of that survival are verified to see what they take,
+# where that is in doubt: up to as many rows as the step has anyway
 _ERRORS = 5  # steps with drafts, of which the middle one counts: pauses of the machine are not theirs
 _TRUST = 2.0  # times what was expected, which costs learn from; only what is beyond is a loss that nobody foresaw
 _DOUBT = 1.0  # plain steps that drafts seem to have cost beyond what was expected, until a step without tells whether
@@ -47,7 +50,7 @@ class Planner:
         self._expected = 0.0  # tokens of this step, with what was chosen
         self._promised = 0.0  # seconds that asking for chosen drafts will take
         self.is_probe = False  # a step without drafts, which tells what plain decoding takes
-        self._since_plain = 0
+        self._since_plain, self._since_look = 0, 1
         self._errors: deque[float] = deque([1.0, 1.0], maxlen=_ERRORS)  # steps with drafts over what was expected
         self._took = 0.0  # seconds of steps with drafts since the last without, and
         self._foreseen = 0.0  # what was expected of them
@@ -114,6 +117,12 @@ class Planner:
             if value > best:
                 best, taken, taken_promised = value, count, promised
                 self._expected = expected
+        if self._since_look >= _LOOKS_AGAIN and affordable > 0 and not load.tokens:
+            likely = min(sum(-p > _LIKELY for p, _, _ in nodes[:most]), load.rows + before + 2 * taken)
+            if likely > taken and self._cost.is_doubted(load.rows + before + likely):
+                self._expected -= sum(p for p, _, _ in nodes[taken:likely])
+                taken, taken_promised = likely, self._promised + (asking[likely] if asking else 0.0)
+                self._since_look = 0
         if taken:
             self._num_chosen, self._promised = before + taken, taken_promised
             self._gain = self._expected / load.rows * curve[0] / (curve[self._num_chosen] + taken_promised)
@@ -147,8 +156,9 @@ class Planner:
         is left counts when these end."""
         load, plain, extra = self.load, self.plain, drafting
         seconds -= reading
-        if drafted:
-            extra += self.extra(drafted)
+        if drafted:  # of what was in doubt no more than it took
+            took = math.inf if self._since_look else max(seconds - drafting - plain, 0.0)
+            extra += min(self.extra(drafted), took)
         if drafted and not load.tokens:
             self._errors.append((seconds - drafting) / self._curve[drafted])
             self._took += median(self._errors) * self._curve[drafted]
@@ -159,5 +169,6 @@ class Planner:
                 extra += min(self._took, self._took / slower) - self._foreseen
             self._took = self._foreseen = 0.0
         self._since_plain = self._since_plain + 1 if drafted else 0
+        self._since_look += 1
         if load.rows:
             self.ledger.settle(seconds, extra, accepted * plain / load.rows - repaid, plain)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from specserve.speculation.cost import DecodeCost, StepCost
+from specserve.runtime import timing
+from specserve.speculation.cost import ROWS, DecodeCost, StepCost
 
 A, B = 5e-4, 2e-7  # seconds a token of a prompt takes, and those for each token that it reads
 
@@ -88,3 +93,44 @@ def test_whatever_is_measured_the_answers_are_usable(steps: list[tuple[int, int,
     for context in (0, 100, 10**6):
         assert 0 <= cost.chunk(0.25, context) < 2**40
         assert 0 <= cost.added(512, context) < float("inf")
+
+
+@given(st.lists(st.tuples(st.sampled_from((1, 1, 2, 4, 7, 9, 30, 200)), st.floats(1e-4, 1.0)), max_size=60))
+def test_more_rows_never_take_less(steps: list[tuple[int, float]]) -> None:
+    cost = DecodeCost()
+    for rows, seconds in steps:
+        cost.observe(rows, 0, seconds)
+        curve = cost.curve(1, 299)
+        assert curve == sorted(curve)
+
+
+def test_rows_that_were_measured_often_say_what_fewer_take() -> None:
+    cost = DecodeCost()
+    cost.begin(0.001 * (1 + 9 * (np.array(ROWS) > 1)))
+    for at in range(200):
+        rows = (1, 6)[at % 2]
+        cost.observe(rows, 0, 0.001 if rows == 1 else 0.0012)
+    assert [cost.seconds(rows) for rows in (1, 3, 6)] == pytest.approx([0.001, 0.0012, 0.0012], rel=0.15)
+    assert [cost.is_doubted(rows) for rows in (1, 3, 6, 64)] == [False, True, False, True]
+
+
+def test_a_slow_moment_at_the_start_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What few rows take is measured several times even if there is no time for many."""
+    now, asked = [0.0], list[int]()
+
+    def run(runner: Any, rows: int) -> float:
+        asked.append(rows)
+        seconds = 0.001 * (1 + 0.1 * rows) * (5.0 if len(asked) % 7 == 3 else 1.0)
+        now[0] += seconds
+        return seconds
+
+    monkeypatch.setattr(timing, "_run", run)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    runner: Any = SimpleNamespace(max_rows=100, max_logit_rows=128)
+    found = timing.step_seconds(runner, ROWS, 0.08)
+    assert found[:8].tolist() == pytest.approx([0.001 * (1 + 0.1 * rows) for rows in ROWS[:8]])
+    assert max(asked) < 64
+    assert found.tolist() == sorted(found.tolist())
+    asked.clear()
+    assert len(timing.step_seconds(runner, ROWS, 1.0)) == len(ROWS)
+    assert max(asked) == 96

@@ -282,6 +282,20 @@ def test_costs_that_were_measured_wrong_are_put_right(name: str, knows: Callable
     assert run.seconds <= 1.02 * run.plain + 80 * steep(4)
 
 
+@pytest.mark.parametrize(("num_seqs", "share"), [(1, 0.9), (8, 0.25)])
+@pytest.mark.parametrize(("times", "steps"), [(1.6, 400), (2.2, 600), (3.5, 800), (10.0, 1000)])
+def test_rows_that_seemed_dear_are_tried(times: float, steps: int, num_seqs: int, share: float) -> None:
+    """The start was measured while something else ran: a row more seemed to make steps so many times longer. Several
+    sequences have many numbers of rows, of which each is measured by itself."""
+    often: Acceptance = lambda at, seq, depth: chance(at, seq, depth) < 0.6  # noqa: E731
+    machine = Machine(flat, often, num_seqs, knows=lambda rows: flat(rows) * (times if rows > num_seqs else 1.0))
+    machine.run(steps)
+    after = machine.run(200, first=steps).drafted
+    calm = Machine(flat, often, num_seqs).run(200).drafted
+    assert calm is not None and after is not None
+    assert sum(after) > share * sum(calm)
+
+
 @pytest.mark.parametrize("num_seqs", [1, 12])
 @pytest.mark.parametrize("takes", [flat, steep])
 def test_a_drafter_that_lies_about_its_confidence(takes: Callable[[int], float], num_seqs: int) -> None:
