@@ -27,7 +27,8 @@ IS_FAKED = not torch.cuda.is_available()
 
 
 @pytest.fixture
-def cuda() -> Iterator[torch.device]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    monkeypatch.delenv("SPECSERVE_ISA", raising=False)  # a CPU's instructions, which a GPU refuses
     if IS_FAKED:
         with fake_cuda() as device:
             yield device
