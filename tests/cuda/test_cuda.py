@@ -101,6 +101,7 @@ def test_a_head_is_trained_and_drafts(
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(Training, "_note", failing)
                 train(kind, str(tiny), engine, options, lambda line: None)
+            engine["device"] = "cpu" if kind == "medusa" else device  # another may go on
         train(kind, str(tiny), engine, options, lambda line: None)
         curves.append([json.loads(line) for line in (options.out / "curve.jsonl").read_text("utf-8").splitlines()])
     there, here = curves
