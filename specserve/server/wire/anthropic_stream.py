@@ -9,7 +9,6 @@ comes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from specserve.server.wire.answer import (
     parts_of,
 )
 from specserve.server.wire.anthropic import anthropic_error
+from specserve.server.wire.call_arguments import object_so_far
 from specserve.server.wire.errors import WireError
 from specserve.server.wire.item_stream import ItemStream
 from specserve.server.wire.json_pieces import json_text
@@ -99,7 +99,7 @@ def _message(reply: Reply, content: list[dict[str, Any]]) -> dict[str, Any]:
 def _block(item: Item) -> dict[str, Any]:
     if isinstance(item, TextItem):
         return {"type": "text", "text": item.text}
-    return {"type": "tool_use", "id": item.id, "name": item.name, "input": json.loads(item.arguments or "{}")}
+    return {"type": "tool_use", "id": item.id, "name": item.name, "input": object_so_far(item.arguments)}
 
 
 def _reasons(completion: CompletionOutput, items: Sequence[Item]) -> dict[str, Any]:

@@ -221,14 +221,70 @@ def test_arguments_come_while_they_are_written(roomy: Any) -> None:
     assert events[-1]["choices"][0] == {**events[-1]["choices"][0], "delta": {}, "finish_reason": "tool_calls"}
 
 
-def test_calls_that_max_tokens_cuts_off(roomy: Any) -> None:
-    asked = {**CHAT, "tools": TOOLS, "tool_choice": FEED}
-    whole = roomy.post("/v1/chat/completions", asked).json["choices"][0]["message"]["tool_calls"][0]["function"]
-    for limit in (5, 60, 75):
-        cut = roomy.post("/v1/chat/completions", {**asked, "max_tokens": limit}).json["choices"][0]
-        assert cut["finish_reason"] == "length"
-        said = [call["function"]["arguments"] for call in cut["message"].get("tool_calls", ())]
-        assert all(whole["arguments"].startswith(arguments) for arguments in said)
+def chat_cut(choice: dict[str, Any] | str, limit: int) -> tuple[str, dict[str, Any]]:
+    asked = {"messages": USER, "temperature": 0, "tools": TOOLS[:1], "tool_choice": choice, "max_tokens": limit}
+    return "/v1/chat/completions", asked
+
+
+def message_cut(choice: dict[str, Any] | str, limit: int) -> tuple[str, dict[str, Any]]:
+    tools = [{"name": "feed", "input_schema": SCHEMA}]
+    chosen = {"type": "any"} if choice == "required" else {"type": "tool", "name": "feed"}
+    return "/v1/messages", {
+        "messages": USER, "temperature": 0, "tools": tools, "tool_choice": chosen, "max_tokens": limit,
+    }  # fmt: skip
+
+
+def response_cut(choice: dict[str, Any] | str, limit: int) -> tuple[str, dict[str, Any]]:
+    tools = [{"type": "function", "name": "feed", "parameters": SCHEMA}]
+    chosen = choice if choice == "required" else {"type": "function", "name": "feed"}
+    return "/v1/responses", {
+        "input": "Hello there", "temperature": 0, "tools": tools, "tool_choice": chosen, "max_output_tokens": limit,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["required", FEED], ids=["required", "named"])
+@pytest.mark.parametrize("limit", [1, 5, 60, 75])
+def test_a_chat_call_that_max_tokens_cuts_off(roomy: Any, choice: Any, limit: int) -> None:
+    whole, cut = (roomy.post(*chat_cut(choice, length)).json["choices"][0] for length in (120, limit))
+    (call,) = whole["message"]["tool_calls"]
+    path, asked = chat_cut(choice, limit)
+    events = roomy.post(path, {**asked, "stream": True}).events[:-1]
+    deltas = [delta for event in events for delta in event["choices"][0]["delta"].get("tool_calls", ())]
+    said = "".join(delta["function"]["arguments"] for delta in deltas)
+    assert cut["finish_reason"] == events[-1]["choices"][0]["finish_reason"] == "length"
+    assert call["function"]["arguments"].startswith(said)
+    assert said == "".join(made["function"]["arguments"] for made in cut["message"].get("tool_calls", ()))
+
+
+@pytest.mark.parametrize("choice", ["required", FEED], ids=["required", "named"])
+@pytest.mark.parametrize("limit", [1, 5, 60, 75])
+def test_a_message_whose_call_max_tokens_cuts_off(roomy: Any, choice: Any, limit: int) -> None:
+    path, asked = message_cut(choice, limit)
+    (whole,) = roomy.post(*message_cut(choice, 120)).json["content"]
+    cut = roomy.post(path, asked)
+    assert (cut.status, cut.json["stop_reason"]) == (200, "max_tokens")
+    assert all(whole["input"][name] == value for block in cut.json["content"] for name, value in block["input"].items())
+    events = roomy.post(path, {**asked, "stream": True}).events
+    assert next(event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta") == "max_tokens"
+    said = "".join(event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta")
+    assert json.dumps(whole["input"]).startswith(said)
+    assert bool(cut.json["content"]) == any(event["type"] == "content_block_start" for event in events)
+
+
+@pytest.mark.parametrize("choice", ["required", FEED], ids=["required", "named"])
+@pytest.mark.parametrize("limit", [1, 5, 60, 75])
+def test_a_response_whose_call_max_tokens_cuts_off(roomy: Any, choice: Any, limit: int) -> None:
+    path, asked = response_cut(choice, limit)
+    (whole,) = roomy.post(*response_cut(choice, 120)).json["output"]
+    cut = roomy.post(path, asked).json
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    events = roomy.post(path, {**asked, "stream": True}).events
+    last = events[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
+    for item in cut["output"]:
+        assert item["status"] == "incomplete"
+        assert whole["arguments"].startswith(item["arguments"])
+    assert [item["arguments"] for item in cut["output"]] == [i["arguments"] for i in last["response"]["output"]]
 
 
 def test_other_apis_call_too(roomy: Any) -> None:

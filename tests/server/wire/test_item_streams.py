@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from specserve.server.wire.anthropic_stream import MessageStream, count_tokens_b
 from specserve.server.wire.errors import WireError, overloaded, unavailable
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.item_stream import ItemStream
+from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.openai_responses import LOGPROBS, ResponsesRequest
 from specserve.server.wire.openai_responses_stream import ResponseStream, response_body
 from specserve.server.wire.responses import Reply
@@ -229,6 +231,43 @@ def test_streamed_calls_are_blocks() -> None:
         {"type": "content_block_stop", "index": 2},
     ]
     assert bodies(stream.end(NOW))[0]["delta"]["stop_reason"] == "tool_use"
+
+
+CUT: list[tuple[str, dict[str, Any]]] = [
+    ("", {}),
+    ("{", {}),
+    ('{"city":', {}),
+    ('{"city": "Kö', {}),
+    ('{"city": "Köln", "days": [1, 2', {"city": "Köln", "days": [1, 2]}),
+    ('{"city": "Köln", "at": {"x": 1, "y', {"city": "Köln", "at": {"x": 1}}),
+    ('{"a": "x", "b": 1e999, "c": tr', {"a": "x", "b": sys.float_info.max}),
+    ('{"a": 1, "b": "\\ud83d', {"a": 1}),
+    ('{"a": 1, "b": ' + "1" * 5000, {}),  # more digits than Python reads
+    ('{"a": 1, "b": ' + "[" * 2000, {}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "read"), CUT, ids=[text[:24] for text, _ in CUT])
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_call_that_was_cut_off_holds_what_was_whole(arguments: str, read: dict[str, Any], reason: Any) -> None:
+    ended = output(f"<add:{arguments}", finish_reason=reason)
+    body = message_body(reply(), ended, NOW, Brackets())
+    assert json.loads(json_text(body))["content"] == [
+        {"type": "tool_use", "id": "call_1", "name": "add", "input": read}
+    ]
+    stream = MessageStream(reply(), ended, Brackets())
+    events = bodies([*stream.push(chunk(f"<add:{arguments}", finish_reason=reason)), *stream.end(NOW)])
+    said = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(said) == arguments
+    if reason == "length":
+        assert body["stop_reason"] == "max_tokens"
+        assert next(e["delta"]["stop_reason"] for e in events if e["type"] == "message_delta") == "max_tokens"
+
+
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "1" * 5000, '"\\ud83d"', "[" * 1500 + "]" * 1500])
+def test_what_json_spells_and_nothing_holds_can_be_sent(value: str) -> None:
+    ended = output(f'<add:{{"a": {value}}}>')
+    assert json_text(message_body(reply(), ended, NOW, Brackets()))
 
 
 def test_what_only_looked_like_a_call_is_text() -> None:
