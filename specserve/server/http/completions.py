@@ -73,6 +73,14 @@ def accept(request: web.Request, asked: SamplingFields) -> None:
     limits: Limits = server.limits
     if names := asked.ignored(limits):
         ignore(request, names)
+    if isinstance(asked, ChatCompletionRequest):
+        ignore_untold_tools(request, asked)
+
+
+def ignore_untold_tools(request: web.Request, asked: ChatCompletionRequest) -> None:
+    """Tools that none may call mean nothing to a model whose chat template takes none."""
+    if asked.tools and not asked.callable_tools and not context(request).service.tokenizer.takes_tools:
+        ignore(request, ["tools"])
 
 
 def response_id(prefix: str, asked: SamplingFields) -> str:
@@ -98,9 +106,13 @@ async def prepare_chat(
 
 def conversation_of(server: Context, asked: ChatCompletionRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The messages and the keyword arguments of Service.chat_ids. A model that is told of no tools can be made to call
-    one, and hears of them in words."""
+    one, and hears of them in words; of those that it may not call it hears nothing."""
     conversation, template = asked.conversation(), asked.template_options()
-    if not asked.must_call or server.service.tokenizer.takes_tools:
+    if not asked.tools or server.service.tokenizer.takes_tools:
+        return conversation, template
+    if not asked.callable_tools:
+        return conversation, {**template, "tools": None}
+    if not asked.must_call:
         return conversation, template
     return describe_tools(conversation, asked.tools), {**template, "tools": None}
 

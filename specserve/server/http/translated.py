@@ -9,7 +9,7 @@ import secrets
 from aiohttp import web
 
 from specserve.server.http.bodies import parsed
-from specserve.server.http.completions import conversation_of, prepare_chat
+from specserve.server.http.completions import conversation_of, ignore_untold_tools, prepare_chat
 from specserve.server.http.context import context
 from specserve.server.http.respond import Call, ignore, json_response, respond
 from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest
@@ -80,4 +80,6 @@ async def _accepted(request: web.Request, asked: TranslatedRequest) -> ChatCompl
     if names := asked.ignored(limits):
         ignore(request, names)
     size = request.content_length or LONG  # unknown where it came in chunks
-    return await server.service.run(size, asked.as_chat, limits)
+    chat = await server.service.run(size, asked.as_chat, limits)
+    ignore_untold_tools(request, chat)
+    return chat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -267,13 +268,39 @@ def test_responses_are_chat_in_other_words(server: Any) -> None:
     assert events[-1]["response"]["output"][0]["content"] == whole["output"][0]["content"]
 
 
-@pytest.mark.parametrize("choice", ["auto", "none"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_tools_need_a_template_that_reads_them(server: Any, path: str, choice: str) -> None:
+def test_tools_need_a_template_that_reads_them(server: Any, path: str) -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
-    answer = server.post(path, {"messages": CHAT["messages"], "tools": tools, "tool_choice": choice})
+    answer = server.post(path, {"messages": CHAT["messages"], "tools": tools})
     assert (answer.status, answer.error["param"]) == (400, "tools")
     assert "takes no tools" in answer.error["message"]
+
+
+NOW = {"name": "now", "parameters": {"type": "object"}}
+FORBIDDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "/v1/chat/completions": (CHAT, {"tools": [{"type": "function", "function": NOW}], "tool_choice": "none"}),
+    "/v1/responses": (
+        {"input": "Hi", "max_output_tokens": 8, "temperature": 0},
+        {"tools": [{"type": "function", **NOW}], "tool_choice": "none"},
+    ),
+    "/v1/messages": (
+        {"messages": CHAT["messages"], "max_tokens": 8, "temperature": 0},
+        {"tools": [{"name": "now", "input_schema": {"type": "object"}}], "tool_choice": {"type": "none"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("path", FORBIDDEN)
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_none_may_call_need_no_template_that_reads_them(server: Any, path: str, stream: bool) -> None:
+    asked, tools = FORBIDDEN[path]
+    plain, forbidden = (server.post(path, {**asked, **more, "stream": stream}) for more in ({}, tools))
+    assert (plain.status, forbidden.status) == (200, 200)
+    assert "x-specserve-ignored" not in plain.headers
+    assert forbidden.headers["x-specserve-ignored"] == "tools"
+    if not stream:
+        said = {"/v1/chat/completions": "choices", "/v1/responses": "output", "/v1/messages": "content"}[path]
+        assert re.sub(r"msg_\w+", "", str(forbidden.json[said])) == re.sub(r"msg_\w+", "", str(plain.json[said]))
 
 
 def test_control_tokens_in_messages_are_text(server: Any) -> None:
