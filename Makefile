@@ -20,6 +20,8 @@ IN_PARTS = @$(1) $(PYTEST) -n $(PROCESSES) --dist loadfile -m "not alone" --dura
 # A second run of the same tests looks for what depends on instructions or memory, not for rare cases of the logic.
 REPEATED := --hypothesis-profile=repeated
 CONTRACT_FLAGS ?=
+PYTHONS ?= $(PYTHON)
+TORCH ?=
 SERVE_FLAGS ?=
 
 # Modules are compiled once, not by every process that the tests start.
@@ -58,7 +60,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize contract wheel bare clean
+.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize contract wheel bare pythons clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -69,12 +71,12 @@ env: $(STAMP) ## Make the environment in .venv: the package, editable, with all 
 # that build the package stay in the environment: in isolation pip brings new ones and all is compiled anew each time.
 # Modules are compiled when they are first imported: most never are, and all of torch takes 25 s. The native module is
 # built while pip fetches and unpacks what else there is, which keeps one core busy.
-$(STAMP): pyproject.toml $(NATIVE_SOURCES)
+$(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@echo "== environment in $(VENV) (the first time it fetches torch, which takes minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c '$(BUILD_REQUIRES)' | $(PIP) install -r /dev/stdin $(MISSING_TOOLS)
 	@$(PIP) install --no-compile --no-build-isolation --no-deps -e . & building=$$!; \
-	  $(BIN)/python -c '$(DEV_REQUIRES)' | $(PIP) install --no-compile -r /dev/stdin; fetched=$$?; \
+	  $(BIN)/python -c '$(DEV_REQUIRES)' | $(PIP) install --no-compile -c constraints.txt -r /dev/stdin; fetched=$$?; \
 	  wait $$building && exit $$fetched
 	@$(BIN)/python -c '$(GRAMMARS)' | $(PIP) install --no-compile --no-deps -r /dev/stdin
 	@test $$SPECSERVE_REQUIRE_NATIVE = 1 || echo "== no C++ compiler: without native kernels"
@@ -181,10 +183,10 @@ wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of it
 
 # Made anew when the requirements may have changed; the wheel is installed each time, and then whatever it requires that is
 # not there.
-$(BARE)/.made: pyproject.toml $(STAMP)
+$(BARE)/.made: pyproject.toml constraints.txt $(STAMP)
 	@echo "== a bare environment, with what the wheel requires"
 	@rm -rf $(BARE) && $(PYTHON) -m venv $(BARE)/venv
-	@$(BIN)/python -c '$(REQUIRES)' | $(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install --no-compile -r /dev/stdin
+	@$(BIN)/python -c '$(REQUIRES)' | $(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install --no-compile -c constraints.txt -r /dev/stdin
 	@touch $@
 
 bare: wheel $(BARE)/.made ## Use the wheel as a newcomer without extras: in an environment of its own, from another folder.
@@ -193,6 +195,16 @@ bare: wheel $(BARE)/.made ## Use the wheel as a newcomer without extras: in an e
 	@wheel=$$(ls -t dist/*.whl | head -1) && pip="$(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install" && \
 	  $$pip --force-reinstall --no-deps $$wheel && $$pip $$wheel
 	@$(BARE)/venv/bin/python -P tests/bare/run.py --model $(MODEL)
+
+# Not part of `test`: it compiles and fetches torch for each Python. With TORCH="torch==2.14.1" it tries another release.
+pythons: ## Build and use the wheel, as `bare` does, with PYTHONS="python3.11 python3.13" and the newest torch, or TORCH=...
+	@for python in $(PYTHONS); do \
+	  echo "== the wheel with $$python"; \
+	  venv=build/pythons/$$(basename $$python); pip="$$venv/bin/python -m pip --disable-pip-version-check -qq"; \
+	  $$python -m venv --clear $$venv && $$pip wheel --no-deps -w $$venv/wheel . && \
+	    $$pip install --no-compile $$venv/wheel/*.whl $(TORCH) && $$venv/bin/specserve pull $(MODEL) && \
+	    $$venv/bin/python -P tests/bare/run.py --model $(MODEL) || exit 1; \
+	done
 
 clean: ## Remove what was built and cached here; the environment and the models stay.
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,6 +37,10 @@ INSTRUCTION_SETS = (
     "amx_bf16",
 )
 ARM_INSTRUCTION_SETS = ("asimd", "asimddp", "i8mm", "bf16", "sve")
+CPU_BUILD = (
+    "without a GPU its CPU build is enough and gigabytes smaller; pytorch.org/get-started shows how to install it "
+    "(Compute Platform: CPU)"
+)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy")
 
 
@@ -94,12 +98,10 @@ def _cpu(root: Path) -> list[tuple[str, str]]:
 
 def _gpus() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
-        built = (
-            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "torch is a CPU build"
-        )
-        return [("gpu", f"none usable ({built})")]
+        if torch.version.cuda is None:
+            return [("gpu", "none usable (torch is a CPU build)")]
+        built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+        return [("gpu", f"none usable ({built}); {CPU_BUILD}")]
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
         (
