@@ -6,6 +6,7 @@ SpecserveError
 │   └── NoTokenLeftError       what the request asks for together forbids every token
 ├── ConfigError (ValueError)   an option of the engine, the command line or the TOML file is wrong
 ├── ModelError                 weights, tokenizer or architecture cannot be used; says which file and why
+│   └── TextError              the model's own tokenizer or chat template failed on a text
 ├── CapacityError              memory does not suffice; says what was needed, what was there, what fits
 ├── EngineError                the engine itself failed; every waiting request gets this
 └── ServerError                a server that was asked over HTTP refused, failed or did not answer
@@ -70,6 +71,13 @@ class ConfigError(SpecserveError, ValueError):
 
 class ModelError(SpecserveError):
     """A model folder, file or name cannot be loaded."""
+
+
+class TextError(ModelError):
+    """The model's own tokenizer or chat template failed on a text: it gave up, or took more time or memory than it
+    may. The same text would fail again."""
+
+    code = "text_failed"
 
 
 class CapacityError(SpecserveError):

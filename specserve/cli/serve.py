@@ -40,6 +40,7 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
     ),
     "max_queue": (PATIENCE, "Completions that may wait; more are refused with 429."),
     "max_body_mib": (PATIENCE, "Largest body of a request, in MiB."),
+    "max_tokenize_characters": (PATIENCE, "Longest text that /tokenize and count_tokens take."),
     "header_timeout_s": (PATIENCE, "Seconds for a request's first line and headers."),
     "body_timeout_s": (PATIENCE, "Seconds for a request's body."),
     "queue_timeout_s": (PATIENCE, "Seconds a request may wait for its grammar and its first step; 0 is no limit."),

@@ -20,9 +20,11 @@ class ServeOptions:
 
     `uds` is listened on instead of host and port. `served_model_name`: names that requests may use, the first of them
     is the one in answers; without any it is the model's. `max_queue`: completions that may wait for the engine beside
-    those that run. `scheduling_policy`: requests run as they come ("fcfs"), and one that has a priority of its own is
-    refused; or such as have one are taken ("priority"), and any client can send it. `api_key` and the lines of
-    `api_key_file` are keys; with any, all routes but /health, /ready and the pages / and /docs need one.
+    those that run. `max_tokenize_characters`: most of a text that /tokenize and count_tokens take, and of a prompt
+    where nothing is known of the fewest tokens that it can have. `scheduling_policy`: requests run as they come
+    ("fcfs"), and one that has a priority of its own is refused; or such as have one are taken ("priority"), and any
+    client can send it. `api_key` and the lines of `api_key_file` are keys; with any, all routes but /health, /ready and
+    the pages / and /docs need one.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
@@ -38,6 +40,7 @@ class ServeOptions:
     max_queue: int = 512
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_body_mib: float = 16.0
+    max_tokenize_characters: int = 2**20
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     queue_timeout_s: float = 120.0
@@ -62,6 +65,7 @@ class ServeOptions:
             _between(name, getattr(self, name), 0.05, 1e6)
         for name in ("queue_timeout_s", "request_timeout_s", "drain_timeout_s", "status_interval_s"):
             _between(name, getattr(self, name), 0, 1e6)
+        _between("max_tokenize_characters", self.max_tokenize_characters, 1, 2**30)
         _between("max_body_mib", self.max_body_mib, 0.001, 1024)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key belong together. Give both or none of them.")

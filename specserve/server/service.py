@@ -38,7 +38,8 @@ from specserve.types import Event
 T = TypeVar("T")
 _AT_ONCE = 128  # of the engine's messages on one call: of a step there are no more, of a backlog
 _INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
-_LONG_CHARACTERS = 2**20  # text that takes seconds; hardly a prompt, but /tokenize counts what is none yet
+_LONG_CHARACTERS = 2**18  # text that takes a tenth of a second; hardly a prompt, but /tokenize counts what is none yet
+_NUM_THREADS = 2
 _FORMAT = re.compile(r'"format"\s*:\s*"')  # of a schema; a tag's own is an object
 _WORDS = {State.LOADING: "is loading", State.RESTARTING: "has failed and is being started again"}
 
@@ -158,14 +159,21 @@ class Service:
     """What all routes share. Long texts are tokenized on threads: they must not hold up other streams."""
 
     def __init__(
-        self, supervisor: Supervisor, tokenizer: Tokenizer, metrics: Metrics, trials: Trials, num_threads: int = 2
+        self,
+        supervisor: Supervisor,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        trials: Trials,
+        max_characters: int = 2**20,
     ) -> None:
+        """`max_characters` are the most of a text that is tokenized though nothing bounds its tokens."""
+        self._max_characters = max_characters
         self.trials = trials
         self.supervisor = supervisor
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._ids = itertools.count()
-        self._pool = ThreadPoolExecutor(num_threads, "specserve-text")
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "specserve-text")
         self._long_pool = ThreadPoolExecutor(1, "specserve-long-text")  # so that prompts wait for prompts alone
 
     def new_id(self) -> str:
@@ -187,12 +195,14 @@ class Service:
         self.supervisor.client.expect()
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text of any length; a prompt is first to be held to `check_length`."""
+        """Ids of a text, which is first to be held to `check_length` or `check_characters`."""
         return await self._tokenized(len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens))
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
-        """A conversation through the chat template, as text and ids, of any length; see Tokenizer.chat_ids."""
-        size = await self._num_characters([messages, template], _LONG_CHARACTERS)
+        """A conversation through the chat template, as text and ids; see Tokenizer.chat_ids. Raises InputError as
+        `check_characters` does."""
+        size = await self._num_characters([messages, template], self._max_characters)
+        self.check_characters(size, "messages")
         return await self._chat_ids(size, messages, template)
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
@@ -223,7 +233,7 @@ class Service:
     async def check_length(self, text: str) -> None:
         """Raises PromptTooLongError for a text that no context of this size can hold, whatever its tokens are:
         megabytes take seconds to tokenize."""
-        await self.run(len(text), self._check_length, len(text))
+        await self.run(len(text), self._check_length, text)
 
     async def with_tools(self, prepared: Prepared, use: ToolUse) -> tuple[Prepared, Callable[[], AnswerParser] | None]:
         """The request whose answer may have calls of tools, or must, and what finds them (Reply.tool_parser), None
@@ -298,14 +308,26 @@ class Service:
         pool = self._pool if size <= _LONG_CHARACTERS else self._long_pool
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
-    def _check_length(self, num_characters: int) -> None:
+    def _check_length(self, text: str) -> None:
         limit = self.ready.max_model_len
-        if num_characters <= limit or (longest := self.tokenizer.longest_token) is None:
+        if len(text) <= limit:
             return
-        fewest = -(-num_characters // longest)
-        if fewest >= limit:
-            reason = f"the context is {limit} tokens, and no token stands for more than {longest} characters"
+        if (bound := self.tokenizer.bound) is None:
+            self.check_characters(len(text), "prompt", limit * self.tokenizer.longest_spelling)
+        elif len(text) >= limit * bound.longest and (fewest := bound.fewest_tokens(text)) >= limit:
+            reason = f"the context is {limit} tokens, and no token stands for more than {bound.longest} characters"
             raise PromptTooLongError(fewest, limit - 1, reason, counted=False)
+
+    def check_characters(self, num_characters: int, param: str, at_least: int = 0) -> None:
+        """Raises InputError for a text that takes more time and memory to tokenize than one request may have, where
+        nothing bounds its tokens. `at_least` are taken whatever the option says."""
+        limit = max(self._max_characters, at_least)
+        if num_characters > limit:
+            raise InputError(
+                f"{param} has more than {limit} characters, the most of one text that this server tokenizes. Send it "
+                "in parts, or start the server with a larger --max-tokenize-characters.",
+                param,
+            )
 
 
 def num_characters(value: Any, enough: int) -> int:

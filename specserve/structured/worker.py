@@ -30,6 +30,7 @@ from specserve.structured.base import Grammar, RefusedError, Vocabulary
 from specserve.structured.compiler import Compiler
 from specserve.structured.spec import Structured
 from specserve.structured.vocabulary import vocabulary
+from specserve.text.encoding import use_own_threads_only
 from specserve.text.tokenizer import Tokenizer
 
 READY = "ready"
@@ -76,6 +77,7 @@ def main(folder: str, size: str, backend: str, max_bytes: str, parent: str) -> N
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_AS, (int(max_bytes), int(max_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one that crashes would be waited for until it lies on the disk
+    use_own_threads_only()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     words = vocabulary(Tokenizer(Path(folder)), int(size))

@@ -18,6 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from specserve.text.encoding import encode
+
 _BLANK = " \t\r\n\u2581"  # an added token of these alone (Gemma has runs of them) is text like any other
 _STRUCTURE = ("role", "type")  # templates compare these, and build control tokens from roles
 _NONCE_DIGITS, _INDEX_DIGITS = 39, 8  # 39 digits are 128 bits
@@ -93,8 +95,7 @@ class ControlTokens:
     def encode(self, parts: Sequence[str]) -> list[int]:
         """Ids of the parts as one text. Every second part, from the second on, is text whatever it spells."""
         if not self._normalized and self._found(["".join(parts)]) == self._found(parts[::2], parts[1::2]):
-            ids: list[int] = self._backend.encode("".join(parts), add_special_tokens=False).ids
-            return ids
+            return encode(self._backend, "".join(parts), add_special_tokens=False)
         return self._renamed.encode([part if i % 2 else self._translated(part) for i, part in enumerate(parts)])
 
     def _found(self, parts: Sequence[str], between: Sequence[str] = ()) -> list[tuple[int, int]]:
@@ -155,7 +156,7 @@ class _Renamed:
         self._original_ids = {mine: first for mine, first in ids.items() if mine != first}
 
     def encode(self, parts: Sequence[str]) -> list[int]:
-        ids: list[int] = self._backend.encode("".join(parts), add_special_tokens=False).ids
+        ids = encode(self._backend, "".join(parts), add_special_tokens=False)
         return [self._original_ids.get(token_id, token_id) for token_id in ids] if self._original_ids else ids
 
 

@@ -1,30 +1,47 @@
-"""How much text one token can stand for, from the parts of a tokenizer. Knows tokenizers' own JSON of them; reads no
-text."""
+"""The fewest tokens that a text can have, from the parts of a tokenizer. Knows tokenizers' own JSON of them; tokenizes
+nothing."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 _COMPOSED = 4  # most characters that NFC makes one of, as in U+1F82: a letter and three marks
+_AT_ONCE = 2**16  # characters that are looked at before another thread may run
 
 
-def longest_token(backend: Tokenizer) -> int | None:
-    """Most characters of a text that one token stands for, so that a text of c characters has at least c / this many.
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """No token stands for more than `longest` characters, besides those that count for nothing: `dropped` ones, which
+    the tokenizer leaves out or makes one token of however many there are, and blanks where `strips`."""
 
-    None where there is no such number: parts that drop, shorten or join text without end, such as unknown characters
-    that become one token together, and kinds of parts that are not known here.
-    """
+    longest: int
+    dropped: str = ""
+    strips: bool = False
+
+    def fewest_tokens(self, text: str) -> int:
+        counted = len(text) - sum(map(text.count, self.dropped))
+        if self.strips:
+            counted -= sum(map(_num_blanks, (text[at : at + _AT_ONCE] for at in range(0, len(text), _AT_ONCE))))
+        return -(-max(0, counted) // self.longest)
+
+
+def bound(backend: Tokenizer) -> Bound | None:
+    """None where there is none: parts that drop, shorten or join text without end, such as unknown characters that
+    become one token together, and kinds of parts that are not known here."""
     parts = [*_parts(backend.normalizer, "normalizers"), *_parts(backend.pre_tokenizer, "pretokenizers")]
-    stripping = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-    if stripping or not _has_every_byte(backend, parts) or not all(map(_keeps_text, parts)):
+    dropped = _without_token(backend, parts)
+    if dropped is None or not all(map(_keeps_text, parts)):
         return None
     composing = any(part["type"] == "NFC" for part in parts)
-    return max(map(len, backend.get_vocab(with_added_tokens=True))) * (_COMPOSED if composing else 1)
+    strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True))) * (_COMPOSED if composing else 1)
+    return Bound(longest, dropped, strips)
 
 
 def _parts(component: Any, nested: str) -> Iterator[Mapping[str, Any]]:
@@ -35,13 +52,27 @@ def _parts(component: Any, nested: str) -> Iterator[Mapping[str, Any]]:
     yield from state[nested] if state["type"] == "Sequence" else [state]
 
 
-def _has_every_byte(backend: Tokenizer, parts: list[Mapping[str, Any]]) -> bool:
-    """Whether no character is unknown: those that are can be left out or become one token together."""
-    byte_level = any(part["type"] == "ByteLevel" for part in parts)
-    if not byte_level and not getattr(backend.model, "byte_fallback", False):
-        return False
-    spelled = ByteLevel.alphabet() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
-    return all(backend.token_to_id(token) is not None for token in spelled)
+def _without_token(backend: Tokenizer, parts: list[Mapping[str, Any]]) -> str | None:
+    """The characters of which no part is a token: they are left out or become one together. None where those are more
+    than some ASCII ones. Bytes that only begin a longer character may be unknown: what follows them is not."""
+    if any(part["type"] == "ByteLevel" for part in parts):
+        known = {token: backend.token_to_id(token) is not None for token in ByteLevel.alphabet()}
+        if sum(known.values()) == len(known):
+            return ""
+        one_byte = {chr(byte): _spelled(chr(byte)) for byte in range(128)}
+        following = {_spelled(chr(byte))[-1] for byte in range(0x80, 0xC0)}
+        if not all(known[spelling] for spelling in following):
+            return None
+        return "".join(character for character, spelling in one_byte.items() if not known[spelling])
+    has_all = getattr(backend.model, "byte_fallback", False) and all(
+        backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)
+    )
+    return "" if has_all else None
+
+
+def _spelled(text: str) -> str:
+    """A text's bytes in the alphabet of byte-level tokenizers."""
+    return "".join(piece for piece, _ in ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text))
 
 
 def _keeps_text(part: Mapping[str, Any]) -> bool:
@@ -52,3 +83,7 @@ def _keeps_text(part: Mapping[str, Any]) -> bool:
     if kind in ("Split", "Punctuation"):
         return bool(part["behavior"] != "Removed")
     return kind in ("ByteLevel", "Digits", "Metaspace", "NFC", "Prepend")
+
+
+def _num_blanks(text: str) -> int:
+    return len(text) - sum(map(len, text.split()))

@@ -16,7 +16,8 @@ from specserve.checkpoint.folder import read_json
 from specserve.errors import InputError, ModelError
 from specserve.text.chat import ChatTemplate, with_reasoning_apart
 from specserve.text.control import ControlTokens, Marks
-from specserve.text.longest import longest_token
+from specserve.text.encoding import decode, encode, not_unicode
+from specserve.text.longest import Bound, bound
 from specserve.text.reasoning import Reasoning, reasoning
 from specserve.text.tools import CallFormat, call_format
 
@@ -55,26 +56,23 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     @cached_property
-    def longest_token(self) -> int | None:
-        """Most characters of a text that one token stands for; None where there is no such number."""
-        return longest_token(self._backend)
+    def bound(self) -> Bound | None:
+        """The fewest tokens that a text can have; None where nothing can be said."""
+        return bound(self._backend)
+
+    @cached_property
+    def longest_spelling(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; `add_special_tokens` puts bos and eos around it where the model wants them. Control tokens
         written out in the text become their ids."""
-        try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError) as error:
-            raise _not_unicode(error) from error
-        return ids
+        return encode(self._backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are not UTF-8 come out as U+FFFD, ids beyond the vocabulary as nothing."""
-        try:
-            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        except (TypeError, OverflowError) as error:
-            raise InputError(f"These token ids cannot be decoded: {error}. Ids are whole numbers from 0 on.") from error
-        return text
+        return decode(self._backend, ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for inside a text; empty for an id beyond the vocabulary (a padded LM head)."""
@@ -134,7 +132,7 @@ class Tokenizer:
             parts = self._render_hidden(text, messages, options, theirs)
             return "".join(parts), self._control.encode(parts)
         except (TypeError, UnicodeEncodeError) as error:
-            raise _not_unicode(error) from error
+            raise not_unicode(error) from error
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The ids of `chat_ids(messages, **options)`; the template has written the special tokens already."""
@@ -202,10 +200,6 @@ def _load(path: Path) -> Backend:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _not_unicode(error: Exception) -> InputError:
-    return InputError(f"The text cannot be tokenized: it must be a str of valid Unicode ({error}).")
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -642,9 +642,9 @@ def test_small_answers_are_as_the_document_says() -> None:
     rows = [
         ("get", "/v1/models", model_list(["tiny"], 1, 256)),
         ("get", "/v1/models/{id}", model_card("tiny", 1, 256)),
-        ("post", "/tokenize", tokenize_body([1], 256)),
-        ("post", "/tokenize", tokenize_body([1], 256, ["a"])),
-        ("post", "/detokenize", detokenize_body("a")),
+        ("post", "/tokenize", as_sent(tokenize_body([1], 256))),
+        ("post", "/tokenize", as_sent(tokenize_body([1], 256, str))),
+        ("post", "/detokenize", as_sent(detokenize_body("a"))),
         ("post", "/v1/messages/count_tokens", count_tokens_body(1)),
     ]
     for method, path, body in rows:

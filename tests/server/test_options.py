@@ -23,6 +23,7 @@ NUMBERS = {
     "port": (0, 65535),
     "max_queue": (0, 2**20),
     "max_body_mib": (0.001, 1024),
+    "max_tokenize_characters": (1, 2**30),
 }
 
 

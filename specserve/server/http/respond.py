@@ -60,10 +60,15 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
         async with asyncio.timeout_at(end):
             outputs = await answers.whole()
         now = time.perf_counter()
-        size = sum(map(_size, outputs))
-        if size <= _SMALL:
-            return json_response(call.body(outputs, now))
-        return await _sent(request, await server.service.on_thread(lambda: list(json_pieces(call.body(outputs, now)))))
+        return await sized_response(request, sum(map(_size, outputs)), lambda: call.body(outputs, now))
+
+
+async def sized_response(request: web.Request, size: int, body: Callable[[], Mapping[str, Any]]) -> web.StreamResponse:
+    """The response with this body, made and written on a thread and sent in pieces where its `size`, a number of
+    characters, is large."""
+    if size <= _SMALL:
+        return json_response(body())
+    return await _sent(request, await context(request).service.on_thread(lambda: list(json_pieces(body()))))
 
 
 def _size(output: RequestOutput) -> int:

@@ -26,6 +26,7 @@ from specserve.server.options import ServeOptions
 from specserve.server.service import Service
 from specserve.server.trials import Trials
 from specserve.structured.compiler import AUTO
+from specserve.text.encoding import use_own_threads_only
 from specserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("specserve")
@@ -39,6 +40,7 @@ def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, nest: 
     cannot start or cannot be kept running, and what is wrong with model and options before anything listens."""
     imported = time.perf_counter()
     sys.setswitchinterval(_SWITCH_S)
+    use_own_threads_only()
     return_large_blocks()
     options.keys()
     folder = catalog.resolve(engine["model"], progress=sys.stderr.isatty())
@@ -70,7 +72,8 @@ class _Life:
         self._supervisor = Supervisor({**engine, "model": str(folder)}, metrics, patience, nest)
         self._spawned = time.perf_counter()
         trials = Trials(folder, engine.get("grammar_backend", AUTO))
-        self._service = Service(self._supervisor, Tokenizer(folder), metrics, trials)
+        most = options.max_tokenize_characters
+        self._service = Service(self._supervisor, Tokenizer(folder), metrics, trials, most)
         admission = Admission(engine["max_num_seqs"] + options.max_queue)
         self._context = Context(
             options=options, names=names, service=self._service, admission=admission, timeline=timeline

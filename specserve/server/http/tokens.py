@@ -4,13 +4,12 @@ step."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 from aiohttp import web
 
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import context
-from specserve.server.http.respond import json_response
+from specserve.server.http.respond import json_response, sized_response
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.requests import read
 from specserve.server.wire.tokenization import (
@@ -26,7 +25,7 @@ from specserve.text.tokenizer import Tokenizer
 _read_detokenize = functools.partial(read, DetokenizeRequest)
 
 
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(request: web.Request) -> web.StreamResponse:
     """POST /tokenize."""
     server = context(request)
     server.admission.check()
@@ -35,24 +34,23 @@ async def tokenize(request: web.Request) -> web.Response:
     if isinstance(asked, TokenizeChatRequest):
         text, ids = await server.service.chat_ids(asked.conversation(), **asked.template_options())
         if asked.add_special_tokens:
+            server.service.check_characters(len(text), "messages")
             ids = await server.service.encode(text)
     else:
+        server.service.check_characters(len(asked.prompt), "prompt")
         ids = await server.service.encode(asked.prompt, asked.add_special_tokens)
-    strings = (
-        await server.service.run(len(ids), _spellings, server.service.tokenizer, ids)
-        if asked.return_token_strs
-        else None
-    )
-    return json_response(tokenize_body(ids, server.limits.max_model_len, strings))
+    spell = functools.partial(_spelled, server.service.tokenizer) if asked.return_token_strs else None
+    body = functools.partial(tokenize_body, ids, server.limits.max_model_len, spell)
+    return await sized_response(request, len(ids), body)
 
 
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(request: web.Request) -> web.StreamResponse:
     """POST /detokenize."""
     server = context(request)
     asked: DetokenizeRequest = await parsed(request, _read_detokenize)
     server.check_model(asked.model)
     text = await server.service.run(len(asked.tokens), server.service.tokenizer.decode, asked.tokens, False)
-    return json_response(detokenize_body(text))
+    return await sized_response(request, len(text), functools.partial(detokenize_body, text))
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
@@ -62,5 +60,5 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     return json_response({**server.service.tokenizer.info(), "model_max_length": limits.max_model_len})
 
 
-def _spellings(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    return [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
+def _spelled(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.token_bytes(token).decode("utf-8", "replace")

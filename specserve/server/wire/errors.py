@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specserve.errors import CapacityError, EngineError, FailureCode, InputError, SpecserveError, unknown
+from specserve.errors import CapacityError, EngineError, FailureCode, InputError, SpecserveError, TextError, unknown
 from specserve.server.wire.bodies import ErrorBody, ErrorType
 from specserve.server.wire.fields import well_formed
 from specserve.server.wire.sentences import as_input_error
@@ -20,6 +20,7 @@ from specserve.server.wire.sentences import as_input_error
 INTERNAL_ERROR = "internal_error"  # the code of what nobody foresaw
 COMPLETION_FAILED: FailureCode = "completion_failed"  # that of a completion that would fail again in the same way
 
+_FINAL = (COMPLETION_FAILED, TextError.code)  # of what would fail again in the same way
 _RETRIED = (408, 409, 429)  # what client SDKs send again, besides every status from 500 on
 _RETRY_SECONDS = 1.0
 
@@ -55,7 +56,7 @@ class WireError(SpecserveError):
         headers = dict(self._own_headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after))
-        if (self.status < 500 and self.status not in _RETRIED) or self.code == COMPLETION_FAILED:
+        if (self.status < 500 and self.status not in _RETRIED) or self.code in _FINAL:
             headers["x-should-retry"] = "false"
         return headers
 
@@ -82,6 +83,10 @@ def _engine_failed(error: Any) -> WireError:
     return WireError(500, "server_error", str(error), code="engine_error")
 
 
+def _text_failed(error: Any) -> WireError:
+    return WireError(500, "server_error", str(error), code=error.code)
+
+
 def _no_room(error: Any) -> WireError:
     return unavailable(str(error), code="insufficient_capacity")
 
@@ -94,6 +99,7 @@ def _timed_out(error: Any) -> WireError:
 _ANSWERS: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (
     (InputError, _bad_request),
     (ValidationError, _invalid_fields),
+    (TextError, _text_failed),
     (EngineError, _engine_failed),
     (CapacityError, _no_room),
     (TimeoutError, _timed_out),

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+_CHARACTERS_AT_ONCE = 2**16
 AT_ONCE = 64  # members that are made and written at once; with 20 log-probabilities each they take 2 ms
 
 
@@ -19,10 +20,12 @@ class Entries(Sized, Iterable[Any], Protocol):
 
 
 class Members:
-    """A list in a body whose members are made when they are looked at: `make` of each of the entries."""
+    """A list in a body whose members are made when they are looked at: `make` of each of the entries, written
+    `at_once` of them at a time."""
 
-    def __init__(self, entries: Entries, make: Callable[[Any], Any]) -> None:
+    def __init__(self, entries: Entries, make: Callable[[Any], Any], at_once: int = AT_ONCE) -> None:
         self._parts = [(entries, make)]
+        self.at_once = at_once
 
     def __len__(self) -> int:
         return sum(len(entries) for entries, _ in self._parts)
@@ -45,14 +48,23 @@ class Members:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _as_list(value: Any) -> list[Any]:
+class LongString:
+    """A text in a body that is written in pieces."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, Members):
         return list(value)
+    if isinstance(value, LongString):
+        return value.text
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 _SMALL: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
-_encode = json.JSONEncoder(**_SMALL, default=_as_list).encode
+_encode = json.JSONEncoder(**_SMALL, default=_plain).encode
 
 
 def json_text(body: Mapping[str, object]) -> str:
@@ -61,19 +73,19 @@ def json_text(body: Mapping[str, object]) -> str:
 
 
 def json_pieces(body: Mapping[str, object]) -> Iterator[bytes]:
-    """As `json_text`, in pieces: each list of Members is written AT_ONCE of them at a time."""
-    mark = secrets.token_hex(16)  # stands where members do; nobody can have put it into a text
-    found: list[Members] = []
+    """As `json_text`, in pieces: a list of Members is written a few of them at a time, and so is a LongString."""
+    mark = secrets.token_hex(16)  # stands where those do; nobody can have put it into a text
+    found: list[Members | LongString] = []
 
     def stand_in(value: Any) -> str:
-        assert isinstance(value, Members), f"{type(value).__name__} is no JSON"
+        assert isinstance(value, Members | LongString), f"{type(value).__name__} is no JSON"
         found.append(value)
         return mark
 
     text = json.JSONEncoder(**_SMALL, default=stand_in).encode(body)
-    for members, around in zip([None, *found], text.split(f'"{mark}"'), strict=True):
-        if members is not None:
-            yield from _list(members)
+    for long, around in zip([None, *found], text.split(f'"{mark}"'), strict=True):
+        if long is not None:
+            yield from _list(long) if isinstance(long, Members) else _string(long.text)
         yield around.encode()
 
 
@@ -89,7 +101,14 @@ class LongText:
 
 def _list(members: Members) -> Iterator[bytes]:
     left, before = iter(members), b"["
-    while batch := list(islice(left, AT_ONCE)):
+    while batch := list(islice(left, members.at_once)):
         yield before + msgspec.json.encode(batch)[1:-1]
         before = b","
     yield b"[]" if before == b"[" else b"]"
+
+
+def _string(text: str) -> Iterator[bytes]:
+    yield b'"'
+    for at in range(0, len(text), _CHARACTERS_AT_ONCE):
+        yield msgspec.json.encode(text[at : at + _CHARACTERS_AT_ONCE])[1:-1]
+    yield b'"'

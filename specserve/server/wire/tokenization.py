@@ -3,17 +3,20 @@ text of `TokenizeTextRequest`, or the messages of `TokenizeChatRequest`, into id
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeAlias, cast
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, WithJsonSchema
 
 from specserve.errors import InputError
 from specserve.server.wire.bodies import DetokenizeReply, TokenizeReply
 from specserve.server.wire.fields import ID, Limits, Name, Wire, check_ids, limits_of, well_formed
+from specserve.server.wire.json_pieces import LongString, Members
 from specserve.server.wire.json_text import json_object
 from specserve.server.wire.requests import TemplateFields, checked
 from specserve.server.wire.sentences import shown
+
+_AT_ONCE = 4096  # ids that are written at once
 
 
 class TokenizeTextRequest(Wire):
@@ -22,7 +25,7 @@ class TokenizeTextRequest(Wire):
     model: Name | None = None
     """The model's name in /v1/models; null is the one served."""
     prompt: Annotated[str, AfterValidator(well_formed)]
-    """The text."""
+    """The text, of at most as many characters as the server's --max-tokenize-characters says."""
     add_special_tokens: bool = True
     """Put the tokens around the text that the model wants there."""
     return_token_strs: bool = False
@@ -53,10 +56,19 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
     return checked(TokenizeChatRequest, fields, limits)
 
 
-def tokenize_body(ids: Sequence[int], max_model_len: int, strings: Sequence[str] | None = None) -> TokenizeReply:
-    """The response of /tokenize; `strings` are the tokens' spelling, if asked for."""
-    strs = None if strings is None else list(strings)
-    return {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids), "token_strs": strs}
+def tokenize_body(ids: Sequence[int], max_model_len: int, spell: Callable[[int], str] | None = None) -> TokenizeReply:
+    """The response of /tokenize; `spell` is how a token is spelled, if that was asked for. Long lists are Members, made
+    when they are written."""
+    strings = None if spell is None else Members(ids, spell, _AT_ONCE)
+    return cast(
+        TokenizeReply,
+        {
+            "count": len(ids),
+            "max_model_len": max_model_len,
+            "tokens": Members(ids, int, _AT_ONCE),
+            "token_strs": strings,
+        },
+    )
 
 
 def _tokens(value: Any, info: ValidationInfo) -> Any:
@@ -79,5 +91,5 @@ class DetokenizeRequest(Wire):
 
 
 def detokenize_body(text: str) -> DetokenizeReply:
-    """The response of /detokenize."""
-    return {"prompt": text}
+    """The response of /detokenize. The text is a LongString."""
+    return cast(DetokenizeReply, {"prompt": LongString(text)})

@@ -81,8 +81,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_a_text_that_is_counted_alone(case: Any) -> None:
-    """C25-tokenize: /tokenize counts texts that are no prompts; a long one keeps no prompt from its thread."""
-    text = "the cat sat on " * (MIB // 14)
+    """C25-tokenize: /tokenize counts texts that are no prompts, up to a limit; prompts are answered meanwhile. That a
+    long one holds nobody up is in bounded/."""
+    text = "the cat sat on " * (MIB // 15)
     case.api_mib = 200  # allocators keep what a million tokens took, and use it again: it does not grow further
     counted = case.raw(case.request({"prompt": text}, "/tokenize"))
     prompt = "and then " * 40
@@ -92,6 +93,21 @@ def test_a_text_that_is_counted_alone(case: Any) -> None:
     assert told["count"] == len(told["tokens"])
     back = case.post("/detokenize", {"tokens": told["tokens"]})
     assert back.json["prompt"] == text
+
+
+def test_texts_that_are_too_long_to_count(case: Any) -> None:
+    """C25-limits: no context bounds them, so a number of characters does, wherever they come in."""
+    text = "the cat sat on " * (4 * MIB // 15)
+    for path, fields in (
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        reply = case.post(path, fields)
+        param = "prompt" if "prompt" in fields else "messages"
+        assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+        assert f"{param} has more than {MIB} characters" in reply.error["message"]
+        assert "--max-tokenize-characters" in reply.error["message"]
 
 
 def test_a_text_that_just_fits(case: Any) -> None:

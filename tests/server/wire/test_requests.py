@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from specserve.errors import InputError
 from specserve.server.wire.errors import wire_error
 from specserve.server.wire.fields import MAX_HEADER, Limits, header_names
-from specserve.server.wire.json_pieces import json_text
+from specserve.server.wire.json_pieces import json_pieces, json_text
 from specserve.server.wire.json_text import json_object
 from specserve.server.wire.messages import MAX_MESSAGES
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, checked, read
@@ -593,9 +593,13 @@ def test_detokenize_refuses(tokens: Any) -> None:
 
 def test_tokenize_bodies() -> None:
     assert checked(DetokenizeRequest, {"tokens": [1, 2]}, LIMITS).tokens == [1, 2]
-    assert tokenize_body([1, 2], 256) == {"count": 2, "max_model_len": 256, "tokens": [1, 2], "token_strs": None}
-    assert tokenize_body([1], 256, ["a"])["token_strs"] == ["a"]
-    assert detokenize_body("a") == {"prompt": "a"}
+    ids, text = list(range(10_000)), 'é\u2028"\n😀' * 20_000
+    for write in (json_text, lambda body: b"".join(json_pieces(body))):
+        told = json.loads(write(tokenize_body(ids, 256)))
+        assert told == {"count": 10_000, "max_model_len": 256, "tokens": ids, "token_strs": None}
+        assert json.loads(write(tokenize_body(ids, 256, str)))["token_strs"] == [str(i) for i in ids]
+        assert json.loads(write(detokenize_body(text))) == {"prompt": text}
+        assert json.loads(write(detokenize_body(""))) == {"prompt": ""}
 
 
 # --- whatever is sent -------------------------------------------------------------------------------------------------

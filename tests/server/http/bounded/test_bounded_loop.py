@@ -49,6 +49,36 @@ def test_large_bodies(large: Any, bounded: Any, name: str) -> None:
         assert reply.status == 200 or reply.error["message"]
 
 
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+WORDS = "the cat sat on the mat, 1 2 3 4. " * (MIB // 33)
+LONG = {
+    "tokenize": ("/tokenize", {"prompt": WORDS, "return_token_strs": True}),
+    "tokenize-one-letter": ("/tokenize", {"prompt": "7" * MIB}),
+    "detokenize": ("/detokenize", {"tokens": [5, 300, 70] * (MIB // 3)}),
+    "count": ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": WORDS[: MIB - 100]}]}),
+    "prompt": ("/v1/completions", {"prompt": WORDS}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": WORDS}]}),
+    "prediction": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "prediction": {"type": "content", "content": WORDS}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_texts(large: Any, bounded: Any, name: str) -> None:
+    """Two of a mebibyte at once, on their way to tokens and back: nobody waits for them, and memory is in proportion.
+    Before tokenizers let go of Python's lock one of them held the loop for a second."""
+    path, body = LONG[name]
+    with bounded(large, api_mib=512) as case:
+        replies = case.at_once([case.written(body)] * 2, path)
+    assert {reply.status for reply in replies} <= {200, 400}
+    for reply in replies:
+        is_prompt = path in ("/v1/completions", "/v1/chat/completions")
+        assert reply.status == (400 if is_prompt else 200), reply.body[:300]
+
+
 # --- constraints ------------------------------------------------------------------------------------------------------
 
 
