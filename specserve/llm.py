@@ -194,12 +194,12 @@ class LLM:
             yield from collector.chunks  # of the step that another thread took
 
     @contextmanager
-    def _submitted(self, made: list[tuple[Request, RequestOutput]]) -> Iterator[list[Collector]]:
+    def _submitted(self, made: list[tuple[Request, RequestOutput]]) -> Iterator[list[_Answer]]:
         """Queue requests all together or not at all; whatever still runs at the end is aborted."""
         port = self._open_port()
         try:
             grammars = [port.compile(request) for request, _ in made]
-            collectors = [Collector(output, request.params, self.tokenizer, port.abort) for request, output in made]
+            collectors = [_Answer(output, request.params, self.tokenizer, port.abort) for request, output in made]
             with self._exclusive_port():
                 for (request, _), grammar, collector in zip(made, grammars, collectors, strict=True):
                     port.add(request, grammar, collector.push)
@@ -210,12 +210,18 @@ class LLM:
                     for request, _ in made:
                         port.abort(request.id)
 
-    def _step(self, awaited: list[Collector]) -> None:
+    def _step(self, awaited: list[_Answer]) -> None:
         """One engine step, unless another thread's made all of `awaited` whole. Its events go to every stream that is
-        open, whoever asked for the step."""
+        open, whoever asked for the step. One that Ctrl-C cuts short ends all of them: they would lack its tokens."""
         with self._exclusive_port() as port:
-            if not all(collector.finished for collector in awaited):
-                port.step()
+            if failures := [answer.failure for answer in awaited if answer.failure is not None]:
+                raise failures[0]
+            try:
+                if not all(answer.finished for answer in awaited):
+                    port.step()
+            except BaseException as error:
+                port.fail(EngineError(f"A step of the engine failed: {type(error).__name__}: {error}"))
+                raise
 
     def _open_port(self) -> LocalPort:
         self._owner.check()
@@ -232,6 +238,18 @@ class LLM:
                 yield port
             finally:
                 torch.set_num_threads(threads)
+
+
+class _Answer(Collector):
+    """Of a call of LLM. Its events may come from another call's step: what fails here is this call's alone."""
+
+    failure: Exception | None = None
+
+    def push(self, event: Event | SpecserveError) -> None:
+        try:
+            super().push(event)
+        except Exception as error:
+            self.failure = self.failure or error
 
 
 class AsyncLLM:

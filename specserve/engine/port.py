@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from specserve.engine.compiling import Compiling
 from specserve.engine.request import Request
@@ -20,6 +20,20 @@ if TYPE_CHECKING:
 _COMPILING_S = 0.001  # between two looks at what is compiled, while nothing else is done
 
 Listener: TypeAlias = Callable[[Event | SpecserveError], object]
+T = TypeVar("T")
+
+
+def call_all(function: Callable[[T], object], values: Iterable[T]) -> None:
+    """Call it with each of them, whatever a call raises: what one listener cannot take is no reason for another to
+    lack a token. Raises the first of these errors then."""
+    errors: list[BaseException] = []
+    for value in values:
+        try:
+            function(value)
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class EnginePort(Protocol):
@@ -80,8 +94,7 @@ class Listeners:
             found[0](error)
 
     def end_all(self, error: SpecserveError) -> None:
-        for request_id in list(self._open):
-            self.end(request_id, error)
+        call_all(lambda request_id: self.end(request_id, error), list(self._open))
 
 
 class LocalPort:
@@ -122,8 +135,7 @@ class LocalPort:
         waiting = self._compiling.drop(request_id)
         indices = range(waiting.params.n) if waiting else ()
         events = [Event(request_id, i, [], finish_reason="abort") for i in indices]
-        for event in events or self.engine.abort(request_id, index):
-            self._listeners.notify(event)
+        call_all(self._listeners.notify, events or self.engine.abort(request_id, index))
 
     def expire(self, request_id: str) -> None:
         """What has begun to run is let finish: the work that was put into it would be lost."""
@@ -137,7 +149,8 @@ class LocalPort:
         self.engine.cache.reset_prefix_cache()
 
     def step(self) -> bool:
-        """Let in whose grammar is ready, and take one step if there is work; whether one was taken."""
+        """Let in whose grammar is ready, and take one step if there is work; whether one was taken. What a listener
+        raises comes out once all of them have been told."""
         for request, found in self._compiling.done():
             try:
                 if isinstance(found, InputError):
@@ -147,8 +160,7 @@ class LocalPort:
                 self._listeners.end(request.id, error)
         if not self.engine.has_work:
             return False
-        for event in self.engine.step():
-            self._listeners.notify(event)
+        call_all(self._listeners.notify, self.engine.step())
         return True
 
     def fail(self, error: EngineError) -> None:
@@ -166,7 +178,8 @@ class ThreadPort:
 
     def __init__(self, port: LocalPort) -> None:
         self._port = port
-        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        # Each with the listener of the request that it brings, if any.
+        self._commands: queue.SimpleQueue[tuple[Callable[[], object], Listener | None] | None] = queue.SimpleQueue()
         self._failure: EngineError | None = None
         self._closing = threading.Lock()  # nothing is queued after the queue was drained for the last time
         self._thread = threading.Thread(target=self._run, name="specserve-engine", daemon=True)
@@ -177,16 +190,16 @@ class ThreadPort:
         with self._closing:
             if self._failure is not None:
                 raise self._failure
-            self._commands.put(lambda: self._port.submit(request, listener))
+            self._commands.put((lambda: self._port.submit(request, listener), listener))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        self._commands.put(lambda: self._port.abort(request_id, index))
+        self._commands.put((lambda: self._port.abort(request_id, index), None))
 
     def expire(self, request_id: str) -> None:
-        self._commands.put(lambda: self._port.expire(request_id))
+        self._commands.put((lambda: self._port.expire(request_id), None))
 
     def reset_prefix_cache(self) -> None:
-        self._commands.put(self._port.reset_prefix_cache)
+        self._commands.put((self._port.reset_prefix_cache, None))
 
     def close(self) -> None:
         """Stop after the step that is running; waits for the thread."""
@@ -199,7 +212,7 @@ class ThreadPort:
             while self._obey():
                 self._port.step()
             self._fail(EngineError("The engine was closed."))
-        except Exception as error:
+        except BaseException as error:  # a panic of a library too, or everybody would wait for ever
             self._fail(EngineError(f"The engine failed: {type(error).__name__}: {error}"))
             raise
 
@@ -213,14 +226,12 @@ class ThreadPort:
                 return True
             if command is None:
                 return False
-            command()
+            command[0]()
 
     def _fail(self, error: EngineError) -> None:
-        """Tell everybody, also those whose request still waits in the queue."""
+        """Tell everybody, also those whose request still waits in the queue: nothing of it reaches the engine now."""
         with self._closing:
             self._failure = error
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command()
-        self._port.fail(error)
+        queued = [self._commands.get() for _ in range(self._commands.qsize())]
+        refused = [command[1] for command in queued if command is not None and command[1] is not None]
+        call_all(lambda tell: tell(error), [*refused, self._port.fail])

@@ -139,6 +139,91 @@ def test_a_listener_may_abort(built: Built) -> None:
     assert sorted(ends(got)) == [(0, "abort"), (1, "length")]
 
 
+def raising(got: Got) -> Callable[[Event | SpecserveError], object]:
+    """A listener that takes what comes, and raises with it each time."""
+
+    def listener(event: Event | SpecserveError) -> None:
+        got.append(event)
+        raise KeyError(len(got))
+
+    return listener
+
+
+def test_a_listener_that_raises_costs_nobody_an_event(built: Built) -> None:
+    """Of four requests two have such listeners: all four get what each gets alone, and each step raises."""
+    names = ("a", "b", "c", "d")
+    port, got = LocalPort(built.engine, Compiling(built.compiler, None)), {name: Got() for name in names}
+    port.submit(asking("alone", 6, ignore_eos=True), got["a"].append)
+    run(port)
+    alone = [event.tokens for event in got["a"] if isinstance(event, Event)]
+    got["a"].clear()
+    for name in names:
+        listener = raising(got[name]) if name in "bd" else got[name].append
+        port.submit(asking(name, 6, ignore_eos=True), listener)
+    num_raised = 0
+    while port.wait_s is not None:
+        try:
+            port.step()
+        except KeyError:
+            num_raised += 1
+    assert num_raised == 12, "two seats, one of them always such a listener's"
+    for name in names:
+        assert [event.tokens for event in got[name] if isinstance(event, Event)] == alone
+        assert ends(got[name]) == [(0, "length")]
+    for name in "ab":
+        port.submit(asking(name, n=2), raising(got[name]))
+    with pytest.raises(KeyError):
+        port.abort("a")
+    assert ends(got["a"])[1:] == [(0, "abort"), (1, "abort")]
+    port.submit(asking("c"), got["c"].append)
+    with pytest.raises(KeyError):
+        port.fail(EngineError("gone"))
+    assert [type(got[name][-1]) for name in "bc"] == [EngineError, EngineError]
+    port.abort("b")
+    port.abort("c")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("failure", [RuntimeError("planted"), SystemExit("planted")])
+def test_nothing_that_is_queued_reaches_an_engine_that_failed(
+    built: Built, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    """Requests that came while the step ran that failed: each is told, whatever another's listener raises."""
+    port, stepping, may_fail = (
+        LocalPort(built.engine, Compiling(built.compiler, None)),
+        threading.Event(),
+        threading.Event(),
+    )
+    got = {name: Got() for name in ("runs", "raises", "queued", "compiles")}
+    called: list[str] = []
+
+    def fails() -> bool:
+        stepping.set()
+        may_fail.wait(60)
+        for name in ("submit", "abort", "expire", "reset_prefix_cache"):
+            monkeypatch.setattr(port, name, lambda *_, name=name: called.append(name))
+        raise failure
+
+    monkeypatch.setattr(port, "step", fails)
+    thread = ThreadPort(port)
+    thread.submit(asking("runs"), got["runs"].append)
+    assert stepping.wait(60)
+    thread.submit(asking("raises"), raising(got["raises"]))
+    thread.submit(asking("queued"), got["queued"].append)
+    thread.submit(asking("compiles", structured=SCHEMA), got["compiles"].append)
+    thread.abort("runs")
+    thread.expire("queued")
+    thread.reset_prefix_cache()
+    may_fail.set()
+    until(lambda: all(got.values()))
+    for (error,) in got.values():
+        assert isinstance(error, EngineError) and "planted" in str(error)
+    assert called == []
+    with pytest.raises(EngineError, match="planted"):
+        thread.submit(asking("never"), got["queued"].append)
+    built.engine.abort("runs")
+
+
 def test_a_thread_carries_it_all(built: Built) -> None:
     thread = ThreadPort(LocalPort(built.engine, Compiling(built.compiler, None)))
     port: EnginePort = thread

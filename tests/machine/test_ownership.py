@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from specserve import LLM, SamplingParams
-from specserve.errors import ConfigError
+from specserve.engine.outputs import Detokenizer
+from specserve.errors import ConfigError, EngineError
 from specserve.machine.ownership import Ownership
 from specserve.testing import write_tiny_model
 
@@ -105,6 +106,57 @@ def test_a_thread_joins_what_runs(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="no request is running"):
         llm.use_drafter("none")
     long.close()
+
+
+def test_what_one_call_cannot_take_is_its_own_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the step that brought it was another call's, which lacks nothing and hears nothing of it."""
+    alone = llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
+    push, first = Detokenizer.push, list[Detokenizer]()
+
+    def fails(self: Detokenizer, tokens: list[int]) -> object:
+        if self in first:
+            raise LookupError("no text")
+        first.append(self)
+        return push(self, tokens)
+
+    broken = llm.stream([9, 8], GREEDY)
+    with monkeypatch.context() as patched:
+        patched.setattr(Detokenizer, "push", fails)
+        next(broken)
+        patched.setattr(Detokenizer, "push", lambda self, tokens: (fails if self in first else push)(self, tokens))
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(llm.generate, [5, 6, 7], GREEDY).result(60)
+        assert found[0].outputs[0].token_ids == alone
+        with pytest.raises(LookupError):
+            next(broken)
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_step_that_is_interrupted_leaves_no_answer_with_a_hole(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """Ctrl-C in one call, in or before its step: another that is open gets an error and not fewer tokens; the engine
+    goes on."""
+    alone = llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
+    open_ = llm.stream([9, 8], GREEDY)
+    next(open_)
+    step = llm.engine.step
+
+    def interrupted() -> None:
+        if after:
+            step()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([5, 6, 7], GREEDY)
+    with pytest.raises(EngineError, match="KeyboardInterrupt"):
+        next(open_)
+    assert not llm.engine.has_work
+    assert llm.engine.cache.num_free == llm.engine.cache.num_blocks
+    assert llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids == alone
 
 
 def test_the_lock_goes_to_who_waits() -> None:

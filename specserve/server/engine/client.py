@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from specserve.engine.port import Listener, Listeners
+from specserve.engine.port import Listener, Listeners, call_all
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError
 from specserve.server.engine.messages import (
@@ -159,8 +159,7 @@ class EngineClient:
                 if events or self.gauges is None or gauges.num_advanced != self.gauges.num_advanced:
                     self.last_advanced = self.last_progress
                 self.gauges = gauges
-                for event in events:
-                    self._open.notify(event)
+                call_all(self._open.notify, events)
                 self._loop.call_soon(self._count, events)  # once whoever waits has been told
             case Refused():
                 self._observer.forget(report.id)

@@ -17,10 +17,10 @@ from hypothesis import given, strategies as st
 from specserve.engine.request import Request
 from specserve.errors import EngineError
 from specserve.server.engine.client import EngineClient
-from specserve.server.engine.messages import Expect, Failed, ResetPrefixCache, Stop
+from specserve.server.engine.messages import Expect, Failed, Gauges, ResetPrefixCache, Stepped, Stop
 from specserve.server.engine.pipe import Pipe
 from specserve.server.engine.process import Wire
-from specserve.types import SamplingParams
+from specserve.types import Event, SamplingParams
 
 LARGE = 2**21  # bytes; more than a socket holds
 
@@ -209,6 +209,25 @@ def test_what_is_left_behind_by_an_engine_that_has_gone() -> None:
         client.expire("7")
         assert wire.commands(0) == [Stop()]
         wire.close()
+
+    asyncio.run(play())
+
+
+def test_a_listener_that_raises_costs_nobody_an_event() -> None:
+    async def play() -> None:
+        ours, theirs = socket.socketpair()
+        client, wire = EngineClient(ours, Silent()), Wire(theirs)
+        got: list[Any] = []
+        for name, listener in (("0", lambda _: 1 // 0), ("1", got.append)):
+            client.submit(Request(id=name, prompt_ids=[1], params=SamplingParams()), listener)
+        events = [Event(name, 0, [5]) for name in "01"]
+        wire.send(Stepped(events, Gauges(*[0] * 11, {}, {})))
+        async with asyncio.timeout(60):
+            while not client.is_broken:
+                await asyncio.sleep(0.01)
+        client.close()
+        wire.close()
+        assert got == events[1:]
 
     asyncio.run(play())
 
