@@ -155,12 +155,10 @@ class KVCache:
         if self.prefix_caching:
             self._publish(seq, start, tokens)
 
-    def free(self, seq: Sequence, forget: bool = False) -> None:
-        """Give all blocks back; the last block is evicted before the first. `forget` also withdraws them from the
-        prefix cache: for a sequence whose KV cannot be trusted (NaN)."""
+    def free(self, seq: Sequence) -> None:
+        """Give all blocks back; the last block is evicted before the first. Those that are published stay so, also of a
+        sequence that failed: they hold what was kept, and its failed step was not."""
         for block in reversed(seq.blocks.ids):
-            if forget:
-                self.pool.withdraw(block)
             self.pool.release(block)
         seq.blocks = BlockTable()
         seq.cached = seq.draft_cached = 0

@@ -133,8 +133,7 @@ class LocalPort:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         waiting = self._compiling.drop(request_id)
-        indices = range(waiting.params.n) if waiting else ()
-        events = [Event(request_id, i, [], finish_reason="abort") for i in indices]
+        events = [Event(request_id, i, [], finish_reason="abort") for i in range(waiting.params.n if waiting else 0)]
         call_all(self._listeners.notify, events or self.engine.abort(request_id, index))
 
     def expire(self, request_id: str) -> None:

@@ -71,10 +71,10 @@ class Scheduler:
         bisect.insort(self.waiting, seq, key=_rank)
 
     def remove(self, seq: Sequence) -> None:
-        """Forget a sequence that ended, and give its blocks back; nobody shall find the KV of one that failed."""
+        """Forget a sequence that ended, and give its blocks back."""
         (self.running if seq in self.running else self.waiting).remove(seq)
         self._refusal = None
-        self.cache.free(seq, forget=seq.finish_reason == "error")
+        self.cache.free(seq)
 
     def observe(self, num_seqs: int, num_tokens: int) -> None:
         """A step gave so many decoding sequences so many tokens together."""

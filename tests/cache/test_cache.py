@@ -119,12 +119,18 @@ def test_reset_drops_what_nobody_uses() -> None:
     assert cache.num_evictions == 0, "a reset is no eviction"
 
 
-def test_forgotten_kv_is_not_found_again() -> None:
+def test_what_a_failed_step_wrote_is_not_found_and_all_else_is() -> None:
+    """Two sequences share a prompt; a step of one of them fails in its third block."""
     cache = make_cache()
-    shared, poisoned = run(cache, make_seq(A)), run(cache, make_seq(A))
-    cache.free(poisoned, forget=True)
-    assert hit(cache, A) == 0
-    cache.check_integrity([shared])
+    running, failed = run(cache, make_seq(A[:9])), run(cache, make_seq(A))
+    cache.free(failed)
+    failed = make_seq(A)
+    cache.match_prefix(failed)
+    failed.tokens += B
+    assert cache.reserve(failed, 17)
+    cache.free(failed)
+    assert (hit(cache, A), hit(cache, A + B)) == (16, 16)
+    cache.check_integrity([running])
 
 
 # --- order of eviction ----------------------------------------------------------------------------------------------
@@ -166,7 +172,7 @@ def test_least_recently_used_goes_first() -> None:
     least_recently_used_goes_first()
 
 
-def _free_head_first(self: KVCache, seq: Sequence, forget: bool = False) -> None:
+def _free_head_first(self: KVCache, seq: Sequence) -> None:
     for block in seq.blocks.ids:
         self.pool.release(block)
     seq.blocks.ids, seq.blocks.hashes, seq.cached = [], [], 0

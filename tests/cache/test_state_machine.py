@@ -100,11 +100,14 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(0, 9))
     def reserve_and_fail(self, data: st.DataObject, count: int) -> None:
-        """A step that writes rubbish and then fails keeps nothing."""
+        """A step that writes rubbish and then fails keeps nothing; half of them are their sequence's last."""
         seq = self._pick(data)
         if self._reserve(seq, count):
             for index in range(seq.cached, seq.cached + count):
                 self._write(seq, index, [GARBAGE, GARBAGE])
+            if data.draw(st.booleans()):
+                self.cache.free(seq)
+                self.running.remove(seq)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -115,10 +118,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.preempted.append(seq)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), forget=st.booleans())
-    def finish(self, data: st.DataObject, forget: bool) -> None:
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
         seq = self._pick(data)
-        self.cache.free(seq, forget)
+        self.cache.free(seq)
         self.running.remove(seq)
 
     @rule()

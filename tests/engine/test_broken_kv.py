@@ -175,19 +175,27 @@ def test_a_prompt_that_cannot_be_computed_fails_alone(folder: Path, kernels: dic
         assert run(engine, asked) == alone
 
 
-def test_nobody_finds_kv_of_a_request_that_failed(folder: Path) -> None:
-    """Not even what was computed well: the blocks of the chunks before the broken token were published, and are
-    withdrawn with the rest."""
-    engine = make(folder, dtype="float32", max_num_batched_tokens=16, max_num_seqs=4)
-    bad = Request(id="bad", prompt_ids=[*PREFIX, BROKEN, *PREFIX], params=GREEDY)
-    engine.add(bad)
-    engine.step()
-    engine.step()
-    assert engine.cache.pool.num_published == 2, "or there is nothing to withdraw"
-    assert "NaN" in run(engine)["bad"]
-    assert engine.cache.pool.num_published == 0
-    run(engine, Request(id="good", prompt_ids=PREFIX, params=GREEDY))
-    assert engine.cache.stats.num_prefix_hit_tokens == 0
+@pytest.mark.parametrize("at", [0, 7, 15, 16, 31, 32, 40, 47, 48, 70])
+def test_a_step_that_fails_leaves_nothing_that_is_found(folder: Path, kernels: dict[str, Any], at: int) -> None:
+    """The whole blocks of the steps before it are found, bit for bit as another engine makes them of these tokens."""
+    engine = make(folder, max_num_batched_tokens=16, max_num_seqs=4, **kernels)
+    prompt = (PREFIX * 2)[:at]
+    engine.add(Request(id="bad", prompt_ids=[*prompt, BROKEN, *PREFIX], params=GREEDY))
+    kept = 0
+    while engine.has_work:
+        kept = engine.requests["bad"][0].cached
+        events = engine.step()
+    assert "NaN" in (events[0].error or "") and kept <= at
+    assert engine.cache.pool.num_published == kept // 16
+    other = make(folder, **kernels)
+    run(other, Request(id="good", prompt_ids=[*prompt, 9], params=GREEDY))
+    for block, digest in engine.cache.pool.digests():
+        same = other.cache.pool.find(digest)
+        assert same is not None, "it is of the good tokens alone"
+        for one, two in zip(engine.cache.storage.layers, other.cache.storage.layers, strict=True):
+            assert one[:, block * 16 : block * 16 + 16].equal(two[:, same * 16 : same * 16 + 16])
+    run(engine, Request(id="good", prompt_ids=[*prompt, 9], params=GREEDY))
+    assert engine.cache.stats.num_prefix_hit_tokens == kept // 16 * 16
 
 
 def test_a_broken_chunk_ends_its_request_at_once(folder: Path) -> None:

@@ -298,6 +298,34 @@ def test_a_grammar_that_fails_ends_its_own_request_and_says_why(built: Built, al
     assert built.engine.cache.num_free == built.engine.cache.num_blocks
 
 
+def test_a_grammar_that_fails_costs_nobody_a_cached_prefix(built: Built) -> None:
+    """Two tenants have the same system prompt; of one of them a request runs, and one fails beside it. The next of
+    each, and what comes after that, finds all that was there."""
+    engine, eos = built.engine, built.tokenizer.eos_id
+    assert eos is not None
+    engine.cache.reset_prefix_cache()
+    system, free = [(5 * i) % 280 for i in range(48)], params(0, None)
+    for tenant in (b"one", b"two"):
+        drive(built, [(Request(id="first", prompt_ids=[*system, 9], params=free, salt=tenant), None)])
+    engine.add(Request(id="runs", prompt_ids=[*system, 7], params=free, salt=b"one"))
+    engine.step()
+    before = dict(engine.cache.pool.digests())
+    for fault_after in (0, 1, 3):
+        grammar: Grammar = LanguageGrammar([[*built.tokenizer.encode("the other stone"), eos]], fault_after)
+        asked = params(0, Structured.choice(["x"]))
+        engine.add(Request(id="bad", prompt_ids=[*system, 8], params=asked, salt=b"one"), grammar)
+        while "bad" in engine.requests:
+            engine.step()
+        assert dict(engine.cache.pool.digests()).items() >= before.items()
+        assert "runs" in engine.requests
+    while engine.has_work:
+        engine.step()
+    for tenant in (b"one", b"two"):
+        found = engine.cache.stats.num_prefix_hit_tokens
+        drive(built, [(Request(id="next", prompt_ids=[*system, 6], params=free, salt=tenant), None)])
+        assert engine.cache.stats.num_prefix_hit_tokens == found + 48
+
+
 def test_where_nothing_may_come_the_request_ends_with_an_error(built: Built) -> None:
     asked = SamplingParams(temperature=0.0, structured=ASKED[2], bad_words=["x"])
     every = of_ids([(token,) for token in range(293)])
