@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
+import functools
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from specserve.errors import ConfigError
+from specserve.server.http.connection import Connection
 from specserve.server.http.watch import Watch
 from specserve.server.options import ServeOptions
 
@@ -23,16 +23,6 @@ _LINGER_S = 10.0  # for the rest of a body that was not read
 _SHUTDOWN_S = 1.0  # for handlers that still run when the drain is over
 
 
-def is_no_fault(record: logging.LogRecord) -> bool:
-    """A filter that lets every record pass. What is no HTTP was answered by aiohttp, which tells of it as of a fault of
-    the server's, with a traceback each: a line is enough."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.msg, record.args = "What came is no HTTP request: %s", (error.message,)
-        record.levelno, record.levelname, record.exc_info, record.exc_text = logging.INFO, "INFO", None, None
-    return True
-
-
 class Listener:
     """An application behind a socket. `address` is what a client connects to."""
 
@@ -40,17 +30,8 @@ class Listener:
         self._options = options
         self._watch = Watch(options.header_timeout_s, options.write_timeout_s)
         app.middlewares.insert(0, self._note)
-        logging.getLogger("aiohttp.server").addFilter(is_no_fault)
         # Without handler_cancellation the work for a client that has left would go on to its end.
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=_KEEPALIVE_S,
-            shutdown_timeout=_SHUTDOWN_S,
-            lingering_time=min(options.body_timeout_s, _LINGER_S),
-            auto_decompress=False,  # nobody reads compressed bodies, so nobody has to unpack them to skip them
-        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
         self._server: asyncio.Server | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -72,16 +53,25 @@ class Listener:
         assert server is not None, "there is one after setup"
         patience = None if context is None else options.header_timeout_s
         loop = asyncio.get_running_loop()
+        connect = functools.partial(
+            Connection,
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]  # which turns it off: `tell` has its own
+            keepalive_timeout=_KEEPALIVE_S,
+            lingering_time=min(options.body_timeout_s, _LINGER_S),
+            auto_decompress=False,  # nobody reads compressed bodies, so nobody has to unpack them to skip them
+        )
         try:
             if options.uds is not None:
                 _remove_stale(options)
                 self._server = await loop.create_unix_server(
-                    server, str(options.uds), ssl=context, ssl_handshake_timeout=patience
+                    connect, str(options.uds), ssl=context, ssl_handshake_timeout=patience
                 )
                 options.uds.chmod(0o600)
             else:
                 self._server = await loop.create_server(
-                    server, options.host, options.port, ssl=context, ssl_handshake_timeout=patience
+                    connect, options.host, options.port, ssl=context, ssl_handshake_timeout=patience
                 )
         except OSError as error:
             await self._runner.cleanup()

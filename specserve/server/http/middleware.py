@@ -20,6 +20,7 @@ from specserve.server.wire.anthropic import anthropic_error
 from specserve.server.wire.errors import (
     WireError,
     body_too_large,
+    expectation_failed,
     method_not_allowed,
     route_not_found,
     unauthorized,
@@ -39,9 +40,7 @@ _PRINTABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 async def tell(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Gives the request an id, its errors the shape that clients read, and the log a line."""
     begun = time.perf_counter()
-    sent = request.headers.get("X-Request-Id", "")
-    request[REQUEST_ID] = sent if _PRINTABLE_ID.fullmatch(sent) else secrets.token_hex(8)
-    token = request_id.set(request[REQUEST_ID])
+    token = request_id.set(identify(request))
     status = CLIENT_CLOSED
     try:
         response = await _answered(request, handler)
@@ -54,6 +53,13 @@ async def tell(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         _record(request, status, 1e3 * (time.perf_counter() - begun))
         request_id.reset(token)
+
+
+def identify(request: web.BaseRequest) -> str:
+    """The request's id: the client's own where it can stand in a header, else a new one."""
+    sent = request.headers.get("X-Request-Id", "")
+    request[REQUEST_ID] = sent if _PRINTABLE_ID.fullmatch(sent) else secrets.token_hex(8)
+    return request[REQUEST_ID]
 
 
 def _record(request: web.Request, status: int, milliseconds: float) -> None:
@@ -110,6 +116,8 @@ def _http_failure(request: web.Request, error: web.HTTPException) -> WireError:
         return method_not_allowed(request.method, error.allowed_methods)
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return body_too_large(context(request).options.max_body_bytes)
+    if isinstance(error, web.HTTPExpectationFailed):
+        return expectation_failed()
     if error.status == 404:
         return route_not_found(request.path)
     return WireError(error.status, "invalid_request_error", error.reason, code="bad_request")
@@ -172,13 +180,18 @@ def _is_allowed(request: web.Request, origins: Collection[str]) -> bool:
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """A signal's receiver: headers that every response has, streams too."""
-    response.headers["Server"] = f"specserve/{__version__}"
-    response.headers["X-Content-Type-Options"] = "nosniff"
-    if REQUEST_ID in request:
-        response.headers["X-Request-Id"] = response.headers["Request-Id"] = request[REQUEST_ID]  # OpenAI's, Anthropic's
+    own_headers(request, response)
     if request.get(IGNORED):
         response.headers["X-Specserve-Ignored"] = request[IGNORED]
     origin = request.headers.get("Origin")
     if origin is not None and _is_allowed(request, context(request).options.cors_origin):
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Vary"] = "Origin"
+
+
+def own_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Sets the headers that even a response to no request has."""
+    response.headers["Server"] = f"specserve/{__version__}"
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = response.headers["Request-Id"] = request[REQUEST_ID]  # OpenAI's, Anthropic's

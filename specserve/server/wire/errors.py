@@ -1,7 +1,8 @@
 """Every failure as the client sees it: HTTP status, headers and OpenAI's error object. Knows no routes and no sockets.
 
-Types: invalid_request_error (400, 404, 405, 413, 415), authentication_error (401), rate_limit_error (429), server_error
-(500), service_unavailable (503), timeout_error (408, 504). What an unforeseen exception says stays in the server's log.
+Types: invalid_request_error (400, 403, 404, 405, 413, 415, 417), authentication_error (401), rate_limit_error (429),
+server_error (500), service_unavailable (503), timeout_error (408, 504). What an unforeseen exception says stays in the
+server's log.
 """
 
 from __future__ import annotations
@@ -121,6 +122,14 @@ def method_not_allowed(method: str, allowed: Iterable[str]) -> WireError:
     names = ", ".join(sorted(allowed))
     message = f"{_short(method)} does not work here. Allowed: {names}."
     return _invalid(405, message, code="method_not_allowed", own_headers={"Allow": names})
+
+
+def bad_http(cause: str) -> WireError:
+    return _invalid(400, f"This is no HTTP/1.1 request: {cause}.", code="bad_request")
+
+
+def expectation_failed() -> WireError:
+    return _invalid(417, "Expect may be 100-continue and nothing else. Leave the header out.", code="bad_request")
 
 
 def body_too_large(limit: int) -> WireError:
