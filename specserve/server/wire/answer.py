@@ -50,9 +50,16 @@ class AnswerParser(Protocol):
     def finish(self) -> list[Part]:
         """What was held back, when nothing more will come."""
 
+    @property
+    def called(self) -> bool | None:
+        """Whether the last call that began is whole and fits its tool's parameters, once the answer has ended; None
+        where none began."""
+
 
 class PlainText:
     """The parser where no tools are: all is text, at once."""
+
+    called = None
 
     def push(self, text: str) -> list[Part]:
         return [Text(text)] if text else []

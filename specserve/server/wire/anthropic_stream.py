@@ -9,14 +9,12 @@ comes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from specserve.engine.outputs import CompletionOutput, RequestOutput
 from specserve.server.wire.answer import (
     AnswerParser,
     Arguments,
-    CallItem,
     Item,
     PlainText,
     Text,
@@ -43,10 +41,11 @@ def message_body(reply: Reply, output: RequestOutput, now: float, parser: Answer
     not end well."""
     raise_failure(output.outputs)
     (completion,) = output.outputs
-    items = items_of(parts_of(parser or PlainText(), completion))
+    parser = parser or PlainText()
+    items = items_of(parts_of(parser, completion))
     return {
         **_message(reply, [_block(item) for item in items]),
-        **_reasons(completion, items),
+        **_reasons(completion, parser),
         "usage": _usage(output),
         "metrics": metrics([output], now),
     }
@@ -59,7 +58,7 @@ class MessageStream(ItemStream):
         assert self.finished and not self.failed, "end before the end"
         delta = {
             "type": "message_delta",
-            "delta": _reasons(self._output.outputs[0], self._items),
+            "delta": _reasons(self._output.outputs[0], self._parser),
             "usage": _usage(self._output),
             "metrics": metrics([self._output], now),
         }
@@ -102,14 +101,14 @@ def _block(item: Item) -> dict[str, Any]:
     return {"type": "tool_use", "id": item.id, "name": item.name, "input": object_so_far(item.arguments)}
 
 
-def _reasons(completion: CompletionOutput, items: Sequence[Item]) -> dict[str, Any]:
-    """Why the message ended. A token that ends it is Anthropic's end of turn; only texts are stop sequences."""
+def _reasons(completion: CompletionOutput, parser: AnswerParser) -> dict[str, Any]:
+    """Why the message, all of which the parser has seen, ended. A token that ends it is Anthropic's end of turn; only
+    texts are stop sequences. tool_use is told of a call alone that can be made."""
     if completion.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(completion.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-    called = any(isinstance(item, CallItem) for item in items)
-    return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
+    return {"stop_reason": "tool_use" if parser.called else "end_turn", "stop_sequence": None}
 
 
 def _usage(output: RequestOutput) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Reads an answer that is calls of tools and nothing else, as its grammar lets nothing else through: what a call is
 need not be found out, so its arguments are told while they come. Knows ways of writing calls; knows no API's shape.
 
-An answer that max_tokens cuts off ends in the midst of its arguments, as OpenAI's do.
+An answer that is cut off ends in the midst of its arguments, as OpenAI's do.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ class EnforcedCalls:
 
     def __init__(self, style: CallStyle, new_id: Callable[[], str]) -> None:
         assert not style.has_tags, "arguments in tags are no JSON"
+        self._end = style.after + style.around[1]
         self._head = re.compile(f"{re.escape(style.before)}(?P<name>.+?){re.escape(style.between)}")
         self._new_id = new_id
+        self._has_called = False
         self._rest = ""  # of what stands before arguments: the names of calls, and what is between calls
         self._scan: _Scan | None = None  # of the arguments that have begun
 
@@ -33,7 +35,7 @@ class EnforcedCalls:
                 if head is None:
                     break
                 parts.append(Call(self._new_id(), head["name"]))
-                at, self._scan = head.end(), _Scan()
+                at, self._scan, self._has_called = head.end(), _Scan(), True
                 continue
             end = self._scan.end(text, at)
             parts.append(Arguments(text[at:end]))
@@ -45,6 +47,11 @@ class EnforcedCalls:
     def finish(self) -> list[Part]:
         """Nothing was held back but what belongs to no call, and a call whose name is not whole is none."""
         return []
+
+    @property
+    def called(self) -> bool:
+        """What is whole fits: the grammar has seen to it. More than the end of a call begins another one."""
+        return self._has_called and self._scan is None and self._end.startswith(self._rest)
 
 
 class _Scan:

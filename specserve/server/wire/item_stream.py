@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from specserve.engine.outputs import Chunk, RequestOutput
+from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.answer import (
     AnswerParser,
     Arguments,
@@ -53,7 +53,7 @@ class ItemStream(Stream):
         for part in parts_of(self._parser, chunk):
             events += self._part(part)
         if chunk.finish_reason is not None and self._items:
-            events += self._close(self._items[-1], chunk.finish_reason == "length")
+            events += self._close(self._items[-1], is_cut(chunk, self._parser))
         return events
 
     def _part(self, part: Part) -> list[Event]:
@@ -76,4 +76,9 @@ class ItemStream(Stream):
 
     @abstractmethod
     def _close(self, item: Item, cut: bool) -> list[Event]:
-        """The events an item ends with; `cut`: the limit of tokens has ended it."""
+        """The events an item ends with; `cut`: it is not what it should have become."""
+
+
+def is_cut(end: Chunk | CompletionOutput, parser: AnswerParser) -> bool:
+    """Whether an answer that has ended is incomplete: at the limit of tokens, or with a call that cannot be made."""
+    return end.finish_reason == "length" or parser.called is False

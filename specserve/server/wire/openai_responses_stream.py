@@ -22,7 +22,7 @@ from specserve.server.wire.answer import (
     parts_of,
 )
 from specserve.server.wire.errors import WireError
-from specserve.server.wire.item_stream import ItemStream
+from specserve.server.wire.item_stream import ItemStream, is_cut
 from specserve.server.wire.json_pieces import AT_ONCE, LongText, json_text
 from specserve.server.wire.logprobs import chat_logprobs
 from specserve.server.wire.openai_responses import ResponsesRequest
@@ -39,10 +39,11 @@ def response_body(
     not end well."""
     raise_failure(output.outputs)
     (completion,) = output.outputs
-    items = items_of(parts_of(parser or PlainText(), completion))
-    cut = completion.finish_reason == "length"
+    parser = parser or PlainText()
+    items = items_of(parts_of(parser, completion))
+    cut = is_cut(completion, parser)
     outputs = [_item(reply, item, cut and item is items[-1]) for item in items]
-    return _ended(reply, request, output, outputs, now)
+    return _ended(reply, request, output, outputs, cut, now)
 
 
 class ResponseStream(ItemStream):
@@ -59,7 +60,8 @@ class ResponseStream(ItemStream):
 
     def end(self, now: float) -> list[Event]:
         assert self.finished and not self.failed, "end before the end"
-        response = _ended(self._reply, self._request, self._output, self._told, now)
+        cut = is_cut(self._output.outputs[0], self._parser)
+        response = _ended(self._reply, self._request, self._output, self._told, cut, now)
         return [self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, error: WireError) -> list[Event]:
@@ -139,14 +141,19 @@ def _response(reply: Reply, request: ResponsesRequest, **known: Any) -> dict[str
 
 
 def _ended(
-    reply: Reply, request: ResponsesRequest, output: RequestOutput, items: Sequence[dict[str, Any]], now: float
+    reply: Reply,
+    request: ResponsesRequest,
+    output: RequestOutput,
+    items: Sequence[dict[str, Any]],
+    cut: bool,
+    now: float,
 ) -> dict[str, Any]:
-    cut = output.outputs[0].finish_reason == "length"
+    at_limit = output.outputs[0].finish_reason == "length"
     return _response(
         reply,
         request,
         status="incomplete" if cut else "completed",
-        incomplete_details={"reason": "max_output_tokens"} if cut else None,
+        incomplete_details={"reason": "max_output_tokens"} if at_limit else None,
         output=list(items),
         usage=_usage(output),
         metrics=metrics([output], now),

@@ -85,12 +85,13 @@ def chat_body(reply: Reply, output: RequestOutput, now: float) -> ChatCompletion
 
 def _chat_choice(reply: Reply, completion: CompletionOutput) -> ChatChoice:
     logprobs = completion.logprobs
-    message = chat_message(reply, completion)
+    parser = reply.answer_parser()
+    message = chat_message(parser, completion)
     choice: ChatChoice = {
         "index": completion.index,
         "message": message,
         "logprobs": None if logprobs is None else chat_logprobs(logprobs, reply.vocabulary),
-        "finish_reason": finish_reason(completion, called="tool_calls" in message),
+        "finish_reason": finish_reason(completion, parser.called),
         "stop_reason": completion.stop_reason,
     }
     if reply.return_token_ids:
@@ -98,9 +99,9 @@ def _chat_choice(reply: Reply, completion: CompletionOutput) -> ChatChoice:
     return choice
 
 
-def chat_message(reply: Reply, completion: CompletionOutput) -> ChatMessage:
+def chat_message(parser: AnswerParser, completion: CompletionOutput) -> ChatMessage:
     """The assistant's message: its text, and its calls if it made any."""
-    items = items_of(parts_of(reply.answer_parser(), replace(completion, logprobs=None)))
+    items = items_of(parts_of(parser, replace(completion, logprobs=None)))
     content = "".join(item.text for item in items if isinstance(item, TextItem))
     calls = [_tool_call(item) for item in items if isinstance(item, CallItem)]
     if not calls:
@@ -188,8 +189,8 @@ def prompt_text(reply: Reply, output: RequestOutput) -> str:
     return b"".join(map(reply.vocabulary.token_bytes, shown)).decode("utf-8", "replace")
 
 
-def finish_reason(completion: CompletionOutput | Chunk, called: bool = False) -> FinishReason:
-    """Why a completion ended that ended well, and `called` tools or not."""
+def finish_reason(completion: CompletionOutput | Chunk, called: bool | None = None) -> FinishReason:
+    """Why a completion ended that ended well; `called` as AnswerParser says it."""
     reason = completion.finish_reason
     assert reason == "stop" or reason == "length", "only the end of what ended well is told as one"
     return "tool_calls" if called and reason == "stop" else reason

@@ -216,7 +216,7 @@ class ChatStream(ChoiceStream):
         return choice
 
     def _ending(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        reason = finish_reason(chunk, called=self._num_calls[index] > 0)
+        reason = finish_reason(chunk, self._parsers[index].called if self._parsers else None)
         return {**super()._ending(index, chunk), "finish_reason": reason}
 
 

@@ -22,9 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pydantic_core import from_json
+
 from specserve.errors import InputError, ModelError
 from specserve.server.wire.answer import Arguments, Call, Part, Text
+from specserve.server.wire.call_arguments import whole_object
 from specserve.server.wire.fields import well_formed
+from specserve.structured.fits import fits
 from specserve.text.tools import CallFormat
 from specserve.types import SamplingParams
 
@@ -56,7 +60,7 @@ class ToolCalling:
             raise ModelError(f"tokenizer_config.json: response_template is broken: {error}") from error
         calls_are_json = self.template.fields[_CALLS].content == "json"
         self._typed_by = None if calls_are_json else list(tools)  # JSON says itself what is a number
-        self._names = {tool["function"]["name"] for tool in tools}
+        self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self.parallel = parallel
         self.new_id = new_id or ids_of_calls(call_format)
         self._begun = ToolCallParser(self, self._answer_begun_in(prompt))
@@ -73,9 +77,29 @@ class ToolCalling:
         except (ValueError, TypeError, KeyError, RecursionError):
             return []  # a model may write anything, and what is no call is text
 
+    def fits(self, name: str, arguments: str) -> bool:
+        """Whether the arguments fit the tool's parameters. What is in doubt fits: it is for the client to say."""
+        return fits(whole_object(arguments), self._tools[name].get("parameters") or {}) is not False
+
+    def is_cut(self, content: str) -> bool:
+        """Whether the text behind the beginning of a call, which nothing closes, is one that was cut off: JSON goes on,
+        and calls in tags have an end."""
+        if self._typed_by is not None:
+            return self.template.fields[_CALLS].close_re is not None
+        try:
+            json.JSONDecoder().raw_decode(content.lstrip())
+        except (ValueError, RecursionError):
+            return not content.strip() or _begins_json(content)
+        return False
+
+    def begins_in(self, text: str) -> bool:
+        """Whether the text ends in the midst of what begins a call."""
+        found = self.template.fields[_CALLS].open_re.search(text, partial=True)
+        return found is not None and found.partial and found.start() < len(text)
+
     def _checked(self, function: Any) -> tuple[str, str]:
         """Raises ValueError for what is no call of one of the tools."""
-        if not isinstance(function, Mapping) or function.get("name") not in self._names:
+        if not isinstance(function, Mapping) or function.get("name") not in self._tools:
             raise ValueError("no such tool")
         arguments = function.get("arguments", function.get("parameters"))
         if isinstance(arguments, str):
@@ -106,10 +130,13 @@ class ToolCallParser:
         self._enough = 0  # characters that there must be for another look to be worth it
         self._matches: dict[Any, Any] = {}  # by pattern, the first one at or behind `_at` when it was searched
         self._open: Any = None  # the field that has begun
-        self._start = 0  # where it began
+        self._start, self._inside = 0, 0  # where it began, and where its content does
         self._called = False
+        self._last: tuple[str, str] | None = None  # the last call
+        self._after = 0  # where it ended
+        self._cut = False  # in the midst of a call
         self._advance(final=False)
-        self._said, self._called = len(begun), False
+        self._said, self._called, self._last = len(begun), False, None
 
     def push(self, text: str) -> list[Part]:
         """What is certain now."""
@@ -122,10 +149,17 @@ class ToolCallParser:
         """What was held back, once no more text will come."""
         parts = self._advance(final=True)
         if self._in_call:
-            parts += self._calls(len(self._text))
+            parts += self._unclosed_calls()
         rest = self._text[self._said :]
+        self._cut |= self._last is not None and self._calling.begins_in(self._text[self._after :])
         self._said = len(self._text)
         return parts if not rest or (self._called and rest.isspace()) else [*parts, Text(rest)]
+
+    @property
+    def called(self) -> bool | None:
+        if self._cut or self._last is None:
+            return False if self._cut else None
+        return self._calling.fits(*self._last)
 
     @property
     def _in_call(self) -> bool:
@@ -144,7 +178,7 @@ class ToolCallParser:
             field, match = found
             self._at = match.end()
             if self._open is None:
-                self._open, self._start = field, match.start()
+                self._open, self._start, self._inside = field, match.start(), match.end()
                 continue
             if self._in_call:
                 parts += self._calls(self._at)
@@ -171,7 +205,20 @@ class ToolCallParser:
         for name, arguments in calls:
             if self._calling.parallel or not self._called:
                 parts += [Call(self._calling.new_id(), name), Arguments(arguments)]
+                self._last, self._after = (name, arguments), end
             self._called = True
+        return parts
+
+    def _unclosed_calls(self) -> list[Part]:
+        """What the field that is open at the text's end holds; part of what would close it may have come."""
+        end, close = len(self._text), self._open.close_re
+        found = None if close is None else close.search(self._text, self._inside, partial=True)
+        if found is not None and found.partial:
+            end = found.start()
+        self._cut = self._calling.is_cut(self._text[self._inside : end])
+        parts = [] if self._cut else self._calls(end)
+        if parts and self._open.close_literals is not None:
+            self._said = self._after = len(self._text)
         return parts
 
     def _scan(self, final: bool) -> tuple[tuple[Any, Any] | None, int]:
@@ -220,6 +267,14 @@ def _functions(value: Any) -> Iterator[Any]:
         yield from _functions(value["function"])
     else:
         yield value
+
+
+def _begins_json(text: str) -> bool:
+    try:
+        from_json(text, allow_partial=True)
+    except ValueError:
+        return False
+    return True
 
 
 def ids_of_calls(call_format: CallFormat) -> Callable[[], str]:

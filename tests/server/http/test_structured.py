@@ -287,6 +287,27 @@ def test_a_response_whose_call_max_tokens_cuts_off(roomy: Any, choice: Any, limi
     assert [item["arguments"] for item in cut["output"]] == [i["arguments"] for i in last["response"]["output"]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_ends_was_not_made(roomy: Any, stream: bool) -> None:
+    """A stop text, or the id of a token, in the midst of the arguments."""
+    path, asked = chat_cut(FEED, 120)
+    (call,) = roomy.post(path, asked).json["choices"][0]["message"]["tool_calls"]
+    colon = roomy.post("/tokenize", {"prompt": ":", "add_special_tokens": False}).json["tokens"]
+    for ended in ({"stop": '"old'}, {"stop_token_ids": colon}):
+        reply = roomy.post(path, {**asked, **ended, "stream": stream})
+        choices = [event["choices"][0] for event in reply.events[:-1]] if stream else reply.json["choices"]
+        key = "delta" if stream else "message"
+        made = [made for choice in choices for made in choice[key].get("tool_calls", ())]
+        assert choices[-1]["finish_reason"] == "stop"
+        assert choices[-1]["stop_reason"] in ('"old', *colon)
+        said = "".join(each["function"]["arguments"] for each in made)
+        assert call["function"]["arguments"].startswith(said) and said != call["function"]["arguments"]
+    path, asked = message_cut(FEED, 120)
+    reply = roomy.post(path, {**asked, "stop_sequences": ['"old'], "stream": stream})
+    told = next(e["delta"] for e in reply.events if e["type"] == "message_delta") if stream else reply.json
+    assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", '"old')
+
+
 def test_other_apis_call_too(roomy: Any) -> None:
     tool = {"name": "feed", "input_schema": SCHEMA}
     asked = {"messages": USER, "max_tokens": 120, "temperature": 0, "tools": [tool]}

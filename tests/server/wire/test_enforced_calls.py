@@ -77,6 +77,27 @@ def test_one_that_is_cut_off_in_its_name_is_no_call() -> None:
     assert reader.push('<tool_call>\n{"name": "ad') + reader.finish() == []
 
 
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_wherever_it_ends_only_a_last_call_that_is_whole_was_called(style: CallStyle) -> None:
+    """The end of a whole call may be missing, but nothing of another one may have come."""
+    said = [("add", '{"a": "}]"}'), ("b", "{}")][: 1 if style.separator is None else 2]
+    text = written(style, said)
+    places = [at for at in range(len(text) + 1) if _called(style, text[:at])]
+    whole = [text.index(arguments) + len(arguments) for _, arguments in said]
+    ends = [begin + len(style.after) for begin in whole]
+    ends[-1] = len(text)
+    expected = [at for begin, end in zip(whole, ends, strict=True) for at in range(begin, end + 1)]
+    is_list = bool(style.around[1])  # what closes it is not what separates two
+    assert places == expected or (is_list and set(expected) == set(places))
+
+
+def _called(style: CallStyle, text: str) -> bool:
+    reader = parser(style)
+    assert reader.push(text) is not None
+    assert reader.finish() == []
+    return reader.called
+
+
 def test_arguments_in_tags_are_none_of_it() -> None:
     with pytest.raises(AssertionError):
         parser(QWEN_TAGS)

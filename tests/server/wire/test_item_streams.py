@@ -58,6 +58,10 @@ class Brackets:
         rest, self._held = self._held, ""
         return [Text(rest)] if rest else []
 
+    @property
+    def called(self) -> bool | None:
+        return None if not self._num_calls else not self._calls
+
     def _take(self) -> list[Part]:
         """The parts of the beginning of what is held; none where the rest of it must come first."""
         if self._calls:

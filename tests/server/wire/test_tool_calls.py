@@ -20,6 +20,8 @@ from specserve.errors import ModelError
 from specserve.server.wire.answer import Arguments, Call, Part, Text
 from specserve.server.wire.anthropic_stream import MessageStream, message_body
 from specserve.server.wire.enforced_calls import EnforcedCalls
+from specserve.server.wire.openai_responses import ResponsesRequest
+from specserve.server.wire.openai_responses_stream import ResponseStream, response_body
 from specserve.server.wire.responses import Reply, chat_body
 from specserve.server.wire.stream import ChatStream
 from specserve.server.wire.tool_calls import ToolCalling, keeping_delimiters
@@ -223,6 +225,62 @@ def test_an_answer_that_ends_inside_a_call() -> None:
     assert told(parts_of(calling(), "")) == []
 
 
+def outcome(calling: ToolCalling, answer: str) -> bool | None:
+    parser = calling.parser()
+    parser.push(answer)
+    parser.finish()
+    return parser.called
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_wherever_an_answer_ends_only_a_last_call_that_is_whole_was_called(family: str) -> None:
+    answer = ANSWERS[family]
+    seen = set()
+    for end in range(len(answer) + 1):
+        parts = told(parts_of(calling(family), answer[:end]))
+        calls = [part for part in parts if isinstance(part, tuple)]
+        assert calls == BOTH[: len(calls)], "a call that was cut off is none"
+        called = outcome(calling(family), answer[:end])
+        assert (called is True) == bool(calls and isinstance(parts[-1], tuple)), answer[:end]
+        seen.add((len(calls), called))
+    assert {(0, None), (0, False), (2, True)} <= seen
+    assert family == MISTRAL_LIST or {(1, True), (1, False)} <= seen
+
+
+@pytest.mark.parametrize(
+    ("answer", "called"),
+    [
+        ("Hello", None),
+        ("a <tool_", None),
+        ("<tool_call>and so on", None),
+        ("<tool_call>and so on</tool_call>", None),
+        (f"<tool_call>{WEATHER}</tool_call> So.", True),
+        (f"<tool_call>{WEATHER}</tool_call> 1 <tool", False),
+        (f"<tool_call>{WEATHER}</tool_call><tool_call>", False),
+        (f'<tool_call>{WEATHER}</tool_call><tool_call>{{"name": "no', False),
+        (f"<tool_call>{WEATHER}", True),
+        ('<tool_call>{"name": "weather", "arguments": {"days": "2"}}</tool_call>', False),
+        ('<tool_call>{"name": "weather", "arguments": {"days": 2, "other": [{}]}}</tool_call>', True),
+        (f'<tool_call>{{"name": "weather", "arguments": {{"days": ""}}}}</tool_call><tool_call>{WEATHER}', True),
+        ('<tool_call>{"name": "now", "arguments": {"any": 1}}</tool_call>', True),
+        (f"<think>Shall I <tool_call>{WEATHER}</tool_call>", None),
+    ],
+)
+def test_what_was_called(answer: str, called: bool | None) -> None:
+    assert outcome(calling(), answer) is called
+
+
+def test_json_that_is_no_call_is_not_cut_off() -> None:
+    for text, called in (('{"name": "Rom"}', None), ('{"name": "Rom"} a', None), ('{"name": "Rom", "a', False)):
+        assert outcome(calling(LLAMA), text) is called
+    assert outcome(calling(LLAMA), '{"name": "now", "parameters": {}}') is True
+    own = {
+        "start_anchor": "<a>",
+        "fields": {"tool_calls": {"open": "CALL", "content": "text"}, "content": {"content": "text"}},
+    }
+    assert outcome(calling(CallFormat(own)), "CALL me") is None
+
+
 def test_calls_inside_of_reasoning_are_text() -> None:
     thought = f"<think>\nMaybe <tool_call>{WEATHER}</tool_call>?\n</think>"
     assert told(parts_of(calling(), f"{thought}\n\n<tool_call>{WEATHER}</tool_call>")) == [thought, BOTH[0]]
@@ -373,6 +431,50 @@ def test_a_stream_with_calls_event_by_event() -> None:
         ({}, "tool_calls"),
     ]
     assert stream.finished
+
+
+UNFIT = '<tool_call>{"name": "weather", "arguments": {"days": "two"}}</tool_call>'
+ENDINGS = [  # an answer, what ended it, and finish_reason, stop_reason of a message, status of a response
+    (ANSWERS[HERMES], "stop", None, "tool_calls", "tool_use", "completed"),
+    (ANSWERS[HERMES], "stop", 25, "tool_calls", "tool_use", "completed"),
+    (ANSWERS[HERMES], "stop", "##", "tool_calls", "stop_sequence", "completed"),
+    (ANSWERS[HERMES], "length", None, "length", "max_tokens", "incomplete"),
+    (ANSWERS[HERMES][:-30], "stop", None, "stop", "end_turn", "incomplete"),
+    (ANSWERS[HERMES][:-30], "stop", 25, "stop", "end_turn", "incomplete"),
+    (ANSWERS[HERMES][:-30], "stop", "##", "stop", "stop_sequence", "incomplete"),
+    (ANSWERS[HERMES][:-30], "length", None, "length", "max_tokens", "incomplete"),
+    (ANSWERS[HERMES] + "Done", "stop", None, "tool_calls", "tool_use", "completed"),
+    (ANSWERS[HERMES] + UNFIT, "stop", None, "stop", "end_turn", "incomplete"),
+    (UNFIT + ANSWERS[HERMES], "stop", None, "tool_calls", "tool_use", "completed"),
+    (ANSWERS[HERMES][:40], "stop", "##", "stop", "stop_sequence", "incomplete"),
+    ("Hello", "stop", None, "stop", "end_turn", "completed"),
+]
+
+
+@pytest.mark.parametrize(("answer", "reason", "stop", "chat", "message", "response"), ENDINGS)
+def test_a_call_is_told_of_where_it_can_be_made(
+    answer: str, reason: Any, stop: Any, chat: str, message: str, response: str
+) -> None:
+    ended = output(answer, reason=reason)
+    ended.outputs[0].stop_reason = stop
+    asked = ResponsesRequest(input="Hi")
+    make = lambda: calling().parser()  # noqa: E731
+    last = Chunk("r", 0, answer, [1], finish_reason=reason, stop_reason=stop)
+
+    assert choices(chat_body(reply(make), ended, 2.0))[0][1] == chat
+    assert deltas(ChatStream(reply(make), ended).push(last))[-1] == ({}, chat)
+    assert message_body(reply(make), ended, 2.0, make())["stop_reason"] == message
+    messages = MessageStream(reply(make), ended, make())
+    messages.push(last)
+    assert json.loads(messages.end(2.0)[0])["delta"]["stop_reason"] == message
+    body = response_body(reply(make), asked, ended, 2.0, make())
+    responses = ResponseStream(reply(make), asked, ended, make())
+    responses.push(last)
+    (event,) = responses.end(2.0)
+    for told in (body, json.loads(event)["response"]):
+        assert told["status"] == response
+        assert told["output"][-1]["status"] == response
+        assert (told["incomplete_details"] is None) == (reason == "stop")
 
 
 def test_what_was_held_back_for_nothing_is_streamed_at_the_end() -> None:
