@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from specserve.errors import ConfigError
-from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport, TokensView
+from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, likelihood, suffix_keys
 from specserve.types import Draft
 
@@ -57,7 +57,7 @@ class NgramDrafter:
         del self._indexes[seq]
         self._prompts.give(seq)
 
-    def _continue(self, tokens: TokensView, size: int, start: int, most: int) -> Draft:
+    def _continue(self, tokens: list[int], size: int, start: int, most: int) -> Draft:
         if not size:
             return Draft.empty()
         following = tokens[start : start + most]
@@ -75,7 +75,7 @@ class _Index:
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
         self._indexed = num_prompt - 1  # n-grams that end before this index, or at it, are in
 
-    def extend(self, tokens: TokensView) -> None:
+    def extend(self, tokens: list[int]) -> None:
         """Take in what is new. The n-grams that end with the last token wait: nothing follows them yet."""
         for end in range(self._indexed + 1, len(tokens)):
             for size in self._sizes:
@@ -83,7 +83,7 @@ class _Index:
                     self._after[tuple(tokens[end - size : end])] = end
         self._indexed = max(self._indexed, len(tokens) - 1)
 
-    def find(self, tokens: TokensView) -> tuple[int, int]:
+    def find(self, tokens: list[int]) -> tuple[int, int]:
         """The longest n-gram that ends `tokens` and occurred earlier: n, and the index of the token after its last
         occurrence; (0, 0) if there is none."""
         self.extend(tokens)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specserve.checkpoint.textfile import TextFile, new_key, tenant_name
 from specserve.errors import ConfigError
-from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport, TokensView
+from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.ngrams import PerRequest, likelihood
-from specserve.speculation.textfile import TextFile, new_key, tenant_name
 from specserve.types import Draft
 
 PRIORITY = 30  # part of "auto"
@@ -198,7 +198,7 @@ class _Text:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def extend(self, source: TokensView | Many[int], stop: int) -> int:
+    def extend(self, source: Many[int], stop: int) -> int:
         """Take in what the source has up to `stop`; returns how many tokens these were."""
         new = source[self.stop : stop]
         for token in new:

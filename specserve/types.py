@@ -71,9 +71,8 @@ class SamplingParams:
         if any(not isinstance(s, str) or not s for s in (*self.stop, *self.bad_words)):
             raise InputError("stop and bad_words take non-empty strings.", "stop")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InputError(
-                "allowed_token_ids is empty: no token could be chosen. Leave it out to allow all.", "allowed_token_ids"
-            )
+            reason = "allowed_token_ids is empty: no token could be chosen. Leave it out to allow all."
+            raise InputError(reason, "allowed_token_ids")
         for token, bias in (self.logit_bias or {}).items():
             _check_number(f"logit_bias[{token}]", bias, float, -100.0, 100.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -81,18 +80,16 @@ class SamplingParams:
         if self.structured is not None:
             object.__setattr__(self, "structured", Structured.of(self.structured))
             if self.ignore_eos:
-                raise InputError(
-                    "ignore_eos: structured output ends where its grammar does. Leave it out.", "ignore_eos"
-                )
+                reason = "ignore_eos: structured output ends where its grammar does. Leave it out."
+                raise InputError(reason, "ignore_eos")
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise InputError for a token id outside 0..vocab_size-1 (the width of the LM head)."""
         given = {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}
         for name, ids in (given | {"allowed_token_ids": self.allowed_token_ids}).items():
             if wrong := wrong_ids(tuple(ids or ()), vocab_size):
-                raise InputError(
-                    f"{name} holds {wrong[0]!r}; token ids are whole numbers from 0 to {vocab_size - 1}.", name
-                )
+                reason = f"{name} holds {wrong[0]!r}; token ids are whole numbers from 0 to {vocab_size - 1}."
+                raise InputError(reason, name)
 
 
 def wrong_ids(ids: Many[Any], vocab_size: int) -> list[Any]:
@@ -243,6 +240,7 @@ class Sequence:
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it; None for eos
     stats: SequenceStats = field(default_factory=SequenceStats)
     explained: Explained | None = None  # its newest step, if its request asked for that
+    key: object = field(default_factory=object)  # tells it from all others, and nothing more
     stop_ids: frozenset[int] = field(init=False)  # every id that ends it: eos_ids and params.stop_token_ids
 
     def __post_init__(self) -> None:
@@ -392,6 +390,9 @@ class GrammarState(Protocol):
 
 
 class GuardedState(GrammarState, Protocol):
-    """A state that raises nothing: `fault` says why nothing may come any more."""
+    """A state that raises nothing: `fault` says why nothing may come any more. A `reader` has a state of its own for
+    the same grammar; see speculation.base.GrammarReader."""
 
     fault: Failure | None
+
+    def reader(self, num_prompt: int, ends: frozenset[int]) -> Any: ...

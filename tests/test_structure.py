@@ -56,7 +56,7 @@ CONTRACTS = (
     "speculation.drawing",
     "speculation.likeliest",
     "speculation.ngrams",
-    "speculation.textfile",
+    "checkpoint.textfile",
 )
 CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
 # Drafters that run models, and what these alone use, are no part of it.

@@ -30,12 +30,12 @@ class Driver:
         self._views: dict[Sequence, SequenceView] = {}
 
     def begin(self, seq: Sequence) -> None:
-        self._views[seq] = SequenceView(seq)
+        self._views[seq] = SequenceView(seq, 0)
         self.drafter.begin(self._views[seq])
 
     def propose(self, seqs: Many[Sequence], num_tokens: Many[int]) -> list[Draft]:
         asked = zip(seqs, num_tokens, strict=True)
-        return self.drafter.propose([DraftRequest(self._views[seq], count) for seq, count in asked])
+        return self.drafter.propose([DraftRequest(self._views[seq]._update(), count) for seq, count in asked])
 
     def observe(
         self,
@@ -50,9 +50,9 @@ class Driver:
         row = 0
         for seq, verdict, draft in zip(seqs, verdicts, drafts or [Draft.empty()] * len(seqs), strict=True):
             start = len(seq.tokens) - len(verdict.tokens) - 1
-            reports.append(SequenceReport(self._views[seq], start, 1, draft, verdict, row, row))
+            reports.append(SequenceReport(self._views[seq]._update(), start, 1, draft, verdict, row, row))
             row += 1 + len(draft)
         self.drafter.observe(StepReport(reports, top=top))
 
     def end(self, seq: Sequence) -> None:
-        self.drafter.end(self._views.pop(seq))
+        self.drafter.end(self._views.pop(seq)._update())

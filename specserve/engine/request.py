@@ -90,7 +90,7 @@ def _started(grammar: Grammar | None) -> Guarded | None:
     if grammar is None:
         return None
     try:
-        return Guarded(grammar.start())
+        return Guarded(grammar.start(), grammar)
     except Exception as error:  # a backend's own; it may end nothing but this request
         raise InputError(
             f"structured: the grammar cannot begin: {type(error).__name__}: {error}", "structured"

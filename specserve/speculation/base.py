@@ -16,11 +16,10 @@ A drafter is a file, `drafters/NAME.py`, with one public class named `...Drafter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence as Many
+from collections.abc import Iterable, Mapping, Sequence as Many
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from specserve.ops import Ops
@@ -29,70 +28,55 @@ from specserve.types import Draft, Ids, Sequence, Verdict
 MOST_MISSING = 16  # tokens of a sequence without KV of a head that drafts all the same
 
 
-class TokensView(Many[int]):
-    """The tokens of a sequence, prompt and output, as they grow; a slice is a list of its own."""
+class GrammarReader(Protocol):
+    """What structured.reader is: asks a grammar behind a sequence's tokens, by a state of its own."""
 
-    __slots__ = ("_tokens",)
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: Any) -> Any:
-        return self._tokens[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tokens)
+    def jump_forward(self, tokens: Many[int]) -> list[int]: ...
+    def allowed(self, tokens: Many[int], draft: Many[int], num_words: int, is_forced: bool) -> Ids: ...
 
 
 class SequenceView:
-    """A sequence as drafters see it: nothing of it can be changed. One for each sequence from `begin` to `end`, so it
-    may be a key; equality is identity."""
+    """A sequence as one drafter sees it: copies, so that nothing done to them reaches the sequence. One for each
+    sequence from `begin` to `end`, so it may be a key; equality is identity. Behind `end`, and for a drafter that was
+    switched off, it tells no more of the sequence than it did, and no runner takes it."""
 
-    __slots__ = ("_seq", "num_prompt", "prediction", "request", "salt", "seed", "temperature", "tokens")
-
-    def __init__(self, seq: Sequence) -> None:
-        self._seq = seq
-        self.tokens = TokensView(seq.tokens)
+    def __init__(self, seq: Sequence, vocab_size: int) -> None:
+        self._live: Sequence | None = seq  # None when it has ended
+        self.has_grammar = seq.grammar is not None
+        self._grammar: GrammarReader | None = (
+            None if seq.grammar is None else seq.grammar.reader(seq.num_prompt, seq.stop_ids)
+        )
+        self._num_words = -(-vocab_size // 32)
+        self.tokens = seq.tokens[:]  # prompt and output, up to the newest call
         self.num_prompt = seq.num_prompt
-        self.request: object = seq.parent or seq  # the same for all completions of a request
+        self.request = (seq.parent or seq).key  # the same for all completions of a request
         self.prediction = seq.prediction  # what the output will mostly be, says who asked
         self.salt = seq.salt  # of its tenant: what is learned of one shall not show in the times of another
         self.seed = seq.seed
         self.temperature = seq.params.temperature
 
+    @property
+    def _seq(self) -> Sequence:
+        """The engine's own, for runners."""
+        if self._live is None:
+            raise RuntimeError("The sequence has ended, or its drafter was switched off: nothing more is known of it.")
+        return self._live
+
+    def _update(self) -> SequenceView:
+        """Take in what is new of the sequence, before a call."""
+        self.tokens += self._seq.tokens[len(self.tokens) :]
+        return self
+
     def jump_forward(self) -> list[int]:
         """The tokens that must follow by the sequence's grammar, as the tokenizer would split them."""
-        return [] if self._seq.grammar is None else self._seq.grammar.jump_forward()
+        return [] if self._grammar is None else self._grammar.jump_forward(self.tokens)
 
-    @property
-    def has_grammar(self) -> bool:
-        return self._seq.grammar is not None
-
-    def allow(self, tokens: Many[int], row: Ids, *, is_forced: bool) -> None:
-        """Write to int32 [ceil(vocab / 32)] the bits of the tokens that its grammar lets follow these, which are a
-        draft: with `is_forced` the one that must follow alone, where there is one. Nothing follows what may not stand,
-        and what ends the sequence."""
-        grammar, moved = self._seq.grammar, 0
-        assert grammar is not None, "anything may follow"
-        row[:] = 0
-        for token in tokens:
-            if token in self._seq.stop_ids or not grammar.advance(token):
-                break
-            moved += 1
-        else:
-            forced = grammar.jump_forward() if is_forced else []
-            if forced:
-                row.view(np.uint32)[forced[0] // 32] = 1 << (forced[0] % 32)
-            else:
-                grammar.fill(row)
-        grammar.rollback(moved)
+    def allowed(self, tokens: Many[int], *, is_forced: bool) -> Ids:
+        """The bits of the tokens that its grammar lets follow these, which are a draft: int32 [ceil(vocab / 32)]; with
+        `is_forced` the one that must follow alone, where there is one. Nothing follows what may not stand, and what
+        ends the sequence."""
+        assert self._grammar is not None, "anything may follow"
+        return self._grammar.allowed(self.tokens, tokens, self._num_words, is_forced)
 
     @property
     def num_cached(self) -> int:
@@ -172,6 +156,7 @@ class Needs:
             top_k=max(part.top_k for part in all_parts),
             memory_bytes=sum(part.memory_bytes for part in all_parts),
             cost_class=max((part.cost_class for part in all_parts), key=["free", "pass", "passes", "model"].index),
+            observes=any(part.observes for part in all_parts),
         )
 
 

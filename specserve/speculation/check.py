@@ -13,30 +13,52 @@ from specserve.types import Draft
 Q_TOLERANCE = 1e-3  # how far a row's sum may be from 1: float32 softmax over 256k ids errs by less, bfloat16 by more
 
 
-def fault(draft: Any, budget: int, vocab_size: int) -> str | None:
-    """One word for the first rule of `Draft` that `draft` breaks, None if it may be verified.
+def checked(draft: Any, budget: int, vocab_size: int, is_ours: bool = False) -> Draft | str:
+    """A copy of the draft that may be verified, or one word for the first rule of `Draft` that it breaks. Of a drafter
+    that is not ours others may still hold the arrays, and change them when they like.
 
     type, shape, dtype (tokens, parents and q are what Draft says), budget (more tokens than asked for), vocabulary (an
     id outside 0 .. vocab_size - 1, -1 padding included), parents (not before their node), siblings (equal ones), q (not
     finite, negative, not summing to 1, or 0 at the token said to be drawn from it, which no verification can undo),
-    confidence (not one float32 from 0 to 1 for each node).
+    confidence (not one float32 from 0 to 1 for each node). What a drafter says of `sources` and `jump_forward` is not
+    read.
     """
     if not isinstance(draft, Draft):
         return "type"
-    for part in (draft.tokens, draft.parents):
-        if not isinstance(part, np.ndarray):
+    tokens, parents, q, confidence = draft.tokens, draft.parents, draft.q, draft.confidence
+    for part in (tokens, parents):
+        if type(part) is not np.ndarray:  # others may say one thing now and another later
             return "type"
         if part.dtype != np.int32:
             return "dtype"
-        if part.ndim != 1 or len(part) != len(draft.tokens):
+        if part.ndim != 1 or len(part) != len(tokens):
             return "shape"
-    if len(draft) > budget:
+    if len(tokens) > budget:
         return "budget"
-    ids, before = draft.tokens.tolist(), draft.parents.tolist()  # so few that numpy would take longer
-    if draft.is_chain != (before == list(range(-1, len(draft) - 1))):
-        return "parents"  # changed in place since somebody asked whether it is a chain
-    wrong = _tree_fault(ids, before, vocab_size) or _q_fault(draft, vocab_size)
-    return wrong or (None if draft.confidence is None else _confidence_fault(draft.confidence, len(draft)))
+    ids, before = tokens.tolist(), parents.tolist()  # copies; so few that numpy would take longer
+    is_chain = before == list(range(-1, len(ids) - 1))
+    if len(ids) != len(before) or len(ids) > budget or draft.is_chain != is_chain:
+        return "parents"  # changed in place since
+    if wrong := _tree_fault(ids, before, vocab_size) or _q_fault(q, ids, vocab_size):
+        return wrong
+    if confidence is not None:
+        if type(confidence) is not np.ndarray or confidence.dtype != np.float32 or confidence.shape != (len(ids),):
+            return "confidence"
+        confidence = np.array(confidence)
+        if not all(0.0 <= value <= 1.0 for value in confidence.tolist()):  # False for NaN
+            return "confidence"
+    if q is not None and not is_ours:
+        q = q.clone(memory_format=torch.contiguous_format)
+        if wrong := _q_fault(q, ids, vocab_size):
+            return wrong
+    own: dict[str, Any] = {"q": q, "confidence": confidence}
+    return Draft.chain(ids, **own) if is_chain else Draft(np.array(ids, np.int32), np.array(before, np.int32), **own)
+
+
+def fault(draft: Any, budget: int, vocab_size: int) -> str | None:
+    """The word alone, None for a draft that may be verified."""
+    found = checked(draft, budget, vocab_size, is_ours=True)
+    return found if isinstance(found, str) else None
 
 
 def _tree_fault(ids: list[int], before: list[int], vocab_size: int) -> str | None:
@@ -49,23 +71,16 @@ def _tree_fault(ids: list[int], before: list[int], vocab_size: int) -> str | Non
     return "siblings" if len(set(zip(before, ids, strict=True))) < len(ids) else None
 
 
-def _q_fault(draft: Draft, vocab_size: int) -> str | None:
-    q = draft.q
+def _q_fault(q: Any, ids: list[int], vocab_size: int) -> str | None:
     if q is None:
         return None
-    if not isinstance(q, torch.Tensor):
+    if type(q) is not torch.Tensor or q.layout is not torch.strided:
         return "type"
     if not q.is_floating_point():
         return "dtype"
-    if q.shape != (len(draft), vocab_size):
+    if q.shape != (len(ids), vocab_size):
         return "shape"
-    drawn = q.gather(1, torch.as_tensor(draft.tokens, dtype=torch.int64, device=q.device)[:, None])  # [n, 1]
+    drawn = q.gather(1, torch.tensor(ids, dtype=torch.int64, device=q.device)[:, None])  # [n, 1]
     normalised = (q.sum(1, dtype=torch.float32) - 1).abs() <= Q_TOLERANCE  # False for NaN
     sound = (q >= 0).all() & normalised.all() & (drawn > 0).all()  # one answer, so one transfer from the device
     return None if bool(sound) else "q"
-
-
-def _confidence_fault(confidence: Any, length: int) -> str | None:
-    if not isinstance(confidence, np.ndarray) or confidence.dtype != np.float32 or confidence.shape != (length,):
-        return "confidence"
-    return None if all(0.0 <= value <= 1.0 for value in confidence.tolist()) else "confidence"  # False for NaN

@@ -53,10 +53,8 @@ class Drawing:
         guided = [row for row, (seq, _) in enumerate(behind) if seq.has_grammar]
         if not guided:
             return logits
-        bits = np.zeros((len(guided), -(-len(self._hashed) // 32)), "<i4")
-        for i, row in enumerate(guided):
-            seq, tokens = behind[row]
-            seq.allow(tokens, bits[i], is_forced=self.is_chosen([seq]))
+        some = [behind[row] for row in guided]
+        bits = np.stack([seq.allowed(tokens, is_forced=self.is_chosen([seq])) for seq, tokens in some])
         of_all = torch.from_numpy(np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little").astype(bool))
         of_all = of_all.to(logits.device)
         allowed = of_all[:, : logits.shape[1]] if ids is None else of_all[:, ids]

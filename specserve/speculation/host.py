@@ -22,7 +22,7 @@ from specserve.speculation.base import (
     SequenceView,
     StepReport,
 )
-from specserve.speculation.check import fault
+from specserve.speculation.check import checked
 from specserve.speculation.lookup import NONE, PartMaker
 from specserve.speculation.worker import Inline, Outcome, Stuck, Worker
 from specserve.types import Draft, Ids, ScheduledSeq, Sequence, Verdict
@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class DraftHost:
-    """One drafter: every draft of it is checked, and one that breaks a rule, or never comes, is replaced by an empty
-    one and counted.
+    """One drafter: every draft of it is copied and checked, and one that breaks a rule, or never comes, is replaced by
+    an empty one and counted. What it is shown is copied, too, but for a step's tensors where it is ours.
 
     A drafter from another package runs on a thread of its own, all calls in order, and a call that takes longer than
     `timeout_s` seconds switches it off for good. One of drafters/ is ours and is called directly: two hand-overs
@@ -43,8 +43,8 @@ class DraftHost:
     drafts may be cut and merged with others, `is_late`: whether asking takes long enough to think first; `is_fixed`
     says that verification asks for no distribution that a model's drafts were drawn from. `active`: whether a proposal
     can come, as there is a drafter that was neither switched off nor closed. `dropped` counts lost drafts by reason:
-    those of `check.fault`, "count" (not one draft for each sequence), "exception" and "timeout"; a begin, observe, end
-    or close that failed counts one.
+    those of `check.checked`, "count" (not one draft for each sequence), "exception" and "timeout"; a begin, observe,
+    end or close that failed counts one.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DraftHost:
         self.active = drafter is not None or bool(parts)
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
-        self.needs: Needs = Needs.of(part.needs for part in parts) if parts else getattr(drafter, "needs", Needs())
+        self.needs: Needs = Needs.of([part.needs for part in parts] or [getattr(drafter, "needs", Needs())])
         self.is_late = self.needs.cost_class in ("pass", "passes")
         self.is_weighed: bool = all(part.is_weighed for part in parts)
         self.dropped: Counter[str] = Counter()
@@ -70,8 +70,8 @@ class DraftHost:
         self._expected: set[Sequence] = set()  # that have not been scheduled
         self._views: dict[Sequence, SequenceView] = {}  # of those that have begun
         self._worker: Worker | Inline | None = None
+        self._is_ours = is_ours = type(drafter).__module__.startswith(f"{DRAFTERS.package}.")
         if drafter is not None:
-            is_ours = type(drafter).__module__.startswith(f"{DRAFTERS.package}.")
             # What ours look up is one token for sure, at any length: it may be cut, and merged with what others found.
             # So is what a head guesses where verification asks for no distribution.
             self.is_weighed = is_ours and (self.needs.cost_class == "free" or (self.is_late and is_fixed))
@@ -110,24 +110,22 @@ class DraftHost:
     def meet(self, seqs: list[Sequence]) -> None:
         """Tell the drafter of those sequences of a step that it has not heard of. Before the step."""
         for seq in seqs if self._expected else ():
-            if seq in self._expected:
+            if seq in self._expected and self._drafter is not None:
                 self._expected.remove(seq)
-                view = SequenceView(seq)
-                if self._drafter is not None and self._call(partial(self._drafter.begin, view)).error is None:
-                    self._views[seq] = view
+                view = self._views[seq] = SequenceView(seq, self.vocab_size)
+                if self._tell("begin", [view], view).error is not None:
+                    self._views.pop(seq, view)._live = None
 
     def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
         """One draft for each sequence of a step, of at most budget[i] tokens; the drafter is asked for those with a
         budget."""
         self.meet(seqs)
         drafts = [Draft.empty()] * len(seqs)
-        if self._drafter is None:
-            return drafts
         asked = [i for i, seq in enumerate(seqs) if budget[i] > 0 and seq in self._views]
-        if not asked:
+        if self._drafter is None or not asked:
             return drafts
         requests = [DraftRequest(self._views[seqs[i]], budget[i]) for i in asked]
-        propose = partial(_propose, self._drafter, requests, self.vocab_size)
+        propose = partial(_propose, self._drafter, requests, self.vocab_size, self._is_ours)
         for i, answer in zip(asked, self._call(propose, len(asked)).value or (), strict=False):  # (): the call failed
             if isinstance(answer, Draft):
                 drafts[i] = answer
@@ -158,13 +156,15 @@ class DraftHost:
         if reports or lost:
             shown = {layer: hidden[layer] for layer in self.needs.hidden_layers}
             best = top[:, : self.needs.top_k] if top is not None and self.needs.top_k else None
-            self._call(partial(self._drafter.observe, StepReport(reports, shown, lost, best)))
+            told = StepReport(reports, shown, lost, best)
+            self._tell("observe", [report.seq for report in reports], told if self._is_ours else _copied(told))
 
     def end(self, seq: Sequence) -> None:
         self._expected.discard(seq)
-        view = self._views.pop(seq, None)
+        view = self._views.get(seq)
         if view is not None and self._drafter is not None:
-            self._call(partial(self._drafter.end, view))
+            self._tell("end", [view], view)
+            self._views.pop(seq, view)._live = None
 
     def close(self) -> None:
         """Let go of the drafter and its thread, when it has closed. It has `timeout_s` seconds for that; one of ours is
@@ -172,8 +172,7 @@ class DraftHost:
         if self.active and callable(getattr(type(self._drafter), "close", None)):
             if isinstance(self._worker, Inline):
                 self._worker = Worker("specserve-drafter", self.timeout_s)
-            drafter: Any = self._drafter
-            self._call(lambda: drafter.close())
+            self._tell("close", ())
         self._let_go()
 
     def _let_go(self) -> None:
@@ -182,7 +181,13 @@ class DraftHost:
         self._drafter = self._worker = None
         self.active = False
         self._expected.clear()
+        for view in self._views.values():
+            view._live = None
         self._views.clear()
+
+    def _tell(self, verb: str, seqs: Many[SequenceView], *args: Any) -> Outcome:
+        """Call a method of the drafter, of which `seqs` are told what is new of them."""
+        return self._call(partial(_told, self._drafter, verb, seqs, *args))
 
     def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:
         """Run `function` on the thread; a failure is counted `num_drafts` times."""
@@ -203,14 +208,30 @@ class DraftHost:
         self.num_dropped += num_drafts
 
 
-def _propose(drafter: Drafter, requests: list[DraftRequest], vocab_size: int) -> list[Draft | str]:
-    """For each request its draft, or the word for what is wrong with it. Runs on the drafter's thread, where even the
-    checks of a foreign object may fail or hang."""
-    drafts: Any = drafter.propose(list(requests))
+def _told(drafter: Any, verb: str, seqs: Many[SequenceView], *args: Any) -> Any:
+    """Runs on the drafter's thread, where even the look at a foreign object's attributes may fail or hang."""
+    for seq in seqs:
+        seq._update()
+    return getattr(drafter, verb)(*args)
+
+
+def _propose(drafter: Drafter, requests: list[DraftRequest], vocab_size: int, is_ours: bool) -> list[Draft | str]:
+    """For each request a copy of its draft, or the word for what is wrong with it. Runs on the drafter's thread."""
+    drafts: Any = _told(drafter, "propose", [seq for seq, _ in requests], requests[:])
     if not isinstance(drafts, list):
         return ["type"] * len(requests)
-    if len(drafts) != len(requests):
+    if len(drafts := list(drafts)) != len(requests):
         return ["count"] * len(requests)
-    return [
-        fault(draft, request.num_tokens, vocab_size) or draft for draft, request in zip(drafts, requests, strict=True)
-    ]
+    found = zip(drafts, requests, strict=True)
+    return [checked(draft, request.num_tokens, vocab_size, is_ours) for draft, request in found]
+
+
+def _copied(step: StepReport) -> StepReport:
+    """With nothing that the engine, or its next step, uses."""
+    reports = []
+    for each in step.seqs:
+        draft, said = each.draft, each.verdict
+        own = Draft(draft.tokens.copy(), draft.parents.copy(), draft.q, draft.jump_forward)
+        reports.append(each._replace(draft=own, verdict=said and Verdict(said.tokens[:], said.path[:])))
+    hidden = {layer: rows.clone() for layer, rows in step.hidden.items()}
+    return StepReport(reports, hidden, step.preempted, None if step.top is None else step.top.copy())

@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -57,9 +58,7 @@ class Inline:
 
     def call(self, function: Callable[[], Any]) -> Outcome:
         try:
-            if not self._uses_torch:
-                return Outcome(function(), None)
-            with torch.no_grad():
+            with torch.no_grad() if self._uses_torch else nullcontext():
                 return Outcome(function(), None)
         except Exception as error:
             return Outcome(None, error)

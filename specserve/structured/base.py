@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
+from specserve.structured.reader import GrammarReader
 from specserve.structured.spec import RefusedError as RefusedError, Structured
 from specserve.types import Failure, GrammarState, Ids
 
@@ -64,11 +65,13 @@ class Backend(Protocol):
 
 class Guarded:
     """A grammar's state, called so that whatever it raises is the fault of one request. `fault` says why nothing may
-    come any more, from the first exception on; an empty row then stands for every row."""
+    come any more, from the first exception on; an empty row then stands for every row. `grammar` is what it was started
+    from, where readers are wanted."""
 
-    def __init__(self, state: GrammarState) -> None:
+    def __init__(self, state: GrammarState, grammar: Grammar | None = None) -> None:
         self.fault: Failure | None = None
         self._state = state
+        self._grammar = grammar
         self._forced: list[int] | None = None  # until it moves
 
     def fill(self, row: Ids) -> None:
@@ -100,6 +103,11 @@ class Guarded:
             self._forced = self._call(self._state.jump_forward, list[int]())
         return self._forced
 
+    def reader(self, num_prompt: int, ends: frozenset[int]) -> GrammarReader:
+        grammar = self._grammar
+        assert grammar is not None, "only states of sequences are read"
+        return GrammarReader(lambda: Guarded(grammar.start()), num_prompt, ends)
+
     def _call(self, function: Callable[P, T], otherwise: T, *args: P.args, **kwargs: P.kwargs) -> T:
         if self.fault is not None:
             return otherwise
@@ -109,6 +117,6 @@ class Guarded:
             self.fault = Failure(f"The grammar cannot go on here: {error.reason}", "no_token_left")
             return otherwise
         except Exception as error:
-            _log.warning("A grammar failed; its request ends.", exc_info=error)
+            _log.warning("A grammar failed; its request ends, or drafts that asked it do.", exc_info=error)
             self.fault = Failure(f"The grammar failed: {type(error).__name__}: {error}")
             return otherwise

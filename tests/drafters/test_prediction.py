@@ -303,8 +303,8 @@ class CountingTokens(list):  # type: ignore[type-arg]
 def reads(length: int, fresh: list[int]) -> tuple[int, int]:
     """Tokens of the sequence read by a commit of `fresh`, and by a proposal, after following `length` tokens."""
     drafter, seq = Driver(PredictionDrafter(NO_TARGET)), make_seq(list(range(2 * length)))
-    tokens = seq.tokens = CountingTokens(seq.tokens)
     drafter.begin(seq)
+    tokens = drafter._views[seq].tokens = CountingTokens(seq.tokens)
     take_in(drafter, seq)
     say(drafter, seq, list(range(length)))
     tokens.num_read = 0

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from specserve.bench.drive import Driver
+from specserve.checkpoint.textfile import TextFile, new_key
 from specserve.config import EngineConfig
 from specserve.drafters import suffix
 from specserve.drafters.suffix import SuffixDrafter
@@ -26,7 +27,6 @@ from specserve.engine.build import build
 from specserve.engine.request import Request
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext
-from specserve.speculation.textfile import TextFile, new_key
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams, Sequence, SequenceStats
 
@@ -253,7 +253,7 @@ def test_a_server_that_is_killed_while_it_saves_leaves_the_file_as_it_was(tmp_pa
         import os, sys
         from array import array
         from pathlib import Path
-        from specserve.speculation.textfile import TextFile
+        from specserve.checkpoint.textfile import TextFile
         calls = []
         def pause():
             calls.append(1)

@@ -535,7 +535,7 @@ def test_a_drafter_hears_of_a_request_when_it_first_runs(tiny: Path, alone) -> N
     engine.add(Request(id="gone", prompt_ids=prompt(1), params=GREEDY))
     assert not drafter.live
     engine.step()
-    assert [seq.request for seq in drafter.live] == [engine.requests["many"][0]]
+    assert [seq.request for seq in drafter.live] == [engine.requests["many"][0].key]
     engine.abort("many", 0)
     engine.abort("gone")
     while engine.has_work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,10 @@ def make_seq(tokens: list[int] | None = None) -> Sequence:
     )  # fmt: skip
 
 
+def _lists(hidden: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+    return {layer: rows.tolist() for layer, rows in hidden.items()}
+
+
 class Scripted:
     """A drafter whose verbs are given, in terms of the sequences themselves."""
 
@@ -56,7 +60,7 @@ class Scripted:
         return self._hear("propose", [seq._seq for seq, _ in requests], [most for _, most in requests])
 
     def observe(self, step: StepReport) -> None:
-        self._hear("observe", [r.seq._seq for r in step.seqs], [r.verdict for r in step.seqs], step.hidden)
+        self._hear("observe", [r.seq._seq for r in step.seqs], [r.verdict for r in step.seqs], _lists(step.hidden))
 
     def end(self, seq: SequenceView) -> None:
         self._hear("end", seq._seq)
@@ -287,7 +291,7 @@ def test_calls_arrive_in_order_on_one_other_thread(make_host: Callable[..., Draf
         ("begin", first),
         ("begin", second),
         ("propose", [first, second], [2, 3]),
-        ("observe", [first, second], verdicts, {1: HIDDEN[1]}),
+        ("observe", [first, second], verdicts, _lists({1: HIDDEN[1]})),
         ("end", first),
         ("propose", [second], [1]),
         ("end", second),

@@ -442,7 +442,8 @@ def test_a_prediction_is_drafted_unless_another_drafter_is_named() -> None:
 
 def jump_forward(params: SamplingParams | None = None) -> Sequence:
     """Its grammar leaves no choice of the next three tokens."""
-    return make_seq(params, grammar=Guarded(LanguageGrammar([[4, 5, 6]]).start()))
+    language = LanguageGrammar([[4, 5, 6]])
+    return make_seq(params, grammar=Guarded(language.start(), language))
 
 
 @pytest.mark.parametrize(
