@@ -14,6 +14,7 @@ ISAS = ("auto", "avx512", "avx_vnni", "avx2", "portable")
 VERIFICATIONS = ("coupled", "rejection", "block")
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+DEFAULT_MAX_NUMBER_DIGITS = 15  # any float has the value that so many say
 DRAFT_MODEL = "draft_model"
 
 
@@ -32,6 +33,7 @@ class EngineConfig:
     CPU and no dtype is asked for, else none. `isa` is the instruction set of the CPU kernels; "auto" is what the
     environment variable SPECSERVE_ISA names, or else the fastest. `threads=None` is what SPECSERVE_THREADS says, or as
     many as cores may be used. `kv_cache_gib=None` sizes the cache from free memory.
+    `max_number_digits` is what a number in JSON gets at most, where its schema asks for no more.
     `max_step_ms` is what a step aims at that computes chunks of prompts while others decode; None: 2.5 times a step
     without them, for each token that a decoding sequence gets.
     Raises ConfigError naming the field, what it was and what is allowed.
@@ -51,6 +53,7 @@ class EngineConfig:
     adaptive: bool = True
     verification: str = "coupled"
     grammar_backend: str = "auto"
+    max_number_digits: int = DEFAULT_MAX_NUMBER_DIGITS
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
@@ -70,6 +73,7 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _at_least("max_number_digits", self.max_number_digits, DEFAULT_MAX_NUMBER_DIGITS)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _at_least(name, getattr(self, name), 1)
         for name in ("threads", "max_model_len"):

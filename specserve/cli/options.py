@@ -54,6 +54,7 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "adaptive": (SPECULATION, "Draft only as much as pays, by measured cost and acceptance; else as much as may be."),
     "verification": (SPECULATION, "How drafts are judged; coupled gives the same text as plain decoding."),
     "grammar_backend": (ENGINE, "Who enforces structured output: auto, or a file name in grammars/."),
+    "max_number_digits": (ENGINE, "Most digits of a number in JSON whose schema asks for no more."),
     "max_model_len": (ENGINE, "Longest prompt + output in tokens [default: the model's]."),
     "max_num_seqs": (ENGINE, "Most sequences that run at once."),
     "max_num_batched_tokens": (ENGINE, "Most tokens of one step; longer prompts run in chunks."),

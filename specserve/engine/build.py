@@ -108,7 +108,9 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     weights = dtype if ops.quantization == "none" else ops.quantization
     isa = f", {ops.instruction_set}" if ops.instruction_set else ""
     summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {chosen}"
-    compiler = Compiler(lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend)
+    compiler = Compiler(
+        lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
+    )
     return Built(engine, tokenizer, compiler, str(ops.device), dtype, ops.quantization, threads, summary)
 
 

@@ -5,18 +5,24 @@ Any number of threads may ask. Compiling may take long, so nobody asks who holds
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
+from specserve.config import DEFAULT_MAX_NUMBER_DIGITS
 from specserve.errors import ConfigError, unknown
 from specserve.registry import GRAMMARS
 from specserve.structured.base import Backend, Grammar, RefusedError, Vocabulary
+from specserve.structured.digits import BoundedGrammar, Extent, NumberTokens
+from specserve.structured.schema.bounds import most_digits
 from specserve.structured.spec import Structured
+from specserve.structured.tags import json_parts
 
 AUTO = "auto"
 _log = logging.getLogger(__name__)
@@ -52,13 +58,20 @@ class _Entry:
 class Compiler:
     """Compiles for one vocabulary, which is only asked for with the first constraint. `backend` is a name, or "auto":
     the first by PRIORITY that can enforce a constraint exactly, of those whose packages are installed. What is kept
-    takes at most `max_bytes`."""
+    takes at most `max_bytes`. Numbers in JSON get at most `max_digits` digits, see structured.digits."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], backend: str = AUTO, max_bytes: int = 2**28) -> None:
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        backend: str = AUTO,
+        max_bytes: int = 2**28,
+        max_digits: int = DEFAULT_MAX_NUMBER_DIGITS,
+    ) -> None:
         check_backend(backend)
         self._make_vocabulary = vocabulary
         self._names = GRAMMARS.ranked() if backend == AUTO else [backend]
         self._max_bytes = max_bytes
+        self._max_digits = max_digits
         self._entries: OrderedDict[Structured, _Entry] = OrderedDict()  # least recently used first
         self._num_bytes = 0
         self._backends: dict[str, Backend | None] = {}  # None: its package is missing
@@ -74,6 +87,7 @@ class Compiler:
         """Make all backends that may be asked, which takes a second, or the one that is asked first."""
         for name in self._names[: 1 if first_only else None]:
             self._backend(name)
+        self._number_tokens  # noqa: B018
 
     def known(self, asked: Structured) -> bool:
         """Whether `compile` would answer at once."""
@@ -139,7 +153,7 @@ class Compiler:
             if backend is None or asked.kind not in backend.kinds:
                 continue
             try:
-                return backend.compile(asked)
+                return self._bounded(backend.compile(asked), asked)
             except RefusedError as error:
                 refusals[name] = str(error).removeprefix("structured: ")
             except _UNFORESEEN as error:
@@ -149,13 +163,33 @@ class Compiler:
             raise RefusedError(f"none of the grammar backends {', '.join(self._names)} is installed here.")
         raise RefusedError(_together(refusals) or f"{asked.kind} is not supported by {' or '.join(self._names)}.")
 
+    def _bounded(self, grammar: Grammar, asked: Structured) -> Grammar:
+        """With numbers that end, where the grammar is one of JSON."""
+        if asked.kind == "json_schema":
+            extent = Extent(most_digits([json.loads(asked.text)], self._max_digits))
+        elif asked.kind == "structural_tag" and (parts := json_parts(asked)):
+            most = most_digits([schema for schema, _ in parts], self._max_digits)
+            texts = {text for _, text in parts if text is not None}
+            extent = Extent(most, "" in texts, tuple(text.encode() for text in sorted(texts) if text))
+        else:
+            return grammar
+        return BoundedGrammar(grammar, self._number_tokens, extent)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return self._make_vocabulary()
+
+    @cached_property
+    def _number_tokens(self) -> NumberTokens:
+        return NumberTokens(self._vocabulary)
+
     def _backend(self, name: str) -> Backend | None:
         """None where several may be asked and this one's package is missing."""
         if name not in self._backends:
             with self._making:
                 if name not in self._backends:
                     is_here = GRAMMARS.missing(name) is None
-                    self._backends[name] = GRAMMARS.find(name)(self._make_vocabulary()) if is_here else None
+                    self._backends[name] = GRAMMARS.find(name)(self._vocabulary) if is_here else None
         return self._backends[name]
 
 

@@ -231,6 +231,33 @@ def ignored_formats(asked: Structured) -> list[str]:
     return [name for schema in schemas for name in annotated_formats(schema)]
 
 
+def json_parts(asked: Structured) -> list[tuple[bool | dict[str, Any], str | None]]:
+    """The schemas in a structural tag, each with the text that stands right before its JSON: "" at the start of the
+    output, None where that is no certain text."""
+    parts: list[tuple[bool | dict[str, Any], str | None]] = []
+    try:
+        _place_json(parse(asked.text), "", parts)
+    except RefusedError:  # as above
+        return []
+    return parts
+
+
+def _place_json(found: Format, before: str | None, parts: list[tuple[bool | dict[str, Any], str | None]]) -> str | None:
+    """Adds the parts; `before` is the certain text that stands before a format. Returns that which stands after it."""
+    if isinstance(found, JsonSchema):
+        parts.append((found.json_schema, before))
+    if isinstance(found, ConstString):
+        return (before or "") + found.value if before is not None or found.value else None
+    if isinstance(found, Series):
+        for each in found.elements:
+            before = _place_json(each, before, parts)
+        return before
+    inner = found.begin or before if isinstance(found, Tag) else before
+    for each in cast(_Format, found).inside:
+        _place_json(each, inner, parts)
+    return found.end[0] if isinstance(found, Tag) and len(found.end) == 1 and found.end[0] else None
+
+
 def _content(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": json.loads(schema) if isinstance(schema, str) else schema}
 

@@ -527,7 +527,6 @@ def test_auto_asks_it_for_what_llguidance_does_not_know(words: Vocabulary) -> No
     with pytest.raises(RefusedError, match="uri-template"):
         Compiler(lambda: words, "llguidance").compile(asked)
     state = Compiler(lambda: words).compile(asked).start()
-    assert isinstance(state, XgrammarState)
     assert takes(state, words, '"http://a.b/{c}"')
     assert not takes(state, words, '"http://a.b/{c"')
     with pytest.raises(RefusedError, match=r"llguidance: .*uniqueItems.* xgrammar: uniqueItems "):

@@ -1,19 +1,91 @@
-"""Bounds of numbers that are nearer to each other than 1, the nearer one excluded and whole: expressions for intervals
-are easily wrong there. Knows which bounds apply to one number; knows no backend.
+"""Bounds of numbers: how many digits they ask for; bounds for multiples, which would have to go on at the digit where
+other numbers end; and those that are nearer to each other than 1, the nearer one excluded and whole, as expressions for
+intervals are easily wrong there. Knows which bounds apply to one number; knows no backend.
 """
 
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
-from specserve.structured.schema.document import is_number
+from specserve.config import DEFAULT_MAX_NUMBER_DIGITS
+from specserve.structured.schema.document import is_number, reachable
 from specserve.structured.spec import RefusedError
 
 _MOST_NEAR = 100  # pairs of bounds of one number
+_LONGEST_WRITTEN = 22  # digits in front of the point: of a longer float, writers choose an exponent
+_MOST_WHOLE = 18  # digits of a bound: it is a 64-bit integer
+
+
+def demanded(schemas: Iterable[Any]) -> tuple[int, int]:
+    """The most digits before and after the point that numbers need to fit the schemas, by what is written in them."""
+    pairs = [_digits(value) for schema in schemas for value in _written(schema)]
+    return max((whole for whole, _ in pairs), default=0), max((part for _, part in pairs), default=0)
+
+
+def most_digits(schemas: Iterable[Any], least: int) -> int:
+    """What a number may have: `least`, or one more than is demanded, so that it can be above any bound."""
+    return max(least, sum(demanded(schemas)) + 1)
+
+
+def _written(schema: Any) -> Iterator[float]:
+    """The numbers in a schema that those in an answer must reach, or be, or divide into."""
+    left = [schema]
+    while left:
+        found = left.pop()
+        if isinstance(found, dict):
+            yield from (found[name] for name in ("minimum", "exclusiveMinimum") if _sign(found.get(name)) > 0)
+            yield from (found[name] for name in ("maximum", "exclusiveMaximum") if _sign(found.get(name)) < 0)
+            if _sign(found.get("multipleOf")):
+                yield found["multipleOf"]
+            for name in ("const", "enum"):
+                yield from _constants(found.get(name))
+        inner = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+        left += [each for each in inner if isinstance(each, dict | list)]
+
+
+def _constants(value: Any) -> Iterator[float]:
+    left = [value]
+    while left:
+        found = left.pop()
+        if _sign(found):
+            yield found
+        left += found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+
+
+def _sign(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (value > 0) - (value < 0) if is_number else 0
+
+
+def _digits(number: float) -> tuple[int, int]:
+    """Before and after the point; a zero alone before it is none."""
+    whole, _, part = f"{abs(Decimal(str(number))):f}".partition(".")
+    if isinstance(number, float) and len(whole) > _LONGEST_WRITTEN:
+        return DEFAULT_MAX_NUMBER_DIGITS + 2, 0
+    return len(whole.lstrip("0")), len(part.rstrip("0"))
+
+
+def with_ends(root: Any) -> Any:
+    """The same document, with bounds beside each `multipleOf` that leave it the digits that any number may have;
+    itself, if it has none."""
+    if not any("multipleOf" in schema for schema in reachable(root)):
+        return root
+    whole, part = demanded([root])
+    num_digits = max(DEFAULT_MAX_NUMBER_DIGITS - part, whole + 1)
+    if num_digits > _MOST_WHOLE:
+        return root
+    made, most = copy.deepcopy(root), 10**num_digits - 1
+    for schema in list(reachable(made)):
+        if "multipleOf" in schema:
+            schema["minimum"] = max(-most, schema.get("minimum", -most))
+            schema["maximum"] = min(most, schema.get("maximum", most))
+    return made
 
 
 @dataclass(frozen=True, slots=True)
