@@ -16,7 +16,7 @@ from specserve.grammars._gbnf import START, parse
 from specserve.grammars._llguidance_controls import exact_sets, spells_controls
 from specserve.grammars._longest import lark
 from specserve.structured.base import RefusedError
-from specserve.structured.schema.bounds import check_bounds, with_ends
+from specserve.structured.schema.bounds import check_bounds
 from specserve.structured.schema.document import Document, check_depth, check_shape, is_number, reachable, walk
 from specserve.structured.schema.formats import exact
 from specserve.structured.schema.objects import MANY_UNNAMED
@@ -70,7 +70,7 @@ def schema_grammar(schema: Any) -> str:
         raise RefusedError("a JSON Schema is an object, true or false.")
     _check_schema(schema)
     options = _WITH_LONG_ESCAPES if spells_controls(schema) else _OPTIONS
-    told = exact_sets(exact(with_ends(schema)))
+    told = exact_sets(exact(schema))
     try:
         return LLMatcher.grammar_from_json_schema(told, overrides=options)
     except ValueError as error:

@@ -31,6 +31,7 @@ from specserve.grammars._llguidance_words import (
 from specserve.grammars._onward import Onward
 from specserve.structured import walk
 from specserve.structured.base import RefusedError, Vocabulary
+from specserve.structured.schema.bounds import with_ends
 from specserve.structured.schema.document import reachable
 from specserve.structured.schema.formats import without_annotations
 from specserve.structured.schema.rewrite import is_endless, rewritten
@@ -105,6 +106,15 @@ class LlguidanceBackend:
         return self._of_words(reworded)
 
     def _of_words(self, schema: Any) -> tuple[LlguidanceGrammar, str]:
+        ended = with_ends(schema)
+        try:
+            return self._of_bounded(ended)
+        except RefusedError:  # with many multiples, bounds are too much for one lexer
+            if ended is schema:
+                raise
+        return self._of_bounded(schema)
+
+    def _of_bounded(self, schema: Any) -> tuple[LlguidanceGrammar, str]:
         for pattern in counting_patterns(schema):  # a text may come to them late, and fail there
             self._made(schema_grammar({"type": "string", "pattern": pattern}), 1)
         text = schema_grammar(schema)
