@@ -70,9 +70,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     host = DraftHost.of(config.drafter, drafters, context, spec.vocab_size, config.drafter_timeout_s)
     taps, top_k = host.needs.hidden_layers, host.needs.top_k
     if wrong := [layer for layer in taps if layer not in range(spec.num_layers)]:
-        raise ConfigError(
-            f"--drafter {config.drafter} reads layers {wrong}; this model has 0 to {spec.num_layers - 1}."
-        )
+        raise ConfigError(f"--drafter {config.drafter} reads layers {wrong}; the model has 0 to {spec.num_layers - 1}.")
     if not 0 <= top_k <= min(MOST_TOP_K, spec.vocab_size):
         most = min(MOST_TOP_K, spec.vocab_size)
         raise ConfigError(
