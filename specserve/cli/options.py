@@ -100,6 +100,7 @@ _EXTRA: dict[str, Any] = {
     "served_model_name": {"show_default": False, "negative": ()},
     "api_key": {"show_default": False, "negative": ()},
     "cors_origin": {"show_default": False, "negative": ()},
+    "allowed_host": {"show_default": False, "negative": ()},
     "admin": {"negative": ()},
     "causal": {"negative": ()},
     "cache_hidden": {"negative": ()},

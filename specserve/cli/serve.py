@@ -33,6 +33,10 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
     ),
     "api_key_file": (ACCESS, "File with one key a line."),
     "cors_origin": (ACCESS, 'Origin whose web pages may call; may be repeated, "*" is all.'),
+    "allowed_host": (
+        ACCESS,
+        'Name in the Host header, besides localhost and addresses; may be repeated, "*" is all. Checked on loopback.',
+    ),
     "admin": (ACCESS, "Answer POST /reset_prefix_cache."),
     "scheduling_policy": (
         OPERATION,

@@ -24,6 +24,7 @@ _PLACE = "#/components/schemas/{model}"
 _ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "A web page of another origin may not do this.",
     404: "There is no such model or path.",
     408: "The client was too slow to send the request.",
     413: "The body is too large.",
@@ -54,7 +55,8 @@ whole numbers are written without a fraction. Fields that are not in this docume
 generated the header `x-specserve-ignored` names them; those that ask for something this server does not do are \
 refused with status 400.
 
-A path that is not in this document is answered with status 404, another method with 405, in the same error body."""
+A path that is not in this document is answered with status 404, another method with 405, and a Host that the server \
+does not know with 403, in the same error body."""
 
 
 class _Plain(GenerateJsonSchema):

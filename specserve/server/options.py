@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from specserve.errors import ConfigError, strict_fields, unknown
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 FCFS, PRIORITY = SCHEDULING_POLICIES = ("fcfs", "priority")
+_HOST = re.compile(r"\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 @strict_fields("option", ConfigError)
@@ -25,6 +27,8 @@ class ServeOptions:
     ("fcfs"), and one that has a priority of its own is refused; or such as have one are taken ("priority"), and any
     client can send it. `api_key` and the lines of `api_key_file` are keys; with any, all routes but /health, /ready and
     the pages / and /docs need one.
+    `allowed_host`: names besides localhost and addresses that the Host of a request may have ("*" is any); without any,
+    Host is looked at only where `host` is an address that this machine alone can reach.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
@@ -35,6 +39,7 @@ class ServeOptions:
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None
     cors_origin: tuple[str, ...] = ()
+    allowed_host: tuple[str, ...] = ()
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_queue: int = 512
@@ -69,6 +74,9 @@ class ServeOptions:
         _between("max_body_mib", self.max_body_mib, 0.001, 1024)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key belong together. Give both or none of them.")
+        for host in self.allowed_host:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f'--allowed-host is {host!r}; it must be a name without port or scheme, or "*".')
         if any(not key.strip() for key in self.api_key):
             raise ConfigError("--api-key is empty. Give a key, or leave the option out.")
         for key in self.api_key:

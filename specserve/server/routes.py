@@ -10,7 +10,7 @@ from typing import Any
 from specserve.server.wire import bodies, translated_bodies
 from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest
 from specserve.server.wire.openai_responses import ResponsesRequest
-from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest
+from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, ResetPrefixCacheRequest
 from specserve.server.wire.tokenization import DetokenizeRequest, TokenizeRequest
 
 JSON, EVENTS, HTML = "application/json", "text/event-stream", "text/html"
@@ -220,8 +220,9 @@ ROUTES = (
         name="resetPrefixCache",
         summary="Forget the KV of all prompts. Only with --admin.",
         group="Server",
+        request=ResetPrefixCacheRequest,
         replies={200: bodies.HealthReply},
-        errors=(404, 503),
+        errors=(403, 404, *_READS),
     ),
     Route(
         method="GET",

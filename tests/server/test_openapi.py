@@ -34,7 +34,7 @@ from specserve.server.wire.fields import Limits, Wire
 from specserve.server.wire.json_pieces import json_text
 from specserve.server.wire.openai_responses import LOGPROBS, ResponsesRequest
 from specserve.server.wire.openai_responses_stream import response_body
-from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
+from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, ResetPrefixCacheRequest, read
 from specserve.server.wire.responses import Reply, chat_body, completion_body, model_card, model_list
 from specserve.server.wire.sampling_fields import SamplingFields
 from specserve.server.wire.stream import DONE, ChatStream, CompletionStream
@@ -53,6 +53,7 @@ READ: dict[str, Callable[[bytes], Wire]] = {
     "/v1/chat/completions": lambda body: read(ChatCompletionRequest, body, LIMITS),
     "/v1/completions": lambda body: read(CompletionRequest, body, LIMITS),
     "/tokenize": lambda body: read_tokenize(body, LIMITS),
+    "/reset_prefix_cache": lambda body: read(ResetPrefixCacheRequest, body, LIMITS),
     "/detokenize": lambda body: read(DetokenizeRequest, body, LIMITS),
     "/v1/messages": lambda body: read_translated(MessagesRequest, body, LIMITS).as_chat(LIMITS),
     "/v1/messages/count_tokens": lambda body: read_translated(CountTokensRequest, body, LIMITS).as_chat(LIMITS),
@@ -390,6 +391,7 @@ LEAST: dict[str, Json] = {
     "/v1/completions": {"prompt": "a"},
     "/tokenize": {"messages": [USER]},
     "/detokenize": {"tokens": []},
+    "/reset_prefix_cache": {},
     "/v1/messages": {"messages": [USER], "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/v1/responses": {"input": "a"},
@@ -429,7 +431,7 @@ def test_every_field_is_held_to_its_bounds(path: str) -> None:
     for form in objects(path):
         for name, field in form["properties"].items():
             for value in [*extreme(resolved(field)), *wrong(resolved(field), None)]:
-                least = LEAST[path] if set(form["required"]) <= set(LEAST[path]) else {}
+                least = LEAST[path] if set(form.get("required", ())) <= set(LEAST[path]) else {}
                 body = {**least, name: value}
                 if allows(request_schema(path), body):
                     assert taken(path, body), (name, value)

@@ -8,6 +8,7 @@ from aiohttp.typedefs import Middleware
 from specserve.server.http import completions, documents, info, tokens, translated
 from specserve.server.http.context import CONTEXT, Context
 from specserve.server.http.middleware import add_headers, cross_origin, keys_required, tell
+from specserve.server.http.origin import known_hosts_only
 
 ROUTES = (
     web.post("/v1/chat/completions", completions.chat),
@@ -38,6 +39,8 @@ def make_app(server: Context) -> web.Application:
     """Raises ConfigError for a file of keys that cannot be read."""
     options = server.options
     middlewares: list[Middleware] = [tell]
+    if (hosts := known_hosts_only(options)) is not None:
+        middlewares.append(hosts)
     if options.cors_origin:
         middlewares.append(cross_origin(options.cors_origin))
     if keys := options.keys():

@@ -3,6 +3,7 @@ tell it. Knows no prompts."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ from typing import Any
 from aiohttp import web
 
 from specserve.server.engine.supervisor import State
+from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context
+from specserve.server.http.origin import check_origin
 from specserve.server.http.respond import json_response
 from specserve.server.metrics import CONTENT_TYPE
 from specserve.server.wire.errors import route_not_found, unavailable
+from specserve.server.wire.requests import ResetPrefixCacheRequest, read
 from specserve.server.wire.responses import model_card, model_list
 from specserve.version import __version__
+
+_read_reset = functools.partial(read, ResetPrefixCacheRequest)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -80,10 +86,14 @@ async def stats(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """POST /reset_prefix_cache, with --admin."""
+    """POST /reset_prefix_cache, with --admin. What it takes cannot be sent by other sites' pages without being asked
+    for by the browser first, and such are told apart."""
     server = context(request)
     if not server.options.admin:
         raise route_not_found(request.path)
+    check_origin(request)
+    asked: ResetPrefixCacheRequest = await parsed(request, _read_reset)
+    server.check_model(asked.model)
     if server.service.supervisor.state is not State.READY:
         raise unavailable("There is no engine now. Try again in a moment.")
     server.service.supervisor.client.reset_prefix_cache()

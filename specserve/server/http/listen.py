@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 from aiohttp import web
 
@@ -64,11 +66,9 @@ class Listener:
         )
         try:
             if options.uds is not None:
-                _remove_stale(options)
                 self._server = await loop.create_unix_server(
-                    connect, str(options.uds), ssl=context, ssl_handshake_timeout=patience
+                    connect, sock=_unix_socket(options.uds), ssl=context, ssl_handshake_timeout=patience
                 )
-                options.uds.chmod(0o600)
             else:
                 self._server = await loop.create_server(
                     connect, options.host, options.port, ssl=context, ssl_handshake_timeout=patience
@@ -107,18 +107,32 @@ def _tls(options: ServeOptions) -> ssl.SSLContext | None:
     return context
 
 
-def _remove_stale(options: ServeOptions) -> None:
+def _unix_socket(path: Path) -> socket.socket:
+    """A socket at this path, to which only its owner may ever connect. Raises OSError."""
+    _remove_stale(path)
+    made = socket.socket(socket.AF_UNIX)
+    mask = os.umask(0o177)  # of the whole process, for a moment; a chmod afterwards comes too late
+    try:
+        made.bind(str(path))
+    except OSError:
+        made.close()
+        raise
+    finally:
+        os.umask(mask)
+    return made
+
+
+def _remove_stale(path: Path) -> None:
     """A socket that an ended server left; one that is listened on is not ours to take."""
-    assert options.uds is not None, "only for Unix sockets"
-    if options.uds.is_socket():
+    if path.is_socket():
         with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
-            probe.connect(str(options.uds))
+            probe.connect(str(path))
             raise OSError(errno.EADDRINUSE, "another server listens on it")
-        options.uds.unlink()
+        path.unlink()
 
 
 def _cannot_listen(options: ServeOptions, error: OSError) -> str:
     if options.uds is not None:
-        return f"--uds {options.uds} cannot be listened on: {error.strerror}. Choose another path."
+        return f"--uds {options.uds} cannot be listened on: {error.strerror or error}. Choose another path."
     what = f"{options.host}:{options.port} cannot be listened on: {error.strerror or error}."
     return f"{what} Choose another --port (0: any that is free) or --host."

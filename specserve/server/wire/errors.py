@@ -142,6 +142,22 @@ def unsupported_media_type(sent: str) -> WireError:
     return _invalid(415, message, code="unsupported_media_type")
 
 
+def host_not_allowed(host: str) -> WireError:
+    message = (
+        f"The header Host is {_short(host)!r}, a name that this server does not know. Ask for it at localhost or an "
+        "address, or start it with --allowed-host NAME."
+    )
+    return _invalid(403, message, code="host_not_allowed")
+
+
+def origin_not_allowed(origin: str) -> WireError:
+    message = (
+        f"A web page of {_short(origin)!r} may not do this. Start the server with --cors-origin ORIGIN to let it, or "
+        "send the request from a program."
+    )
+    return _invalid(403, message, code="origin_not_allowed")
+
+
 def unauthorized() -> WireError:
     message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or in x-api-key."
     own_headers = {"WWW-Authenticate": "Bearer"}

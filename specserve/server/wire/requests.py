@@ -292,3 +292,13 @@ class CompletionRequest(SamplingFields):
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )
+
+
+# --- for operators ----------------------------------------------------------------------------------------------------
+
+
+class ResetPrefixCacheRequest(Wire):
+    """POST /reset_prefix_cache; {} is enough."""
+
+    model: Name | None = None
+    """The model's name in /v1/models; null is the one served."""

@@ -140,10 +140,8 @@ class Case:
         """The bytes of a POST; the connection ends with the answer."""
         text = body if isinstance(body, bytes) else json.dumps(body).encode()
         key = f"Authorization: Bearer {self.served.key}\r\n" if self.served.key else ""
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n{key}{headers}"
-        )
-        return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        return f"{head}{key}{headers}Content-Length: {len(text)}\r\n\r\n".encode() + text
 
     def stats(self) -> Any:
         return self.served.get("/stats").json

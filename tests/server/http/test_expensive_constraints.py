@@ -65,7 +65,7 @@ def ordinary(tiny: Path, serving_process: Any, tmp_path_factory: pytest.TempPath
 def begun(served: Any, body: dict[str, Any]) -> socket.socket:
     """The connection on which a request waits for its answer."""
     text = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     made: socket.socket = served.raw(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text, 280)
     return made
 

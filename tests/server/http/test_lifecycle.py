@@ -261,7 +261,7 @@ def test_keys_that_are_none(strict: Any) -> None:
     for key in WRONG:
         for header in (f"Authorization: Bearer {key}", f"x-api-key: {key}", f"Authorization: Basic {key}"):
             for path in paths:
-                head = f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{header}\r\n\r\n"
+                head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{header}\r\n\r\n"
                 answer = strict.raw(head.encode()).rest()
                 assert re.match(rb"HTTP/1.[01] (401|400) ", answer), (key, path, answer[:200])
                 assert b"HTTP/1.1 401" in answer or "\x00" in key
@@ -270,7 +270,7 @@ def test_keys_that_are_none(strict: Any) -> None:
 def test_a_key_of_a_megabyte(strict: Any) -> None:
     """F64-1-MB"""
     talk = strict.raw()
-    talk.send(f"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {'x' * 2**20}\r\n\r\n".encode())
+    talk.send(f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {'x' * 2**20}\r\n\r\n".encode())
     assert re.match(rb"HTTP/1.[01] (401|400|431) ", talk.rest())
 
 
@@ -570,7 +570,7 @@ def test_an_engine_that_dies_at_each_start(mortal: Any) -> None:
 
 def request_of(body: dict[str, Any]) -> bytes:
     text = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
 
 

@@ -215,7 +215,16 @@ def test_the_prefix_cache_can_be_emptied(server: Any) -> None:
     server.post("/v1/completions", prompt)
     cached = server.post("/v1/completions", prompt).json["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == 48
-    assert server.post("/reset_prefix_cache", {}).status == 200
+    for headers, refused in (
+        ({"Content-Type": "text/plain"}, 415),
+        ({}, 415),
+        ({"Origin": "http://evil.example", "Content-Type": "application/json"}, 403),
+        ({"Host": "evil.example", "Content-Type": "application/json"}, 403),
+    ):
+        assert server.post("/reset_prefix_cache", b"{}", headers=headers).status == refused
+    kept = server.post("/v1/completions", prompt).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert kept > 0
+    assert server.post("/reset_prefix_cache", {}, headers={"Host": f"localhost:{server.port}"}).status == 200
     again = server.post("/v1/completions", prompt).json["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert again == 0
 

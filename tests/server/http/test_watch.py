@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import stat
 from dataclasses import dataclass, field
@@ -117,8 +118,14 @@ def test_who_has_gone_is_forgotten() -> None:
 # --- sockets ----------------------------------------------------------------------------------------------------------
 
 
+async def nothing(request: web.Request) -> web.Response:
+    return web.Response(status=204)
+
+
 def listener(path: Path) -> Listener:
-    return Listener(web.Application(), ServeOptions(uds=path))
+    app = web.Application()
+    app.add_routes([web.get("/nothing", nothing)])
+    return Listener(app, ServeOptions(uds=path))
 
 
 def test_a_unix_socket_is_its_owners_and_goes_with_the_server(tmp_path: Path) -> None:
@@ -135,11 +142,41 @@ def test_a_unix_socket_is_its_owners_and_goes_with_the_server(tmp_path: Path) ->
         await second.close()
         assert path.is_socket(), "it is the first one's"
         reader, writer = await asyncio.open_unix_connection(str(path))
-        writer.write(b"GET /nothing HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        writer.write(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 204")
         writer.close()
         await first.close()
         assert not path.exists()
+
+    asyncio.run(play())
+
+
+def test_a_unix_socket_is_never_anybody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can connect between the moment that it is there and one in which its mode would be changed."""
+    path = tmp_path / "server.sock"
+    monkeypatch.setattr(Path, "chmod", lambda *arguments: None)
+    monkeypatch.setattr(os, "chmod", lambda *arguments: None)
+    before = os.umask(0)
+
+    async def play() -> None:
+        listening = listener(path)
+        await listening.start()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        await listening.close()
+
+    try:
+        asyncio.run(play())
+        assert os.umask(0) == 0, "what else this process makes has the mode that it had"
+    finally:
+        os.umask(before)
+
+
+def test_a_path_that_is_too_long(tmp_path: Path) -> None:
+    async def play() -> None:
+        listening = listener(tmp_path / ("x" * 200))
+        with pytest.raises(ConfigError, match="too long"):
+            await listening.start()
+        await listening.close()
 
     asyncio.run(play())
 

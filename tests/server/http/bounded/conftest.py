@@ -101,9 +101,8 @@ class Case:
     def drop(self, body: Any, seconds: float, path: str = "/v1/completions") -> None:
         """Send a request and leave after so long."""
         text = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(text)}\r\n\r\n"
         connection = self.served.raw(head.encode() + text)
         time.sleep(seconds)
         connection.close()

@@ -79,7 +79,7 @@ class Stream:
     def start(self) -> socket.socket:
         """HTTP/1.0: a body without chunks, up to the end of the connection."""
         connection = socket.create_connection(("127.0.0.1", self.port))
-        head = "POST /v1/completions HTTP/1.0\r\nHost: a\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(self.body)}\r\n\r\n".encode() + self.body)
         self.runs.append(bytearray())
         return connection
@@ -114,7 +114,7 @@ class Health:
         if not self.waits:
             self.waits = True
             self.delays.begin()
-            self._connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            self._connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
     def hear(self, connection: socket.socket, waiting: selectors.BaseSelector) -> None:
         if connection.recv(65536):
