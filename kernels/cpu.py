@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import get_ident
 
 import numpy as np
 import torch
@@ -120,16 +121,20 @@ class Kernels:
         self._kind = min(self._format, _INT8)
         self._thread_pool = _native.ThreadPool(threads)
         self._row_sampler = _native.RowSampler(self._thread_pool, self.instruction_set)
-        self._recording: Recording | None = None
+        self._recordings: dict[int, Recording] = {}  # by thread
+
+    @property
+    def _recording(self) -> Recording | None:
+        return self._recordings.get(get_ident())
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         assert self._recording is None, "one recording at a time"
-        self._recording = Recording(self._thread_pool, self.instruction_set)
+        self._recordings[get_ident()] = recording = Recording(self._thread_pool, self.instruction_set)
         try:
-            yield self._recording
+            yield recording
         finally:
-            self._recording = None
+            del self._recordings[get_ident()]
 
     def watch(self, pulse: Pulse) -> None:
         self._pulse = pulse  # keeps the memory

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -58,12 +59,14 @@ Activation activation(int kind, int width, Address data, Address scales, Address
   return {Kind(kind), int(padded(width)), at<void>(data), at<float>(scales), at<int32_t>(sums)};
 }
 
-// Samples and scores rows with a thread pool, in memory that it keeps: so much of it costs more to ask for than to use.
+// Samples and scores rows with a thread pool, in memory that it keeps: so much of it costs more to ask for than to use. Any
+// thread may call it.
 class RowSampler {
  public:
   RowSampler(std::shared_ptr<ThreadPool> pool, const Kernels& kernels) : pool_(std::move(pool)), kernels_(kernels) {}
 
   void sample(const SampleArgs& args, int count, int64_t* out) {
+    std::lock_guard<std::mutex> only(memory_);
     const size_t size = padded(args.vocab), num_threads = pool_->threads();
     if (tokens_.size() < size * num_threads) {
       floats_.resize(3 * size * num_threads);
@@ -92,6 +95,7 @@ class RowSampler {
 
   std::shared_ptr<ThreadPool> pool_;
   const Kernels& kernels_;
+  std::mutex memory_;  // of these
   std::vector<float> floats_;
   std::vector<int32_t> tokens_;
 };
@@ -103,7 +107,17 @@ struct SharedPlan {
 
 std::shared_ptr<const Plan> of(const SharedPlan* shared) { return shared ? shared->plan : nullptr; }
 
+// What Python holds. Its end waits for the pool's threads, and Python's other threads go on meanwhile.
+struct PythonProgram : Program {
+  using Program::Program;
+  ~PythonProgram() {
+    nb::gil_scoped_release others_go_on;
+    close();
+  }
+};
+
 void bind_program(nb::module_& m) {
+  using Program = PythonProgram;
   nb::class_<Program>(m, "Program")
       .def("__init__", [](Program* self, std::shared_ptr<ThreadPool> pool, const std::string& isa) {
         new (self) Program(std::move(pool), kernels_named(isa));
@@ -173,7 +187,7 @@ void bind_program(nb::module_& m) {
           "start",
           [](Program& p, int rows, int gathered, const SharedPlan* plan) { p.start({rows, gathered, of(plan)}); },
           "rows"_a, "gathered"_a = 0, "plan"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>())
-      .def("finish", &Program::finish, nb::call_guard<nb::gil_scoped_release>())
+      .def("finish", [](Program& p) { p.finish(); }, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "profile",
           [](Program& p, int rows, int gathered, const SharedPlan* plan) { return p.profile({rows, gathered, of(plan)}); },

@@ -76,8 +76,8 @@ void Plan::add_paths(int s, const int32_t* parents, int count) {
 Program::Program(std::shared_ptr<ThreadPool> pool, const Kernels& kernels)
     : pool_(std::move(pool)), kernels_(kernels), parts_(pool_->threads()) {}
 
-Program::~Program() {
-  if (pool_->is_orphaned()) return;
+void Program::close() {
+  if (std::exchange(is_closed_, true) || pool_->is_orphaned()) return;
   finish();
   pool_->run({[](int) {}});  // nobody is in here after it
 }
@@ -361,14 +361,11 @@ void Program::run(const Rows& rows) {
 
 void Program::start(const Rows& rows) {
   finish();  // what somebody has left
-  started_ = pool_->begin(job(rows));
+  started_ = pool_->start(job(rows));
 }
 
 void Program::finish() {
-  if (const auto job = std::exchange(started_, nullptr)) {
-    job->run(0);
-    ended();
-  }
+  if (const auto job = std::exchange(started_, nullptr); job && pool_->finish(job)) ended();
 }
 
 std::vector<double> Program::profile(const Rows& rows) {

@@ -73,7 +73,7 @@ struct Rows {
 class Program {
  public:
   Program(std::shared_ptr<ThreadPool> pool, const Kernels& kernels);
-  ~Program();
+  ~Program() { close(); }
   Program(const Program&) = delete;  // ops point to it
   Program& operator=(const Program&) = delete;
 
@@ -103,6 +103,9 @@ class Program {
   // does something else, and leaves alone what the ops read and write.
   void start(const Rows& rows);
   void finish();
+
+  // Returns when no thread is in here any more; nothing runs after it.
+  void close();
 
   // As run, and the seconds that each op took, in order.
   std::vector<double> profile(const Rows& rows);
@@ -180,6 +183,7 @@ class Program {
   int64_t most_part_floats_ = 0;  // of a row
   uint32_t number_ = 0;       // of the newest pass
   std::shared_ptr<const Job> started_;
+  bool is_closed_ = false;
   PrefetchChoice prefetch_;
   std::chrono::steady_clock::time_point begun_;  // of the newest pass
 };

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <stdexcept>
+#include <utility>
 
 namespace specserve {
 namespace {
@@ -39,13 +40,33 @@ bool ThreadPool::is_orphaned() const { return getpid() != process_; }
 void ThreadPool::run(Job job) {
   if (is_orphaned()) throw std::runtime_error(kOrphaned);  // before the lock, which may be another thread's
   std::lock_guard<std::mutex> only(one_caller_);
+  complete_started();
   const auto shared = begin(std::move(job));
   shared->run(0);
   if (shared->needs_all) barrier();
 }
 
-std::shared_ptr<const Job> ThreadPool::begin(Job job) {
+std::shared_ptr<const Job> ThreadPool::start(Job job) {
   if (is_orphaned()) throw std::runtime_error(kOrphaned);
+  std::lock_guard<std::mutex> only(one_caller_);
+  complete_started();
+  return started_ = begin(std::move(job));
+}
+
+bool ThreadPool::finish(const std::shared_ptr<const Job>& job) {
+  if (is_orphaned()) return false;  // what the parent started is the parent's
+  std::lock_guard<std::mutex> only(one_caller_);
+  if (started_ != job) return false;
+  complete_started();
+  return true;
+}
+
+// A thread that started a job may be held up, or gone for good, before it finishes it.
+void ThreadPool::complete_started() {
+  if (const auto job = std::exchange(started_, nullptr)) job->run(0);
+}
+
+std::shared_ptr<const Job> ThreadPool::begin(Job job) {
   auto shared = std::make_shared<const Job>(std::move(job));
   std::lock_guard<std::mutex> lock(mutex_);  // whoever was about to sleep is asleep now
   job_ = shared;

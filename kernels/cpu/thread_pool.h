@@ -60,20 +60,28 @@ class ThreadPool {
   // Whether this process was forked since: the threads are the parent's, and who waits for them here waits for ever.
   bool is_orphaned() const;
 
-  // Runs the job, which must not throw. One caller at a time. Throws where the pool is orphaned, as `begin` does.
+  // Runs the job, which must not throw. Any thread may call this, `start` and `finish`: there is one job at a time, and what
+  // another thread has started is completed first. Throws where the pool is orphaned, as `start` does.
   void run(Job job);
 
-  // Lets the other threads begin with a job that does not need all. The caller's part is `run(0)` of what is returned.
-  std::shared_ptr<const Job> begin(Job job);
+  // Lets the other threads begin with a job that does not need all. The caller's own part is left to `finish`, or to whoever
+  // wants the pool before that.
+  std::shared_ptr<const Job> start(Job job);
+
+  // Returns once a job that was started is complete; whether this call did the caller's part of it.
+  bool finish(const std::shared_ptr<const Job>& job);
 
  private:
+  std::shared_ptr<const Job> begin(Job job);
+  void complete_started();
   void barrier();
   void work(int index);
   bool await(unsigned seen);
 
   const int threads_;
   volatile uint64_t* pulse_ = nullptr;
-  std::shared_ptr<const Job> job_;  // under mutex_
+  std::shared_ptr<const Job> job_;      // under mutex_
+  std::shared_ptr<const Job> started_;  // and not complete, under one_caller_
   alignas(64) std::atomic<unsigned> job_number_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> phase_{0};

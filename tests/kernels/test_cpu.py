@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from torch import Tensor
 from specserve.kernels.reference import Kernels as Reference
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
-from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation
+from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation, SamplingArrays
 from specserve.ops.isa import choose_isa
 from specserve.runtime.graph import EagerForward, RecordedForward
 from specserve.runtime.pack import StepInput
@@ -1175,6 +1176,123 @@ def test_two_kernels_work_at_the_same_time() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, (0, 1))) == [True, True]
+
+
+@every_set
+def test_threads_of_python_share_kernels(isa: str) -> None:
+    """All that kernels do with their threads, each kind in a thread of its own: recordings that are started and
+    finished, some by nobody, with the other threads' work in between; ops; samples of many rows; profiles; the ends of
+    programs that were started. Each gets what it gets alone, and all come to their end."""
+    ops, alone = make(isa, "int8", threads=3), make(isa, "int8")
+    torch.manual_seed(2)
+    matrix, x = torch.randn(300, 96), torch.randn(5, 9, 96)
+    weight = ops.pack(matrix)
+    wanted = [alone.linear(alone.quantize_activation(rows), alone.pack(matrix)).clone() for rows in x]
+    scores, hashed = torch.randn(24, 500), hash_tokens(torch.arange(500))
+    numbers = np.arange(24)
+    drawn = SamplingArrays(numbers, np.ones(24), np.zeros(24), np.ones(24), np.zeros(24, np.int64), numbers * 77)
+    sampled = alone.sample(scores, drawn, hashed, None)
+
+    def recorded() -> tuple[Any, Tensor, Tensor]:
+        rows = returned(ops, x[0].clone())
+        with ops.recording() as recording:
+            return recording, rows, ops.linear(ops.quantize_activation(rows), weight)
+
+    def started(turn: int) -> None:
+        recording, rows, found = own
+        recording.finish()
+        rows[:] = x[turn % 5]
+        recording.start(9, 0, None)
+        if turn % 3:
+            recording.finish()
+            assert torch.equal(found, wanted[turn % 5])
+
+    def op(turn: int) -> None:
+        assert torch.equal(ops.linear(ops.quantize_activation(x[turn % 5]), weight), wanted[turn % 5])
+
+    def sample(turn: int) -> None:
+        assert ops.sample(scores, drawn, hashed, None).tolist() == sampled.tolist()
+
+    def profiled(turn: int) -> None:
+        recording, _, found = recorded()
+        assert len(recording.program.profile(9)) == 2
+        assert torch.equal(found, wanted[0])
+
+    def ended(turn: int) -> None:
+        recorded()[0].start(9, 0, None)
+
+    own, failures, num_done = recorded(), list[BaseException](), list[None]()
+
+    def work(kind: Callable[[int], None]) -> None:
+        try:
+            for turn in range(150):
+                kind(turn)
+        except BaseException as error:
+            failures.append(error)
+        num_done.append(None)
+
+    kinds = (started, op, sample, sample, profiled, ended)
+    threads = [threading.Thread(target=work, args=(kind,), daemon=True) for kind in kinds]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 120
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    assert len(num_done) == len(kinds), "some wait for ever"
+    assert not failures, failures
+
+
+def test_what_one_thread_records_is_no_other_threads() -> None:
+    ops, x = make(SETS[0], "int8", threads=2), torch.randn(4, 96)
+    weight = ops.pack(torch.randn(64, 96))
+    wanted = ops.linear(ops.quantize_activation(x), weight).clone()
+    with ops.recording() as recording, ThreadPoolExecutor(1) as pool:
+        ops.quantize_activation(x)
+        assert torch.equal(pool.submit(lambda: ops.linear(ops.quantize_activation(x), weight)).result(60), wanted)
+    assert recording.program.names() == ["quantize_activation"]
+
+
+def test_python_goes_on_while_a_program_waits_for_its_end() -> None:
+    """The pool is held by another thread for about a second, in which a third one counts milliseconds."""
+    ops = make(SETS[0], threads=2)
+    weight, rows = ops.pack(torch.randn(1024, 1024)), ops.norm(torch.randn(64, 1024), torch.ones(1024), 1e-6)
+
+    def recorded(num_ops: int) -> Any:
+        with ops.recording() as recording:
+            x = ops.quantize_activation(rows)
+            for _ in range(num_ops):
+                ops.linear(x, weight)
+        return recording
+
+    short = recorded(20)
+    short.program.profile(64)
+    begun = time.perf_counter()
+    short.program.profile(64)
+    long = recorded(int(20 / (time.perf_counter() - begun)) + 1)
+    program, is_over = _native.Program(ops._thread_pool, SETS[0]), threading.Event()
+    ticks, begins = list[None](), threading.Event()
+
+    def hold() -> None:
+        begins.set()
+        long.program.profile(64)
+        is_over.set()
+
+    def count() -> None:
+        while not is_over.wait(0.001):
+            ticks.append(None)
+
+    with ThreadPoolExecutor(2) as pool:
+        holding, counting = pool.submit(hold), pool.submit(count)
+        begins.wait(60)
+        while not ticks:
+            time.sleep(0.001)
+        assert not is_over.is_set(), "or nothing is waited for"
+        before = len(ticks)
+        del program
+        passed = len(ticks) - before
+        holding.result(60)
+        counting.result(60)
+    assert passed >= 5
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's threads")
