@@ -49,7 +49,7 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
     "body_timeout_s": (PATIENCE, "Seconds for a request's body."),
     "queue_timeout_s": (PATIENCE, "Seconds a request may wait for its grammar and its first step; 0 is no limit."),
     "request_timeout_s": (PATIENCE, "Seconds a request may take in all; 0 is no limit."),
-    "write_timeout_s": (PATIENCE, "Seconds a client may leave its stream unread."),
+    "write_timeout_s": (PATIENCE, "Seconds in which a client may take nothing of its answer."),
     "drain_timeout_s": (PATIENCE, "Seconds that running requests get after SIGTERM."),
     "stall_timeout_s": (PATIENCE, "Seconds without progress after which the engine is started again."),
     "start_timeout_s": (PATIENCE, "Seconds until the engine must be ready."),

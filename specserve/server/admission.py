@@ -12,11 +12,16 @@ SMALL_BYTES = 64 * 1024  # bodies that are never refused for memory: those of mo
 
 class Admission:
     """Counts completions between arrival and end. Whoever comes when there is no room is told at once, before anything
-    of the request was expanded: waiting in a queue without end helps nobody."""
+    of the request was expanded: waiting in a queue without end helps nobody.
+
+    `num_inside` are those that the engine has to do, `num_unread` those that it has done and whose client has yet to
+    take the answer: as many as `capacity` take no room from others.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_inside = 0
+        self.num_unread = 0
         self.num_requests = 0
         self.draining = False
 
@@ -31,16 +36,36 @@ class Admission:
             )
 
     @contextmanager
-    def enter(self, num_completions: int) -> Iterator[None]:
-        """Takes room until the end of the block. Raises WireError as `check` does."""
+    def enter(self, num_completions: int) -> Iterator[Place]:
+        """Takes room until the end of the block, or until the completions have ended. Raises WireError as `check`
+        does."""
         self.check(num_completions)
         self.num_inside += num_completions
         self.num_requests += 1
+        place = Place(self, num_completions)
         try:
-            yield
+            yield place
         finally:
-            self.num_inside -= num_completions
+            self.num_inside -= place.num_inside
+            self.num_unread -= num_completions - place.num_inside
             self.num_requests -= 1
+
+
+class Place:
+    """What one request takes of the room for completions."""
+
+    def __init__(self, admission: Admission, num_completions: int) -> None:
+        self._admission = admission
+        self.num_inside = num_completions
+
+    def end_one(self) -> None:
+        """The engine has nothing more to do for one of the completions. Its room is free, unless so many answers are
+        read that they would fill the memory."""
+        admission = self._admission
+        if self.num_inside and admission.num_unread < admission.capacity:
+            self.num_inside -= 1
+            admission.num_inside -= 1
+            admission.num_unread += 1
 
 
 class Bodies:

@@ -46,18 +46,25 @@ def log_request(
     status: int,
     milliseconds: float,
     request_id: str | None = None,
+    client: str | None = None,
+    key: int | None = None,
+    error: str | None = None,
     num_prompt_tokens: int | None = None,
     num_output_tokens: int | None = None,
     mean_acceptance_length: float | None = None,
 ) -> None:
     """Record a request that was answered: a warning if the fault was the server's. What is None is left out. Without a
-    `request_id` it is the one of the context."""
+    `request_id` it is the one of the context. `client` is an address, `key` the number of an API key, `error` a code of
+    errors."""
     method, path = clip(method), clip(path)
     known = {
         "request_id": request_id,
         "method": method,
         "path": path,
+        "client": client,
+        "key": key,
         "status": status,
+        "error": error,
         "milliseconds": round(milliseconds, 3),
         "num_prompt_tokens": num_prompt_tokens,
         "num_output_tokens": num_output_tokens,

@@ -60,8 +60,12 @@ class Prepared:
 class _Answer:
     """One request while it runs; `news` is set whenever there is something to take."""
 
-    def __init__(self, prepared: Prepared, port: EnginePort, news: asyncio.Event, service: Service) -> None:
+    def __init__(
+        self, prepared: Prepared, port: EnginePort, news: asyncio.Event, service: Service, end_one: Callable[[], None]
+    ) -> None:
         request = prepared.request
+        self._running = set(range(request.params.n))
+        self._end_one = end_one
         self.output = RequestOutput.of(request, prepared.prompt)
         self._port = port
         self._news = news
@@ -93,11 +97,21 @@ class _Answer:
     def _notify(self, event: Event | SpecserveError) -> None:
         self._events.append(event)
         self._news.set()
+        if isinstance(event, SpecserveError):
+            self._ended(*self._running)
+        elif event.finish_reason is not None:
+            self._ended(event.index)
 
     def _stop(self, request_id: str, index: int) -> None:
         """A stop string, which the engine cannot see, has ended a completion."""
         self._port.abort(request_id, index)
         self._metrics.stopped(request_id, index)
+        self._ended(index)
+
+    def _ended(self, *indexes: int) -> None:
+        for index in self._running.intersection(indexes):
+            self._running.remove(index)
+            self._end_one()
 
 
 class Answers:
@@ -284,9 +298,9 @@ class Service:
                 found += await self.run(len(asked.text), ignored_formats, asked)
         return [f"format.{name}" for name in dict.fromkeys(found)]
 
-    def start(self, requests: Sequence[Prepared]) -> Answers:
-        """Submit what was prepared. Raises WireError while there is no engine, and PromptTooLongError; then nothing was
-        submitted."""
+    def start(self, requests: Sequence[Prepared], end_one: Callable[[], None] = lambda: None) -> Answers:
+        """Submit what was prepared; `end_one` is called whenever the engine is done with a completion. Raises WireError
+        while there is no engine, and PromptTooLongError; then nothing was submitted."""
         limit = self.ready.max_model_len
         for prepared in requests:
             num_tokens, params = len(prepared.request.prompt_ids), prepared.request.params
@@ -295,7 +309,7 @@ class Service:
                 raise PromptTooLongError(num_tokens, limit - 1, reason)
             assert (prepared.request.bad_words is None) == (not params.bad_words), "prepare makes ids of bad words"
         news, port = asyncio.Event(), self.supervisor.client
-        return Answers([_Answer(prepared, port, news, self) for prepared in requests], news)
+        return Answers([_Answer(prepared, port, news, self, end_one) for prepared in requests], news)
 
     def close(self) -> None:
         self.trials.close()

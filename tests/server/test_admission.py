@@ -38,6 +38,23 @@ def test_who_is_refused_takes_no_room() -> None:
     assert admission.num_inside == 0
 
 
+def test_what_the_engine_has_done_takes_no_room_from_others() -> None:
+    """However long its client takes to read it; until so much is read that it would fill the memory."""
+    admission = Admission(2)
+    with ExitStack() as stack:
+        for _ in range(2):
+            place = stack.enter_context(admission.enter(1))
+            assert refusal(admission, 2).status == 429
+            place.end_one()
+            place.end_one()  # there is no other
+        assert (admission.num_inside, admission.num_unread, admission.num_requests) == (0, 2, 2)
+        third = stack.enter_context(admission.enter(2))
+        third.end_one()
+        assert (admission.num_inside, admission.num_unread) == (2, 2)
+        assert refusal(admission).status == 429
+    assert (admission.num_inside, admission.num_unread, admission.num_requests) == (0, 0, 0)
+
+
 def test_room_is_given_back_after_an_error() -> None:
     admission = Admission(1)
     with pytest.raises(ZeroDivisionError), admission.enter(1):
@@ -58,21 +75,26 @@ def test_no_capacity_is_no_service() -> None:
     assert refusal(Admission(0)).status == 429
 
 
-@given(st.integers(0, 8), st.lists(st.integers(1, 5), max_size=20))
-def test_never_more_than_the_capacity(capacity: int, sizes: list[int]) -> None:
-    admission, expected = Admission(capacity), 0
+@given(st.integers(0, 8), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), max_size=20))
+def test_never_more_than_the_capacity(capacity: int, requests: list[tuple[int, int]]) -> None:
+    """Neither of what the engine has to do nor of what is read."""
+    admission, inside, unread = Admission(capacity), 0, 0
     with ExitStack() as stack:
-        for size in sizes:
-            fits = expected + size <= capacity
+        for size, num_ended in requests:
+            fits = inside + size <= capacity
             try:
-                stack.enter_context(admission.enter(size))
+                place = stack.enter_context(admission.enter(size))
             except WireError:
                 assert not fits
-            else:
-                assert fits
-                expected += size
-            assert admission.num_inside == expected <= capacity
-    assert (admission.num_inside, admission.num_requests) == (0, 0)
+                continue
+            assert fits
+            freed = min(size, num_ended, capacity - unread)
+            for _ in range(num_ended):
+                place.end_one()
+            inside, unread = inside + size - freed, unread + freed
+            assert admission.num_inside == inside <= capacity
+            assert admission.num_unread == unread <= capacity
+    assert (admission.num_inside, admission.num_unread, admission.num_requests) == (0, 0, 0)
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------

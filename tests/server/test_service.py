@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specserve.engine.request import Request
-from specserve.errors import InputError
+from specserve.errors import EngineError, InputError
 from specserve.server.engine.supervisor import State
 from specserve.server.metrics import Metrics
 from specserve.server.service import Prepared, Service
@@ -20,7 +20,7 @@ from specserve.server.trials import Trials
 from specserve.server.wire.answer import Arguments, Call, Text
 from specserve.testing import write_tiny_model
 from specserve.text.tokenizer import Tokenizer
-from specserve.types import SamplingParams
+from specserve.types import Event, SamplingParams, SequenceStats
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 TURN = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}<|start|>assistant\n"
@@ -36,6 +36,46 @@ def service(folder: Path, template: str, **stated: Any) -> Service:
 
 def prepared(prompt: str = "") -> Prepared:
     return Prepared(Request(id="0", prompt_ids=[1], params=SamplingParams(max_tokens=5)), prompt)
+
+
+class Port:
+    """An engine that keeps whom to tell of what."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, Any] = {}
+        self.aborted: list[tuple[str, int | None]] = []
+
+    def submit(self, request: Request, listener: Any) -> None:
+        self.listeners[request.id] = listener
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self.aborted.append((request_id, index))
+
+
+def test_what_the_engine_is_done_with_is_told_once(tmp_path: Path) -> None:
+    """Each completion, however it ends: by itself, by a stop string that is found here, or with the whole request."""
+    made = service(tmp_path, TURN)
+    port = made.supervisor.client = Port()  # type: ignore[misc, assignment]
+    params = SamplingParams(max_tokens=5, n=3, stop=("a",))
+    ended: list[None] = []
+
+    async def run() -> None:
+        requests = [Prepared(Request(id=name, prompt_ids=[1], params=params)) for name in "ab"]
+        with made.start(requests, lambda: ended.append(None)) as answers:
+            port.listeners["a"](Event("a", 0, [], finish_reason="length", stats=SequenceStats()))
+            assert len(ended) == 1, "nobody has taken it"
+            (letter,) = made.tokenizer.encode("a", False)
+            port.listeners["a"](Event("a", 1, [letter], stats=SequenceStats()))
+            await anext(aiter(answers))
+            assert (len(ended), port.aborted) == (2, [("a", 1)])
+            port.listeners["a"](Event("a", 1, [], finish_reason="stop", stats=SequenceStats()))
+            assert len(ended) == 2
+            for name in "ab":
+                port.listeners[name](EngineError("The engine is gone."))
+        assert len(ended) == 6
+
+    asyncio.run(run())
+    made.close()
 
 
 def test_calls_are_found_after_the_prompt_as_it_is(tmp_path: Path) -> None:

@@ -37,12 +37,13 @@ async def chat(request: web.Request) -> web.StreamResponse:
     server.admission.check()
     asked: ChatCompletionRequest = await parsed(request, _read_chat)
     accept(request, asked)
-    with server.admission.enter(asked.num_choices):
+    with server.admission.enter(asked.num_choices) as place:
         prepared, parser = await prepare_chat(server, asked)
         reply = server.reply(response_id("chatcmpl", asked), asked, tool_parser=parser)
         call = Call(
             requests=[prepared],
             stream=asked.stream,
+            place=place,
             body=lambda outputs, now: chat_body(reply, outputs[0], now),
             events=lambda outputs: ChatStream(reply, outputs[0]),
         )
@@ -55,11 +56,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     server.admission.check()
     asked: CompletionRequest = await parsed(request, _read_completion)
     accept(request, asked)
-    with server.admission.enter(asked.num_choices):
+    with server.admission.enter(asked.num_choices) as place:
         reply = server.reply(response_id("cmpl", asked), asked, echo=asked.echo)
         call = Call(
             requests=await _prepare_completions(server, asked),
             stream=asked.stream,
+            place=place,
             body=functools.partial(completion_body, reply),
             events=functools.partial(CompletionStream, reply),
         )

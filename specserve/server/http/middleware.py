@@ -8,13 +8,13 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from specserve.server.http.context import context
-from specserve.server.http.respond import CHUNKED, IGNORED, OUTPUTS, TENANT, json_response, public_error
+from specserve.server.http.respond import CHUNKED, FAILURE, IGNORED, OUTPUTS, TENANT, json_response, public_error
 from specserve.server.logs import log_request, request_id
 from specserve.server.wire.anthropic import anthropic_error
 from specserve.server.wire.errors import (
@@ -31,6 +31,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID = web.RequestKey("request_id", str)
 CLIENT_CLOSED = 499  # nginx's status for a client that left; only in the log
+
+KEY_NUMBER = web.RequestKey("key_number", int)  # of the request's API key, as the server was told them, from 1
 
 _POLLED = ("/health", "/ready", "/metrics", "/stats")
 _PRINTABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -63,15 +65,20 @@ def identify(request: web.BaseRequest) -> str:
 
 
 def _record(request: web.Request, status: int, milliseconds: float) -> None:
-    """The log's line; what machines ask for every few seconds gets none for an answer that they wait for."""
+    """The log's line; what machines ask for every few seconds gets none for an answer that they wait for. An error that
+    came after the head of a stream has the status that it would have had before."""
     if status in (200, 503) and request.path in _POLLED:
         return
     stats = [completion.stats for output in request.get(OUTPUTS, ()) for completion in output.outputs]
     num_steps = sum(s.num_steps for s in stats)
+    failure = request.get(FAILURE)
     log_request(
         method=request.method,
         path=request.path,
-        status=status,
+        status=failure.status if status == 200 and failure else status,
+        client=request.remote or None,  # a Unix socket's has none
+        key=request.get(KEY_NUMBER),
+        error=failure.code if failure else None,
         milliseconds=milliseconds,
         num_prompt_tokens=_total(len(output.prompt_token_ids) for output in request.get(OUTPUTS, ())),
         num_output_tokens=_total(len(c.token_ids) for output in request.get(OUTPUTS, ()) for c in output.outputs),
@@ -100,6 +107,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 def error_response(request: web.Request, failure: WireError) -> web.Response:
     """The response that tells of a failure."""
     context(request).service.metrics.refused(failure.status)
+    request[FAILURE] = failure
     is_anthropic = request.path.startswith("/v1/messages")
     body = anthropic_error(failure, request[REQUEST_ID]) if is_anthropic else failure.body
     response = json_response(body, failure.status, failure.headers)
@@ -131,21 +139,22 @@ def keys_required(keys: Collection[str], public: Collection[object]) -> Middlewa
     @web.middleware
     async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.match_info.handler not in public:
-            request[TENANT] = _key(request, digests)
+            number = request[KEY_NUMBER] = _key_number(request, digests)
+            request[TENANT] = digests[number - 1]
         return await handler(request)
 
     return authorize
 
 
-def _key(request: web.Request, digests: Collection[bytes]) -> bytes:
-    """The digest of the key that was sent. Raises WireError when it is none of them."""
+def _key_number(request: web.Request, digests: Sequence[bytes]) -> int:
+    """Which key was sent, from 1. Raises WireError when it is none of them."""
     scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
     sent = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
     given = _digest(sent)
     matches = [hmac.compare_digest(given, digest) for digest in digests]  # every one is compared
     if not any(matches):
         raise unauthorized()
-    return given
+    return matches.index(True) + 1
 
 
 def _digest(key: str) -> bytes:

@@ -14,6 +14,7 @@ from aiohttp import HttpVersion11, web
 
 from specserve.engine.outputs import Chunk, RequestOutput
 from specserve.engine.port import QueueTimeoutError
+from specserve.server.admission import Place
 from specserve.server.http.context import ARRIVED, context
 from specserve.server.service import Answers, Prepared
 from specserve.server.wire.errors import INTERNAL_ERROR, WireError, unavailable, wire_error
@@ -31,15 +32,18 @@ _log = logging.getLogger(__name__)
 IGNORED = web.RequestKey("ignored", str)  # a header's value: names in the request that mean nothing here
 OUTPUTS = web.RequestKey("outputs", Sequence[RequestOutput])  # for the log, of requests that reached the engine
 CHUNKED = web.RequestKey("chunked", bool)  # a head was made, and not sent, that has what follows come in chunks
+FAILURE = web.RequestKey("failure", WireError)  # what the client was told, for the log; perhaps after a 200
 TENANT = web.RequestKey("tenant", bytes)  # digest of the request's API key, where there are keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The requests of a call, and how their outputs become a body, or events when `stream` is true."""
+    """The requests of a call, the room that they take, and how their outputs become a body, or events when `stream` is
+    true."""
 
     requests: Sequence[Prepared]
     stream: bool
+    place: Place
     body: Callable[[Sequence[RequestOutput], float], Mapping[str, Any]]
     events: Callable[[Sequence[RequestOutput]], Stream]
 
@@ -53,7 +57,7 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
         requests = await _prepared(request, call.requests, last_start)
         if names := await server.service.ignored(requests):
             ignore(request, names)
-    with server.service.start(requests) as answers, _expiring(answers, last_start):
+    with server.service.start(requests, call.place.end_one) as answers, _expiring(answers, last_start):
         request[OUTPUTS] = answers.outputs
         if call.stream:
             return await _Streaming(request, call, answers, end).run()
@@ -168,7 +172,6 @@ class _Streaming:
     def __init__(self, request: web.Request, call: Call, answers: Answers, end: float | None) -> None:
         self._request = request
         self._end = end
-        self._options = context(request).options
         self._answers = answers
         self._stream = call.events(answers.outputs)
         self._response = _EventStream()
@@ -187,6 +190,8 @@ class _Streaming:
                 raise
             self._response.force_close()
             await self._send([b"".join(self._stream.frames(event)) for event in self._stream.fail(public_error(error))])
+        if self._stream.failure is not None:
+            self._request[FAILURE] = self._stream.failure
         await self._response.write_eof()
         return self._response
 
@@ -222,18 +227,6 @@ class _Streaming:
                 yield from self._stream.frames(event)
 
     async def _send(self, pieces: Sequence[bytes]) -> None:
-        """One write for all of them; a ping if there are none. A client that does not read is left; one that has read
-        everything so far takes a little more at once, so nothing is waited for."""
+        """One write for all of them; a ping if there are none. Whoever does not read is left by Watch."""
         self._has_sent = True
-        frames = b"".join(pieces) or self._stream.ping()
-        transport = self._request.transport
-        if len(frames) < _AT_ONCE and transport is not None and not transport.get_write_buffer_size():
-            await self._response.write(frames)
-            return
-        try:
-            async with asyncio.timeout(self._options.write_timeout_s):
-                await self._response.write(frames)
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError("The client did not read.") from None
+        await self._response.write(b"".join(pieces) or self._stream.ping())

@@ -31,12 +31,13 @@ async def messages(request: web.Request) -> web.StreamResponse:
     server.admission.check()
     asked: MessagesRequest = await parsed(request, _read_messages)
     chat = await _accepted(request, asked)
-    with server.admission.enter(chat.num_choices):
+    with server.admission.enter(chat.num_choices) as place:
         prepared, parser = await prepare_chat(server, chat, asked.own_names)
         reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             requests=[prepared],
             stream=asked.stream,
+            place=place,
             body=lambda outputs, now: message_body(reply, outputs[0], now, reply.answer_parser()),
             events=lambda outputs: MessageStream(reply, outputs[0], reply.answer_parser()),
         )
@@ -60,12 +61,13 @@ async def responses(request: web.Request) -> web.StreamResponse:
     server.admission.check()
     asked: ResponsesRequest = await parsed(request, _read_responses)
     chat = await _accepted(request, asked)
-    with server.admission.enter(chat.num_choices):
+    with server.admission.enter(chat.num_choices) as place:
         prepared, parser = await prepare_chat(server, chat, asked.own_names)
         reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             requests=[prepared],
             stream=asked.stream,
+            place=place,
             body=lambda outputs, now: response_body(reply, asked, outputs[0], now, reply.answer_parser()),
             events=lambda outputs: ResponseStream(reply, asked, outputs[0], reply.answer_parser()),
         )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterable
 
@@ -18,7 +21,7 @@ class Watch:
 
     aiohttp itself waits for a first request as long as it takes to come, and for a client to read a whole body as long
     as that takes. `header_s`: until a new connection has sent the head of a request. `write_s`: without one byte taken
-    from what waits to be sent.
+    by the client, however slowly it takes them.
     """
 
     def __init__(self, header_s: float, write_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +48,8 @@ class Watch:
         now, open_ = self._clock(), set(connections)
         self._asked &= open_
         self._silent = {each: self._silent.get(each, now) for each in open_ - self._asked}
-        self._unread = {each: self._waiting(each, now) for each in open_ if each.writing_paused}
+        unread = {each: each.transport for each in open_ if each.transport and each.transport.get_write_buffer_size()}
+        self._unread = {each: self._waiting(each, transport, now) for each, transport in unread.items()}
         for connection, since in self._silent.items():
             if now - since > self._header_s:
                 connection.force_close()
@@ -54,7 +58,20 @@ class Watch:
                 _log.info("A client does not read its answer and is left.")
                 connection.transport.abort()
 
-    def _waiting(self, connection: web.RequestHandler, now: float) -> tuple[int, float]:
-        num_bytes = 0 if connection.transport is None else connection.transport.get_write_buffer_size()
+    def _waiting(self, connection: web.RequestHandler, transport: asyncio.Transport, now: float) -> tuple[int, float]:
+        num_bytes = _num_unread(transport)
         before = self._unread.get(connection)
         return before if before is not None and before[0] == num_bytes else (num_bytes, now)
+
+
+def _num_unread(transport: asyncio.Transport) -> int:
+    """Bytes that the client has not taken: here, and in the kernel, which takes megabytes at a time from here and gives
+    them to a slow reader for a minute."""
+    num_waiting, connection = transport.get_write_buffer_size(), transport.get_extra_info("socket")
+    if connection is None:
+        return num_waiting
+    try:
+        held = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    except OSError:  # not every kind of socket can tell
+        return num_waiting
+    return num_waiting + int.from_bytes(held, sys.byteorder)

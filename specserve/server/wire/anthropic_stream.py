@@ -65,7 +65,7 @@ class MessageStream(ItemStream):
         return [json_text(delta), json_text({"type": "message_stop"})]
 
     def fail(self, error: WireError) -> list[str]:
-        self.failed = True
+        self.failure = error
         return [json_text(anthropic_error(error, self._reply.id))]
 
     def ping(self) -> bytes:

@@ -67,7 +67,7 @@ class ResponseStream(ItemStream):
     def fail(self, error: WireError) -> list[Event]:
         """response.failed, with the items that have ended; response.created before it if nothing was told yet, as
         OpenAI's clients want that first."""
-        self.failed = True
+        self.failure = error
         events = [] if self._begun else self._begin(0, self._output)
         failed = {"status": "failed", "error": _error(error), "output": self._told}
         return [*events, self._event("response.failed", response=_response(self._reply, self._request, **failed))]

@@ -33,7 +33,7 @@ class Stream(ABC):
         self._outputs = outputs
         self._begun: set[int] = set()
         self._ended: set[int] = set()
-        self.failed = False  # after it, no more events; the connection is closed
+        self.failure: WireError | None = None  # after it, no more events; the connection is closed
 
     def frame(self, event: str) -> bytes:
         """What goes on the wire for one event."""
@@ -55,6 +55,10 @@ class Stream(ABC):
     def ping(self) -> bytes:
         """What goes on the wire while there is nothing to say: a comment."""
         return b": ping\n\n"
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None
 
     @property
     def finished(self) -> bool:
@@ -114,7 +118,7 @@ class ChoiceStream(Stream):
 
     def fail(self, error: WireError) -> list[str]:
         """The error event, and nothing after it."""
-        self.failed = True
+        self.failure = error
         return [json_text(error.body)]
 
     def _news(self, index: int, chunk: Chunk) -> list[str]:

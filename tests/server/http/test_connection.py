@@ -37,7 +37,7 @@ async def body(request: web.Request) -> web.Response:
 
 
 def application() -> web.Application:
-    app = web.Application(middlewares=[tell, keys_required([KEY.decode()], set())])
+    app = web.Application(middlewares=[tell, keys_required(["other", KEY.decode()], set())])
     options = ServeOptions(port=0, header_timeout_s=0.3)
     app[CONTEXT] = SimpleNamespace(  # type: ignore[misc]
         options=options, service=SimpleNamespace(metrics=SimpleNamespace(refused=lambda status: None))
@@ -125,6 +125,9 @@ def test_what_is_a_request_is_answered(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.DEBUG):
         good, unknown, again = answers(application(), [GOOD, GOOD.replace(b"POST / ", b"POST /x "), GOOD])
     assert [check(good), check(unknown), check(again)] == [200, 404, 200]
+    found = [vars(record) for record in caplog.records if record.name == "specserve.access"]
+    assert {(each["client"], each["key"]) for each in found} == {("127.0.0.1", 2)}
+    assert [each.get("error") for each in found if each["status"] == 404] == ["not_found"]
     assert shown(caplog) == set()
 
 

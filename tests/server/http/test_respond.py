@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from specserve.errors import EngineError
+from specserve.server.admission import Admission
 from specserve.server.http.context import CONTEXT
 from specserve.server.http.middleware import tell
 from specserve.server.http.respond import Call, respond
@@ -44,11 +45,13 @@ class Events:
     """A stream of numbers."""
 
     finished = failed = False
+    failure: Any = None
 
     def events(self, chunk: int, prompt: int) -> list[str]:
         return [json.dumps(chunk)]
 
     def fail(self, error: Any) -> list[str]:
+        self.failure = error
         return [json.dumps(error.body)]
 
     def frames(self, event: str) -> list[bytes]:
@@ -60,15 +63,19 @@ def application(num_chunks: int, error: Exception) -> web.Application:
     answers: Any = Answers(num_chunks, error)
 
     @contextmanager
-    def start(requests: Any) -> Any:
+    def start(requests: Any, end_one: Any) -> Any:
+        end_one()
         yield answers
 
     async def ignored(requests: Any) -> list[str]:
         return []
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        return await respond(request, Call(requests=[], stream=True, body=dict, events=lambda _: Events()))  # type: ignore[arg-type, return-value]
+        with admission.enter(1) as place:
+            call = Call(requests=[], stream=True, place=place, body=dict, events=lambda _: Events())  # type: ignore[arg-type, return-value]
+            return await respond(request, call)  # type: ignore[arg-type, return-value]
 
+    admission = Admission(1)
     app = web.Application(middlewares=[tell])
     service = SimpleNamespace(start=start, ignored=ignored, metrics=SimpleNamespace(refused=lambda status: None))
     app[CONTEXT] = SimpleNamespace(options=ServeOptions(), service=service)  # type: ignore[misc]
@@ -143,7 +150,9 @@ def test_behind_it_it_is_the_last_event(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_what_was_foreseen_is_told_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR):
-        _, text = played(1, EngineError("The engine is gone."))
+    """But for the line of the request: with the status of its failure, though 200 was sent."""
+    with caplog.at_level(logging.INFO):
+        status, text = played(1, EngineError("The engine is gone."))
     assert json.loads(text.split("data: ")[-1])["error"]["message"] == "The engine is gone."
-    assert caplog.text == ""
+    (line,) = [vars(record) for record in caplog.records if record.name.startswith("specserve")]
+    assert (status, line["status"], line["error"], line["levelname"]) == (200, 500, "engine_error", "WARNING")
