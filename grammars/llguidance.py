@@ -34,6 +34,7 @@ from specserve.structured.base import RefusedError, Vocabulary
 from specserve.structured.schema.bounds import with_ends
 from specserve.structured.schema.document import reachable
 from specserve.structured.schema.formats import without_annotations
+from specserve.structured.schema.lookahead import without_lookaheads
 from specserve.structured.schema.rewrite import is_endless, rewritten
 from specserve.structured.spec import Structured
 from specserve.structured.tags import parse
@@ -92,7 +93,7 @@ class LlguidanceBackend:
 
     def _of_schema(self, schema: Any) -> tuple[LlguidanceGrammar, str]:
         """And what it is made of. What is refused as it is may be enforced in other words."""
-        schema = without_annotations(schema)
+        schema = without_lookaheads(without_annotations(schema))
         try:
             if is_endless(schema):
                 raise RefusedError("$ref: a value asks for itself inside itself, without end.")

@@ -25,6 +25,7 @@ from specserve.grammars._structural import Inside, structural_tag
 from specserve.structured.base import RefusedError, Vocabulary
 from specserve.structured.schema.document import check_depth, check_shape, walk
 from specserve.structured.schema.formats import without_annotations
+from specserve.structured.schema.lookahead import without_lookaheads
 from specserve.structured.spec import Structured
 from specserve.types import Ids
 
@@ -277,7 +278,7 @@ def _checked_schema(schema: Any) -> str:
     check_depth(schema)
     for each in walk(schema):
         check_shape(each)
-    schema = without_annotations(schema)
+    schema = without_lookaheads(without_annotations(schema))
     check(schema, _SUBSET)
     text = json.dumps(schema)
     if len(text) > _MOST_CHARACTERS:

@@ -205,7 +205,7 @@ def test_nothing_is_tapped_for_those_that_need_nothing(tiny: Path) -> None:
 
 def test_a_layer_that_the_model_has_not_is_refused_at_the_start(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NgramDrafter, "needs", Needs(hidden_layers=(0, 3)))
-    with pytest.raises(ConfigError, match=r"reads layers \[3\]; this model has 0 to 2"):
+    with pytest.raises(ConfigError, match=r"reads layers \[3\]; the model has 0 to 2"):
         make(tiny, drafter="ngram")
 
 
