@@ -2,8 +2,9 @@
 Faster backends are tested against this file.
 
 Row invariance, the promise of specserve.ops, rests on rules that were measured bit for bit on MKL and oneDNN:
-- a GEMM gives each row the same bits for any multiple of 4 rows, so callers pad rows and attention its queries; cuBLAS
-  chooses its kernel by the number of rows, so on CUDA every linear GEMM has exactly `_CUDA_TILE` rows;
+- a GEMM gives each row the same bits for any multiple of 4 rows, so callers pad rows and attention its queries;
+- with AMX oneDNN cuts sums of bfloat16 otherwise beyond 32 rows, so there a linear GEMM has at most `_AMX_TILE` rows;
+- cuBLAS chooses its kernel by the number of rows, so on CUDA every linear GEMM has exactly `_CUDA_TILE` rows;
 - attention on a CPU reduces over the context in blocks of 512 tokens; where the context is a multiple of that, what is
   masked adds exact zeros, so a row does not notice how far the padding reaches;
 - torch's silu, sigmoid and gelu round differently in the last elements of a tensor, exp and tanh do not;
@@ -35,6 +36,7 @@ PRIORITY = 0  # it serves where no other does
 
 _CONTEXT_MULTIPLE = 512  # torch's own block of keys in flash attention on a CPU
 _CUDA_TILE = 64
+_AMX_TILE = 32
 _QUERY_MULTIPLE = 4
 _GATED_ROWS = 64  # the intermediate results of so many rows stay in the cache
 _PACKED_ROWS = 8  # the number of rows oneDNN is told to lay weights out for; others work as well
@@ -127,7 +129,8 @@ class Kernels:
         self.dtype = self.kv_dtype = dtype
         self.instruction_set = choose_isa(isa, () if device.type == "cuda" else instruction_sets(), self.name)
         self.weight_dtype = dtype if device.type == "cuda" or _multiplies(dtype) else torch.float32
-        self.tile = _CUDA_TILE if device.type == "cuda" else 0
+        on_amx = self.weight_dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        self.tile = _CUDA_TILE if device.type == "cuda" else _AMX_TILE if on_amx else 0
         self._pulse = Pulse()
 
     def watch(self, pulse: Pulse) -> None:
@@ -198,8 +201,9 @@ class Kernels:
             return x.new_empty(0, matrix.shape[0])
         x = x.to(self.weight_dtype)
         if matrix.is_mkldnn:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
-            return out.to(self.dtype)
+            parts = torch.split(x, self.tile or len(x))
+            out = [torch.ops.mkldnn._linear_pointwise(part, matrix, bias, "none", [], "") for part in parts]
+            return (out[0] if len(out) == 1 else torch.cat(out)).to(self.dtype)
         if not self.tile:
             return F.linear(x, matrix, bias).to(self.dtype)
         rows = len(x)

@@ -17,6 +17,7 @@ import uuid
 import warnings
 import xml.etree.ElementTree
 from collections.abc import Callable
+from contextlib import closing
 from datetime import date, datetime
 from functools import cache
 from pathlib import Path
@@ -158,7 +159,8 @@ def read_html(text: str) -> None:
 def read_sql(text: str) -> None:
     """SQLite parses it: with names that nobody made it finds the first of them missing, and nothing else wrong."""
     try:
-        sqlite3.connect(":memory:").execute(text)
+        with closing(sqlite3.connect(":memory:")) as database:
+            database.execute(text)
     except sqlite3.OperationalError as error:
         if not str(error).startswith("no such table"):
             raise
@@ -311,12 +313,11 @@ def test_examples_of_sql_run() -> None:
         for owner, column in re.findall(r"([a-z_]\w*)\.(\w+)", plain):
             columns[tables[owner]].add(column)
         columns[next(iter(columns))] |= set(re.findall(r"(?<![.\w])[a-z_]\w*(?![.\w])", plain))
-        with sqlite3.connect(":memory:") as database:
+        with closing(sqlite3.connect(":memory:")) as database:
             for table, known in columns.items():
                 names = ", ".join(f'"{column}"' for column in sorted(known))
                 database.execute(f'CREATE TABLE "{table}" ({names})')
             database.execute(text).fetchall()
-        database.close()
 
 
 def test_examples_are_judged_alike_in_the_tokens_of_a_real_model(smollm2: Path) -> None:

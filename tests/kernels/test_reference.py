@@ -141,7 +141,7 @@ def test_what_a_row_may_not_see_cannot_reach_it(kernels: Kernels) -> None:
     assert torch.equal(dirty[:, slots[:-2]], clean[:, slots[:-2]])
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(576, 1536), (100, 36), (2048, 96)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 1536), (576, 3072), (100, 36), (2048, 96)])
 def test_linear_rows_are_invariant(kernels: Kernels, inputs: int, outputs: int) -> None:
     bias = torch.randn(outputs) if outputs == 96 else None
     matrix = torch.randn(outputs, inputs)
