@@ -71,11 +71,18 @@ def answer(compiler: Compiler, words: Vocabulary, job: dict[str, Any]) -> dict[s
         return {"refused": "compiling it takes too much memory."}
 
 
+def limit_memory(max_bytes: int) -> None:
+    """Let this process have so much memory, or what it may have at most (`ulimit -Hv`) where that is less."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
 def main(folder: str, size: str, backend: str, max_bytes: str, parent: str) -> None:
     end_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the other side decides
     os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_AS, (int(max_bytes), int(max_bytes)))
+    limit_memory(int(max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one that crashes would be waited for until it lies on the disk
     use_own_threads_only()
     answers = os.fdopen(os.dup(1), "w")

@@ -7,6 +7,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -172,6 +174,24 @@ def test_one_that_dies_says_how_and_the_next_is_answered(tiny: Path) -> None:
     assert "-9" in str(outcome.crashed)
     assert trial.run(Structured.regex("a"), ["a"]) == Outcome([True])
     trial.close()
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from specserve.structured.spec import Structured
+from specserve.structured.trial import Trial
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+trial = Trial(Path(sys.argv[1]), 293, limit_s=30.0)
+outcome = trial.run(Structured.regex("a+"), ["aa"])
+print(outcome.accepted, resource.prlimit(trial.process_id, resource.RLIMIT_AS))
+trial.close()
+"""
+
+
+def test_a_worker_gets_by_with_the_memory_that_a_process_may_have(tiny: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", LIMITED, str(tiny)], capture_output=True, text=True, timeout=120)
+    assert found.stdout == f"[True] ({2**31}, {2**31})\n", found.stderr
 
 
 def test_a_worker_that_cannot_start_says_so(tmp_path: Path) -> None:
