@@ -19,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.cli.main import COMMANDS
 from specserve.server.metrics import Metrics
+from specserve.server.options import ServeOptions
+from specserve.server.routes import ROUTES
 from specserve.types import Event, SequenceStats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,6 +251,50 @@ def test_compose_mounts_what_is_there() -> None:
             else:
                 assert source in known
                 known.add(source)
+
+
+def kubernetes() -> dict[str, dict[str, Any]]:
+    return {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text("utf-8"))}
+
+
+def test_kubernetes_asks_what_it_acts_on() -> None:
+    """A server that loads or starts its engine again lives on and gets no requests; nobody needs a key to ask."""
+    pod = kubernetes()["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    paths = {kind: container[kind]["httpGet"]["path"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert paths == {"startupProbe": "/live", "livenessProbe": "/live", "readinessProbe": "/ready"}
+    replies = {route.path: set(route.replies) for route in ROUTES if not route.needs_key}
+    assert (replies["/live"], replies["/ready"]) == ({200}, {200, 503})
+    (port,) = container["ports"]
+    assert {container[kind]["httpGet"]["port"] for kind in paths} == {port["name"]}
+    assert port["containerPort"] == ServeOptions().port
+    assert container["args"][0] in set(COMMANDS)
+    assert pod["terminationGracePeriodSeconds"] > ServeOptions().drain_timeout_s
+
+
+def test_kubernetes_names_what_is_there() -> None:
+    made = kubernetes()
+    deployment, service = made["Deployment"]["spec"], made["Service"]["spec"]
+    labels = deployment["template"]["metadata"]["labels"]
+    assert deployment["selector"]["matchLabels"] == service["selector"] == labels
+    pod = deployment["template"]["spec"]
+    (container,) = pod["containers"]
+    assert [each["targetPort"] for each in service["ports"]] == [each["name"] for each in container["ports"]]
+    assert [each["name"] for each in pod["volumes"]] == [each["name"] for each in container["volumeMounts"]]
+    claims = [each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if "persistentVolumeClaim" in each]
+    assert claims == [made["PersistentVolumeClaim"]["metadata"]["name"]]
+    kept = next(argument for name, argument in instructions(DOCKERFILE) if name == "VOLUME")
+    assert kept in [each["mountPath"] for each in container["volumeMounts"]]
+
+
+def test_kubernetes_gives_no_rights() -> None:
+    pod = kubernetes()["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    user = dict(instructions(DOCKERFILE))["USER"]
+    assert f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}" == user
+    assert pod["securityContext"]["runAsNonRoot"] is container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["allowPrivilegeEscalation"] is pod["automountServiceAccountToken"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_prometheus_scrapes_the_server() -> None:

@@ -29,7 +29,7 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
     "served_model_name": (LISTENING, "Name of the model in requests; may be repeated, the first is in answers."),
     "api_key": (
         ACCESS,
-        "A key that lets requests in; may be repeated. With any, only /health, /ready, / and /docs are open.",
+        "A key that lets requests in; may be repeated. With any, only /live, /health, /ready, / and /docs are open.",
     ),
     "api_key_file": (ACCESS, "File with one key a line."),
     "cors_origin": (ACCESS, 'Origin whose web pages may call; may be repeated, "*" is all.'),

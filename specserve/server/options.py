@@ -25,8 +25,8 @@ class ServeOptions:
     those that run. `max_tokenize_characters`: most of a text that /tokenize and count_tokens take, and of a prompt
     where nothing is known of the fewest tokens that it can have. `scheduling_policy`: requests run as they come
     ("fcfs"), and one that has a priority of its own is refused; or such as have one are taken ("priority"), and any
-    client can send it. `api_key` and the lines of `api_key_file` are keys; with any, all routes but /health, /ready and
-    the pages / and /docs need one.
+    client can send it. `api_key` and the lines of `api_key_file` are keys; with any, all routes but /live, /health,
+    /ready and the pages / and /docs need one.
     `allowed_host`: names besides localhost and addresses that the Host of a request may have ("*" is any); without any,
     Host is looked at only where `host` is an address that this machine alone can reach.
     Raises ConfigError naming the field, what it was and what is allowed.

@@ -165,6 +165,15 @@ ROUTES = (
     ),
     Route(
         method="GET",
+        path="/live",
+        name="getLive",
+        summary="Whether the server runs, also while its engine loads, restarts or drains: for a liveness check.",
+        group="Server",
+        replies={200: bodies.HealthReply},
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
         path="/health",
         name="getHealth",
         summary="Whether the server works: 503 while it loads or drains, and when the engine is dead or stalled.",

@@ -24,6 +24,7 @@ ROUTES = (
     web.get("/openapi.json", documents.openapi),
     web.get("/docs", documents.docs),
     web.get("/", documents.playground),
+    web.get("/live", info.live),
     web.get("/health", info.health),
     web.get("/ready", info.health),
     web.get("/metrics", info.metrics),
@@ -32,7 +33,7 @@ ROUTES = (
     web.get("/server_info", info.server_info),
     web.post("/reset_prefix_cache", info.reset_prefix_cache),
 )
-PUBLIC = frozenset({info.health, documents.docs, documents.playground})  # needs no key
+PUBLIC = frozenset({info.live, info.health, documents.docs, documents.playground})  # needs no key
 
 
 def make_app(server: Context) -> web.Application:

@@ -24,6 +24,11 @@ from specserve.version import __version__
 _read_reset = functools.partial(read, ResetPrefixCacheRequest)
 
 
+async def live(request: web.Request) -> web.Response:
+    """GET /live: 200 as long as this process answers; it starts the engine again by itself."""
+    return json_response({"status": _state(context(request))})
+
+
 async def health(request: web.Request) -> web.Response:
     """GET /health and /ready: 200 while requests are taken, else 503."""
     state = _state(context(request))

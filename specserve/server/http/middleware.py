@@ -34,7 +34,7 @@ CLIENT_CLOSED = 499  # nginx's status for a client that left; only in the log
 
 KEY_NUMBER = web.RequestKey("key_number", int)  # of the request's API key, as the server was told them, from 1
 
-_POLLED = ("/health", "/ready", "/metrics", "/stats")
+_POLLED = ("/live", "/health", "/ready", "/metrics", "/stats")
 _PRINTABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 

@@ -558,6 +558,7 @@ def test_an_engine_that_dies_at_each_start(mortal: Any) -> None:
     mortal.fault.touch()
     os.kill(engine, signal.SIGKILL)
     mortal.until(lambda: mortal.get("/health").status == 503)
+    assert mortal.get("/live").status == 200, "nobody kills a server whose engine is started again"
     reply = mortal.post("/v1/completions", LONG)
     assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "restarting", "1")
     assert mortal.process.wait(250) not in (0, None)
@@ -715,6 +716,7 @@ def test_the_server_is_asked_to_end(doomed: dict[str, Any]) -> None:
     served.process.send_signal(signal.SIGTERM)
     served.until(lambda: served.get("/health").status == 503)
     assert served.get("/ready").json == {"status": "draining"}
+    assert (served.get("/live").status, served.get("/live").json) == (200, {"status": "draining"})
     reply = served.post("/v1/completions", LONG)
     assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "draining", "1")
     os.kill(engine, signal.SIGCONT)

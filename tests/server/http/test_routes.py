@@ -156,7 +156,10 @@ def test_tokenize_and_back(server: Any) -> None:
     assert chat["count"] == server.post("/v1/chat/completions", CHAT).json["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/server_info", "/stats", "/tokenizer_info"])
+STATED = ["/live", "/health", "/ready", "/version", "/server_info", "/stats", "/tokenizer_info"]
+
+
+@pytest.mark.parametrize("path", STATED)
 def test_what_it_says_of_itself(server: Any, path: str) -> None:
     reply = server.get(path)
     assert reply.status == 200
