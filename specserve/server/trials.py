@@ -7,6 +7,7 @@ import asyncio
 import functools
 import logging
 import math
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ _LONG = 2**13  # characters of a constraint that is given the second of these at
 _MAX_EXPENSIVE = 64  # of one tenant that wait: two minutes' work
 _KEPT_S = 60.0  # a failure that another time may not bring
 _MAX_BYTES = 2**24  # of constraints whose outcome is kept
+_ENTRY_BYTES = 400  # that each of them takes beside its texts: objects and their places in tables
 
 
 class Worker(Protocol):
@@ -198,7 +200,7 @@ class Trials:
         finding = Finding(self._why(outcome), job.level, until)
         job.found.set_result(finding)
         self._known[job.asked] = finding
-        self._num_bytes += len(job.asked.text)
+        self._num_bytes += _size(job.asked, finding)
         while self._num_bytes > _MAX_BYTES:
             self._forget(next(iter(self._known)))
 
@@ -223,5 +225,9 @@ class Trials:
         return finding
 
     def _forget(self, asked: Structured) -> None:
-        del self._known[asked]
-        self._num_bytes -= len(asked.text)
+        self._num_bytes -= _size(asked, self._known.pop(asked))
+
+
+def _size(asked: Structured, finding: Finding) -> int:
+    """Bytes that remembering it takes: texts beyond ASCII have several a character."""
+    return _ENTRY_BYTES + sys.getsizeof(asked.text) + sys.getsizeof(finding.why or "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -122,7 +123,7 @@ class Compiler:
             entry.made.set_exception(error)
             raise
         with self._lock:
-            entry.num_bytes = size + len(asked.text)
+            entry.num_bytes = size + sys.getsizeof(asked.text)
             self._num_bytes += entry.num_bytes
             entry.made.set_result(found)
             self._recount()
@@ -133,7 +134,7 @@ class Compiler:
         for asked in islice(reversed(self._entries), _NUM_RECOUNTED):
             entry = self._entries[asked]
             if entry.num_bytes and not isinstance(found := entry.made.result(), str):
-                grown = found.num_bytes + len(asked.text)
+                grown = found.num_bytes + sys.getsizeof(asked.text)
                 self._num_bytes += grown - entry.num_bytes
                 entry.num_bytes = grown
 

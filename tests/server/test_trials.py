@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tracemalloc
 from collections.abc import Callable, Coroutine, Iterator
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +90,9 @@ def test_who_leaves_takes_nothing_from_the_others(trials: Trials, monkeypatch: p
 
 
 def test_what_is_remembered_is_bounded(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_BYTES", 40)
     found = tried(trials, monkeypatch)
     first, second, third = (Structured.regex(letter * 15) for letter in "abc")
+    monkeypatch.setattr(module, "_MAX_BYTES", 5 * module._size(first, module.Finding(None, 0, 0.0)) // 2)
 
     async def run() -> None:
         for asked in (first, second, first, third, first, second):
@@ -98,6 +100,30 @@ def test_what_is_remembered_is_bounded(trials: Trials, monkeypatch: pytest.Monke
 
     asyncio.run(run())
     assert found == [first, second, third, second], "the one that was not used for longest is forgotten"
+
+
+@pytest.mark.parametrize("refused", [None, "because {}"])
+def test_small_ones_are_counted_with_all_that_they_take(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, refused: str | None
+) -> None:
+    monkeypatch.setattr(module, "_MAX_BYTES", most := 2**21)
+    trials = Trials(folder)
+
+    async def run() -> None:
+        for i in range(20_000):
+            asked = Structured.choice([f"{i}é"])
+            job = trials._jobs[asked] = Job(asked, SIZE, asyncio.get_running_loop().create_future())
+            trials._end(job, Outcome(refused=refused and refused.format(i)))
+
+    tracemalloc.start()
+    try:
+        asyncio.run(run())
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        trials.close()
+    assert 0.8 * most < trials._num_bytes <= most
+    assert held <= 1.2 * most
 
 
 def test_a_worker_that_hangs_costs_time_only(folder: Path) -> None:
@@ -350,7 +376,7 @@ def test_a_failure_is_not_remembered_for_ever(in_virtual_time: InVirtualTime) ->
         await asyncio.sleep(1e6)
         assert await tried.ask(costing(CHEAP)) is False
         assert tried.num_begun == before, "what is right stays so"
-        assert tried.trials._num_bytes == sum(len(known.text) for known in tried.trials._known)
+        assert tried.trials._num_bytes == sum(starmap(module._size, tried.trials._known.items()))
 
     in_virtual_time(run())
 
