@@ -19,7 +19,7 @@ class GrammarDrafter:
     def begin(self, seq: SequenceView) -> None: ...
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        return [Draft.chain(seq.jump_forward()[:most]) for seq, most in requests]
+        return [Draft.chain(seq.jump_forward()[:most], own=range(most)) for seq, most in requests]
 
     def observe(self, step: StepReport) -> None: ...
 

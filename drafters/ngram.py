@@ -62,7 +62,7 @@ class NgramDrafter:
             return Draft.empty()
         following = tokens[start : start + most]
         confidence = np.array([likelihood(length) for length in range(size, size + most)], np.float32)
-        return Draft.chain((following * -(-most // len(following)))[:most], confidence=confidence)
+        return Draft.chain((following * -(-most // len(following)))[:most], confidence=confidence, own=range(most))
 
 
 class _Index:

@@ -87,7 +87,7 @@ class PredictionDrafter:
         if place.next is None:
             return Draft.empty()
         following = place.text.tokens[place.next : place.next + limit]
-        return Draft.chain(following, confidence=place.confidence(len(following)))
+        return Draft.chain(following, confidence=place.confidence(len(following)), own=range(limit))
 
 
 class _Text:

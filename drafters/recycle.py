@@ -81,7 +81,9 @@ class RecycleDrafter:
             self._num_bytes -= self._tables.popitem(last=False)[1].num_bytes
 
     def end(self, seq: SequenceView) -> None:
-        """Its tenant may have other sequences."""
+        """Its tenant may have other sequences, and others later, unless it is its own."""
+        if seq.is_private and (table := self._tables.pop(seq.salt, None)) is not None:
+            self._num_bytes -= table.num_bytes
 
 
 class _Table:

@@ -97,7 +97,8 @@ class SuffixDrafter:
     def end(self, seq: SequenceView) -> None:
         tenant = self._texts.pop(seq).tenant
         self._prompts.give(seq)
-        self._store.add(tenant, seq.tokens[max(0, seq.num_prompt - 2) :])
+        if not seq.is_private:
+            self._store.add(tenant, seq.tokens[max(0, seq.num_prompt - 2) :])
         if self._file is not None and time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
             self._saved_at = time.monotonic()
             if self._saver is None or not self._saver.is_alive():
@@ -128,12 +129,12 @@ class SuffixDrafter:
         stored = self._store.texts(tenant)
         places = [_repeated(place, most) for place in output.places(newest, most)]
         places += prompt.places(newest, most)
-        for text in stored:
-            places += text.places(newest, most)
-        for text in () if places else (output, prompt, *stored):
+        others = [place for text in stored for place in text.places(newest, most)]
+        for text in () if places or others else (output, prompt, *stored):
             if (place := text.single(newest[-1], most)) is not None and place.following:
-                return tree([_repeated(place, most)], most)
-        return tree(places, most)
+                found = [_repeated(place, most)]
+                return tree((), most, found) if text in stored else tree(found, most)
+        return tree(places, most, others)
 
 
 class Place(NamedTuple):
@@ -149,14 +150,15 @@ def _repeated(place: Place, most: int) -> Place:
     return Place(place.length, (following * -(-most // len(following)))[:most] if following else [])
 
 
-def tree(places: Iterable[Place], most: int) -> Draft:
-    """The `most` likeliest nodes of all continuations. How likely a node is, given its parent, is its share of its
-    siblings, the places that go through each counted by the square of their length, times `likelihood` of the longest
-    of its places: its length and the nodes before agree."""
+def tree(places: Iterable[Place], most: int, others: Iterable[Place] = ()) -> Draft:
+    """The `most` likeliest nodes of all continuations, `others` in answers to other requests. How likely a node is,
+    given its parent, is its share of its siblings, the places that go through each counted by the square of their
+    length, times `likelihood` of the longest of its places: its length and the nodes before agree."""
     children: list[dict[int, int]] = [{}]  # of the root, then of every node: token -> node
     weights = [0.0]  # of the places that go through a node
     longest = [0]
-    for place in places:
+    num_own = 0  # nodes, the first ones, that the request's own text put forward
+    for place, is_own in [*((place, True) for place in places), *((place, False) for place in others)]:
         node, weight = 0, float(place.length**2)
         for length, token in enumerate(place.following, place.length):
             child = children[node].setdefault(token, len(children))
@@ -167,6 +169,8 @@ def tree(places: Iterable[Place], most: int) -> Draft:
             weights[child] += weight
             longest[child] = max(longest[child], length)
             node = child
+        num_own = len(children) if is_own else num_own
+    own: list[int] = []
     tokens: list[int] = []
     parents: list[int] = []
     confidence: list[float] = []
@@ -174,6 +178,7 @@ def tree(places: Iterable[Place], most: int) -> Draft:
     while likely and len(tokens) < most:
         path, node, token, parent, given = heapq.heappop(likely)
         if node:
+            own += [len(tokens)] * (node < num_own)
             tokens.append(token)
             parents.append(parent)
             confidence.append(given)
@@ -182,7 +187,8 @@ def tree(places: Iterable[Place], most: int) -> Draft:
         for token, child in children[node].items():
             given = weights[child] / whole * likelihood(longest[child])
             heapq.heappush(likely, (path * given, child, token, at, given))
-    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), confidence=np.array(confidence, np.float32))
+    sure = np.array(confidence, np.float32)
+    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), confidence=sure, own=own)
 
 
 class _Text:

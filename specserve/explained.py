@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+HIDDEN = -1  # in the place of a token
+
 
 class Explained(msgspec.Struct, array_like=True):
     """One step of one sequence.
@@ -17,7 +19,8 @@ class Explained(msgspec.Struct, array_like=True):
     seconds that drafts might still lose, below 0 a debt.
 
     When it was verified: the draft, of which node i is tokens[i], follows node parents[i] (-1: what was there) and was
-    proposed by sources[i]; `path`, the nodes that were accepted. When the step is over: `seconds`, what it took."""
+    proposed by sources[i]; `path`, the nodes that were accepted. tokens[i] is HIDDEN for a rejected node that other
+    requests' texts have put forward. When the step is over: `seconds`, what it took."""
 
     room: int = 0
     proposed: dict[str, int] = {}

@@ -7,7 +7,8 @@ a draft that was accepted whole; *keep* the KV of what was accepted; *cached* ho
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Many
+import secrets
+from collections.abc import Container, Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.int32]
 PREDICTION, JUMP_FORWARD = "prediction", "jump_forward"  # sources of drafts: what a request predicts, a grammar forces
+FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobBlock = tuple[int, bytes]  # how many entries of log-probabilities, and these as engine.packed packs them
 
 
@@ -85,9 +87,8 @@ class SamplingParams:
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise InputError for a token id outside 0..vocab_size-1 (the width of the LM head)."""
-        given = {"logit_bias": self.logit_bias, "stop_token_ids": self.stop_token_ids}
-        for name, ids in (given | {"allowed_token_ids": self.allowed_token_ids}).items():
-            if wrong := wrong_ids(tuple(ids or ()), vocab_size):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            if wrong := wrong_ids(tuple(getattr(self, name) or ()), vocab_size):
                 reason = f"{name} holds {wrong[0]!r}; token ids are whole numbers from 0 to {vocab_size - 1}."
                 raise InputError(reason, name)
 
@@ -128,9 +129,6 @@ def _check_number(name: str, value: Any, kind: type, low: float, high: float) ->
         what = "a whole number" if kind is int else "a finite number"
         limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
         raise InputError(f"{name} is {value!r}; it must be {what} {limits}.", name.split("[")[0])
-
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +220,7 @@ class Sequence:
     priority: int = 0  # lower runs first; the scheduler bounds by how much
     order: int = 0  # arrival counter, set by the engine
     salt: bytes = b""  # prefix-cache salt: sequences with different salts share nothing
+    private: bool = False  # whether drafters share nothing of it with other requests at all
     drafter: str = "none"  # whose drafts it gets, by name, and
     draft_limit: int = 0  # of how many tokens at most, but for
     jump_forward: bool = True  # whether tokens that its grammar leaves no choice of are drafted; all set by the policy
@@ -240,7 +239,7 @@ class Sequence:
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it; None for eos
     stats: SequenceStats = field(default_factory=SequenceStats)
     explained: Explained | None = None  # its newest step, if its request asked for that
-    key: object = field(default_factory=object)  # tells it from all others, and nothing more
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(16))  # nobody else's
     stop_ids: frozenset[int] = field(init=False)  # every id that ends it: eos_ids and params.stop_token_ids
 
     def __post_init__(self) -> None:
@@ -259,8 +258,9 @@ class Sequence:
 class Draft:
     """A guess: node i is `tokens[i]` and follows node `parents[i]` (< i), or the last committed token (-1). A chain has
     parents [-1, 0, 1, ...]; empty is legal. Siblings must differ. `q[i]` is the distribution node i was drawn from,
-    float [n, vocab]; None means every node is deterministic (one-hot q). `jump_forward` are the nodes that a grammar
-    leaves no choice of. `confidence[i]`: how likely node i is accepted if its parent is; `sources[i]`: whose it is."""
+    float [n, vocab]; None: all are deterministic (one-hot q). `jump_forward`: nodes that a grammar leaves no choice of.
+    `confidence[i]`: how likely node i is accepted if its parent is; `sources[i]`: whose it is; `own`: nodes that no
+    other request's text had a part in, which alone are shown where they are rejected."""
 
     tokens: Ids
     parents: Ids
@@ -268,6 +268,7 @@ class Draft:
     jump_forward: frozenset[int] = frozenset()
     confidence: NDArray[np.float32] | None = None  # [n]
     sources: Many[Many[str]] = ()
+    own: Container[int] = frozenset()
     _chain: bool | None = field(default=None, init=False, repr=False)  # is_chain, once somebody has asked
 
     def __len__(self) -> int:

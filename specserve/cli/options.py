@@ -102,6 +102,7 @@ _EXTRA: dict[str, Any] = {
     "cors_origin": {"show_default": False, "negative": ()},
     "allowed_host": {"show_default": False, "negative": ()},
     "admin": {"negative": ()},
+    "share_drafts": {"negative": ()},
     "causal": {"negative": ()},
     "cache_hidden": {"negative": ()},
     "temperatures": {"show_default": False, "negative": ()},

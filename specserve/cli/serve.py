@@ -37,6 +37,10 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
         ACCESS,
         'Name in the Host header, besides localhost and addresses; may be repeated, "*" is all. Checked on loopback.',
     ),
+    "share_drafts": (
+        ACCESS,
+        "Draft for requests without a key or cache_salt from each other's answers; times and counts tell of these.",
+    ),
     "admin": (ACCESS, "Answer POST /reset_prefix_cache."),
     "scheduling_policy": (
         OPERATION,

@@ -8,6 +8,7 @@ import time
 import numpy as np
 
 from specserve.engine.packed import packed
+from specserve.explained import HIDDEN
 from specserve.types import JUMP_FORWARD, Draft, Event, Failure, Sequence, Verdict
 
 
@@ -52,7 +53,8 @@ def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
     stats, accepted, forced = seq.stats, len(path), draft.jump_forward
     owners = draft.sources or [[JUMP_FORWARD if i in forced else seq.drafter] for i in range(len(draft))]
     if (told := seq.explained) is not None:
-        told.tokens, told.parents, told.sources, told.path = draft.tokens.tolist(), draft.parents.tolist(), owners, path
+        shown = [token if i in draft.own or i in path else HIDDEN for i, token in enumerate(draft.tokens.tolist())]
+        told.tokens, told.parents, told.sources, told.path = shown, draft.parents.tolist(), owners, path
     for node, sources in enumerate(owners):
         for source in sources:
             counts = stats.by_source.setdefault(source, [0, 0])

@@ -32,10 +32,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     a client of a server calls its request gets no further than there.
 
     `bad_words` are those of params as token ids. `priority`: lower is first, within bounds; see the scheduler. `salt`
-    separates prefix caches. `drafter` is the name of its drafter, "none" for plain decoding; None leaves it to the
-    engine. `prediction` is what the answer will mostly be, as ids: without a `drafter` the request drafts from it; a
-    drafter that is named may make use of it or not. `explain`: its events tell what steps did with drafts.
-    `compiles_slowly`: params.structured is known to take long."""
+    separates prefix caches, and what drafters learn; of one that is `private` they keep nothing. `drafter` is the name
+    of its drafter, "none" for plain decoding; None leaves it to the engine. `prediction` is what the answer will mostly
+    be, as ids: without a `drafter` the request drafts from it; a drafter that is named may make use of it or not.
+    `explain`: its events tell what steps did with drafts. `compiles_slowly`: params.structured is known to take long.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -43,6 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     bad_words: BadWords | None = None
     priority: int = 0
     salt: bytes = b""
+    private: bool = False
     drafter: str | None = None
     prediction: tuple[int, ...] = ()
     explain: bool = False
@@ -75,6 +77,7 @@ def sequences(request: Request, limits: Limits, grammar: Grammar | None = None) 
             bad_words=request.bad_words,
             priority=request.priority,
             salt=request.salt,
+            private=request.private,
             prediction=request.prediction,
             grammar=_started(grammar),
             parent=first,

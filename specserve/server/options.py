@@ -29,6 +29,8 @@ class ServeOptions:
     /ready and the pages / and /docs need one.
     `allowed_host`: names besides localhost and addresses that the Host of a request may have ("*" is any); without any,
     Host is looked at only where `host` is an address that this machine alone can reach.
+    `share_drafts`: requests without a key or a cache_salt draft from each other's answers; else nothing is kept of
+    them.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
@@ -40,6 +42,7 @@ class ServeOptions:
     api_key_file: Path | None = None
     cors_origin: tuple[str, ...] = ()
     allowed_host: tuple[str, ...] = ()
+    share_drafts: bool = False
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_queue: int = 512

@@ -272,16 +272,21 @@ class Service:
     async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def prepare(self, prepared: Prepared, tenant: bytes = b"", client: bytes = b"") -> Prepared:
+    async def prepare(
+        self, prepared: Prepared, tenant: bytes = b"", client: bytes = b"", shares_drafts: bool = False
+    ) -> Prepared:
         """The request with its bad words as ids, and with its prefix cache apart from that of other tenants. `tenant`
         has the same length for all of them, so no salt that a client may choose leads to another's cache. `client` is
-        who has a turn where constraints wait to be tried; the tenant where there are tenants. Raises InputError for a
-        constraint that cannot be enforced, and WireError, 429, where too many wait."""
+        who has a turn where constraints wait to be tried; the tenant where there are tenants. What is nobody's, by
+        tenant and salt, drafts by itself unless all `shares_drafts`. Raises InputError for a constraint that cannot be
+        enforced, and WireError, 429, where too many wait."""
         request = prepared.request
         asked, words = request.params.structured, request.params.bad_words
         is_slow = asked is not None and await self._try(asked, prepared.source, tenant or client)
         ids = await self.run(sum(map(len, words)), bad_word_ids, request.params, self.tokenizer)
-        return prepared.having(bad_words=ids, salt=tenant + request.salt, compiles_slowly=is_slow)
+        salt = tenant + request.salt
+        private = not salt and not shares_drafts
+        return prepared.having(bad_words=ids, salt=salt, private=private, compiles_slowly=is_slow)
 
     async def _try(self, asked: Structured, source: str, client: bytes) -> bool:
         try:

@@ -49,9 +49,10 @@ class SequenceView:
         self._num_words = -(-vocab_size // 32)
         self.tokens = seq.tokens[:]  # prompt and output, up to the newest call
         self.num_prompt = seq.num_prompt
-        self.request = (seq.parent or seq).key  # the same for all completions of a request
+        self.request = (seq.parent or seq).key  # the same for all completions of a request, and no other's
         self.prediction = seq.prediction  # what the output will mostly be, says who asked
-        self.salt = seq.salt  # of its tenant: what is learned of one shall not show in the times of another
+        self.is_private = seq.private  # whether it is a tenant of its own, of which nothing is worth keeping
+        self.salt = self.request if seq.private else seq.salt  # of its tenant, which learns of no other, not by times
         self.seed = seq.seed
         self.temperature = seq.params.temperature
 

@@ -51,8 +51,9 @@ def checked(draft: Any, budget: int, vocab_size: int, is_ours: bool = False) -> 
         q = q.clone(memory_format=torch.contiguous_format)
         if wrong := _q_fault(q, ids, vocab_size):
             return wrong
-    own: dict[str, Any] = {"q": q, "confidence": confidence}
-    return Draft.chain(ids, **own) if is_chain else Draft(np.array(ids, np.int32), np.array(before, np.int32), **own)
+    own = draft.own
+    more: dict[str, Any] = {"q": q, "confidence": confidence, "own": frozenset(i for i in range(len(ids)) if i in own)}
+    return Draft.chain(ids, **more) if is_chain else Draft(np.array(ids, np.int32), np.array(before, np.int32), **more)
 
 
 def fault(draft: Any, budget: int, vocab_size: int) -> str | None:

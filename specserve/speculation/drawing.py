@@ -167,7 +167,7 @@ class DraftText:
 
     def draft(self) -> Draft:
         q = torch.stack(self._q) if self._q else None
-        return Draft.chain(self.tokens, q, confidence=np.array(self.confidence, np.float32))
+        return Draft.chain(self.tokens, q, confidence=np.array(self.confidence, np.float32), own=range(self.most))
 
 
 class Chains:

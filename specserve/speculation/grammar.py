@@ -53,6 +53,7 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
         frozenset(i for i, origin in enumerate(origins) if origin < 0),
         confidence,
         [draft.sources[origin] if origin >= 0 else (JUMP_FORWARD,) for origin in origins] if draft.sources else (),
+        frozenset(i for i, origin in enumerate(origins) if origin < 0 or origin in draft.own),
     )
 
 

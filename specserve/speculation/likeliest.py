@@ -82,6 +82,7 @@ class LikeliestTree:
             np.array([self._tokens[node] for node in best], np.int32),
             np.array([places[self._parents[node]] for node in best], np.int32),
             confidence=np.array([self._own[node] for node in best], np.float32),
+            own=range(len(best)),
         )
 
     def _best(self) -> list[int]:

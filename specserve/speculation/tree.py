@@ -18,7 +18,10 @@ class Proposals:
     siblings are equal. `survival[i]` is the estimated probability that node i is accepted, no higher than its parent's;
     `owners[i]` are the sources that proposed it, each with its cell of Acceptance."""
 
-    __slots__ = ("_at", "_buckets", "_num_sources", "depths", "jump_forward", "owners", "parents", "survival", "tokens")
+    __slots__ = (
+        *("_at", "_buckets", "_num_sources", "_own"),
+        *("depths", "jump_forward", "owners", "parents", "survival", "tokens"),
+    )
 
     def __init__(self, drafts: Many[tuple[str, Draft]] = ()) -> None:
         """Of drafts, each with the name of its source."""
@@ -30,6 +33,7 @@ class Proposals:
         self._buckets: list[list[tuple[str, int]]] = []  # of each node: sources, with the buckets of their confidence
         self._num_sources: dict[int, int] = {}  # that propose what follows a node
         self._at: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        self._own: set[int] = set()  # Draft.own, of any source
         self.jump_forward: frozenset[int] = frozenset()  # nodes that a grammar leaves no choice of
         for source, draft in drafts:
             self.add(source, draft)
@@ -62,6 +66,8 @@ class Proposals:
                 self._buckets.append([])
             places.append(node)
             followed.add(above)
+            if i in draft.own:
+                self._own.add(node)
             bucket = Acceptance.UNSURE if confidence is None else Acceptance.bucket(confidence[i])
             self._buckets[node].append((source, bucket))
         for above in followed:
@@ -114,6 +120,7 @@ class Proposals:
             np.array([place[self.parents[node]] for node in nodes], np.int32),
             jump_forward=frozenset(place[node] for node in self.jump_forward if node in place),
             sources=[[source for source, _ in self._buckets[node]] for node in nodes],
+            own=frozenset(place[node] for node in nodes if node in self._own),
         )
 
     def by_depth(self) -> list[float]:

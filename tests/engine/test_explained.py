@@ -30,6 +30,8 @@ class Knows:
     __module__ = "specserve.drafters.knows"  # only what our own look up is weighed
     needs = Needs(observes=False)
 
+    own: Collection[int] = range(9)  # whose text that is
+
     def __init__(self, answer: list[int], count: int, wrong: Collection[int] = ()) -> None:
         self.answer, self.count, self.wrong = answer, count, wrong
 
@@ -42,7 +44,8 @@ class Knows:
         for seq, room in requests:
             begin = len(seq.tokens) - seq.num_prompt
             tokens = self.answer[begin : begin + min(self.count, room)]
-            drafts.append(Draft.chain([(t + 1) % 256 if i in self.wrong else t for i, t in enumerate(tokens)]))
+            said = [(t + 1) % 256 if i in self.wrong else t for i, t in enumerate(tokens)]
+            drafts.append(Draft.chain(said, own=self.own))
         return drafts
 
 

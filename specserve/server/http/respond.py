@@ -119,9 +119,10 @@ def _deadline(request: web.Request, seconds: float) -> float | None:
 async def _prepared(request: web.Request, requests: Sequence[Prepared], last_start: float | None) -> list[Prepared]:
     """Raises WireError for a constraint that is not tried by the time at which the engine should begin."""
     service, client = context(request).service, (request.remote or "").encode()
+    tenant, shares_drafts = request.get(TENANT, b""), context(request).options.share_drafts
     try:
         async with asyncio.timeout_at(last_start):
-            return [await service.prepare(each, request.get(TENANT, b""), client) for each in requests]
+            return [await service.prepare(each, tenant, client, shares_drafts) for each in requests]
     except TimeoutError:
         why = "Other constraints are tried before this one's, or it takes long itself. Send the request again."
         raise unavailable(why, code=QueueTimeoutError.code) from None

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from specserve.engine.outputs import Chunk
+from specserve.explained import HIDDEN
 
 _described = with_config(ConfigDict(use_attribute_docstrings=True))
 
@@ -34,7 +35,7 @@ class ExplainedStep(TypedDict):
     tokens: list[DraftToken]
     """The text of each new token, as far as it is shown yet."""
     rejected: list[Rejected]
-    """Every branch of the draft that was rejected."""
+    """Every branch of the draft that was rejected, as far as the request's own conversation has put it forward."""
     room: int
     """How many tokens the drafters were asked for; 0: they were not asked."""
     proposed: dict[str, int]
@@ -75,12 +76,17 @@ def explained_step(chunk: Chunk, token_bytes: Callable[[int], bytes]) -> Explain
 
 
 def _rejected(chunk: Chunk, token_bytes: Callable[[int], bytes]) -> list[Rejected]:
-    """Every branch of the draft from where it leaves what was accepted to its end; of the text alone that was kept."""
+    """Every branch of the draft from where it leaves what was accepted to its end, or to what is not shown; of the text
+    alone that was kept."""
     step = chunk.explained
     assert step is not None
+    shown = {-1}
+    for node, parent in enumerate(step.parents):
+        if parent in shown and step.tokens[node] != HIDDEN:
+            shown.add(node)
     places = {-1: 0} | {node: i for i, node in enumerate(step.path, 1)}  # how many tokens of the chunk end with it
     branches: list[Rejected] = []
-    for leaf in sorted(set(range(len(step.tokens))) - set(step.parents)):
+    for leaf in sorted(shown - {-1} - {step.parents[node] for node in shown - {-1}}):
         nodes: list[int] = []
         while leaf not in places:
             nodes.insert(0, leaf)

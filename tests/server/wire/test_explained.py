@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
-from specserve.explained import Explained
+from specserve.explained import HIDDEN, Explained
 from specserve.server.wire.explained import explained_step
 from specserve.server.wire.responses import Reply
 from specserve.server.wire.stream import ChatStream, CompletionStream, Stream
@@ -96,6 +98,24 @@ def test_half_a_character_that_was_rejected_is_a_sign_of_it() -> None:
     assert explained_step(chunk(["!"], [6], half), Words().token_bytes)["rejected"] == [
         {"position": 0, "tokens": [{"text": "\ufffd", "sources": ["ngram"]}]}
     ]
+
+
+def test_branches_end_before_what_others_answers_proposed() -> None:
+    """And one that begins so is not told of; the same beginning is told once."""
+    tree = Explained(
+        tokens=[1, HIDDEN, 4, HIDDEN, HIDDEN, 5, HIDDEN],
+        parents=[-1, 0, 0, 2, 2, 2, -1],
+        sources=[["suffix"]] * 7,
+        path=[0],
+    )
+    told = explained_step(chunk([" sky", "!"], [1, 6], tree), Words().token_bytes)
+    assert [(branch["position"], [token["text"] for token in branch["tokens"]]) for branch in told["rejected"]] == [
+        (1, [" red", " was"])
+    ]
+    cut = explained_step(
+        chunk([" sky", "!"], [1, 6], msgspec.structs.replace(tree, tokens=[1, *[HIDDEN] * 6])), Words().token_bytes
+    )
+    assert (cut["rejected"], cut["num_verified"], cut["num_accepted"]) == ([], 7, 1)
 
 
 def test_chunks_of_both_streams_carry_it() -> None:
