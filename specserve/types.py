@@ -349,8 +349,8 @@ class Failure:
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """What one step did for one sequence: new output tokens, and how it ended if it did. `stats` are the sequence's
-    own; they come with its last event, and with all events of requests with stop strings, as any may be the last."""
+    """What one step did for one sequence: new output tokens, and how it ended if it did. `stats` count up to here; they
+    come with its last event, and with all events of requests with stop strings, as any may be the last."""
 
     request_id: str
     index: int

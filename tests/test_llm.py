@@ -76,6 +76,7 @@ def test_stop_strings_trim_text_ids_and_logprobs(llm: LLM) -> None:
     (whole,) = llm.generate("abc", params)
     text = whole.outputs[0].text
     stop = text[len(text) // 3 : len(text) // 3 + 3]
+    num_aborted = llm.counters().num_aborted
     cut = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0, stop=[stop, "never there"])
     for _ in range(2):  # plain, then with drafts of several tokens a step
         (output,) = llm.generate("abc", cut)[0].outputs
@@ -86,6 +87,7 @@ def test_stop_strings_trim_text_ids_and_logprobs(llm: LLM) -> None:
         assert stop in llm.tokenizer.decode(output.token_ids)
         llm.use_drafter("ngram", 5)
     llm.use_drafter("none")
+    assert llm.counters().num_aborted == num_aborted, "they came to their ends"
     assert llm.engine.cache.num_free == llm.engine.cache.num_blocks
 
 

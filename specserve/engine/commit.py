@@ -4,12 +4,13 @@ detokenizer."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
 from specserve.engine.packed import packed
 from specserve.explained import HIDDEN
-from specserve.types import JUMP_FORWARD, Draft, Event, Failure, Sequence, Verdict
+from specserve.types import JUMP_FORWARD, Draft, Event, Failure, Sequence, SequenceStats, Verdict
 
 
 def extend(seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
@@ -78,6 +79,12 @@ def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
             stats.accepted_by_position[i] += i < accepted
 
 
+def _snapshot(stats: SequenceStats) -> SequenceStats:
+    by_position = stats.accepted_by_position[:], stats.drafted_by_position[:]
+    by_source = {name: counts[:] for name, counts in stats.by_source.items()}
+    return replace(stats, accepted_by_position=by_position[0], drafted_by_position=by_position[1], by_source=by_source)
+
+
 def event(seq: Sequence, tokens: list[int], failure: Failure | None = None) -> Event:
     """What this step said of a sequence, as a snapshot."""
     first = seq.num_output == len(tokens)
@@ -92,6 +99,6 @@ def event(seq: Sequence, tokens: list[int], failure: Failure | None = None) -> E
         stop_reason=seq.stop_reason,
         error=None if failure is None else failure.message,
         error_code=None if failure is None else failure.code,
-        stats=seq.stats if seq.finish_reason or wants.stop else None,
+        stats=seq.stats if seq.finish_reason else _snapshot(seq.stats) if wants.stop else None,
         explained=seq.explained if tokens else None,
     )

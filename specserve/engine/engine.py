@@ -75,12 +75,13 @@ class Engine:
             self.scheduler.add(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Event]:
-        """End a request, or one of its completions, at any moment. An unknown id is no error: it just finished."""
+        """End a request, or one of its completions, at any moment. An unknown id is no error: it just finished. One
+        completion is ended by who reads its text, where a stop string came: that is an end, and not counted here."""
         doomed = [s for s in self.requests.get(request_id, ()) if index is None or s.index == index]
         for seq in doomed:
             seq.finish_reason = "abort"
             self._end(seq)
-        self.counters.num_aborted += len(doomed)
+        self.counters.num_aborted += len(doomed) if index is None else 0
         return [event(seq, []) for seq in doomed]
 
     @property
@@ -106,7 +107,7 @@ class Engine:
             if each.explained is not None:
                 each.explained.seconds = seconds
         without_asking = self.policy.settle(step, seconds)
-        decoding = [verdicts[each.seq] for each in step.seqs if each.num_new == 1 and each.seq in verdicts]
+        decoding = [verdicts[each.seq] for each in step.decoding if each.seq in verdicts]
         self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
         self.scheduler.cost.observe(*_load(step), without_asking)
         self.counters.settle(mask_s + self.counters.seconds["mask"], _num_masked(step))
@@ -204,7 +205,7 @@ def _load(step: Step) -> tuple[int, int, int, float]:
     read on average."""
     rows, context, tokens, read = 0, 0, 0, 0.0
     for each in step.seqs:
-        if each.num_new == 1:
+        if each.sampled and each.num_new == 1:
             rows += 1 + len(each.draft)
             context += each.start
         else:

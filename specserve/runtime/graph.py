@@ -12,6 +12,8 @@ from torch import Tensor
 from specserve.ops import Ops, Recording
 from specserve.runtime.pack import StepInput
 
+_MOST_VIEWS = 256  # 4 KB each; steps of a load have few sizes, chunks of prompts have all
+
 
 class Outputs(NamedTuple):
     """What comes of a step: of its logit_rows, and of all rows what was tapped."""
@@ -118,6 +120,8 @@ class RecordedForward:
     def finish(self) -> Outputs:
         self._recording.finish()
         if self._size not in self._views:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
             rows, logit_rows = self._size
             hidden, logits, best, taps, top = self._outputs
             view = hidden[:logit_rows], logits[:logit_rows], best[:logit_rows], tuple(tap[:rows] for tap in taps)

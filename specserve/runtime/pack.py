@@ -25,6 +25,11 @@ class Step:
     def sampled(self) -> list[ScheduledSeq]:
         return [each for each in self.seqs if each.sampled]
 
+    @property
+    def decoding(self) -> list[ScheduledSeq]:
+        """Those that compute their last token and no other; a chunk of one token that ends before is none of them."""
+        return [each for each in self.seqs if each.sampled and each.num_new == 1]
+
 
 def num_logit_rows(sampled: Iterable[ScheduledSeq]) -> int:
     """How many rows of logits these sequences have together."""

@@ -88,7 +88,7 @@ class Adaptive:
 
     def start(self, step: Step) -> None:
         """A new step, before its drafts."""
-        decoding = [each for each in step.seqs if each.num_new == 1]
+        decoding = step.decoding
         tokens = sum(each.num_new for each in step.seqs) - len(decoding)
         self.planner.start(Load(len(decoding), sum(len(each.seq.tokens) for each in decoding), tokens))
         self._drafting = self._reading = self._repaid = 0.0

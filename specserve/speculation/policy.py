@@ -106,11 +106,7 @@ class Policy:
     def draft(self, step: Step) -> None:
         """Give every sequence that decodes in a step its draft, with slots for all of its nodes."""
         adaptive = self.adaptive
-        limits = {
-            each: limit
-            for each in step.seqs
-            if each.num_new == 1 and each.seq.num_output > 0 and (limit := self._limit(each.seq))
-        }
+        limits = {each: limit for each in step.decoding if each.seq.num_output > 0 and (limit := self._limit(each.seq))}
         asked: defaultdict[str, dict[Sequence, Asked]] = defaultdict(dict)
         whole: list[ScheduledSeq] = []
         weighed: list[ScheduledSeq] = []

@@ -299,6 +299,55 @@ def test_abort_gives_every_block_back(tiny: Path) -> None:
     drive(engine, [])
 
 
+def test_the_end_of_a_text_is_no_abort(tiny: Path) -> None:
+    """Who reads it ends one completion; what goes on is aborted with the request."""
+    engine = make(tiny)
+    engine.add(Request(id="x", prompt_ids=prompt(1), params=SamplingParams(n=3, max_tokens=20, ignore_eos=True)))
+    engine.step()
+    assert [event.finish_reason for event in engine.abort("x", 1)] == ["abort"]
+    assert engine.counters.num_aborted == 0
+    assert len(engine.abort("x")) == engine.counters.num_aborted == 2
+
+
+@pytest.mark.parametrize("name", ["none", "ngram"])
+def test_what_an_event_counts_is_counted_no_further(tiny: Path, name: str) -> None:
+    """Any event of a request with stop strings may be its last, and is read when later steps have run."""
+    engine = make(tiny, create(name))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=["never said"])
+    engine.add(Request(id="r0", prompt_ids=[5, 6, 7] * 4, params=params))
+    num_tokens, events = 0, finish(engine)
+    for i, event in enumerate(events):
+        num_tokens += len(event.tokens)
+        stats = event.stats
+        assert stats is not None
+        assert (stats.num_steps, stats.num_steps + stats.num_accepted_tokens) == (i + 1, num_tokens)
+        assert sum(stats.accepted_by_position) == stats.num_accepted_tokens
+        assert sum(counts[0] for counts in stats.by_source.values()) == stats.num_draft_tokens
+    assert [event.stats.finished is None for event in events if event.stats] == [True] * (len(events) - 1) + [False]
+
+
+def test_a_chunk_of_one_token_is_not_drafted_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that was preempted computes what it said again, where four others leave a step one token: what follows
+    that is known, and what is guessed to follow its last token would be judged by it."""
+    engine = make(tiny, create("suffix"), max_num_seqs=5, max_num_batched_tokens=5)
+    asked = [Request(id=f"r{i}", prompt_ids=prompt(i, 5), params=GREEDY) for i in range(5)]
+    draft, steps = engine.policy.draft, list[Any]()
+    monkeypatch.setattr(engine.policy, "draft", lambda step: (draft(step), steps.append(step)))
+    for request in asked:
+        engine.add(request)
+    events: list[Event] = []
+    while engine.has_work:
+        last = engine.scheduler.running[-1] if len(engine.scheduler.running) == 5 else None
+        if last is not None and last.num_output % 8 == 5 and len(last.tokens) - last.cached == 1:
+            engine.scheduler._preempt(last)
+        events += engine.step()
+    chunks = [each for step in steps for each in step.seqs if not each.sampled and each.start >= each.seq.num_prompt]
+    assert sum(each.num_new == 1 for each in chunks) >= 3
+    assert not any(len(each.draft) for each in chunks)
+    alone = drive(make(tiny), asked)
+    assert {(name, 0): ids(events, name) for name in (request.id for request in asked)} == alone
+
+
 def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
     engine = make(tiny)
     engine.add(Request(id="bad", prompt_ids=prompt(9), params=GREEDY))

@@ -32,7 +32,7 @@ from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
 from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation, SamplingArrays
 from specserve.ops.isa import choose_isa
-from specserve.runtime.graph import EagerForward, RecordedForward
+from specserve.runtime.graph import EagerForward, Outputs, RecordedForward
 from specserve.runtime.pack import StepInput
 from specserve.sampling.noise import hash_tokens
 from specserve.testing import Feed, PagedDecoder, random_weights, tiny_config, unequal_rows
@@ -1045,6 +1045,28 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
         assert torch.equal(found.top[:, 0], found.best)
         assert bool(found[1].isfinite().all()) == (rows.num_rows < 40)
         assert all(same(x, y) for x, y in zip(recorded_kv, eager_kv, strict=True))
+
+
+def test_steps_of_all_sizes_keep_few_views_of_a_recordings_outputs() -> None:
+    """Each is 4 KB, and with taps there are as many sizes as numbers of rows times those of judged ones."""
+
+    def num_views() -> int:
+        return sum(type(each) is Outputs for each in gc.get_objects())
+
+    model = tiny(make(SETS[0]), "llama")
+    kv = [torch.zeros(2, 64, model.spec.num_kv_heads, model.spec.head_dim) for _ in range(model.spec.num_layers)]
+    step, before = RecordedForward(model, model.ops, model.ops.recording(), kv, (0,), 0, 40, 40), num_views()
+    first: dict[int, Tensor] = {}
+    for n in range(1, 41):
+        rows = layout([n], [0], [[1, 2, 3]], [None])
+        for num_judged in range(1, n + 1):
+            one = batch(rows, [10] * n, list(range(n)), num_judged)
+            step.start(one, model.ops.plan(rows, 16))
+            found = step.finish()
+            assert [len(part) for part in (*found[:3], *found.taps)] == [num_judged] * 3 + [n]
+            last = first.setdefault(n, found.logits[0].clone())
+            assert torch.equal(found.logits[0], last)
+    assert num_views() - before <= 300
 
 
 @every_set

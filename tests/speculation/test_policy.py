@@ -433,6 +433,23 @@ def test_prompts_and_first_tokens_have_no_draft() -> None:
     assert length(drafters, seq) == 0
 
 
+def test_a_chunk_that_does_not_reach_the_end_has_no_draft_and_does_not_decode() -> None:
+    """Also one of a single token, of a sequence that computes again what it said."""
+    cost = DecodeCost()
+    cost.begin(np.array([0.01 + 0.001 * rows for rows in ROWS]))
+    for adaptive in (None, Adaptive(cost)):
+        drafters, seqs = constant(adaptive=adaptive), [make_seq(), make_seq()]
+        drafters.admit(seqs, None)
+        step = scheduled(seqs)
+        step.seqs[0].start, step.seqs[0].sampled = 0, False
+        drafters.draft(step)
+        assert len(step.seqs[0].draft) == 0
+        if adaptive is not None:
+            assert (adaptive.planner.load.rows, adaptive.planner.load.tokens) == (1, 1)
+        else:
+            assert len(step.seqs[1].draft) == 5
+
+
 def test_a_prediction_is_drafted_unless_another_drafter_is_named() -> None:
     for asked, drafter in ((None, "prediction"), ("own", "own"), (NONE, NONE)):
         drafters, seq = constant(), make_seq(prediction=(4, 5))
