@@ -26,7 +26,7 @@ _REST_SHARE = 0.03  # of a core: what looking after an idle engine takes
 LOG_TAIL = 30  # lines of the log that a failure is quoted with
 _LISTENING = re.compile(r"Listening on (http://\S+?);")
 _ENGINE = "specserve.server.engine.process"  # the module in the engine's command line
-_TRIES = "specserve.structured.worker"
+_WORKERS = ("specserve.structured.worker", "specserve.text.worker")
 
 
 class ServerError(Exception):
@@ -63,8 +63,8 @@ class Served:
 
     @property
     def strays(self) -> list[int]:
-        """Its children that are neither the engine nor who tries grammars."""
-        known = (_ENGINE, _TRIES)
+        """Its children that are neither the engine nor workers for grammars and conversations."""
+        known = (_ENGINE, *_WORKERS)
         return [pid for pid in children(self.pid) if not any(name in command_line(pid) for name in known)]
 
     def require_engine(self) -> int:

@@ -35,6 +35,27 @@ def limited(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
+def fork(serve: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
+    """A copy of this process that serves its end of a connection, and ends with that or with this process: its id, and
+    the other end. It has no threads but its own."""
+    parent, (ours, theirs) = os.getpid(), socket.socketpair()
+    with warnings.catch_warnings():  # Python 3.12 warns of threads that the copy will not have
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    try:
+        ours.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end_with(parent)
+        serve(theirs)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
 class Copy:
     """A copy of this process (fork) that answers one job after the other, JSON objects, and another once it was killed:
     after a job's "seconds" of CPU time, or by `cancel`, which SIGTERM calls. It has no threads but its own."""
@@ -77,31 +98,17 @@ class Copy:
 
     def _begin(self) -> None:
         self._was_cancelled = False
-        parent, (ours, theirs) = os.getpid(), socket.socketpair()
-        with warnings.catch_warnings():  # Python 3.12 warns of threads that the copy will not have
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
-        if not self._pid:
-            ours.close()
-            self._serve(theirs, parent)
-        theirs.close()
+        self._pid, ours = fork(self._serve)
         self._stream = ours.makefile("rw", encoding="utf-8")
         ours.close()
         signal.signal(signal.SIGTERM, self.cancel)
 
-    def _serve(self, connection: socket.socket, parent: int) -> None:
-        """In the copy; never returns."""
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            end_with(parent)
-            stream = connection.makefile("rw", encoding="utf-8")
-            while line := stream.readline():
-                job = json.loads(line)
-                with limited(job["seconds"]):
-                    outcome = self._answer(job)
-                stream.write(json.dumps(outcome) + "\n")
-                stream.flush()
-        except Exception:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+    def _serve(self, connection: socket.socket) -> None:
+        """In the copy."""
+        stream = connection.makefile("rw", encoding="utf-8")
+        while line := stream.readline():
+            job = json.loads(line)
+            with limited(job["seconds"]):
+                outcome = self._answer(job)
+            stream.write(json.dumps(outcome) + "\n")
+            stream.flush()

@@ -1,8 +1,9 @@
-"""How this process gives memory back to the system. Knows glibc."""
+"""How much memory this process may have, and how it gives it back to the system. Knows Linux and glibc."""
 
 from __future__ import annotations
 
 import ctypes
+import resource
 
 _M_MMAP_THRESHOLD = -3
 _LARGE = 2**20  # bytes
@@ -15,3 +16,12 @@ def return_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def limit_memory(max_bytes: int) -> None:
+    """Let this process have so much memory, or what it may have at most (`ulimit -Hv`) where that is less. One that
+    crashes leaves no core file, which would be waited for until it lies on the disk."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import functools
 import itertools
 import re
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from specserve.engine.outputs import Chunk, Collector, RequestOutput
 from specserve.engine.port import EnginePort, QueueTimeoutError
 from specserve.engine.request import Request
 from specserve.errors import InputError, PromptTooLongError, SpecserveError
+from specserve.server.chats import Chats
 from specserve.server.engine.client import RefusedError
 from specserve.server.engine.messages import Ready
 from specserve.server.engine.supervisor import State, Supervisor
@@ -33,6 +36,7 @@ from specserve.structured.spec import Structured
 from specserve.structured.tags import ignored_formats
 from specserve.text.tokenizer import Tokenizer
 from specserve.text.tools import CallFormat
+from specserve.text.worker import Answer as Rendered
 from specserve.types import Event
 
 T = TypeVar("T")
@@ -40,6 +44,7 @@ _AT_ONCE = 128  # of the engine's messages on one call: of a step there are no m
 _INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
 _LONG_CHARACTERS = 2**18  # text that takes a tenth of a second; hardly a prompt, but /tokenize counts what is none yet
 _NUM_THREADS = 2
+_IDS_AT_ONCE = 2**14  # that become a list before another thread may run
 _FORMAT = re.compile(r'"format"\s*:\s*"')  # of a schema; a tag's own is an object
 _WORDS = {State.LOADING: "is loading", State.RESTARTING: "has failed and is being started again"}
 
@@ -178,11 +183,12 @@ class Service:
         tokenizer: Tokenizer,
         metrics: Metrics,
         trials: Trials,
+        chats: Chats,
         max_characters: int = 2**20,
     ) -> None:
         """`max_characters` are the most of a text that is tokenized though nothing bounds its tokens."""
         self._max_characters = max_characters
-        self.trials = trials
+        self.trials, self.chats = trials, chats
         self.supervisor = supervisor
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -214,35 +220,32 @@ class Service:
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """A conversation through the chat template, as text and ids; see Tokenizer.chat_ids. Raises InputError as
-        `check_characters` does."""
+        `check_characters` does, and what Chats.render does."""
         size = await self._num_characters([messages, template], self._max_characters)
         self.check_characters(size, "messages")
-        return await self._chat_ids(size, messages, template)
+        found = await self.chats.render(messages, template, size, self._max_characters)
+        self.check_characters(found.num_characters or 0, "messages")
+        return found.text, await self._ids_of(found)
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
         """As `chat_ids`, of a conversation that is to be answered. Raises PromptTooLongError as `check_length` does; a
         template may leave some of the conversation out."""
         limit = self.ready.max_model_len
-        size = await self._num_characters([messages, template], max(limit, _LONG_CHARACTERS))
-        if size > limit:
-            text = await self.on_thread(functools.partial(self.tokenizer.render_chat, messages, **template))
-            await self.check_length(text)
-        return await self._chat_ids(size, messages, template)
+        size = await self._num_characters([messages, template], sys.maxsize)
+        found = await self.chats.render(messages, template, size, limit * self.tokenizer.longest_spelling)
+        if found.num_characters is not None:  # it may still fit
+            self._check_size(found.num_characters, found.fewest)
+            found = await self.chats.render(messages, template, max(size, found.num_characters), None)
+        return found.text, await self._ids_of(found)
 
     async def _num_characters(self, value: Any, enough: int) -> int:
         """num_characters; to count many takes as long as to work on them."""
         size = num_characters(value, _INLINE_CHARACTERS)
         return size if size <= _INLINE_CHARACTERS else await self.on_thread(num_characters, value, enough)
 
-    async def _chat_ids(
-        self, size: int, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
-    ) -> tuple[str, list[int]]:
-        if size <= _INLINE_CHARACTERS:
-            found = self.tokenizer.quick_chat_ids(messages, **template)
-            if found is not None:
-                return found
-            size = _INLINE_CHARACTERS + 1
-        return await self._tokenized(size, functools.partial(self.tokenizer.chat_ids, messages, **template))
+    async def _ids_of(self, found: Rendered) -> list[int]:
+        assert found.ids is not None, "the text is not too long"
+        return await self.run(len(found.ids), _listed, found.ids)
 
     async def check_length(self, text: str) -> None:
         """Raises PromptTooLongError for a text that no context of this size can hold, whatever its tokens are:
@@ -318,6 +321,7 @@ class Service:
 
     def close(self) -> None:
         self.trials.close()
+        self.chats.close()
         for pool in (self._pool, self._long_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -328,13 +332,16 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
     def _check_length(self, text: str) -> None:
-        limit = self.ready.max_model_len
-        if len(text) <= limit:
-            return
-        if (bound := self.tokenizer.bound) is None:
-            self.check_characters(len(text), "prompt", limit * self.tokenizer.longest_spelling)
-        elif len(text) >= limit * bound.longest and (fewest := bound.fewest_tokens(text)) >= limit:
-            reason = f"the context is {limit} tokens, and no token stands for more than {bound.longest} characters"
+        if len(text) > self.ready.max_model_len:
+            self._check_size(len(text), self.tokenizer.fewest_tokens(text))
+
+    def _check_size(self, num_characters: int, fewest: int | None) -> None:
+        """Of a text that has so many tokens at least, None if nobody knows."""
+        limit, longest = self.ready.max_model_len, self.tokenizer.longest_spelling
+        if fewest is None:
+            self.check_characters(num_characters, "prompt", limit * longest)
+        elif fewest >= limit:
+            reason = f"the context is {limit} tokens, and no token stands for as much as this would take"
             raise PromptTooLongError(fewest, limit - 1, reason, counted=False)
 
     def check_characters(self, num_characters: int, param: str, at_least: int = 0) -> None:
@@ -347,6 +354,14 @@ class Service:
                 "in parts, or start the server with a larger --max-tokenize-characters.",
                 param,
             )
+
+
+def _listed(ids: bytes) -> list[int]:
+    """Ids as they come from the worker."""
+    numbers, found = array.array("i", ids), list[int]()
+    for at in range(0, len(numbers), _IDS_AT_ONCE):
+        found += numbers[at : at + _IDS_AT_ONCE]
+    return found
 
 
 def num_characters(value: Any, enough: int) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.machine.lifeline import Copy, end_with
+from specserve.machine.memory import limit_memory
 from specserve.structured.base import Grammar, RefusedError, Vocabulary
 from specserve.structured.compiler import Compiler
 from specserve.structured.spec import Structured
@@ -71,19 +71,11 @@ def answer(compiler: Compiler, words: Vocabulary, job: dict[str, Any]) -> dict[s
         return {"refused": "compiling it takes too much memory."}
 
 
-def limit_memory(max_bytes: int) -> None:
-    """Let this process have so much memory, or what it may have at most (`ulimit -Hv`) where that is less."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
 def main(folder: str, size: str, backend: str, max_bytes: str, parent: str) -> None:
     end_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the other side decides
     os.nice(_NICE)
     limit_memory(int(max_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one that crashes would be waited for until it lies on the disk
     use_own_threads_only()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specserve.errors import InputError, ModelError
+from specserve.errors import InputError, ModelError, TextError
 
 _END_OF_REASONING = "</think>"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names clients use; the first is what templates read
@@ -71,9 +71,11 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the template reads the variable `tools`. Raises ModelError for a broken one."""
+        """Whether the template reads the variable `tools`. Raises ModelError for a broken one. It is only parsed: to
+        compile it would run what it does with constants."""
         try:
-            return "tools" in meta.find_undeclared_variables(_environment().parse(self.tool_source))
+            names = _environment().parse(self.tool_source).find_all(nodes.Name)
+            return any(name.name == "tools" and name.ctx == "load" for name in names)
         except jinja2.TemplateSyntaxError as error:
             raise self._broken(error) from error
 
@@ -93,7 +95,12 @@ class ChatTemplate:
     def _run(self, name: str, variables: Mapping[str, Any]) -> str:
         try:
             return self._template(name).render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except (RecursionError, MemoryError) as error:
+            what = "calls itself without end" if isinstance(error, RecursionError) else "takes too much memory"
+            raise TextError(f"The model's chat template {what} for these messages.") from error
+        except ModelError:
+            raise
+        except Exception as error:  # a template is a program: whatever it raises is what it thinks of its input
             raise InputError(f"The model's chat template cannot take these messages: {error}", "messages") from error
 
     def _template(self, name: str) -> jinja2.Template:

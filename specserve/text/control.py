@@ -25,6 +25,10 @@ _STRUCTURE = ("role", "type")  # templates compare these, and build control toke
 _NONCE_DIGITS, _INDEX_DIGITS = 39, 8  # 39 digits are 128 bits
 
 
+class UnpreparedError(Exception):
+    """The second backend has not been made."""
+
+
 class Marks:
     """Stand-ins for pieces of text, for one rendering. They are digits, which trimming, changes of case and JSON leave
     as they are."""
@@ -70,6 +74,10 @@ class ControlTokens:
         """Whether the second backend has been made."""
         return "_renamed" in vars(self)
 
+    def load(self) -> None:
+        """Make it."""
+        self._renamed  # noqa: B018 (a cached property)
+
     def may_be_in(self, value: Any) -> bool:
         """Whether any string inside `value` holds a control token, or a part of one where template text could complete
         it."""
@@ -92,10 +100,13 @@ class ControlTokens:
             return copies if isinstance(value, list) else tuple(copies)
         return value
 
-    def encode(self, parts: Sequence[str]) -> list[int]:
-        """Ids of the parts as one text. Every second part, from the second on, is text whatever it spells."""
+    def encode(self, parts: Sequence[str], may_load: bool = True) -> list[int]:
+        """Ids of the parts as one text. Every second part, from the second on, is text whatever it spells. Raises
+        UnpreparedError where the second backend is needed, not there and not to be made now."""
         if not self._normalized and self._found(["".join(parts)]) == self._found(parts[::2], parts[1::2]):
             return encode(self._backend, "".join(parts), add_special_tokens=False)
+        if not (may_load or self.loaded):
+            raise UnpreparedError
         return self._renamed.encode([part if i % 2 else self._translated(part) for i, part in enumerate(parts)])
 
     def _found(self, parts: Sequence[str], between: Sequence[str] = ()) -> list[tuple[int, int]]:

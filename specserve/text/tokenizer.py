@@ -57,8 +57,12 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> Bound | None:
-        """The fewest tokens that a text can have; None where nothing can be said."""
+        """What says how many tokens a text has at least; None where nothing can be said."""
         return bound(self._backend)
+
+    def fewest_tokens(self, text: str) -> int | None:
+        """As `bound` says."""
+        return None if self.bound is None else self.bound.fewest_tokens(text)
 
     @cached_property
     def longest_spelling(self) -> int:
@@ -109,28 +113,35 @@ class Tokenizer:
         A template that looks into messages for control tokens finds none there, but for reasoning that an assistant's
         message begins with. Raises InputError as `render_chat` does, and for tools that the template does not read.
         """
-        found = self._chat_ids(messages, options, may_load=True)
-        assert found is not None, "all may be loaded"
-        return found
+        text, ids = self._chat_ids(messages, None, options, may_load=True)
+        assert ids is not None, "any length will do"
+        return text, ids
 
-    def quick_chat_ids(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]] | None:
-        """As `chat_ids`, but None where that might first have to make a second backend: a second or more, once."""
-        return self._chat_ids(messages, options, may_load=False)
+    def prepare(self) -> None:
+        """Make what texts with control tokens need: a second backend, which takes a second or more, once."""
+        self._control.load()
+
+    def bounded_chat_ids(
+        self, messages: Sequence[Message], most: int | None, **options: Any
+    ) -> tuple[str, list[int] | None]:
+        """As `chat_ids`, but no ids for a text of more than `most` characters. Raises UnpreparedError for one that
+        needs `prepare`."""
+        return self._chat_ids(messages, most, options, may_load=False)
 
     def _chat_ids(
-        self, messages: Sequence[Message], options: Mapping[str, Any], may_load: bool
-    ) -> tuple[str, list[int]] | None:
+        self, messages: Sequence[Message], most: int | None, options: Mapping[str, Any], may_load: bool
+    ) -> tuple[str, list[int] | None]:
         if options.get("tools") and not self.takes_tools:
             raise InputError("tools: this model's chat template takes no tools. Leave them out.", "tools")
         text = self.render_chat(messages, **options)
         theirs = {name: value for name, value in options.items() if not name.endswith("_token")}
         try:
+            if most is not None and len(text) > most:
+                return text, None
             if not self._control.may_be_in([messages, theirs]):
                 return text, self.encode(text, add_special_tokens=False)
-            if not (may_load or self._control.loaded):
-                return None
             parts = self._render_hidden(text, messages, options, theirs)
-            return "".join(parts), self._control.encode(parts)
+            return "".join(parts), self._control.encode(parts, may_load)
         except (TypeError, UnicodeEncodeError) as error:
             raise not_unicode(error) from error
 

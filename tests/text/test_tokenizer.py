@@ -418,18 +418,27 @@ def test_harmless_conversations_need_no_second_backend(tmp_path: Path, monkeypat
         chat = [{"role": "user", "content": content}]
         text, ids = tokenizer.chat_ids(chat)
         assert ids == tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.quick_chat_ids(chat) in ((text, ids), None)
+        assert tokenizer.bounded_chat_ids(chat, len(text)) == (text, ids)
     with pytest.raises(TypeError):
         control.ControlTokens(tokenizer._backend).encode(["", "<think>", ""])
 
 
-def test_what_might_load_a_second_backend_is_not_quick_until_it_is_there(tmp_path: Path) -> None:
+def test_what_needs_a_second_backend_waits_until_it_is_there(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, template=FENCED))
     chat = [{"role": "user", "content": "<think>"}]
-    assert tokenizer.quick_chat_ids(chat) is None
+    with pytest.raises(control.UnpreparedError):
+        tokenizer.bounded_chat_ids(chat, None)
     assert not tokenizer._control.loaded
-    _ = tokenizer._control._renamed
-    assert tokenizer.quick_chat_ids(chat) == tokenizer.chat_ids(chat)
+    tokenizer.prepare()
+    assert tokenizer.bounded_chat_ids(chat, None) == tokenizer.chat_ids(chat)
+
+
+def test_a_long_text_is_not_tokenized(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, template=FENCED))
+    chat = [{"role": "user", "content": "hello"}]
+    text, ids = tokenizer.chat_ids(chat)
+    assert tokenizer.bounded_chat_ids(chat, len(text)) == (text, ids)
+    assert tokenizer.bounded_chat_ids(chat, len(text) - 1) == (text, None)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from specserve.checkpoint import catalog
 from specserve.errors import EngineError
 from specserve.machine.memory import return_large_blocks
 from specserve.server.admission import Admission
+from specserve.server.chats import Chats
 from specserve.server.engine.spawn import Nest
 from specserve.server.engine.supervisor import Patience, State, Supervisor
 from specserve.server.http.app import make_app
@@ -73,7 +74,7 @@ class _Life:
         self._spawned = time.perf_counter()
         trials = Trials(folder, engine.get("grammar_backend", AUTO))
         most = options.max_tokenize_characters
-        self._service = Service(self._supervisor, Tokenizer(folder), metrics, trials, most)
+        self._service = Service(self._supervisor, Tokenizer(folder), metrics, trials, Chats(folder), most)
         admission = Admission(engine["max_num_seqs"] + options.max_queue)
         self._context = Context(
             options=options, names=names, service=self._service, admission=admission, timeline=timeline
@@ -87,6 +88,7 @@ class _Life:
         reporter = asyncio.create_task(self._report())
         try:
             await self._listener.start()
+            preparing = asyncio.create_task(self._service.chats.prepare())
             _log.info("Listening on %s; the engine is loading.", self._listener.address)
             ended = asyncio.create_task(self._asked_to_end.wait())
             ends: list[asyncio.Future[Any]] = [ended, self._supervisor.finished]
@@ -95,6 +97,7 @@ class _Life:
                 await self._drain()
         finally:
             reporter.cancel()
+            preparing.cancel()
             await self._supervisor.close()
             await self._listener.close()
             self._service.close()

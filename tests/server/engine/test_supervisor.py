@@ -17,6 +17,7 @@ from specserve.engine.outputs import CompletionOutput
 from specserve.engine.request import Request
 from specserve.errors import EngineError
 from specserve.llm import LLM
+from specserve.server.chats import Chats
 from specserve.server.engine.spawn import Nest
 from specserve.server.engine.supervisor import Patience, State, Supervisor
 from specserve.server.metrics import Metrics
@@ -49,7 +50,7 @@ def expected(folder: Path) -> list[int]:
 async def running(folder: Path, patience: Patience = PATIENCE, **options: Any) -> AsyncIterator[Service]:
     metrics = Metrics("tiny")
     supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, metrics, patience)
-    service = Service(supervisor, Tokenizer(folder), metrics, Trials(folder))
+    service = Service(supervisor, Tokenizer(folder), metrics, Trials(folder), Chats(folder))
     try:
         await supervisor.wait_until_ready()
         yield service

@@ -3,11 +3,14 @@ in proportion to what was sent. The oracle is conftest's; what is asked of the e
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from specserve.testing import write_tiny_model
 
 pytestmark = pytest.mark.alone
 
@@ -77,6 +80,90 @@ def test_long_texts(large: Any, bounded: Any, name: str) -> None:
     for reply in replies:
         is_prompt = path in ("/v1/completions", "/v1/chat/completions")
         assert reply.status == (400 if is_prompt else 200), reply.body[:300]
+
+
+def test_conversations_of_many_messages(large: Any, bounded: Any) -> None:
+    """As many as there may be, in every API that takes them, two of each at once."""
+    messages = [{"role": role, "content": f"{i} the cat sat"} for i in range(5000) for role in ("user", "assistant")]
+    chat = [{**message, "name": "x"} for message in messages]
+    bodies = {
+        "/v1/chat/completions": {"messages": chat},
+        "/v1/messages": {"messages": messages, "max_tokens": 4},
+        "/v1/messages/count_tokens": {"messages": messages},
+        "/v1/responses": {"input": messages},
+        "/tokenize": {"messages": chat},
+    }
+    with bounded(large, api_mib=512) as case:
+        for path, body in bodies.items():
+            for reply in case.at_once([case.written(body)] * 2, path):
+                is_counted = path in ("/tokenize", "/v1/messages/count_tokens")
+                assert reply.status == (200 if is_counted else 400), reply.body[:300]
+
+
+# --- what is the model's own ------------------------------------------------------------------------------------------
+
+WHIMS = (
+    "{% set said = messages[-1].content %}{% macro again() %}{{ again() }}{% endmacro %}"
+    "{% if said == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    "{% elif said == 'memory' %}{{ (said * 10**9) * 30 }}"
+    "{% elif said == 'growth' %}{% set grown = namespace(text=said) %}"
+    "{% for a in range(60) %}{% set grown.text = grown.text ~ grown.text %}{% endfor %}"
+    "{% elif said == 'recursion' %}{{ again() }}"
+    "{% elif said == 'number' %}{{ 7 ** (10 ** (said|length + 3)) }}"
+    "{% elif said == 'index' %}{{ [].pop() }}"
+    "{% else %}<|start|>user\n{{ said }}<|end|>\n<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def whimsical(servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model whose chat template and tokenizer do as they like with some texts."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("whimsical"), "llama", max_position_embeddings=32_768)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    split = {"type": "Split", "pattern": {"Regex": "(?:x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": WHIMS}), "utf-8")
+    return servers.get(model=folder)
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.mark.parametrize("whim", ["loop", "memory", "growth", "recursion", "number"])
+def test_templates_without_end(whimsical: Any, bounded: Any, whim: str) -> None:
+    """The request that they are rendered for fails alone, with an error that says what failed."""
+    with bounded(whimsical) as case:
+        before = case.chat(**said("hello"))
+        replies = case.at_once([case.written(said(whim))] * 2, "/v1/chat/completions")
+        counted = case.served.post("/tokenize", {"messages": said(whim)["messages"]})
+        after = case.chat(**said("hello"))
+    for reply in (*replies, counted):
+        assert (reply.status, reply.error["code"]) == (500, "text_failed"), reply.body[:300]
+        assert "chat template" in reply.error["message"]
+        assert reply.headers["x-should-retry"] == "false"
+    assert before.status == after.status == 200
+    assert after.json["choices"] == before.json["choices"]
+
+
+def test_a_template_that_fails(whimsical: Any, bounded: Any) -> None:
+    with bounded(whimsical) as case:
+        reply = case.chat(**said("index"))
+    assert (reply.status, reply.error["param"]) == (400, "messages")
+    assert "cannot take these messages" in reply.error["message"]
+
+
+@pytest.mark.parametrize("letters", ["", "ab " * 20_000], ids=["short", "long"])
+def test_a_tokenizer_that_gives_up(whimsical: Any, bounded: Any, letters: str) -> None:
+    """Its pattern panics, which is an answer as any other and no connection that ends."""
+    text = letters + "x" * 40 + "z"
+    with bounded(whimsical) as case:
+        replies = [case.complete(prompt=text), case.chat(**said(text)), case.served.post("/tokenize", {"prompt": text})]
+    for reply in replies:
+        assert (reply.status, reply.error["code"]) == (500, "text_failed"), reply.body[:300]
+        assert "tokenizer" in reply.error["message"]
 
 
 # --- constraints ------------------------------------------------------------------------------------------------------
