@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, Token, validators
 from rich.console import Console
 
-from specserve.cli.bench import MEASUREMENT, drafting, load, names, numbers, progress_bar, write_json
+from specserve.cli.bench import MEASUREMENT, JsonFile, drafting, load, names, numbers, progress_bar, write_json
 from specserve.cli.options import ENGINE_HELP, OUTPUT, Whole, engine_options, options_type
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError
@@ -43,8 +43,9 @@ def _temperatures(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
         raise ValueError(f'"{tokens[0].value}" is no list of numbers; write them as 0,0.7,1.') from None
 
 
-def _list(text: str, converter: Any = names) -> Parameter:
+def _list(text: str, converter: Any = names, name: str | None = None) -> Parameter:
     return Parameter(
+        name=name,
         group=MEASUREMENT,
         negative=(),
         consume_multiple=True,
@@ -69,7 +70,7 @@ class GridOptions:
         tuple[int, ...], _list("Prompts that run at once; the next begins when one has ended.", numbers)
     ] = (1, 4, 16, 32)
     temperature: Annotated[tuple[float, ...], _list("0 is greedy.", _temperatures)] = (0.0, 1.0)
-    drafters: Annotated[tuple[str, ...], _list("Drafters to measure.")] = ("auto",)
+    drafters: Annotated[tuple[str, ...], _list("Drafters to measure.", name="--drafter")] = ("auto",)
     limit: Annotated[
         Whole, _at_least_1("Prompts of each category in a cell; where more run at once, as many as do.")
     ] = 8
@@ -81,7 +82,7 @@ class GridOptions:
 def grid(
     *,
     asked: Annotated[GridOptions, Parameter(name="*")],
-    output: Annotated[Path | None, Parameter(group=OUTPUT, help="Write all figures to this file, as JSON.")] = None,
+    json_file: JsonFile = None,
     plot: Annotated[Path | None, Parameter(group=OUTPUT, help="Draw a heat map of the cells: FILE.svg.")] = None,
     engine: Annotated[GridEngineOptions, Parameter(name="*")] = _ENGINE,
 ) -> None:
@@ -102,7 +103,7 @@ def grid(
     check_concurrency(max(asked.concurrency, default=1), engine.max_num_seqs)
     for name in plan.contenders[1:]:
         makers(name, plan.options_of(name))  # a wrong name must not cost a model load, nor a wrong path all figures
-    for path in (output, plot):
+    for path in (json_file, plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
     if plot is not None and plot.suffix != ".svg":
@@ -121,7 +122,7 @@ def grid(
         try:
             _measure(llm, questions, made)
         finally:
-            _report(llm, made, settings, output, plot)
+            _report(llm, made, settings, json_file, plot)
 
 
 def _measure(llm: LLM, questions: list[Question], made: list[Group]) -> None:
@@ -143,7 +144,7 @@ def _measure(llm: LLM, questions: list[Question], made: list[Group]) -> None:
         measure(llm, questions, made, on_turn, on_repeat)
 
 
-def _report(llm: LLM, made: list[Group], settings: dict[str, Any], output: Path | None, plot: Path | None) -> None:
+def _report(llm: LLM, made: list[Group], settings: dict[str, Any], json_file: Path | None, plot: Path | None) -> None:
     """Of all groups that have a repeat; nothing where none has."""
     from specserve.bench.grid import figures
     from specserve.bench.heatmap import grid_tables, heat_map, worst_line
@@ -153,7 +154,7 @@ def _report(llm: LLM, made: list[Group], settings: dict[str, Any], output: Path 
     if not any(group.repeats for group in made):
         return
     found = figures(made, {**described(llm), "machine": processor()[0], "version": __version__, **settings})
-    write_json(output, found)
+    write_json(json_file, found)
     if plot is not None:
         plot.write_text(heat_map(found), "utf-8")
     console = Console()

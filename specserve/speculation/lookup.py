@@ -73,13 +73,6 @@ def _suiting(name: str, options: Mapping[str, Any]) -> PartMaker:
     return lambda context: make(context) if suits is None or suits(context, **options) else None
 
 
-def nameable() -> list[str]:
-    """The drafters that a request may name whatever the engine's own is: files of drafters/ that run no model and whose
-    options all have defaults."""
-    names = set(DRAFTERS.files()) - set(DRAFTERS.stating(RUNS_MODEL))
-    return sorted(name for name in names if not _missing(DRAFTERS.find(name, NONE), {}))
-
-
 def _missing(drafter: Callable[..., Drafter], options: Mapping[str, Any]) -> list[str]:
     """The options without a default that are not given."""
     parameters = list(inspect.signature(drafter).parameters.values())[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import takewhile
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from specserve.cache.cache import KVCache
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.errors import ConfigError, InputError, unknown
 from specserve.explained import Explained
-from specserve.registry import DRAFTERS
+from specserve.registry import DRAFTERS, RUNS_MODEL
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.asking import Asked
@@ -297,6 +297,14 @@ class Policy:
             kept = nodes[: self._reserve(step, each, len(nodes))]
             adaptive.verify(each.seq, found, kept)
             each.draft = found.draft(kept)
+
+    def nameable(self) -> list[str]:
+        """The drafters that a request may name: of ours those that run no model, as far as they go with the engine."""
+        names = {NONE, self._own.name}
+        for name in {AUTO, *DRAFTERS.files()}.difference(DRAFTERS.stating(RUNS_MODEL)):
+            with suppress(InputError):
+                names.add(self._host(name).name)
+        return sorted(names)
 
     def _host(self, name: str) -> DraftHost:
         """The drafter of that name, made if there is none yet. Only of drafters/, as a request shall not decide whose

@@ -326,7 +326,7 @@ def grid_command(folder: Path, *flags: str) -> int:
 
 
 def test_the_command_writes_figures_and_a_picture(here: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--drafters", "ngram,suffix", "--categories", "rag, math", "--output", "o.json", "--plot", "o.svg")
+    flags = ("--drafter", "ngram,suffix", "--categories", "rag, math", "--json", "o.json", "--plot", "o.svg")
     status = grid_command(folder, *flags)
     out, err = capsys.readouterr()
     assert status == 0, err
@@ -341,8 +341,8 @@ def test_the_command_writes_figures_and_a_picture(here: Path, folder: Path, caps
 
 
 def test_the_command_measures_drafters_that_run_a_model(here: Path, folder: Path) -> None:
-    flags = ("--drafters", "ngram,draft_model", "--draft-model", str(folder), "--categories", "math")
-    assert grid_command(folder, *flags, "--temperature", "0", "--no-adaptive", "--output", "o.json") == 0
+    flags = ("--drafter", "ngram,draft_model", "--draft-model", str(folder), "--categories", "math")
+    assert grid_command(folder, *flags, "--temperature", "0", "--no-adaptive", "--json", "o.json") == 0
     cells = json.loads((here / "o.json").read_text())["cells"]
     assert {cell["drafter"] for cell in cells} == {"ngram", "draft_model"}
     assert min(cell["tokens_per_step"] for cell in cells if cell["drafter"] == "draft_model") > 2.5, "its own target"
@@ -359,7 +359,7 @@ def test_the_command_prints_what_there_is_when_interrupted(
         return take(*arguments)
 
     monkeypatch.setattr(module, "take", interrupted)
-    assert grid_command(folder, "--output", "o.json") == 130
+    assert grid_command(folder, "--json", "o.json") == 130
     found = json.loads((here / "o.json").read_text())
     assert len(found["cells"]) == 2
     assert not found["settings"]["complete"]
@@ -373,7 +373,7 @@ def test_the_command_says_nothing_when_interrupted_before_the_first_cell(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "warm_up", interrupted)
-    assert grid_command(folder, "--output", "o.json") == 130
+    assert grid_command(folder, "--json", "o.json") == 130
     assert capsys.readouterr().out == ""
     assert not (here / "o.json").exists()
 
@@ -382,9 +382,9 @@ def test_the_command_says_nothing_when_interrupted_before_the_first_cell(
     ("flags", "complaint"),
     [
         (("--categories", "chatt"), "Did you mean 'chat'"),
-        (("--drafters", "ngram,sufix"), "Did you mean 'suffix'"),
-        (("--drafters", "none"), "at least one drafter"),
-        (("--drafters", "ngram", "ngram"), "named twice"),
+        (("--drafter", "ngram,sufix"), "Did you mean 'suffix'"),
+        (("--drafter", "none"), "at least one drafter"),
+        (("--drafter", "ngram", "ngram"), "named twice"),
         (("--concurrency", "1,x"), '"x" is not a whole number'),
         (("--concurrency", "0"), "concurrency is 0"),
         (("--concurrency", "1,33"), "only max_num_seqs = 32"),
@@ -395,7 +395,7 @@ def test_the_command_says_nothing_when_interrupted_before_the_first_cell(
         (("--repeats", "0"), "--repeats"),
         (("--max-tokens", "0"), "--max-tokens"),
         (("--prompts", "none.jsonl"), "none.jsonl"),
-        (("--output", "nowhere/o.json"), "no folder nowhere"),
+        (("--json", "nowhere/o.json"), "no folder nowhere"),
         (("--plot", "o.png"), "ends in .svg"),
         (("--model", "smollm-135m"), "Did you mean 'smollm2-135m'"),
         (("--verification", "block"), "--verification"),  # sampled texts would differ
@@ -417,8 +417,8 @@ def test_the_real_model_says_the_same_in_every_cell(smollm2: Path, here: Path, t
     prompts = tmp_path / "p.jsonl"
     texts = [f"Repeat after me, {n} times: the cat sat on the mat, and the cat sat still." for n in ("two", "three")]
     prompts.write_text("".join(json.dumps({"category": "c", "prompt": text}) + "\n" for text in texts), "utf-8")
-    flags = ("--prompts", str(prompts), "--drafters", "ngram", "--concurrency", "1,2", "--max-tokens", "16")
-    size = ("--repeats", "1", "--kv-cache-gib", "0.1", "--max-model-len", "512", "--output", "o.json")
+    flags = ("--prompts", str(prompts), "--drafter", "ngram", "--concurrency", "1,2", "--max-tokens", "16")
+    size = ("--repeats", "1", "--kv-cache-gib", "0.1", "--max-model-len", "512", "--json", "o.json")
     assert run(("bench", "grid", "--model", str(smollm2), *flags, *size)) == 0
     found = json.loads((here / "o.json").read_text())["cells"]
     assert len(found) == 2 * 2

@@ -119,6 +119,20 @@ def documented_options() -> dict[str, set[str]]:
     return options
 
 
+def test_an_option_has_one_name_in_all_commands() -> None:
+    """What is explained in the same words is the same thing."""
+    names: dict[str, set[str]] = {}
+    for path, _ in commands(build_app()):
+        command = build_app()
+        for part in path.split():
+            command = command[part]
+        for argument in command.assemble_argument_collection() if command.default_command is not None else ():
+            if argument.show and argument.names[0].startswith("--"):
+                names.setdefault(argument.parameter.help or argument.names[0], set()).add(argument.names[0])
+    assert {text: found for text, found in names.items() if len(found) > 1} == {}
+    assert names["Write all figures to this file."] == {"--json"}
+
+
 def test_every_command_and_option_is_documented() -> None:
     assert documented_options() == dict(commands(build_app()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from specserve import registry
 from specserve.bench.drive import NoTarget
 from specserve.config import EngineConfig
 from specserve.engine.build import build
@@ -624,6 +626,20 @@ def test_every_completion_of_a_request_has_its_drafter(tiny: Path) -> None:
     seqs = list(engine.requests["n"])
     assert drive(engine, []) == outputs
     assert [seq.stats.num_steps for seq in seqs] == [1 + 2] * 3, "12 tokens: one, then 11 by sixes"
+
+
+@pytest.mark.parametrize("own", ["none", "auto", "suffix", "recycle"])
+def test_the_drafters_that_may_be_named_are_known(tiny: Path, own: str) -> None:
+    """Those and no others are taken."""
+    engine = build(EngineConfig(model=str(tiny), dtype="float32", max_model_len=160, drafter=own)).engine
+    known = engine.policy.nameable()
+    assert ("recycle" in known) == (own == "recycle")
+    assert {"none", "auto", "ngram", "suffix", own} <= set(known)
+    for name in {*registry.DRAFTERS.files(), *known}:
+        request = Request(id=name, prompt_ids=[1, 2], params=GREEDY, drafter=name)
+        with nullcontext() if name in known else pytest.raises(InputError):
+            engine.add(request)
+        engine.abort(name)
 
 
 @pytest.mark.parametrize(

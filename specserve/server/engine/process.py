@@ -45,7 +45,6 @@ from specserve.server.engine.messages import (
     Stop,
 )  # fmt: skip
 from specserve.server.engine.pipe import Pipe
-from specserve.speculation.lookup import AUTO, NONE, nameable
 from specserve.types import Event, SamplingParams
 
 # After a step that gave everybody their first token: where all cores compute, the processes that carry it to the client
@@ -248,7 +247,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         max_model_len=engine.limits.max_model_len,
         max_num_seqs=config.max_num_seqs,
         drafter=config.drafter,
-        drafters=sorted({NONE, AUTO, config.drafter, *nameable()}),
+        drafters=engine.policy.nameable(),
         summary=built.summary,
         about={
             "device": built.device,

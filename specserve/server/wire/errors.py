@@ -73,7 +73,8 @@ def wire_error(error: BaseException) -> WireError:
 
 
 def _bad_request(error: Any) -> WireError:
-    return WireError(400, "invalid_request_error", str(error), param=error.param, code=error.code)
+    param = _FIELDS.get(error.param, error.param)
+    return WireError(400, "invalid_request_error", str(error), param=param, code=error.code)
 
 
 def _invalid_fields(error: Any) -> WireError:
@@ -95,6 +96,9 @@ def _no_room(error: Any) -> WireError:
 def _timed_out(error: Any) -> WireError:
     return timed_out(504, "The request took longer than this server allows.")
 
+
+# The engine's name for a field: what a request calls it.
+_FIELDS = {"drafter": "speculative.drafter", "num_speculative_tokens": "speculative.num_tokens"}
 
 # The more special first.
 _ANSWERS: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (

@@ -55,6 +55,19 @@ def test_drafts_change_nothing(server: Any, speculative: dict[str, Any]) -> None
     assert drafted.json["choices"] == plain
 
 
+def test_a_request_may_name_just_those_drafters_that_are_listed(server: Any) -> None:
+    listed = set(server.get("/server_info").json["engine"]["drafters"])
+    schemas = server.get("/openapi.json").json["components"]["schemas"]
+    assert set(schemas["Speculative"]["properties"]["drafter"]["enum"]) == listed | {None}
+    files = {path.stem for path in (Path(__file__).parents[3] / "drafters").glob("*.py")}
+    assert files > listed - {"none", "auto"} > {"ngram"}
+    for name in {*files, *listed}:
+        reply = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2, "speculative": {"drafter": name}})
+        assert (reply.status == 200) == (name in listed), name
+        if name not in listed:
+            assert (reply.status, reply.error["param"]) == (400, "speculative.drafter")
+
+
 def test_a_prediction_is_counted(server: Any) -> None:
     plain = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 40, "ignore_eos": True}).json
     text = plain["choices"][0]["message"]["content"]

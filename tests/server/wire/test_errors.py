@@ -37,6 +37,7 @@ def _invalid() -> ValidationError:
     ("error", "status", "kind", "param", "code"),
     [
         (InputError("n is 0.", "n"), 400, "invalid_request_error", "n", None),
+        (InputError("No such drafter.", "drafter"), 400, "invalid_request_error", "speculative.drafter", None),
         (InputError("The body is empty."), 400, "invalid_request_error", None, None),
         (
             PromptTooLongError(300, 255, "the context"),
