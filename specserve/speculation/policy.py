@@ -328,9 +328,9 @@ class Policy:
             if host.needs.top_k > shown.top_k:
                 reads = "reads the target's best tokens"
                 raise ConfigError(f"Drafter {name!r} {reads}: it must be the engine's --drafter.")
-            allowed = self.context.memory_bytes
-            if allowed is not None and host.needs.memory_bytes > allowed:
-                reason = f"takes {host.needs.memory_bytes} bytes beside which the KV cache was not sized"
+            allowed, new = self.context.memory_bytes, [part for part in host.parts if part.name not in self._hosts]
+            if allowed is not None and (taken := sum(part.needs.memory_bytes for part in new)) > allowed:
+                reason = f"takes {taken} bytes beside which the KV cache was not sized"
                 raise ConfigError(f"Drafter {name!r} {reason}: it must be the engine's --drafter.")
         except ConfigError as error:
             raise InputError(str(error), "drafter") from error
