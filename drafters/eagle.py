@@ -45,7 +45,7 @@ class EagleDrafter:
         self._context = context
         self._head = context.load_head(head, "eagle")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers or (context.num_layers - 1,)
-        self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="passes")
+        self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="passes", reads_next=True)
         self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
         self._runner = context.runner(self._head)
         self._known: dict[SequenceView, _Known] = {}

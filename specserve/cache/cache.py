@@ -37,11 +37,14 @@ class KVCache:
     Logical index i of a sequence lies in slot `blocks.ids[i // block_size] * block_size + i % block_size`. Life of a
     sequence: `match_prefix` (or `fork`), then `reserve` before and `keep` after every step, and `free`, after which it
     may begin again. Methods assume what they document; a wrong call is a bug of the engine and fails an assertion.
+
+    `reads_next`: the drafter's KV of a token depends on the next one, too.
     """
 
     def __init__(self, storage: KVStorage, prefix_caching: bool) -> None:
         self.storage = storage
         self.prefix_caching = prefix_caching
+        self.reads_next = False
         self.block_size = storage.block_size
         self.pool = BlockPool(storage.num_blocks)
         self.stats = CacheStats()
@@ -62,8 +65,9 @@ class KVCache:
 
     def match_prefix(self, seq: Sequence) -> int:
         """Give an empty sequence the longest published chain that covers at most len(tokens) - 1 of its tokens (the
-        last one must run to have logits). Sets seq.blocks and seq.cached; returns the tokens found. A sequence that may
-        begin with them is to be counted."""
+        last one must run to have logits), but for the last of these where the drafter's KV of it is for another next
+        token: it runs again, in a copy of its block. Sets seq.blocks and seq.cached; returns the tokens found. A
+        sequence that may begin with them is to be counted."""
         assert _is_empty(seq), "only a sequence without blocks can be admitted"
         if not self.prefix_caching:
             return 0
@@ -76,11 +80,22 @@ class KVCache:
             seq.blocks.ids.append(block)
             seq.blocks.hashes.append(digest)
         table = seq.blocks
-        while table.num_drafted < len(table.ids) and self.pool.drafted[table.ids[table.num_drafted]]:
+        while table.num_drafted < len(table.ids) and self.pool.drafted[table.ids[table.num_drafted]] is not None:
             table.num_drafted += 1
         seq.cached = len(table.ids) * self.block_size
         seq.draft_cached = table.num_drafted * self.block_size
+        if self.reads_next and self.num_free and 0 < seq.draft_cached == seq.cached:
+            self._part_where_next_differs(seq)
         return seq.cached
+
+    def _part_where_next_differs(self, seq: Sequence) -> None:
+        """Let the last token of a prefix run again if the drafter's KV of it is for another next token."""
+        table = seq.blocks
+        if self.pool.drafted[table.ids[-1]] != seq.tokens[seq.cached]:
+            seq.cached = seq.draft_cached = seq.cached - 1
+            table.num_drafted -= 1
+            table.hashes.pop()
+            self._copy_on_write(seq, table.num_drafted)
 
     def count_match(self, num_tokens: int, num_found: int) -> None:
         """Count a look-up whose sequence, of so many tokens, begins with those that were found."""
@@ -150,7 +165,8 @@ class KVCache:
         for i in range(first, self._blocks_for(seq.cached)):
             self.pool.fill(seq.blocks.ids[i], min(seq.cached - i * self.block_size, self.block_size))
         for i in range(seq.blocks.num_drafted, seq.draft_cached // self.block_size):
-            self.pool.drafted[seq.blocks.ids[i]] = True
+            at = (i + 1) * self.block_size
+            self.pool.drafted[seq.blocks.ids[i]] = seq.tokens[at] if at < len(seq.tokens) else tokens[at - start]
             seq.blocks.num_drafted = i + 1
         if self.prefix_caching:
             self._publish(seq, start, tokens)

@@ -70,7 +70,7 @@ def _check_table(pool: BlockPool, block_size: int, seq: Sequence) -> None:
         seq.draft_cached <= seq.cached, f"{name} has {seq.cached} tokens cached and draft KV of {seq.draft_cached}."
     )
     _require(num_drafted <= seq.draft_cached // block_size, f"{name} counts {num_drafted} blocks with draft KV.")
-    _require(all(drafted[:num_drafted]), f"Blocks of {name} that have all their draft KV do not say so.")
+    _require(None not in drafted[:num_drafted], f"Blocks of {name} that have all their draft KV do not say so.")
     _require(len(hashes) <= seq.cached // block_size, f"{name} named {len(hashes)} blocks with {seq.cached} cached.")
     expected = list(prefix.chain(seq.salt, seq.tokens, block_size, len(hashes)))
     _require(hashes == expected, f"The digests of {name} are not those of its tokens.")

@@ -88,6 +88,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
     storage = KVStorage(shapes, num_blocks, block_size, ops.kv_dtype, ops.device, ops.copy_kv)
     context.bind(storage.layers[spec.num_layers :], block_size)
     cache, counters = KVCache(storage, config.prefix_caching), Counters()
+    cache.reads_next = host.needs.reads_next
     max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
     scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s)
     adaptive = Adaptive(scheduler.cost.decoding) if config.adaptive else None

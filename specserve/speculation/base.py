@@ -140,13 +140,14 @@ class Needs:
     `memory_bytes`: what it will hold beyond its weights and its KV; `cost_class`: "free" for look-ups, which take
     microseconds and use no tensors, "pass" for a head that takes one pass for a draft of any length, "passes" for one
     that takes a pass for each token, "model" for a model that moreover has to read the prompt before its first draft;
-    `observes`: whether it is told of steps."""
+    `observes`: whether it is told of steps; `reads_next`: whether its model's KV of a token depends on the next one."""
 
     hidden_layers: tuple[int, ...] = ()
     top_k: int = 0
     memory_bytes: int = 0
     cost_class: Literal["free", "pass", "passes", "model"] = "free"
     observes: bool = True
+    reads_next: bool = False
 
     @classmethod
     def of(cls, parts: Iterable[Needs]) -> Needs:
@@ -158,6 +159,7 @@ class Needs:
             memory_bytes=sum(part.memory_bytes for part in all_parts),
             cost_class=max((part.cost_class for part in all_parts), key=["free", "pass", "passes", "model"].index),
             observes=any(part.observes for part in all_parts),
+            reads_next=any(part.reads_next for part in all_parts),
         )
 
 
@@ -305,4 +307,5 @@ class DraftContext(Protocol):
 
     def runner(self, model: DraftModel, reads: Tensor | None = None) -> DraftRunner:
         """A runner for a model made with `ops`, to be called in the drafter's constructor. Raises ConfigError where no
-        KV can be had for it any more: for a drafter that a request names, or that replaces another."""
+        KV can be had for it any more: for a second model, for a drafter that a request names, or that replaces
+        another."""

@@ -74,12 +74,17 @@ class TargetContext:
     def runner(self, model: DraftModel, reads: Tensor | None = None) -> ModelRunner:
         runner = ModelRunner(model, self.ops, *self._sizes, reads)
         if self._layers is None:
+            if self._runners:
+                raise ConfigError(
+                    "Two models with KV of their own cannot draft in one engine: of a sequence it is known how much "
+                    "has such KV, and not whose. Name one drafter that runs a model."
+                )
             self._runners.append(runner)
             return runner
         layers = self._unused[: len(runner.kv_shapes)]
         if [KVShape(*layer.shape[-2:]) for layer in layers] != runner.kv_shapes:
             raise ConfigError("This drafter runs a model, whose KV must be planned at the start: name it in --drafter.")
-        del self._unused[: len(layers)]
+        self._unused = []  # what is left is for no second one
         runner.bind(layers, self._block_size)
         return runner
 

@@ -119,6 +119,36 @@ def test_reset_drops_what_nobody_uses() -> None:
     assert cache.num_evictions == 0, "a reset is no eviction"
 
 
+def test_drafters_kv_for_another_next_token_is_computed_again() -> None:
+    """Where a drafter's KV of a token depends on the next one. Who goes on as before shares all; who does not runs the
+    last token again, in a copy, and the block stays what it is and is found as before; without a free block it shares
+    all the same."""
+    for reads_next in (False, True):
+        cache = make_cache()
+        cache.reads_next = reads_next
+        first = run(cache, make_seq(A + B))
+        first.draft_cached = first.cached
+        cache.keep(first, 0, tokens=[9])
+        published = dict(cache.pool.digests())
+        for layer in cache.storage.layers:
+            layer[:] = torch.arange(48.0)[None, :, None, None]
+        same, other = make_seq(A + B[:4]), make_seq([*A[:16], 7, 8])
+        assert cache.match_prefix(same) == 20
+        assert cache.match_prefix(other) == other.draft_cached == (15 if reads_next else 16)
+        assert (other.blocks.ids == first.blocks.ids[:4]) == (not reads_next)
+        assert dict(cache.pool.digests()) == published
+        cache.check_integrity([first, same, other])
+        if reads_next:
+            theirs, own = first.blocks.ids[3] * 4, other.blocks.ids[3] * 4
+            assert all(layer[:, own : own + 3].equal(layer[:, theirs : theirs + 3]) for layer in cache.storage.layers)
+            assert cache.reserve(other, 2)
+            cache.keep(other, 2)
+            cache.free(other)
+            assert dict(cache.pool.digests()) == published, "the first stays the one that is found"
+            assert cache.reserve(make_seq(B), 4 * cache.num_free)
+        assert cache.match_prefix(make_seq([*A[:16], 7, 8])) == 16
+
+
 def test_what_a_failed_step_wrote_is_not_found_and_all_else_is() -> None:
     """Two sequences share a prompt; a step of one of them fails in its third block."""
     cache = make_cache()

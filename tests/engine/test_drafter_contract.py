@@ -4,6 +4,7 @@ whatever happens to a sequence."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError
 from specserve.models.decoder import Decoder
+from specserve.models.loader import load_model
+from specserve.registry import DRAFTERS
 from specserve.speculation.base import Needs, StepReport
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
@@ -415,3 +418,25 @@ def test_whoever_needs_a_model_must_be_there_from_the_start(tiny: Path, tinier: 
     assert maker is not None
     with pytest.raises(ConfigError, match="must be planned at the start"):
         maker(engine.policy.context)
+
+
+def test_a_second_model_with_kv_is_refused(tiny: Path, tinier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, and where it would take the place of another that had layers enough for both."""
+    engine = drafting(tiny, tinier)[0]
+    context = engine.policy.context.reopened()
+    context._unused *= 2
+    model = load_model(tinier, context.ops)
+    context.runner(model)
+    with pytest.raises(ConfigError, match="must be planned at the start"):
+        context.runner(model)
+    drafter = DRAFTERS.find("tiny_model")
+    made = drafter.__init__
+
+    @functools.wraps(made)
+    def twice(self: Any, context: Any, *args: Any, **options: Any) -> None:
+        made(self, context, *args, **options)
+        context.runner(self.model)
+
+    monkeypatch.setattr(drafter, "__init__", twice)
+    with pytest.raises(ConfigError, match="Two models with KV"):
+        drafting(tiny, tinier)

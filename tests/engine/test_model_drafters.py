@@ -279,6 +279,40 @@ def test_completions_share_a_prompt(tiny: Path, drafting: dict[str, Any]) -> Non
     assert drive(make(tiny, drafting), [request]) == wanted
 
 
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("length", [16, 32, 37])
+def test_a_head_reads_the_token_that_follows_a_cached_prefix_now(
+    tiny: Path, heads: dict[str, Path], version: int, length: int
+) -> None:
+    """The head's KV of a prompt that begins as another did, and goes on otherwise, is bit for bit what an engine has
+    that knows no other; and the other's is still found whole."""
+    options = {"drafter": "eagle", "drafter_options": {"head": str(heads[f"eagle{version}"])}}
+    shared = prompt(3, length)
+    first, second, third = ([*shared, token, *prompt(token, 20)] for token in (7, 8, 7))
+
+    def read(engine: Engine, ids: list[int]) -> torch.Tensor:
+        engine.add(Request(id="x", prompt_ids=ids, params=GREEDY))
+        (seq,) = engine.requests["x"]
+        while seq.num_output < 20:
+            engine.step()
+            engine.cache.check_integrity(engine.scheduler.running)
+        slots = [seq.blocks.ids[i // 16] * 16 + i % 16 for i in range(len(ids))]
+        (layer,) = engine.cache.storage.layers[3:]
+        found = layer[:, slots].clone()
+        drive(engine, [])
+        return found
+
+    engine, fresh = make(tiny, options), make(tiny, options)
+    read(engine, first)
+    hits = engine.cache.stats.num_prefix_hit_tokens
+    assert torch.equal(read(engine, second), read(fresh, second))
+    whole = length // 16 * 16
+    assert engine.cache.stats.num_prefix_hit_tokens - hits == whole - (whole == length)
+    hits = engine.cache.stats.num_prefix_hit_tokens
+    assert torch.equal(read(engine, third), read(make(tiny, options), third))
+    assert engine.cache.stats.num_prefix_hit_tokens - hits > whole
+
+
 def test_requests_end_at_any_moment(tiny: Path, drafting: dict[str, Any], expected: Any) -> None:
     engine = make(tiny, drafting)
     for step in range(12):
