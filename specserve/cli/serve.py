@@ -26,6 +26,7 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
     "uds": (LISTENING, "Unix socket to listen on instead; only its owner may connect."),
     "tls_cert": (LISTENING, "PEM file with the certificate chain; makes it HTTPS."),
     "tls_key": (LISTENING, "PEM file with the certificate's private key."),
+    "root_path": (LISTENING, "Path that stands before all others behind a proxy, such as /llm."),
     "served_model_name": (LISTENING, "Name of the model in requests; may be repeated, the first is in answers."),
     "api_key": (
         ACCESS,
@@ -58,6 +59,11 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
     "stall_timeout_s": (PATIENCE, "Seconds without progress after which the engine is started again."),
     "start_timeout_s": (PATIENCE, "Seconds until the engine must be ready."),
     "status_interval_s": (OPERATION, "Seconds between two lines of live status; 0 is none."),
+    "generation_config": (
+        OPERATION,
+        "Sampling values of requests that say none: auto takes the model's generation_config.json, none takes none; or "
+        "a file or folder.",
+    ),
     "log_format": (OPERATION, "Lines for people, or JSON objects."),
     "log_level": (OPERATION, "Least important messages that are shown."),
 }

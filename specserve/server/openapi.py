@@ -13,6 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
 from specserve.server.routes import EVENTS, JSON, ROUTES, Route
 from specserve.server.wire.fields import Limits
+from specserve.server.wire.sampling_fields import defaults
 from specserve.version import __version__
 
 __all__ = ["ROUTES", "document"]
@@ -66,9 +67,9 @@ class _Plain(GenerateJsonSchema):
         return False
 
 
-def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: bool) -> Json:
+def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: bool, root_path: str = "") -> Json:
     """The document of one server, as JSON. `model` is the name it serves; `drafters` are `limits.drafters` in the order
-    to list them; `requires_key`: it was started with API keys."""
+    to list them; `requires_key`: it was started with API keys; `root_path`: what clients put before its paths."""
     schemas, components = _schemas()
     paths: dict[str, Json] = {}
     for route in ROUTES:
@@ -76,7 +77,7 @@ def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: 
     made = {
         "openapi": "3.1.0",
         "info": {"title": "specserve", "version": __version__, "description": _ABOUT},
-        "servers": [{"url": "/"}],
+        "servers": [{"url": root_path or "/"}],
         "tags": [{"name": group} for group in dict.fromkeys(route.group for route in ROUTES)],
         "security": [{name: []} for name in _KEYS] if requires_key else [],
         "paths": paths,
@@ -88,7 +89,7 @@ def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: 
     }
     names = ("vocab_size", "max_model_len", "max_completions", "min_priority", "max_priority")
     bounds = {name: getattr(limits, name) for name in names}
-    fitted: Json = _fitted(made, {**bounds, "drafters": [*drafters, "none", None]})
+    fitted: Json = _fitted(made, {**bounds, **defaults(limits), "drafters": [*drafters, "none", None]})
     return fitted
 
 
@@ -117,7 +118,8 @@ def _part(route: Route, part: str | int) -> str:
 
 
 def _fitted(value: Any, bounds: Mapping[str, Any]) -> Any:
-    """`value` with every "x-limits" replaced by what it stands for on this server; of two bounds the narrower."""
+    """`value` with every "x-limits" replaced by what it stands for on this server; of two bounds the narrower, of two
+    defaults the server's."""
     if isinstance(value, list):
         return [_fitted(item, bounds) for item in value]
     if not isinstance(value, dict):
@@ -126,7 +128,8 @@ def _fitted(value: Any, bounds: Mapping[str, Any]) -> Any:
     for keyword, name in fitted.pop("x-limits", {}).items():
         bound = bounds[name]
         narrower = max if keyword == "minimum" else min
-        fitted[keyword] = narrower(bound, fitted[keyword]) if keyword in fitted else bound
+        is_bound = keyword in fitted and keyword != "default"
+        fitted[keyword] = narrower(bound, fitted[keyword]) if is_bound else bound
     return fitted
 
 

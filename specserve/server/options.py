@@ -12,6 +12,7 @@ from specserve.errors import ConfigError, strict_fields, unknown
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 FCFS, PRIORITY = SCHEDULING_POLICIES = ("fcfs", "priority")
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)*")
 _HOST = re.compile(r"\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
@@ -31,12 +32,15 @@ class ServeOptions:
     Host is looked at only where `host` is an address that this machine alone can reach.
     `share_drafts`: requests without a key or a cache_salt draft from each other's answers; else nothing is kept of
     them.
+    `root_path` stands before all paths where clients see them, behind a proxy. `generation_config`: where the sampling
+    values are from that requests get which do not say them, see `sampling_defaults`.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     uds: Path | None = None
+    root_path: str = ""
     served_model_name: tuple[str, ...] = ()
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None
@@ -61,6 +65,7 @@ class ServeOptions:
     log_format: Literal["text", "json"] = "text"
     log_level: str = "info"
     admin: bool = False
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         words = {"log_format": LOG_FORMATS, "log_level": LOG_LEVELS, "scheduling_policy": SCHEDULING_POLICIES}
@@ -75,6 +80,11 @@ class ServeOptions:
             _between(name, getattr(self, name), 0, 1e6)
         _between("max_tokenize_characters", self.max_tokenize_characters, 1, 2**30)
         _between("max_body_mib", self.max_body_mib, 0.001, 1024)
+        if not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"--root-path is {self.root_path!r}; it must be a path such as /llm, with a slash before it and none "
+                "behind it."
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key belong together. Give both or none of them.")
         for host in self.allowed_host:

@@ -50,4 +50,6 @@ def make_app(server: Context) -> web.Application:
     app[CONTEXT] = server
     app.on_response_prepare.append(add_headers)
     app.add_routes(ROUTES)
+    if options.root_path:  # a proxy may leave it in front, or take it away
+        app.add_routes([web.route(r.method, options.root_path + r.path, r.handler, **r.kwargs) for r in ROUTES])
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,15 @@ _MOST_BODIES = 8  # of the largest size that are in memory at once
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """`names` are those that requests may use for the model; the first is the one in answers. `timeline` has the
-    seconds that the server's start took, by phase."""
+    """`names` are those that requests may use for the model; the first is the one in answers. `sampling` are
+    the values that requests get which do not say them; `timeline` has the seconds that the server's start took, by
+    phase."""
 
     options: ServeOptions
     names: Sequence[str]
     service: Service
     admission: Admission
+    sampling: Mapping[str, float] = field(default_factory=dict)
     timeline: dict[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     bodies: Bodies = field(init=False)
@@ -49,6 +51,7 @@ class Context:
             max_model_len=ready.max_model_len,
             drafters=frozenset(ready.drafters) - {"none"},
             max_priority=MAX_COUNT if self.options.scheduling_policy == PRIORITY else 0,
+            sampling=tuple(self.sampling.items()),
         )
 
     def check_model(self, name: str | None) -> None:
@@ -72,6 +75,11 @@ class Context:
 
 CONTEXT = web.AppKey("specserve", Context)
 ARRIVED = web.RequestKey("arrived", float)  # the event loop's time at which the whole request was there
+
+
+def route_path(request: web.Request) -> str:
+    """The path of a request, without what --root-path puts before all of them."""
+    return request.path.removeprefix(context(request).options.root_path)
 
 
 def context(request: web.Request) -> Context:

@@ -20,8 +20,8 @@ _LONG = 2**20  # characters' worth of work: it takes as long as a large text, so
 async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json."""
     server = context(request)
-    limits = server.limits
-    return json_response(await server.service.run(_LONG, _document, server.names[0], limits, server.needs_key))
+    stated = (server.names[0], server.limits, server.needs_key, server.options.root_path)
+    return json_response(await server.service.run(_LONG, _document, *stated))
 
 
 async def docs(request: web.Request) -> web.Response:
@@ -40,5 +40,5 @@ def _page_response(name: str) -> web.Response:
 
 
 @functools.lru_cache(maxsize=4)
-def _document(model: str, limits: Limits, needs_key: bool) -> Mapping[str, Any]:
-    return document(model, limits, sorted(limits.drafters), needs_key)
+def _document(model: str, limits: Limits, needs_key: bool, root_path: str) -> Mapping[str, Any]:
+    return document(model, limits, sorted(limits.drafters), needs_key, root_path)

@@ -67,6 +67,7 @@ async def server_info(request: web.Request) -> web.Response:
             "models": list(server.names),
             "engine": {**engine, **limits},
             "options": options,
+            "sampling_defaults": dict(server.sampling),
             "timeline": server.timeline,
         }
     )

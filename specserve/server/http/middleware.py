@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from specserve.server.http.context import context
+from specserve.server.http.context import context, route_path
 from specserve.server.http.respond import CHUNKED, FAILURE, IGNORED, OUTPUTS, TENANT, json_response, public_error
 from specserve.server.logs import log_request, request_id
 from specserve.server.wire.anthropic import anthropic_error
@@ -67,7 +67,7 @@ def identify(request: web.BaseRequest) -> str:
 def _record(request: web.Request, status: int, milliseconds: float) -> None:
     """The log's line; what machines ask for every few seconds gets none for an answer that they wait for. An error that
     came after the head of a stream has the status that it would have had before."""
-    if status in (200, 503) and request.path in _POLLED:
+    if status in (200, 503) and route_path(request) in _POLLED:
         return
     stats = [completion.stats for output in request.get(OUTPUTS, ()) for completion in output.outputs]
     num_steps = sum(s.num_steps for s in stats)
@@ -108,7 +108,7 @@ def error_response(request: web.Request, failure: WireError) -> web.Response:
     """The response that tells of a failure."""
     context(request).service.metrics.refused(failure.status)
     request[FAILURE] = failure
-    is_anthropic = request.path.startswith("/v1/messages")
+    is_anthropic = route_path(request).startswith("/v1/messages")
     body = anthropic_error(failure, request[REQUEST_ID]) if is_anthropic else failure.body
     response = json_response(body, failure.status, failure.headers)
     if request.get(CHUNKED):  # aiohttp's writer keeps to what the head said whose place this one takes

@@ -24,6 +24,7 @@ from specserve.server.http.context import Context
 from specserve.server.http.listen import Listener
 from specserve.server.metrics import Metrics
 from specserve.server.options import ServeOptions
+from specserve.server.sampling_defaults import sampling_defaults
 from specserve.server.service import Service
 from specserve.server.trials import Trials
 from specserve.structured.compiler import AUTO
@@ -65,6 +66,7 @@ class _Life:
         begun: float,
         nest: Nest,
     ) -> None:
+        sampling = sampling_defaults(options.generation_config, folder)
         names = options.served_model_name or (str(engine["model"]),)
         metrics = Metrics(names[0])
         patience = Patience(options.start_timeout_s, options.stall_timeout_s)
@@ -77,7 +79,12 @@ class _Life:
         self._service = Service(self._supervisor, Tokenizer(folder), metrics, trials, Chats(folder), most)
         admission = Admission(engine["max_num_seqs"] + options.max_queue)
         self._context = Context(
-            options=options, names=names, service=self._service, admission=admission, timeline=timeline
+            options=options,
+            names=names,
+            service=self._service,
+            admission=admission,
+            sampling=sampling,
+            timeline=timeline,
         )
         self._listener = Listener(make_app(self._context), options)
         self._asked_to_end = asyncio.Event()

@@ -34,7 +34,7 @@ from specserve.server.wire.fields import (
 )
 from specserve.server.wire.json_text import json_object
 from specserve.server.wire.messages import TEXT, Messages, Tools, conversation, text_of
-from specserve.server.wire.sampling_fields import SamplingFields
+from specserve.server.wire.sampling_fields import SamplingFields, with_defaults
 from specserve.server.wire.sentences import as_input_error, shown
 from specserve.server.wire.unsupported import refuse_unsupported
 from specserve.types import SamplingParams
@@ -65,7 +65,7 @@ def checked(kind: type[AnyRequest], fields: dict[str, Any], limits: Limits) -> A
     """As `read`, of JSON that was parsed already."""
     refuse_unsupported(fields)
     try:
-        return kind.model_validate(fields, context=limits)
+        return kind.model_validate(with_defaults(kind, fields, limits), context=limits)
     except ValidationError as error:
         raise as_input_error(error) from error
 

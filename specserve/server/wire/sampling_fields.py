@@ -4,6 +4,7 @@ nor messages."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -53,10 +54,24 @@ _SAME_NAME = (
 
 
 def in_range(name: str) -> Any:
-    """A number that SamplingParams checks: null is its default there."""
+    """A number that SamplingParams checks: null is the server's default, see `with_defaults`."""
     _, low, high = RANGES[name]
-    default: Any = SamplingParams.__dataclass_fields__[name].default
-    return Field(None, json_schema_extra={"default": default, "minimum": low, "maximum": high})
+    return Field(None, json_schema_extra={"minimum": low, "maximum": high, "x-limits": {"default": f"default_{name}"}})
+
+
+def defaults(limits: Limits) -> dict[str, Any]:
+    """The values that the fields of `in_range` have by default, by their names in "x-limits"."""
+    stated = {name: SamplingParams.__dataclass_fields__[name].default for name in RANGES} | dict(limits.sampling)
+    return {f"default_{name}": value for name, value in stated.items()}
+
+
+def with_defaults(kind: type[Wire], fields: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """The fields of a request with the server's own defaults for those that it leaves out. A greedy one has no use for
+    them: it would be another text than the most likely one."""
+    if fields.get("temperature") == 0:
+        return dict(fields)
+    missing = {name: value for name, value in limits.sampling if fields.get(name) is None and name in kind.model_fields}
+    return {**fields, **missing}
 
 
 class StreamOptions(Wire):

@@ -17,7 +17,7 @@ from specserve.server.wire.fields import Limits, Name, Wire, well_formed
 from specserve.server.wire.json_text import json_object
 from specserve.server.wire.messages import TOOL_NAME
 from specserve.server.wire.requests import ChatCompletionRequest, checked
-from specserve.server.wire.sampling_fields import Speculative
+from specserve.server.wire.sampling_fields import Speculative, with_defaults
 from specserve.server.wire.sentences import as_input_error, shown
 
 AnyTranslated = TypeVar("AnyTranslated", bound="TranslatedRequest")
@@ -26,7 +26,7 @@ AnyTranslated = TypeVar("AnyTranslated", bound="TranslatedRequest")
 def read_translated(kind: type[AnyTranslated], body: bytes, limits: Limits) -> AnyTranslated:
     """The request that `body` holds. Raises InputError naming the field that is wrong or not supported."""
     try:
-        return kind.model_validate(json_object(body), context=limits)
+        return kind.model_validate(with_defaults(kind, json_object(body), limits), context=limits)
     except ValidationError as error:
         raise as_input_error(error) from error
 

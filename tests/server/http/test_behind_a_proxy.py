@@ -1,0 +1,50 @@
+"""A server whose paths have something before them where clients see them, and whose model states sampling values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specserve.testing import write_tiny_model
+
+STATED = {"temperature": 0.7, "top_p": 0.9}
+
+
+@pytest.fixture(scope="module")
+def server(serving_process: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("proxy")
+    model = write_tiny_model(folder / "model", "llama")
+    (model / "generation_config.json").write_text(json.dumps({**STATED, "eos_token_id": 289}))
+    flags = "--served-model-name=tiny", "--root-path=/llm/v2", "--api-key=sk-1"
+    with serving_process(model, folder, *flags, key="sk-1") as served:
+        yield served
+
+
+@pytest.mark.parametrize("before", ["", "/llm/v2"])
+def test_paths_are_known_with_and_without_what_is_before_them(server: Any, before: str) -> None:
+    """Some proxies leave it there, some take it away."""
+    assert server.get(f"{before}/v1/models").json["data"][0]["id"] == "tiny"
+    assert server.get(f"{before}/v1/models/tiny").status == 200
+    assert server.get(f"{before}/health").status == 200
+    document = server.get(f"{before}/openapi.json").json
+    assert document["servers"] == [{"url": "/llm/v2"}]
+    assert "/v1/models" in document["paths"]
+    assert b"<script>" in server.get(f"{before}/docs").body
+    assert server.get(f"{before}/llm/v1/models").status == 404
+    wrong = server.post(f"{before}/v1/messages", {"messages": []})
+    assert (wrong.status, wrong.json["type"]) == (400, "error"), "in the words of its API"
+
+
+def test_what_the_model_states_is_used_and_told(server: Any) -> None:
+    told = server.get("/server_info").json
+    assert told["sampling_defaults"] == STATED
+    assert (told["options"]["generation_config"], told["options"]["root_path"]) == ("auto", "/llm/v2")
+    body = {"prompt": "the cat", "max_tokens": 12, "seed": 5, "ignore_eos": True, "return_token_ids": True}
+
+    def ids(**more: Any) -> Any:
+        return server.post("/v1/completions", {**body, **more}).json["choices"][0]["token_ids"]
+
+    assert ids() == ids(**STATED) != ids(temperature=1, top_p=1)
