@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "server"
-PROGRAMS = ("aborts", "kill", "saturated", "streams", "overload", "overhead", "startup", "fuzz_server")
+PROGRAMS = ("aborts", "beside", "kill", "saturated", "streams", "overload", "overhead", "startup", "fuzz_server")
 SHARED = ("client", "findings", "prompts", "served", "sdk_turn", "fuzz_requests")
 TINY = ("--threads=1", "--max-num-seqs=4", "--kv-cache-gib=0.01", "--max-model-len=256")
 
@@ -54,6 +54,18 @@ def test_every_program_says_how_it_is_called(
         getattr(programs, name).main()
     assert left.value.code == 0
     assert f"python benchmarks/server/{name}.py" in capsys.readouterr().out
+
+
+def test_beside(tiny: Path, tmp_path: Path) -> None:
+    options = ("--seconds=0.5", "--rounds=1", "--scale=0.001", "--conversations=3")
+    figures = run("beside", tiny, tmp_path, *options)
+    names = [name.partition(": answers")[0] for name in figures if name.endswith(": answers")]
+    assert len(names) == 7
+    for name in names:
+        assert figures[f"{name}: answers"] > 0
+        assert figures[f"{name}: /health, longest"] > 0
+        assert figures[f"{name}: the longest gap grows by, mark"] == 20
+    assert set(figures["structured answers: statuses"]) == {"200"}
 
 
 def test_aborts(tiny: Path, tmp_path: Path) -> None:
