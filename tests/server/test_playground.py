@@ -146,13 +146,19 @@ def as_json(body: Any, **options: Any) -> Json:
     return reply(json.dumps(body).encode(), **options)
 
 
+FORCED: Json = {"jump_forward": {"num_draft_tokens": 9, "num_accepted_tokens": 9}}
 STATS: Json = {
     "model": "tiny",
     "state": "ready",
     "num_running": 2,
     "num_waiting": 1,
     "tokens": {"generated_per_s": 41.26},
-    "speculation": {"recent_tokens_per_step": 1.7517, "draft_acceptance_rate": None},
+    "speculation": {
+        "recent_tokens_per_step": 1.7517,
+        "num_draft_tokens": 9,
+        "num_accepted_tokens": 9,
+        "sources": FORCED,
+    },
     "kv_cache": {"usage": 0.126},
 }
 INFO: Json = {"engine": {"drafter": "ngram", "drafters": ["ngram", "none", "prediction"]}}
@@ -172,7 +178,12 @@ STEPS = [("Hé", 1), ("llo <b>", 2), ("", 1), ("🐢", 1), (" ż\n", 3), (" data
 ANSWER = "".join(text for text, _ in STEPS)
 
 
-def stream_bytes(steps: Sequence[tuple[str, int]] = STEPS, rate: float = 40.0, drafts: int = 7) -> bytes:
+def stream_bytes(
+    steps: Sequence[tuple[str, int]] = STEPS,
+    rate: float = 40.0,
+    drafts: int = 7,
+    by_source: dict[str, list[int]] | None = None,
+) -> bytes:
     """What the server sends for an answer of these steps, each a text and its number of tokens."""
     num_tokens = sum(count for _, count in steps)
     stats = SequenceStats(
@@ -186,6 +197,7 @@ def stream_bytes(steps: Sequence[tuple[str, int]] = STEPS, rate: float = 40.0, d
         num_accepted_tokens=drafts,
         accepted_by_position=[3, 2, 1, 1] if drafts else [],
         longest_draft=4 if drafts else 0,
+        by_source=by_source or {},
     )
     output = RequestOutput("r", None, [1, 2], [CompletionOutput(0, token_ids=[5] * num_tokens, stats=stats)])
     asked = Reply(
@@ -508,22 +520,76 @@ def test_a_message_stopped_before_its_answer_comes_back(meanwhile: str, left: st
 # --- drafting off -----------------------------------------------------------------------------------------------------
 
 
-def test_comparing_sends_the_same_without_drafts() -> None:
-    played = play([["type", "drafter", "prediction"], *SEND, ["compare"]], server(reply(WHOLE), reply(PLAIN)))
-    drafted, plain = played.chats
-    assert plain == {**{k: v for k, v in drafted.items() if k != "prediction"}, "speculative": {"drafter": "none"}}
-    ((said, kind),) = played.said()
-    assert said == "The texts are identical. 2.00 times the speed with drafts: 40.0 against 20.0 tokens/s."
-    assert "good" in kind.split()
+def compared(drafts: Sequence[float], plain: Sequence[float], plain_steps: Sequence[tuple[str, int]] = STEPS) -> Played:
+    """A comparison in which the runs with drafts and those without have these speeds, each in the order it is asked."""
+    left = {"drafts": list(drafts), "plain": list(plain)}
+    order = ["drafts", "plain", "plain", "drafts"] * 2 + ["drafts", "plain"]
+    made = {
+        "drafts": lambda rate: stream_bytes(rate=rate),
+        "plain": lambda rate: stream_bytes([(text, 1) for text, _ in plain_steps], rate, drafts=0),
+    }
+    runs = [reply(made[kind](left[kind].pop(0))) for kind in order]
+    return play([["type", "drafter", "prediction"], *SEND, ["compare"]], server(reply(WHOLE), *runs))
+
+
+def test_comparing_asks_the_same_with_and_without_drafts_in_turns() -> None:
+    played = compared([40.0] * 5, [20.0] * 5)
+    first, *runs = played.chats
+    salts = [run.pop("cache_salt") for run in runs]
+    assert len(set(salts)) == len(runs) == 10, "no run is helped by what another has left"
+    with_drafts = [run for run in runs if "prediction" in run]
+    assert with_drafts == [first] * 5
+    without = {**{k: v for k, v in first.items() if k != "prediction"}, "speculative": {"drafter": "none"}}
+    assert [run for run in runs if "prediction" not in run] == [without] * 5
+    assert ["prediction" in run for run in runs] == [True, False, False, True] * 2 + [True, False]
     assert len(played.articles()) == 2
+
+
+@pytest.mark.parametrize(
+    ("drafts", "plain", "found"),
+    [
+        (
+            [39.0, 41.0, 40.0, 52.0, 38.0],
+            [20.0, 21.0, 19.0, 20.0, 30.0],
+            "2.00 times the speed with drafts: 40.0 (38.0 to 52.0) against 20.0 (19.0 to 30.0) tokens/s",
+        ),
+        (
+            [10.0] * 5,
+            [20.0] * 5,
+            "0.50 times the speed with drafts: 10.0 (10.0 to 10.0) against 20.0 (20.0 to 20.0) tokens/s",
+        ),
+        (
+            [60.0, 50.0, 62.0, 61.0, 63.0],  # one pause of the machine in the others, one in these
+            [45.0, 44.0, 46.0, 51.0, 43.0],
+            "No measurable difference in speed: 61.0 (50.0 to 63.0) against 45.0 (43.0 to 51.0) tokens/s",
+        ),
+    ],
+)
+def test_only_what_is_no_noise_is_called_a_difference(drafts: list[float], plain: list[float], found: str) -> None:
+    ((said, kind),) = compared(drafts, plain).said()
+    assert said == f"The texts are identical. {found}, medians of 5 runs each, in turns."
+    assert "good" in kind.split()
+
+
+def test_one_token_has_no_speed() -> None:
+    short = stream_bytes([("Hé", 1)], drafts=0)
+    played = play([*SEND, ["compare"]], server(reply(short), reply(short)))
+    assert played.said()[0][0] == "The texts are identical. Too short to compare the speed."
+
+
+def test_drafts_that_are_asked_for_again_are_not_explained() -> None:
+    mark = [["type", "mark", "drafts"], *SEND, ["compare"]]
+    _, *runs = play(mark, server(reply(WHOLE), reply(WHOLE))).chats
+    assert {json.dumps(run.get("speculative")) for run in runs} == {"null", '{"drafter": "none"}'}
 
 
 def test_texts_that_differ_are_told() -> None:
     other = stream_bytes([("Hé", 1), ("llo <b>🐸", 1)], rate=80.0, drafts=0)
-    played = play([*SEND, ["compare"]], server(reply(WHOLE), reply(other)))
+    played = play([*SEND, ["compare"]], server(reply(WHOLE), reply(WHOLE), reply(other)))
     ((said, kind),) = played.said()
-    assert said.startswith("The texts differ from character 10 on. 0.50 times the speed")
+    assert said == "The texts differ from character 10 on."
     assert "wrong" in kind.split()
+    assert len(played.chats) == 3
 
 
 def test_comparing_can_be_stopped() -> None:
@@ -551,6 +617,18 @@ def test_the_live_view() -> None:
         "KV cache in use": "13 %",
     }
     assert played.at("about")["text"] == "tiny"
+
+
+def test_what_a_grammar_forces_is_no_accepted_draft() -> None:
+    """Neither in the live view nor under an answer; whose steps it came in are told apart."""
+    sources = {"ngram": {"num_draft_tokens": 4, "num_accepted_tokens": 1}, **FORCED}
+    speculation = {**STATS["speculation"], "num_draft_tokens": 13, "num_accepted_tokens": 10, "sources": sources}
+    forced = stream_bytes(by_source={"ngram": [8, 2], "jump_forward": [6, 5]})
+    played = play(SEND, server(reply(forced), stats=[as_json({**STATS, "speculation": speculation})]))
+    live = {name["text"]: value["text"] for name, value in (p["children"] for p in played.at("live")["children"])}
+    assert live["drafts accepted"] == "25 %"
+    shown = played.figures()
+    assert (shown["drafted"], shown["accepted"], shown["jump-forward"]) == ("8", "2 (25 %)", "5")
 
 
 def test_a_page_that_nobody_sees_asks_nothing() -> None:
