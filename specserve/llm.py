@@ -112,7 +112,7 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of them, through the model's chat
-        template; `template` goes to it."""
+        template; `template` goes to it. What a model that reasons thinks first is the outputs' `reasoning`."""
         batch = _conversations(messages)
         fields = self._requests.fields(drafter, prediction)
         each = zip(batch, _each(params, len(batch)), strict=True)

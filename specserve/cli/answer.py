@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
 
 from specserve.errors import EngineError, NoTokenLeftError
 from specserve.types import SequenceStats
@@ -20,6 +24,7 @@ class Answer:
     text: str
     num_tokens: int
     stats: SequenceStats
+    reasoning: str = ""
 
     def speed(self) -> str:
         """One line: tokens per second after the first token, time to the first, tokens a step, drafts accepted."""
@@ -37,23 +42,30 @@ class Answer:
 
 
 def write_text(chunk: Chunk) -> None:
+    """Its text to standard output; what the model thinks before goes beside it, to standard error."""
+    if chunk.reasoning:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(chunk.reasoning, "dim"), end="")
     print(chunk.text, end="", flush=True)
 
 
 def write(chunks: Iterable[Chunk], show: Callable[[Chunk], object] = write_text) -> Answer:
     """Write a stream to standard output as it comes. Raises as `check` for an error of its own."""
     texts: list[str] = []
+    thoughts: list[str] = []
     num_tokens = 0
     stats: SequenceStats | None = None
     for chunk in chunks:
+        if chunk.text and thoughts and not any(texts):
+            print("\n", file=sys.stderr)
         show(chunk)
         texts.append(chunk.text)
+        thoughts += [chunk.reasoning] if chunk.reasoning else []
         num_tokens += len(chunk.token_ids)
         check(chunk)
         stats = chunk.stats or stats
     print()
     assert stats is not None, "the last chunk of a stream has its stats"
-    return Answer("".join(texts), num_tokens, stats)
+    return Answer("".join(texts), num_tokens, stats, "".join(thoughts))
 
 
 def check(said: Chunk | CompletionOutput) -> None:

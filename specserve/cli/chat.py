@@ -89,7 +89,8 @@ class Conversation:
         print(f"[{said.speed()}]", file=sys.stderr)
         if self.marked:
             Console(stderr=True, highlight=False).print(self.marked.legend())
-        self.messages = [*asked, {"role": "assistant", "content": said.text}]
+        thought = {"reasoning_content": said.reasoning} if said.reasoning else {}
+        self.messages = [*asked, {"role": "assistant", "content": said.text, **thought}]
 
 
 def _line_editing() -> str:

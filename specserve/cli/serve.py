@@ -47,6 +47,10 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
         OPERATION,
         "fcfs: first come, first served; priority: any request may have a priority of its own.",
     ),
+    "reasoning_format": (
+        OPERATION,
+        "auto: what a model thinks before it answers a conversation is told apart; none: it is text.",
+    ),
     "max_queue": (PATIENCE, "Completions that may wait; more are refused with 429."),
     "max_body_mib": (PATIENCE, "Largest body of a request, in MiB."),
     "max_tokenize_characters": (PATIENCE, "Longest text that /tokenize and count_tokens take."),

@@ -11,6 +11,7 @@ from specserve.engine.outputs import RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import InputError
 from specserve.sampling import bad_words
+from specserve.text.reasoning_split import splitting
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import BadWords, SamplingParams
 
@@ -51,9 +52,11 @@ class Requests:
     def of_chat(
         self, messages: Messages, params: SamplingParams, template: Mapping[str, Any], **fields: Any
     ) -> tuple[Request, RequestOutput]:
-        """`template` goes to the chat template."""
+        """`template` goes to the chat template. Reasoning is told apart in the answer to a conversation."""
         text, ids = self._tokenizer.chat_ids(messages, **template)
-        return self._make(text, ids, params, fields)
+        request, output = self._make(text, ids, params, fields)
+        output.split = splitting(self._tokenizer, params, ids)
+        return request, output
 
     def _make(
         self, text: str | None, ids: list[int], params: SamplingParams, fields: Mapping[str, Any]

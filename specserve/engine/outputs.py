@@ -11,15 +11,15 @@ from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import FailureCode, SpecserveError
 from specserve.explained import Explained
-from specserve.text.detokenizer import Detokenizer
-from specserve.text.stops import StopString
+from specserve.text.detokenizer import Split, detokenizers
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import Event, FinishReason, LogprobBlock, SamplingParams, SequenceStats, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New text of one completion. `finish_reason` and `stats` come with the last chunk, whose text may be empty."""
+    """New text of one completion. `finish_reason` and `stats` come with the last chunk, whose text may be empty. Where
+    reasoning is told apart, `text` is the answer's."""
 
     request_id: str
     index: int
@@ -32,12 +32,16 @@ class Chunk:
     error_code: FailureCode | None = None
     stats: SequenceStats | None = None
     explained: Explained | None = None  # the step that it came from, if asked for
-    pieces: list[str] = field(default_factory=list)  # of the text, what each token made visible; the end's is no piece
+    pieces: list[str] = field(default_factory=list)  # of all text, what each token made visible; the end's is no piece
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0  # first ones of token_ids that are reasoning or mark it; fewer than 0: so many before
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n completions. `logprobs` has an entry per token id if they were asked for."""
+    """One of a request's n completions. `logprobs` has an entry per token id if they were asked for. `reasoning`, of a
+    chat with a model that reasons, is no part of `text`; `num_reasoning_tokens` of the tokens are reasoning or mark
+    it."""
 
     index: int
     text: str = ""
@@ -48,6 +52,8 @@ class CompletionOutput:
     error: str | None = None  # with finish_reason "error"; so is the next
     error_code: FailureCode | None = None
     stats: SequenceStats = field(default_factory=SequenceStats)
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -62,19 +68,21 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its completions so far; `finished` when all have ended."""
+    """A request and its completions so far; `finished` when all have ended. `split` makes what tells a completion's
+    reasoning apart; None where all is text."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    split: Split | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, request: Request, prompt: str | None) -> RequestOutput:
+    def of(cls, request: Request, prompt: str | None, split: Split | None = None) -> RequestOutput:
         """Of a request that has not begun; `prompt` is its text."""
         completions = [CompletionOutput(index) for index in range(request.params.n)]
-        return cls(request.id, prompt, request.prompt_ids, completions)
+        return cls(request.id, prompt, request.prompt_ids, completions, split=split)
 
     @property
     def finished(self) -> bool:
@@ -94,13 +102,10 @@ class Collector:
         abort: Callable[[str, int], object],
         lazily: bool = False,
     ) -> None:
-        self.output = output
+        self.output, self._abort, self._lazily = output, abort, lazily
         self.chunks: deque[Chunk] = deque()  # not taken yet
-        self._abort = abort
-        self._lazily = lazily
         self._shows_stop = params.include_stop_str_in_output
-        stops = [StopString(stop) for stop in params.stop]
-        self._texts = [Detokenizer(tokenizer, params, output.prompt_token_ids, stops) for _ in output.outputs]
+        self._texts = detokenizers(len(output.outputs), tokenizer, params, output.prompt_token_ids, output.split)
 
     @property
     def finished(self) -> bool:
@@ -123,23 +128,19 @@ class Collector:
             self._abort(event.request_id, event.index)
 
     def _chunk(self, event: Event) -> Chunk:
-        text = self._texts[event.index]
+        text, tokens = self._texts[event.index], event.tokens
         # A token that ended the completion is an id and no text, as in vLLM.
         hides_end = event.finish_reason == "stop" and not self._shows_stop
-        step = text.push(event.tokens[:-1] if hides_end else event.tokens)
-        tokens, logprobs, visible = event.tokens, self._scores(event.logprobs), step.text
-        reason, stop = event.finish_reason, event.stop_reason
+        step = text.push(tokens[:-1] if hides_end else tokens, final=event.finish_reason is not None)
+        reason, stop, logprobs = event.finish_reason, event.stop_reason, self._scores(event.logprobs)
         if step.stop is not None:
             reason, stop, tokens = "stop", step.stop, tokens[: step.num_kept]
-            logprobs = None if logprobs is None else logprobs[: step.num_kept]
-        elif reason is not None:
-            visible += text.finish()
-        rest = event.error, event.error_code, event.stats if reason else None, event.explained, step.pieces
-        return Chunk(event.request_id, event.index, visible, tokens, logprobs, reason, stop, *rest)
+            logprobs = logprobs and logprobs[: step.num_kept]
+        rest = event.error, event.error_code, event.stats if reason else None, event.explained, step.pieces, *step.apart
+        return Chunk(event.request_id, event.index, step.text, tokens, logprobs, reason, stop, *rest)
 
     def _scores(self, blocks: list[LogprobBlock] | None) -> Any:
-        scores = None if blocks is None else Packed(blocks)
-        return scores if scores is None or self._lazily else list(scores)
+        return None if blocks is None else Packed(blocks) if self._lazily else list(Packed(blocks))
 
 
 def extended(scores: Any, more: Any) -> Any:
@@ -154,6 +155,8 @@ def _append(completion: CompletionOutput, chunk: Chunk) -> None:
     text, completion.text = completion.text, ""  # Python lets a text grow in place that has one name, a local one
     text += chunk.text
     completion.text = text
+    completion.reasoning += chunk.reasoning
+    completion.num_reasoning_tokens += chunk.num_reasoning_tokens
     completion.token_ids += chunk.token_ids
     if chunk.logprobs is not None:
         completion.logprobs = extended(completion.logprobs, chunk.logprobs)

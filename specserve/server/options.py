@@ -11,6 +11,7 @@ from specserve.errors import ConfigError, strict_fields, unknown
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+REASONING_FORMATS = ("auto", "none")
 FCFS, PRIORITY = SCHEDULING_POLICIES = ("fcfs", "priority")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)*")
 _HOST = re.compile(r"\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -26,8 +27,9 @@ class ServeOptions:
     those that run. `max_tokenize_characters`: most of a text that /tokenize and count_tokens take, and of a prompt
     where nothing is known of the fewest tokens that it can have. `scheduling_policy`: requests run as they come
     ("fcfs"), and one that has a priority of its own is refused; or such as have one are taken ("priority"), and any
-    client can send it. `api_key` and the lines of `api_key_file` are keys; with any, all routes but /live, /health,
-    /ready and the pages / and /docs need one.
+    client can send it. `reasoning_format`: reasoning that a model marks as its files say is told apart from its answers
+    to conversations ("auto"), or is text as all else ("none"). `api_key` and the lines of `api_key_file` are keys; with
+    any, all routes but /live, /health, /ready and the pages / and /docs need one.
     `allowed_host`: names besides localhost and addresses that the Host of a request may have ("*" is any); without any,
     Host is looked at only where `host` is an address that this machine alone can reach.
     `share_drafts`: requests without a key or a cache_salt draft from each other's answers; else nothing is kept of
@@ -51,6 +53,7 @@ class ServeOptions:
     tls_key: Path | None = None
     max_queue: int = 512
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    reasoning_format: Literal["auto", "none"] = "auto"
     max_body_mib: float = 16.0
     max_tokenize_characters: int = 2**20
     header_timeout_s: float = 10.0
@@ -69,6 +72,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         words = {"log_format": LOG_FORMATS, "log_level": LOG_LEVELS, "scheduling_policy": SCHEDULING_POLICIES}
+        words["reasoning_format"] = REASONING_FORMATS
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))

@@ -34,6 +34,8 @@ from specserve.server.wire.tool_calls import keeping_delimiters
 from specserve.structured.base import RefusedError as StructureRefusedError
 from specserve.structured.spec import Structured
 from specserve.structured.tags import ignored_formats
+from specserve.text.detokenizer import Split
+from specserve.text.reasoning_split import splitting
 from specserve.text.tokenizer import Tokenizer
 from specserve.text.tools import CallFormat
 from specserve.text.worker import Answer as Rendered
@@ -56,6 +58,7 @@ class Prepared:
     request: Request
     prompt: str | None = None  # as text
     source: str = "structured"  # the field of the body that params.structured comes from
+    split: Split | None = None  # makes what tells a completion's reasoning apart
 
     def having(self, **fields: Any) -> Prepared:
         """The same with other fields of its request."""
@@ -71,7 +74,7 @@ class _Answer:
         request = prepared.request
         self._running = set(range(request.params.n))
         self._end_one = end_one
-        self.output = RequestOutput.of(request, prepared.prompt)
+        self.output = RequestOutput.of(request, prepared.prompt, prepared.split)
         self._port = port
         self._news = news
         self._metrics = service.metrics
@@ -185,9 +188,13 @@ class Service:
         trials: Trials,
         chats: Chats,
         max_characters: int = 2**20,
+        reasoning_apart: bool = True,
     ) -> None:
-        """`max_characters` are the most of a text that is tokenized though nothing bounds its tokens."""
+        """`max_characters` are the most of a text that is tokenized though nothing bounds its tokens;
+        `reasoning_apart`: whether the reasoning in answers to conversations is told apart."""
         self._max_characters = max_characters
+        self._reasoning_apart = reasoning_apart
+        self._knows_reasoning = False  # of the model; to find it out takes a while
         self.trials, self.chats = trials, chats
         self.supervisor = supervisor
         self.tokenizer = tokenizer
@@ -260,13 +267,25 @@ class Service:
             return prepared, None
         params, written = prepared.request.params, format_for(use, self.tokenizer.call_format)
         asked = constraint(use, written, params.structured)
-        make = await self.on_thread(self._reader, use, written, prepared.prompt or "")
+        make = await self.on_thread(self._reader, use, written, prepared)
         prepared = prepared.having(params=replace(keeping_delimiters(written, params), structured=asked))
         return replace(prepared, source="tools" if asked else prepared.source), make
 
-    def _reader(self, use: ToolUse, written: CallFormat, prompt: str) -> Callable[[], AnswerParser]:
+    def _reader(self, use: ToolUse, written: CallFormat, prepared: Prepared) -> Callable[[], AnswerParser]:
         """The first loads a parser, and finds out whether the model reasons."""
-        return reader(use, written, prompt, reasons=self.tokenizer.reasoning is not None)
+        reasoning, request = self.tokenizer.reasoning, prepared.request
+        beginning = "behind" if reasoning is None else reasoning.beginning(request.prompt_ids)
+        return reader(use, written, prepared.prompt or "", beginning, self._reasoning_apart)
+
+    async def with_reasoning_apart(self, prepared: Prepared) -> Prepared:
+        """The request, with its final parameters, of a conversation in whose answer there may be reasoning."""
+        if not self._reasoning_apart:
+            return prepared
+        request = prepared.request
+        size = len(request.prompt_ids) if self._knows_reasoning else _LONG_CHARACTERS
+        split = await self.run(size, splitting, self.tokenizer, request.params, request.prompt_ids)
+        self._knows_reasoning = True
+        return replace(prepared, split=split) if split else prepared
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function whose work grows with `size`, a number of characters: on a thread if there are many."""

@@ -14,6 +14,7 @@ from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.enforced_calls import EnforcedCalls
 from specserve.server.wire.tool_calls import ToolCalling, ids_of_calls
 from specserve.structured.spec import Structured
+from specserve.text.reasoning import Beginning
 from specserve.text.tool_tags import HERMES, CallStyle, is_strict
 from specserve.text.tools import PLAIN, CallFormat
 
@@ -93,12 +94,15 @@ def _element(asked: Structured) -> dict[str, Any]:
     raise InputError(f'tools: beside a {asked.kind} they cannot be called. Send tool_choice "none".', "tools")
 
 
-def reader(use: ToolUse, written: CallFormat, prompt: str, reasons: bool = False) -> Callable[[], AnswerParser]:
-    """What makes the parser of each completion. `prompt` is the rendered one; `reasons`: calls come behind text of a
-    model that reasons first. The first call takes a second."""
+def reader(
+    use: ToolUse, written: CallFormat, prompt: str, beginning: Beginning = "behind", apart: bool = True
+) -> Callable[[], AnswerParser]:
+    """What makes the parser of each completion. `prompt` is the rendered one, behind which the answer begins so; the
+    parser meets reasoning only where that is not told `apart`. The first call takes a second."""
     style = written.style
-    if use.must_call and style is not None and not style.has_tags and not reasons:
+    if use.must_call and style is not None and not style.has_tags and (apart or beginning == "behind"):
         return functools.partial(EnforcedCalls, style, ids_of_calls(written))
+    prompt = "" if apart and beginning == "inside" else prompt  # which holds nothing of what the parser meets
     return ToolCalling(written, use.tools, prompt, parallel=use.parallel).parser
 
 

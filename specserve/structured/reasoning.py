@@ -34,7 +34,6 @@ class ReasoningGrammar:
         self.grammar = grammar
         self.reasoning = reasoning
         self.is_open = is_open
-        self.fallbacks = _fallbacks(reasoning.close)
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +67,7 @@ class ReasoningState:
     def __init__(self, grammar: ReasoningGrammar) -> None:
         self._open, self._close = grammar.reasoning.open, grammar.reasoning.close
         self._eos_ids = grammar.reasoning.eos_ids
-        self._fallbacks = grammar.fallbacks
+        self._fallbacks = grammar.reasoning.fallbacks
         self._states: tuple[GrammarState, GrammarState] = (grammar.grammar.start(), grammar.grammar.start())
         self._place = _Place(_Phase.THINKING if grammar.is_open else _Phase.OPENING)
         self._past: list[_Place] = []
@@ -160,13 +159,3 @@ class ReasoningState:
             return self._place  # most tokens of most reasoning: one object for all of them
         phase = _Phase.ANSWERING if matched == len(self._close) else _Phase.THINKING
         return _Place(phase, matched, self._place.moved, False)
-
-
-def _fallbacks(marker: tuple[int, ...]) -> list[int]:
-    """For each number of tokens matched, how many are still matched when the next one does not fit: the longest proper
-    end of those that begins the marker (Knuth, Morris and Pratt)."""
-    found = [0, 0]
-    for size in range(2, len(marker)):
-        ends = (n for n in range(size - 1, 0, -1) if marker[:n] == marker[size - n : size])
-        found.append(next(ends, 0))
-    return found

@@ -9,9 +9,11 @@ DecodeStream and most engines do) waits for the next token after any U+FFFD, and
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from specserve.text.reasoning_split import ReasoningSplit
 from specserve.text.stops import StopSearch, StopString
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
@@ -22,12 +24,26 @@ _MAX_CHARACTER_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class Step:
     """What some tokens made visible: new `text`; how many of them are kept, `num_kept`, fewer than given when a stop
-    string was complete before the last; and that stop string, or None. `pieces` are the text by token."""
+    string was complete before the last; and that stop string, or None. `pieces` are the text by token, but for what the
+    end has made visible. Where reasoning is told apart, `text` is the answer's, and `apart` is new reasoning and how
+    many more tokens, or fewer, have turned out to be reasoning or to mark it."""
 
     text: str
     num_kept: int
     stop: str | None = None
     pieces: list[str] = field(default_factory=list, compare=False)
+    apart: tuple[str, int] = ("", 0)
+
+
+Split: TypeAlias = Callable[[], ReasoningSplit]
+
+
+def detokenizers(
+    count: int, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int], split: Split | None = None
+) -> list[Detokenizer]:
+    """Those of a request's completions, which share their stop strings."""
+    stops = [StopString(stop) for stop in params.stop]
+    return [Detokenizer(tokenizer, params, prompt_ids, stops, split and split()) for _ in range(count)]
 
 
 class Detokenizer:
@@ -44,8 +60,9 @@ class Detokenizer:
         params: SamplingParams,
         prompt_ids: Sequence[int],
         stops: Sequence[StopString] | None = None,
+        split: ReasoningSplit | None = None,
     ) -> None:
-        """`stops` are those of `params`, where completions share them."""
+        """`stops` are those of `params`, where completions share them; `split` tells reasoning apart."""
         self._tokenizer = tokenizer
         self._params = params
         self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
@@ -54,21 +71,30 @@ class Detokenizer:
         self._held = ""
         self._num_tokens = 0
         self._ended = False
+        self._split = split
         # A prompt of ids can end inside a character; the completion then begins with the rest of it.
         self._utf8.decode(b"".join(self._bytes(token) for token in prompt_ids[-_MAX_CHARACTER_BYTES:]))
 
-    def push(self, token_ids: Sequence[int]) -> Step:
-        """Take the next tokens. Must not be called after a stop string or `finish`."""
+    def push(self, token_ids: Sequence[int], final: bool = False) -> Step:
+        """Take the next tokens, the last ones if `final`. Must not be called after a stop string or the last ones."""
         assert not self._ended, "push after the end"
         pieces: list[str] = []
+        sizes: list[int] = []
+        stop = None
         for token in token_ids:
             self._num_tokens += 1
-            piece, stop = self._release(self._utf8.decode(self._bytes(token)))
+            decoded = self._utf8.decode(self._bytes(token))
+            piece, stop = self._release(decoded)
             pieces.append(piece)
+            sizes.append(len(decoded))
             if stop is not None:
                 self._ended = True
-                return Step("".join(pieces), len(pieces), stop, pieces)
-        return Step("".join(pieces), len(pieces), None, pieces)
+                break
+        text = "".join(pieces) + (self.finish() if final else "")
+        if self._split is None:
+            return Step(text, len(pieces), stop, pieces)
+        reasoning, text, num_tokens = self._split.push(token_ids[: len(pieces)], sizes, text, self._ended)
+        return Step(text, len(pieces), stop, pieces, (reasoning, num_tokens))
 
     def finish(self) -> str:
         """What was held back, once no more tokens will come: empty after a stop string."""

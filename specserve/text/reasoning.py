@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence as Many
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from specserve.errors import InputError, ModelError
@@ -23,7 +24,7 @@ _KNOWN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reasoning:
     """The tokens around a model's reasoning, one or several in a row each. `header` are those that a prompt ends with,
     behind its last control token, where the model's turn begins; None where no chat template says so. `controls` are
@@ -35,6 +36,16 @@ class Reasoning:
     header: tuple[int, ...] | None
     controls: frozenset[int]
     eos_ids: frozenset[int]
+
+    @cached_property
+    def fallbacks(self) -> list[int]:
+        """For each number of tokens of `close` matched, how many are still matched when the next one does not fit: the
+        longest proper end of those that begins it (Knuth, Morris and Pratt)."""
+        found, close = [0, 0], self.close
+        for size in range(2, len(close)):
+            ends = (n for n in range(size - 1, 0, -1) if close[:n] == close[size - n : size])
+            found.append(next(ends, 0))
+        return found
 
     def beginning(self, prompt_ids: Many[int]) -> Beginning:
         """Where the answer to a prompt begins."""

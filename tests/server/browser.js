@@ -16,7 +16,8 @@ class Element {
   }
   setAttribute(name, value) {
     if (/^on|^style$/.test(name)) throw new Error("the policy forbids the attribute " + name);
-    if (!["hidden", "disabled", "open"].includes(name)) this.attributes[name] = String(value);
+    if (["hidden", "disabled", "open"].includes(name)) this[name] = true;
+    else this.attributes[name] = String(value);
   }
   get value() {
     if (this.chosen !== undefined) return this.chosen;

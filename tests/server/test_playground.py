@@ -183,6 +183,7 @@ def stream_bytes(
     rate: float = 40.0,
     drafts: int = 7,
     by_source: dict[str, list[int]] | None = None,
+    thought: str = "",
 ) -> bytes:
     """What the server sends for an answer of these steps, each a text and its number of tokens."""
     num_tokens = sum(count for _, count in steps)
@@ -209,7 +210,8 @@ def stream_bytes(
         include_usage=True,
     )
     stream = ChatStream(asked, output)
-    chunks = [Chunk("r", 0, text, [5] * count) for text, count in steps]
+    chunks = [Chunk("r", 0, "", [5, 5], reasoning=thought)] if thought else []
+    chunks += [Chunk("r", 0, text, [5] * count) for text, count in steps]
     last = Chunk("r", 0, "", [], finish_reason="length", stats=stats)
     events = [event for chunk in [*chunks, last] for event in stream.push(chunk)] + stream.end(9.0)
     return b"".join(map(stream.frame, events))
@@ -328,6 +330,18 @@ def test_text_is_shown_in_its_steps_and_as_text() -> None:
     assert of_class(mine, "text")[0]["children"] == ["Hi"]
     assert theirs["aria-busy"] == "false"
     assert played.at("entry").get("value", "") == ""
+
+
+def test_reasoning_stands_in_a_fold_before_the_answer_and_is_sent_back() -> None:
+    again = [["type", "entry", "More"], ["press", "entry", "Enter"]]
+    played = play([*SEND, *again], server(reply(stream_bytes(thought="Hm, <b>")), reply(WHOLE)))
+    thought, without = (of_class(article, "thought")[0] for article in played.articles()[1::2])
+    assert (thought["text"], without["text"]) == ("Hm, <b>", "")
+    folds = [e for article in played.articles()[1::2] for e in elements(article) if e["tag"] == "details"]
+    assert [fold.get("hidden", False) for fold in folds] == [False, True]
+    assert of_class(played.articles()[1], "text")[0]["text"] == ANSWER
+    said = {"role": "assistant", "content": ANSWER, "reasoning_content": "Hm, <b>"}
+    assert played.chats[1]["messages"][1] == said
 
 
 def draft(text: str, place: str, *who: str) -> Json:

@@ -103,7 +103,8 @@ async def prepare_chat(
     prepared = _prepare(server, asked, ids, prompt, prediction)
     prepared = replace(prepared, source=own_names.get(prepared.source, prepared.source))
     tools = ToolUse(asked.callable_tools, asked.must_call, asked.parallel_tool_calls)
-    return await server.service.with_tools(prepared, tools)
+    prepared, parser = await server.service.with_tools(prepared, tools)
+    return await server.service.with_reasoning_apart(prepared), parser
 
 
 def conversation_of(server: Context, asked: ChatCompletionRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -76,7 +76,8 @@ class _Life:
         self._spawned = time.perf_counter()
         trials = Trials(folder, engine.get("grammar_backend", AUTO))
         most = options.max_tokenize_characters
-        self._service = Service(self._supervisor, Tokenizer(folder), metrics, trials, Chats(folder), most)
+        apart = options.reasoning_format == "auto"
+        self._service = Service(self._supervisor, Tokenizer(folder), metrics, trials, Chats(folder), most, apart)
         admission = Admission(engine["max_num_seqs"] + options.max_queue)
         self._context = Context(
             options=options,

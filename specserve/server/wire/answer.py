@@ -1,7 +1,9 @@
-"""An answer's text as what it is made of: texts, and calls of tools. Knows how both grow; parses nothing itself.
+"""An answer's text as what it is made of: reasoning, texts, and calls of tools. Knows how they grow; parses nothing
+itself.
 
-Whoever can tell calls from text gives an `AnswerParser`. It turns growing text into parts, and the shapes of the APIs
-that have content blocks or output items are made of those; without one all of an answer is text.
+Reasoning, where it is told apart, comes before all else. Whoever can tell calls from text gives an `AnswerParser`. It
+turns growing text into parts, and the shapes of the APIs that have content blocks or output items are made of those;
+without one all of an answer is text.
 """
 
 from __future__ import annotations
@@ -23,6 +25,13 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what the model thought before it answered."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """A call begins: `id` as it is told to the client, `name` of the tool."""
 
@@ -37,7 +46,7 @@ class Arguments:
     text: str
 
 
-Part: TypeAlias = Text | Call | Arguments
+Part: TypeAlias = Reasoning | Text | Call | Arguments
 
 
 class AnswerParser(Protocol):
@@ -70,15 +79,18 @@ class PlainText:
 
 def parts_of(parser: AnswerParser, answer: Chunk | CompletionOutput) -> list[Part]:
     """The parts of a chunk, or of a whole answer. Log-probabilities go with its first text; with an empty one if it has
-    none. They are asked for only where there are no tools, so they cannot be those of a call."""
+    none. They are asked for only where there are no tools, so they cannot be those of a call; those of reasoning are
+    left out."""
+    before: list[Part] = [Reasoning(answer.reasoning)] if answer.reasoning else []
     parts = parser.push(answer.text)
     if answer.finish_reason is not None:
         parts += parser.finish()
-    if not answer.logprobs:
-        return parts
+    scores = answer.logprobs and answer.logprobs[max(answer.num_reasoning_tokens, 0) :]
+    if not scores:
+        return before + parts
     first = parts[0] if parts else Text("")
     assert isinstance(first, Text), "log-probabilities of an answer that calls tools"
-    return [Text(first.text, answer.logprobs), *parts[1:]]
+    return [*before, Text(first.text, scores), *parts[1:]]
 
 
 # --- parts added up ---------------------------------------------------------------------------------------------------
@@ -91,6 +103,18 @@ class TextItem:
     index: int
     pieces: list[str] = field(default_factory=list)  # joined once: to put each behind the text copies that every time
     scores: Sequence[TokenLogprobs] | None = None  # of its tokens, if they were asked for
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
+class ReasoningItem:
+    """Reasoning that stands together."""
+
+    index: int
+    pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -111,31 +135,33 @@ class CallItem:
         return "".join(self.pieces)
 
 
-Item: TypeAlias = TextItem | CallItem
+Item: TypeAlias = ReasoningItem | TextItem | CallItem
 
 
 def begins(part: Part, last: Item | None) -> bool:
     """Whether an item begins with this part, `last` being the one before."""
     assert isinstance(last, CallItem) or not isinstance(part, Arguments), "arguments without a call"
+    if isinstance(part, Reasoning):
+        return not isinstance(last, ReasoningItem)
     return isinstance(part, Call) or (isinstance(part, Text) and not isinstance(last, TextItem))
 
 
 def begun(part: Part, index: int) -> Item:
     """The item that begins with this part, which is still to be added."""
     assert not isinstance(part, Arguments)
-    return CallItem(index, part.id, part.name) if isinstance(part, Call) else TextItem(index)
+    if isinstance(part, Call):
+        return CallItem(index, part.id, part.name)
+    return TextItem(index) if isinstance(part, Text) else ReasoningItem(index)
 
 
 def add(item: Item, part: Part) -> None:
     """Let the item grow by this part."""
-    if isinstance(part, Text):
+    if isinstance(part, Call):
+        return
+    item.pieces.append(part.text)
+    if isinstance(part, Text) and part.scores:
         assert isinstance(item, TextItem)
-        item.pieces.append(part.text)
-        if part.scores:
-            item.scores = extended(item.scores, part.scores)
-    elif isinstance(part, Arguments):
-        assert isinstance(item, CallItem)
-        item.pieces.append(part.text)
+        item.scores = extended(item.scores, part.scores)
 
 
 def items_of(parts: Iterable[Part]) -> list[Item]:

@@ -9,6 +9,7 @@ comes.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from specserve.engine.outputs import CompletionOutput, RequestOutput
@@ -17,6 +18,8 @@ from specserve.server.wire.answer import (
     Arguments,
     Item,
     PlainText,
+    Reasoning,
+    ReasoningItem,
     Text,
     TextItem,
     items_of,
@@ -79,16 +82,25 @@ class MessageStream(ItemStream):
     def _open(self, item: Item) -> list[str]:
         return [json_text({"type": "content_block_start", "index": item.index, "content_block": _block(item)})]
 
-    def _grow(self, item: Item, part: Text | Arguments) -> str:
-        delta = (
-            {"type": "text_delta", "text": part.text}
-            if isinstance(part, Text)
-            else {"type": "input_json_delta", "partial_json": part.text}
-        )
-        return json_text({"type": "content_block_delta", "index": item.index, "delta": delta})
+    def _grow(self, item: Item, part: Reasoning | Text | Arguments) -> str:
+        kind, name = _DELTAS[type(part)]
+        return self._delta(item, {"type": kind, name: part.text})
 
     def _close(self, item: Item, cut: bool) -> list[str]:
-        return [json_text({"type": "content_block_stop", "index": item.index})]
+        stop = json_text({"type": "content_block_stop", "index": item.index})
+        if not isinstance(item, ReasoningItem):
+            return [stop]
+        return [self._delta(item, {"type": "signature_delta", "signature": _signature(item)}), stop]
+
+    def _delta(self, item: Item, delta: dict[str, str]) -> str:
+        return json_text({"type": "content_block_delta", "index": item.index, "delta": delta})
+
+
+_DELTAS = {
+    Reasoning: ("thinking_delta", "thinking"),
+    Text: ("text_delta", "text"),
+    Arguments: ("input_json_delta", "partial_json"),
+}
 
 
 def _message(reply: Reply, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -98,7 +110,14 @@ def _message(reply: Reply, content: list[dict[str, Any]]) -> dict[str, Any]:
 def _block(item: Item) -> dict[str, Any]:
     if isinstance(item, TextItem):
         return {"type": "text", "text": item.text}
+    if isinstance(item, ReasoningItem):
+        return {"type": "thinking", "thinking": item.text, "signature": _signature(item)}
     return {"type": "tool_use", "id": item.id, "name": item.name, "input": object_so_far(item.arguments)}
+
+
+def _signature(item: ReasoningItem) -> str:
+    """Clients send a thinking block back only where it has one. Nothing is made of it here; it is the text's digest."""
+    return hashlib.sha256(item.text.encode()).hexdigest() if item.pieces else ""
 
 
 def _reasons(completion: CompletionOutput, parser: AnswerParser) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class PromptTokensDetails(TypedDict):
 class CompletionTokensDetails(TypedDict):
     """Of the output's tokens."""
 
+    reasoning_tokens: int
+    """Tokens of reasoning that was told apart, and those that mark it."""
     accepted_prediction_tokens: int
     """Tokens drafted from the request's `prediction` that the model agreed with."""
     rejected_prediction_tokens: int
@@ -162,6 +164,8 @@ class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     """Null where the model called tools and said nothing else."""
+    reasoning_content: NotRequired[str]
+    """What a model that reasons thought before; left out where it thought nothing."""
     refusal: None
     tool_calls: NotRequired[list[ToolCall]]
 
@@ -194,11 +198,14 @@ class ChatCompletion(TypedDict):
     metrics: Metrics
 
 
+@_described
 class ChatDelta(TypedDict):
     """A choice's first delta has the role and an empty content; its last has nothing."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    """The next part of what a model that reasons thinks before it answers."""
     tool_calls: NotRequired[list[ToolCallDelta]]
 
 

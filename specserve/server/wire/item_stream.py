@@ -14,6 +14,7 @@ from specserve.server.wire.answer import (
     Item,
     Part,
     PlainText,
+    Reasoning,
     Text,
     add,
     begins,
@@ -71,7 +72,7 @@ class ItemStream(Stream):
         """The events an item begins with, still empty."""
 
     @abstractmethod
-    def _grow(self, item: Item, part: Text | Arguments) -> Event:
+    def _grow(self, item: Item, part: Reasoning | Text | Arguments) -> Event:
         """The event that tells of new text or arguments, which the item has already."""
 
     @abstractmethod

@@ -7,15 +7,18 @@ completed, incomplete or failed. Events are numbered; nothing comes after the la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specserve.engine.outputs import RequestOutput
 from specserve.server.wire.answer import (
     AnswerParser,
     Arguments,
+    CallItem,
     Item,
     PlainText,
+    Reasoning,
+    ReasoningItem,
     Text,
     TextItem,
     items_of,
@@ -77,39 +80,40 @@ class ResponseStream(ItemStream):
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def _open(self, item: Item) -> list[Event]:
-        empty = {"status": "in_progress", "content": []} if isinstance(item, TextItem) else {"status": "in_progress"}
+        empty = {"status": "in_progress"} if isinstance(item, CallItem) else {"status": "in_progress", "content": []}
         added = {**_item(self._reply, item, cut=False), **empty}
         events = [self._event("response.output_item.added", output_index=item.index, item=added)]
-        if isinstance(item, TextItem):
+        if not isinstance(item, CallItem):
             events.append(self._event("response.content_part.added", **self._at(item), part=_part(self._reply, item)))
         return events
 
-    def _grow(self, item: Item, part: Text | Arguments) -> Event:
+    def _grow(self, item: Item, part: Reasoning | Text | Arguments) -> Event:
         if isinstance(part, Text):
             self._num_scores += len(part.scores)
             scores = _scores(self._reply, part.scores)
             return self._event("response.output_text.delta", **self._at(item), delta=part.text, logprobs=scores)
-        return self._event("response.function_call_arguments.delta", **self._at(item), delta=part.text)
+        kind = "reasoning_text" if isinstance(part, Reasoning) else "function_call_arguments"
+        return self._event(f"response.{kind}.delta", **self._at(item), delta=part.text)
 
     def _close(self, item: Item, cut: bool) -> list[Event]:
         whole = _item(self._reply, item, cut)
         self._told.append(whole)
         at = self._at(item)
-        if isinstance(item, TextItem):
+        if not isinstance(item, CallItem):
             part = _part(self._reply, item)
-            said = {"text": part["text"], "logprobs": part["logprobs"]}
+            said = {name: part[name] for name in ("text", "logprobs") if name in part}
             events = [
-                self._event("response.output_text.done", **at, **said),
+                self._event(f"response.{part['type']}.done", **at, **said),
                 self._event("response.content_part.done", **at, part=part),
             ]
         else:
-            said = {"name": item.name, "arguments": item.arguments}
-            events = [self._event("response.function_call_arguments.done", **at, **said)]
+            call = {"name": item.name, "arguments": item.arguments}
+            events = [self._event("response.function_call_arguments.done", **at, **call)]
         return [*events, self._event("response.output_item.done", output_index=item.index, item=whole)]
 
     def _at(self, item: Item) -> dict[str, Any]:
         """Where an event belongs."""
-        content = {"content_index": 0} if isinstance(item, TextItem) else {}
+        content = {} if isinstance(item, CallItem) else {"content_index": 0}
         return {"item_id": _item_id(self._reply, item), "output_index": item.index, **content}
 
     def _event(self, kind: str, /, **said: Any) -> Event:
@@ -160,20 +164,26 @@ def _ended(
     )
 
 
+_PREFIXES: Mapping[type[Item], str] = {ReasoningItem: "rs", TextItem: "msg", CallItem: "fc"}
+
+
 def _item_id(reply: Reply, item: Item) -> str:
     """The same in every event and in the body; no two responses share one."""
-    kind = "msg" if isinstance(item, TextItem) else "fc"
-    return f"{kind}_{reply.id.removeprefix('resp_')}_{item.index}"
+    return f"{_PREFIXES[type(item)]}_{reply.id.removeprefix('resp_')}_{item.index}"
 
 
 def _item(reply: Reply, item: Item, cut: bool) -> dict[str, Any]:
     known = {"id": _item_id(reply, item), "status": "incomplete" if cut else "completed"}
     if isinstance(item, TextItem):
         return {"type": "message", **known, "role": "assistant", "content": [_part(reply, item)]}
+    if isinstance(item, ReasoningItem):
+        return {"type": "reasoning", **known, "summary": [], "content": [_part(reply, item)], "encrypted_content": None}
     return {"type": "function_call", **known, "call_id": item.id, "name": item.name, "arguments": item.arguments}
 
 
-def _part(reply: Reply, item: TextItem) -> dict[str, Any]:
+def _part(reply: Reply, item: TextItem | ReasoningItem) -> dict[str, Any]:
+    if isinstance(item, ReasoningItem):
+        return {"type": "reasoning_text", "text": item.text}
     scores = _scores(reply, item.scores)
     return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": scores}
 
@@ -184,14 +194,13 @@ def _scores(reply: Reply, entries: Sequence[TokenLogprobs] | None) -> list[Any]:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    """OpenAI's counts under their newer names; nothing is counted apart for being put into the cache, and reasoning is
-    not told from the rest of the text."""
+    """OpenAI's counts under their newer names; nothing is counted apart for being put into the cache."""
     counted = usage([output])
     return {
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": counted["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": counted["total_tokens"],
     }
 

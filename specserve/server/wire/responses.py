@@ -100,13 +100,16 @@ def _chat_choice(reply: Reply, completion: CompletionOutput) -> ChatChoice:
 
 
 def chat_message(parser: AnswerParser, completion: CompletionOutput) -> ChatMessage:
-    """The assistant's message: its text, and its calls if it made any."""
+    """The assistant's message: its text, its reasoning if it is told apart, and its calls if it made any."""
     items = items_of(parts_of(parser, replace(completion, logprobs=None)))
     content = "".join(item.text for item in items if isinstance(item, TextItem))
     calls = [_tool_call(item) for item in items if isinstance(item, CallItem)]
-    if not calls:
-        return {"role": "assistant", "content": content, "refusal": None}
-    return {"role": "assistant", "content": content or None, "refusal": None, "tool_calls": calls}
+    message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+    if completion.reasoning:
+        message["reasoning_content"] = completion.reasoning
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+    return message
 
 
 def _tool_call(call: CallItem) -> ToolCall:

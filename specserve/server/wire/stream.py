@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
 from specserve.engine.outputs import Chunk, RequestOutput
-from specserve.server.wire.answer import Arguments, Part, Text
+from specserve.server.wire.answer import Arguments, Part, PlainText, Reasoning, Text, parts_of
 from specserve.server.wire.errors import WireError
 from specserve.server.wire.explained import explained_step
 from specserve.server.wire.json_pieces import LongText, json_text
@@ -188,12 +189,10 @@ class ChatStream(ChoiceStream):
         return self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})], **ids)
 
     def _told(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
-        if not self._parsers:
+        if not (self._parsers or chunk.reasoning):
             return super()._told(index, chunk)
-        parts = self._parsers[index].push(chunk.text)
-        if chunk.finish_reason is not None:
-            parts += self._parsers[index].finish()
-        deltas = [self._delta(index, part) for part in parts]
+        parser = self._parsers[index] if self._parsers else PlainText()
+        deltas = [self._delta(index, part) for part in parts_of(parser, replace(chunk, logprobs=None))]
         if chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids):
             deltas = deltas or [{}]
             return [self._scored(index, deltas[0], chunk), *(self._choice(index, {"delta": d}) for d in deltas[1:])]
@@ -202,6 +201,8 @@ class ChatStream(ChoiceStream):
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
         if isinstance(part, Text):
             return {"content": part.text}
+        if isinstance(part, Reasoning):
+            return {"reasoning_content": part.text}
         if isinstance(part, Arguments):
             return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": part.text}}]}
         self._num_calls[index] += 1

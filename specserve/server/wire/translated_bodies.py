@@ -21,6 +21,16 @@ class TextBlock(TypedDict):
     text: str
 
 
+@_described
+class ThinkingBlock(TypedDict):
+    """What a model that reasons thought before."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    """Nothing is made of it when the block comes back."""
+
+
 class ToolUseBlock(TypedDict):
     type: Literal["tool_use"]
     id: str
@@ -47,7 +57,7 @@ class AnthropicReply(TypedDict):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ToolUseBlock]
+    content: list[ThinkingBlock | TextBlock | ToolUseBlock]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
@@ -103,6 +113,24 @@ class OutputMessage(TypedDict):
     content: list[OutputText]
 
 
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+@_described
+class OutputReasoning(TypedDict):
+    """What a model that reasons thought before."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: Ended
+    summary: list[Any]
+    """Always empty: nothing is summed up."""
+    content: list[ReasoningText]
+    encrypted_content: None
+
+
 @_described
 class OutputCall(TypedDict):
     type: Literal["function_call"]
@@ -119,8 +147,10 @@ class InputTokensDetails(TypedDict):
     cache_write_tokens: int
 
 
+@_described
 class OutputTokensDetails(TypedDict):
     reasoning_tokens: int
+    """Tokens of reasoning, and those that mark it."""
 
 
 class ResponseUsage(TypedDict):
@@ -154,7 +184,7 @@ class ResponseReply(TypedDict):
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputReasoning | OutputMessage | OutputCall]
     usage: ResponseUsage
     metrics: Metrics
     instructions: str | None

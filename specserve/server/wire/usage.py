@@ -20,6 +20,7 @@ def usage(outputs: Sequence[RequestOutput]) -> Usage:
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": sum(_num_cached(output) for output in outputs)},
         "completion_tokens_details": {
+            "reasoning_tokens": sum(completion.num_reasoning_tokens for completion in _completions(outputs)),
             "accepted_prediction_tokens": sum(s.accepted_prediction_tokens for s in stats),
             "rejected_prediction_tokens": sum(s.rejected_prediction_tokens for s in stats),
         },

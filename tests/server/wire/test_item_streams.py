@@ -3,6 +3,7 @@ the whole body says."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import sys
@@ -15,6 +16,7 @@ from hypothesis import given, strategies as st
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.answer import Arguments, Call, Part, Text, items_of
+from specserve.server.wire.anthropic import MessagesRequest
 from specserve.server.wire.anthropic_stream import MessageStream, count_tokens_body, message_body
 from specserve.server.wire.errors import WireError, overloaded, unavailable
 from specserve.server.wire.fields import Limits
@@ -595,6 +597,93 @@ def test_parts_add_up_to_items() -> None:
         items_of([Arguments("{")])
 
 
+# --- reasoning --------------------------------------------------------------------------------------------------------
+
+THOUGHT = "Hm, so."
+SIGNATURE = hashlib.sha256(THOUGHT.encode()).hexdigest()
+
+
+def test_reasoning_is_a_block_of_its_own() -> None:
+    body = message_body(reply(), output(reasoning=THOUGHT), NOW)
+    assert body["content"] == [
+        {"type": "thinking", "thinking": THOUGHT, "signature": SIGNATURE},
+        {"type": "text", "text": "Hello"},
+    ]
+    stream = MessageStream(reply(), output(reasoning=THOUGHT))
+    events = [*stream.push(chunk("", reasoning="Hm, ")), *stream.push(chunk("Hel", reasoning="so."))]
+    delta = {"type": "content_block_delta", "index": 0}
+    assert bodies(events)[1:] == [
+        {
+            "type": "content_block_start",
+            "index": 0,
+            "content_block": {"type": "thinking", "thinking": "", "signature": ""},
+        },
+        {**delta, "delta": {"type": "thinking_delta", "thinking": "Hm, "}},
+        {**delta, "delta": {"type": "thinking_delta", "thinking": "so."}},
+        {**delta, "delta": {"type": "signature_delta", "signature": SIGNATURE}},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "Hel"}},
+    ]
+
+
+def test_reasoning_is_an_item_of_its_own() -> None:
+    def thought(text: str, **changed: Any) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": text}]
+        known = {"type": "reasoning", "id": "rs_1_0", "status": "completed", "summary": [], "content": content}
+        return {**known, "encrypted_content": None, **changed}
+
+    ended = output(reasoning=THOUGHT, num_reasoning_tokens=2)
+    body = response_body(reply("resp_1"), request(), ended, NOW)
+    assert body["output"] == [thought(THOUGHT), said("Hello") | {"id": "msg_1_1"}]
+    assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+    stream = ResponseStream(reply("resp_1"), request(), ended)
+    events = bodies([*stream.push(chunk("", reasoning=THOUGHT)), *stream.push(chunk("Hel"))])[2:]
+    at = {"item_id": "rs_1_0", "output_index": 0}
+    within = {**at, "content_index": 0}
+    empty = thought("", status="in_progress", content=[])
+    assert [{k: v for k, v in event.items() if k != "sequence_number"} for event in events[:6]] == [
+        {"type": "response.output_item.added", "output_index": 0, "item": empty},
+        {"type": "response.content_part.added", **within, "part": {"type": "reasoning_text", "text": ""}},
+        {"type": "response.reasoning_text.delta", **within, "delta": THOUGHT},
+        {"type": "response.reasoning_text.done", **within, "text": THOUGHT},
+        {"type": "response.content_part.done", **within, "part": {"type": "reasoning_text", "text": THOUGHT}},
+        {"type": "response.output_item.done", "output_index": 0, "item": thought(THOUGHT)},
+    ]
+    cut = response_body(reply("resp_1"), request(), output("", reasoning=THOUGHT, finish_reason="length"), NOW)
+    assert (cut["status"], cut["output"]) == ("incomplete", [thought(THOUGHT, status="incomplete")])
+
+
+def test_log_probabilities_of_reasoning_are_no_texts() -> None:
+    scores = [TokenLogprobs(token, -0.5, 1, {}) for token in (1, 2, 3)]
+    ended = output("Hi", reasoning=THOUGHT, num_reasoning_tokens=2, logprobs=scores)
+    asked = request(include=[LOGPROBS])
+    body = response_body(reply("resp_1"), asked, ended, NOW)
+    assert [entry["token"] for entry in body["output"][1]["content"][0]["logprobs"]] == ["d"]
+    stream = ResponseStream(reply("resp_1"), asked, ended)
+    chunks = [
+        chunk("", (1,), reasoning=THOUGHT, num_reasoning_tokens=1, logprobs=scores[:1]),
+        chunk("Hi", (2, 3), num_reasoning_tokens=1, logprobs=scores[1:], finish_reason="stop"),
+    ]
+    for one in chunks:
+        stream.push(one)
+    assert bodies(stream.end(NOW))[-1]["response"] == body
+
+
+def test_what_was_thought_can_be_sent_back() -> None:
+    """The blocks and items of an answer, in the conversation of the next request."""
+    ended = output(reasoning=THOUGHT)
+    items = response_body(reply("resp_1"), request(), ended, NOW)["output"]
+    again = request(input=[{"role": "user", "content": "a"}, *items, {"role": "user", "content": "b"}])
+    blocks = message_body(reply(), ended, NOW)["content"]
+    talk = [("user", "a"), ("assistant", blocks), ("user", "b")]
+    asked = {"max_tokens": 5, "messages": [{"role": role, "content": content} for role, content in talk]}
+    messages = read_translated(MessagesRequest, json.dumps(asked).encode(), LIMITS)
+    for chat in (again.as_chat(LIMITS), messages.as_chat(LIMITS)):
+        said = chat.conversation()[1]
+        assert (said["reasoning_content"], said["content"]) == (THOUGHT, "Hello")
+
+
 # --- however an answer is cut into chunks -----------------------------------------------------------------------------
 
 NAMES = st.text("fg", min_size=1, max_size=2)
@@ -603,13 +692,19 @@ ANSWERS = st.lists(st.text("ab \né<", max_size=4) | st.builds("<{}:{}>".format,
 
 
 def split(data: st.DataObject, ended: RequestOutput) -> Iterator[Chunk]:
-    """The answer in chunks of any sizes, empty ones too."""
+    """The answer in chunks of any sizes, empty ones too; reasoning before it."""
     (completion,) = ended.outputs
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(completion.text)), max_size=6)))
-    for start, stop in itertools.pairwise([0, *cuts]):
-        yield chunk(completion.text[start:stop])
-    last = completion.text[cuts[-1] if cuts else 0 :]
+    for piece in cut(data, completion.reasoning):
+        yield chunk("", reasoning=piece)
+    *pieces, last = cut(data, completion.text)
+    for piece in pieces:
+        yield chunk(piece)
     yield chunk(last, finish_reason=completion.finish_reason, stats=completion.stats)
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    return [text[start:stop] for start, stop in itertools.pairwise([0, *places, len(text)])]
 
 
 def all_events(data: st.DataObject, stream: ItemStream, ended: RequestOutput) -> list[dict[str, Any]]:
@@ -631,10 +726,11 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
             texts.append("")
         assert event["index"] == len(blocks) - 1, "blocks come one after the other"
         if kind == "delta":
-            texts[-1] += event["delta"].get("text", "") + event["delta"].get("partial_json", "")
+            texts[-1] += "".join(event["delta"].get(name, "") for name in ("text", "partial_json", "thinking"))
+            blocks[-1] |= {"signature": event["delta"]["signature"]} if "signature" in event["delta"] else {}
     for block, text in zip(blocks, texts, strict=True):
-        if block["type"] == "text":
-            block["text"] += text
+        if block["type"] in ("text", "thinking"):
+            block[block["type"]] += text
         else:
             block["input"] = json.loads(text or "{}")
     told = {"content": blocks, **delta["delta"], "usage": delta["usage"], "metrics": delta["metrics"]}
@@ -650,7 +746,7 @@ def items_told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             items.append(event["item"])
         elif kind == "content_part.added":
             items[-1]["content"].append(event["part"])
-        elif kind == "output_text.delta":
+        elif kind in ("output_text.delta", "reasoning_text.delta"):
             items[-1]["content"][0]["text"] += event["delta"]
         elif kind == "function_call_arguments.delta":
             items[-1]["arguments"] += event["delta"]
@@ -660,14 +756,20 @@ def items_told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-@given(st.data(), ANSWERS.map("".join), st.booleans(), st.sampled_from(["stop", "length"]))
+@given(
+    st.data(),
+    ANSWERS.map("".join),
+    st.text("ab \n<", max_size=5),
+    st.booleans(),
+    st.sampled_from(["stop", "length"]),
+)
 def test_however_it_is_split_a_stream_says_what_the_whole_says(
-    data: st.DataObject, text: str, parse: bool, reason: str
+    data: st.DataObject, text: str, thought: str, parse: bool, reason: str
 ) -> None:
     def parser() -> Brackets | None:
         return Brackets() if parse else None
 
-    ended = output(text, finish_reason=reason)
+    ended = output(text, finish_reason=reason, reasoning=thought)
     whole = message_body(reply("msg_1"), ended, NOW, parser())
     message, responses = both(ended, parse)
     assert message_of(all_events(data, message, ended)) == whole
@@ -696,10 +798,15 @@ def served(library: str, answers: dict[str, bytes], kind: str) -> Any:
     return getattr(sdk, make)(api_key="x", base_url=url, http_client=http_client, max_retries=0)
 
 
-def streamed(stream: ItemStream, text: str) -> bytes:
+def streamed(stream: ItemStream, text: str, thought: str = "") -> bytes:
     """A stream's bytes, pings between them."""
     middle = len(text) // 2
-    events = [*stream.push(chunk(text[:middle])), *stream.push(chunk(text[middle:], finish_reason="stop"))]
+    thoughts = [stream.push(chunk("", reasoning=piece)) for piece in (thought[:2], thought[2:])]
+    events = [
+        *itertools.chain(*thoughts),
+        *stream.push(chunk(text[:middle])),
+        *stream.push(chunk(text[middle:], finish_reason="stop")),
+    ]
     return stream.ping().join(stream.frame(event) for event in [*events, *stream.end(NOW)])
 
 
@@ -711,8 +818,15 @@ def strict(parsed: Any) -> None:
 
 
 def test_anthropic_reads_bodies() -> None:
-    for text, kinds in ((CALLING, ["text", "tool_use", "tool_use"]), ("", []), ("Hello", ["text"])):
-        body = message_body(reply("msg_1"), output(text), NOW, Brackets())
+    calling = ["text", "tool_use", "tool_use"]
+    for text, thought, kinds in (
+        (CALLING, "", calling),
+        (CALLING, "Hm.", ["thinking", *calling]),
+        ("", "", []),
+        ("", "Hm.", ["thinking"]),
+        ("Hello", "", ["text"]),
+    ):
+        body = message_body(reply("msg_1"), output(text, reasoning=thought), NOW, Brackets())
         client = served("anthropic", {"/v1/messages": json.dumps(body).encode()}, "application/json")
         read = client.messages.create(model="tiny", max_tokens=5, messages=[{"role": "user", "content": "Hi"}])
         strict(read)
@@ -724,14 +838,15 @@ def test_anthropic_reads_bodies() -> None:
 
 
 def test_anthropic_reads_streams() -> None:
-    for text in (CALLING, "Hello", ""):
-        raw = streamed(MessageStream(reply("msg_1"), output(text), Brackets()), text)
+    for text, thought in itertools.product((CALLING, "Hello", ""), ("", "Hm, so.")):
+        ended = output(text, reasoning=thought)
+        raw = streamed(MessageStream(reply("msg_1"), ended, Brackets()), text, thought)
         client = served("anthropic", {"/v1/messages": raw}, "text/event-stream")
         with client.messages.stream(model="tiny", max_tokens=5, messages=[]) as stream:
             for event in stream:
                 strict(event)
             final = stream.get_final_message()
-        expected = message_body(reply("msg_1"), output(text), NOW, Brackets())
+        expected = message_body(reply("msg_1"), ended, NOW, Brackets())
         read = final.model_dump(exclude_none=True)
         told = {name: read[name] for name in ("id", "role", "content", "stop_reason", "usage")}
         assert {name: expected[name] for name in told} == told
@@ -751,26 +866,31 @@ def test_anthropic_raises_on_an_error_event() -> None:
 
 
 def test_openai_reads_responses() -> None:
-    for text, shown in ((CALLING, "Well."), ("", ""), ("Hello", "Hello")):
-        body = response_body(reply("resp_1"), request(), output(text), NOW, Brackets())
+    told = ((CALLING, "Well."), ("", ""), ("Hello", "Hello"))
+    for (text, shown), thought in itertools.product(told, ("", "Hm.")):
+        body = response_body(reply("resp_1"), request(), output(text, reasoning=thought), NOW, Brackets())
         client = served("openai", {"/v1/responses": json.dumps(body).encode()}, "application/json")
         read = client.responses.create(model="tiny", input="Hi")
         strict(read)
         assert read.output_text == shown
         assert (read.usage.input_tokens_details.cached_tokens, read.usage.total_tokens) == (2, 6)
         assert read.metrics == METRICS
+        assert [item.content[0].text for item in read.output if item.type == "reasoning"] == (
+            [thought] if thought else []
+        )
 
 
 def test_openai_reads_streams_of_responses() -> None:
     asked = request(tools=[], metadata={"a": "b"})
-    for text in (CALLING, "Hello", ""):
-        raw = streamed(ResponseStream(reply("resp_1"), asked, output(text), Brackets()), text)
+    for text, thought in itertools.product((CALLING, "Hello", ""), ("", "Hm, so.")):
+        ended = output(text, reasoning=thought)
+        raw = streamed(ResponseStream(reply("resp_1"), asked, ended, Brackets()), text, thought)
         client = served("openai", {"/v1/responses": raw}, "text/event-stream")
         with client.responses.stream(model="tiny", input="Hi") as stream:
             for event in stream:
                 strict(event)
             final = stream.get_final_response()
-        expected = response_body(reply("resp_1"), asked, output(text), NOW, Brackets())
+        expected = response_body(reply("resp_1"), asked, ended, NOW, Brackets())
         read = [item.model_dump(exclude_unset=True) for item in final.output]
         for item in (*read, *expected["output"]):
             item.pop("parsed_arguments", None)

@@ -80,7 +80,11 @@ USAGE = {
     "completion_tokens": 3,
     "total_tokens": 5,
     "prompt_tokens_details": {"cached_tokens": 2},
-    "completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4},
+    "completion_tokens_details": {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 3,
+        "rejected_prediction_tokens": 4,
+    },
 }
 METRICS = {
     "time_to_first_token_ms": 500.0,
@@ -253,7 +257,8 @@ def test_what_did_not_end_well_is_no_answer(completion: CompletionOutput, status
 
 def test_drafts_that_no_prediction_gave_are_no_predicted_tokens() -> None:
     details = usage([output(ended(stats=stats(by_source={"ngram": [7, 3]})), ended(1))])["completion_tokens_details"]
-    assert details == {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}, "the second choice's alone"
+    counts = {"reasoning_tokens": 0, "accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
+    assert details == counts, "the second choice's alone"
 
 
 def test_without_a_drafter_there_is_nothing_to_say_about_drafts() -> None:
@@ -262,6 +267,7 @@ def test_without_a_drafter_there_is_nothing_to_say_about_drafts() -> None:
     outputs = [output(ended(stats=plain))]
     assert "speculative_decoding" not in metrics(outputs, NOW)
     assert usage(outputs)["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
         "accepted_prediction_tokens": 0,
         "rejected_prediction_tokens": 0,
     }
