@@ -63,6 +63,11 @@ SERVE_HELP: dict[str, tuple[Group, str]] = {
     "stall_timeout_s": (PATIENCE, "Seconds without progress after which the engine is started again."),
     "start_timeout_s": (PATIENCE, "Seconds until the engine must be ready."),
     "status_interval_s": (OPERATION, "Seconds between two lines of live status; 0 is none."),
+    "chat_template": (OPERATION, "Jinja file to use in place of the model's chat template."),
+    "default_chat_template_kwargs": (
+        OPERATION,
+        'JSON object of values for the chat template that a request may replace, such as {"enable_thinking": false}.',
+    ),
     "generation_config": (
         OPERATION,
         "Sampling values of requests that say none: auto takes the model's generation_config.json, none takes none; or "

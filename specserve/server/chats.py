@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from specserve.errors import InputError, TextError
+from specserve.text.chat import OWN_TEMPLATE, TemplateOptions
 from specserve.text.copies import Worker
 from specserve.text.worker import LENGTH, Answer, Job, written
 
@@ -30,9 +31,9 @@ class Chats:
     """Two copies of the worker: one for what is done quickly, and one for long conversations and for what has turned
     out not to be quick. `limit_s` are the seconds of CPU time that a template may take."""
 
-    def __init__(self, folder: Path, limit_s: float = 2.0) -> None:
+    def __init__(self, folder: Path, limit_s: float = 2.0, template: TemplateOptions = OWN_TEMPLATE) -> None:
         self._limit_s = limit_s
-        self._worker = Worker(folder)
+        self._worker = Worker(folder, template)
         self._thread = ThreadPoolExecutor(1, "specserve-chats")
         self._quick, self._long = (_Line(self._worker, self._thread, name) for name in range(2))
 

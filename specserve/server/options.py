@@ -35,7 +35,8 @@ class ServeOptions:
     `share_drafts`: requests without a key or a cache_salt draft from each other's answers; else nothing is kept of
     them.
     `root_path` stands before all paths where clients see them, behind a proxy. `generation_config`: where the sampling
-    values are from that requests get which do not say them, see `sampling_defaults`.
+    values are from that requests get which do not say them, see `sampling_defaults`. `chat_template` takes the place of
+    the model's; `default_chat_template_kwargs` is JSON of what it is given where a request says nothing else.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
@@ -69,6 +70,8 @@ class ServeOptions:
     log_level: str = "info"
     admin: bool = False
     generation_config: str = "auto"
+    chat_template: Path | None = None
+    default_chat_template_kwargs: str = "{}"
 
     def __post_init__(self) -> None:
         words = {"log_format": LOG_FORMATS, "log_level": LOG_LEVELS, "scheduling_policy": SCHEDULING_POLICIES}

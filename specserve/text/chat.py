@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -25,14 +26,33 @@ _END_OF_REASONING = "</think>"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names clients use; the first is what templates read
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What an operator says of the template: a `text` in place of the model's own, and `values` that it has where a
+    request gives no others."""
+
+    text: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+OWN_TEMPLATE = TemplateOptions()  # the model's, with no values
+
+
 class ChatTemplate:
     """The template of a model folder: chat_template.jinja, else tokenizer_config.json's `chat_template` (one, or named
-    ones, of which "tool_use" serves requests with tools). `special` are the texts of bos_token and the like."""
+    ones, of which "tool_use" serves requests with tools); or that of `options`. `special` are the texts of bos_token
+    and the like."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-        self._folder = folder
-        self._sources = _sources(folder, config)
-        self._special = special
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        special: Mapping[str, str],
+        options: TemplateOptions = OWN_TEMPLATE,
+    ) -> None:
+        self._where = folder.name if options.text is None else "--chat-template"
+        self._sources = _sources(folder, config) if options.text is None else {"default": options.text}
+        self._special = {**special, **options.values}
         self._compiled: dict[str, jinja2.Template] = {}
 
     @property
@@ -80,14 +100,14 @@ class ChatTemplate:
             raise self._broken(error) from error
 
     def _broken(self, error: jinja2.TemplateSyntaxError) -> ModelError:
-        return ModelError(f"The chat template in {self._folder} is broken: {error}.")
+        return ModelError(f"The chat template in {self._where} is broken: {error}.")
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise InputError(
                 "This model has no chat template. Send a plain prompt, or put the template of its family into the "
-                f"model's folder ({self._folder.name}) as chat_template.jinja.",
+                f"model's folder ({self._where}) as chat_template.jinja, or serve it with --chat-template FILE.",
                 "messages",
             )
         return name

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from specserve.errors import EngineError
-from specserve.text.worker import PREPARE, READY, STATUS
+from specserve.text.chat import TemplateOptions
+from specserve.text.worker import PREPARE, READY, STATUS, told
 
 _START_S = 60.0  # to start, or to make what comes with PREPARE
 
@@ -18,8 +19,8 @@ _START_S = 60.0  # to start, or to make what comes with PREPARE
 class Worker:
     """Started by the first order, and again where it has ended. Orders come one at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, template: TemplateOptions) -> None:
+        self._folder, self._template = folder, template
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -65,6 +66,7 @@ class Worker:
             command = [sys.executable, "-m", "specserve.text.worker", str(self._folder), str(number), str(os.getpid())]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])
         try:
+            self._control.sendall(told(self._template))
             said = self._control.recv(len(READY))
         except OSError:
             said = b""

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from specserve.checkpoint.folder import read_json
 from specserve.errors import InputError, ModelError
-from specserve.text.chat import ChatTemplate, with_reasoning_apart
+from specserve.text.chat import OWN_TEMPLATE, ChatTemplate, TemplateOptions, with_reasoning_apart
 from specserve.text.control import ControlTokens, Marks
 from specserve.text.encoding import decode, encode, not_unicode
 from specserve.text.longest import Bound, bound
@@ -37,7 +37,7 @@ class Tokenizer:
     neither byte-level nor sentencepiece.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template: TemplateOptions = OWN_TEMPLATE) -> None:
         self._backend = _load(folder / "tokenizer.json")
         config = _optional_json(folder / "tokenizer_config.json")
         special = _special_tokens(config)
@@ -50,7 +50,7 @@ class Tokenizer:
         self.eos_ids = _eos_ids(folder, self.eos_id)
         self._special = special
         self._kind = str(config.get("tokenizer_class", "PreTrainedTokenizerFast"))
-        self._chat = ChatTemplate(folder, config, special)
+        self._chat = ChatTemplate(folder, config, special, template)
         self._response_template = config.get("response_template")
         self._to_bytes = _byte_decoder(self._backend, folder)
         self._bytes: dict[int, bytes] = {}

@@ -3,10 +3,11 @@ time and memory it likes. Knows the tokenizer; imports neither torch nor transfo
 
     python -m specserve.text.worker FOLDER DESCRIPTOR PARENT
 
-DESCRIPTOR is a Unix socket on which Worker (in copies.py) orders copies of this process (fork): a byte names one, which
-takes the place of that copied before under this name; the answer is the exit status of the latter, or 0, and a socket.
-On that come jobs, one after the other, and go answers, as frames. A job that takes more than its seconds of CPU time
-ends the copy by SIGPROF; one that wants more memory than there is for it fails.
+DESCRIPTOR is a Unix socket on which Worker (in copies.py) first tells what an operator says of the template, and then
+orders copies of this process (fork): a byte names one, which takes the place of that copied before under this name; the
+answer is the exit status of the latter, or 0, and a socket. On that come jobs, one after the other, and go answers, as
+frames. A job that takes more than its seconds of CPU time ends the copy by SIGPROF; one that wants more memory than
+there is for it fails.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import msgspec
 from specserve.errors import InputError, ModelError
 from specserve.machine.lifeline import end_with, fork, limited
 from specserve.machine.memory import limit_memory
+from specserve.text.chat import TemplateOptions
 from specserve.text.control import UnpreparedError
 from specserve.text.encoding import use_own_threads_only
 from specserve.text.tokenizer import Tokenizer
@@ -65,6 +67,11 @@ class Answer(msgspec.Struct, kw_only=True):
     param: str | None = None
     failed: str | None = None
     preparing: bool = False
+
+
+def told(template: TemplateOptions) -> bytes:
+    """The frame that says what an operator does."""
+    return _frame(json.dumps([template.text, dict(template.values)]).encode())
 
 
 def written(job: Job) -> bytes:
@@ -121,8 +128,10 @@ def main(folder: str, descriptor: str, parent: str) -> None:
     end_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the other side decides
     use_own_threads_only()
-    tokenizer = Tokenizer(Path(folder))
     control = socket.socket(fileno=int(descriptor))
+    (length,) = LENGTH.unpack(control.recv(LENGTH.size, socket.MSG_WAITALL))
+    template = TemplateOptions(*json.loads(control.recv(length, socket.MSG_WAITALL)))
+    tokenizer = Tokenizer(Path(folder), template)
     limit_memory(_num_bytes() + _MEMORY)
     gc.freeze()  # copies share what nobody looks at
     control.sendall(READY)

@@ -26,6 +26,7 @@ from specserve.server.metrics import Metrics
 from specserve.server.options import ServeOptions
 from specserve.server.sampling_defaults import sampling_defaults
 from specserve.server.service import Service
+from specserve.server.template_options import template_options
 from specserve.server.trials import Trials
 from specserve.structured.compiler import AUTO
 from specserve.text.encoding import use_own_threads_only
@@ -67,6 +68,7 @@ class _Life:
         nest: Nest,
     ) -> None:
         sampling = sampling_defaults(options.generation_config, folder)
+        template = template_options(options)
         names = options.served_model_name or (str(engine["model"]),)
         metrics = Metrics(names[0])
         patience = Patience(options.start_timeout_s, options.stall_timeout_s)
@@ -77,7 +79,8 @@ class _Life:
         trials = Trials(folder, engine.get("grammar_backend", AUTO))
         most = options.max_tokenize_characters
         apart = options.reasoning_format == "auto"
-        self._service = Service(self._supervisor, Tokenizer(folder), metrics, trials, Chats(folder), most, apart)
+        chats, tokenizer = Chats(folder, template=template), Tokenizer(folder, template)
+        self._service = Service(self._supervisor, tokenizer, metrics, trials, chats, most, apart)
         admission = Admission(engine["max_num_seqs"] + options.max_queue)
         self._context = Context(
             options=options,

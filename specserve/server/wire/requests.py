@@ -73,7 +73,8 @@ def checked(kind: type[AnyRequest], fields: dict[str, Any], limits: Limits) -> A
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
-def _template_values(value: Any) -> Any:
+def template_values(value: Any) -> dict[str, Any]:
+    """Raises ValueError for what is no object of values for a template."""
     if not isinstance(value, dict) or len(value) > _MAX_TEMPLATE_VALUES:
         raise ValueError(f"is {shown(value)}; it must be an object of at most {_MAX_TEMPLATE_VALUES} entries.")
     for name in value:
@@ -87,7 +88,7 @@ _VALUES = {
     "propertyNames": {"pattern": rf"^(?!({'|'.join(sorted(_RESERVED))})$)(?!.*_token$)[A-Za-z_][A-Za-z0-9_]*$"},
     "maxProperties": _MAX_TEMPLATE_VALUES,
 }
-TemplateValues: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_template_values), WithJsonSchema(_VALUES)]
+TemplateValues: TypeAlias = Annotated[dict[str, Any], BeforeValidator(template_values), WithJsonSchema(_VALUES)]
 
 
 class TemplateFields(Wire):

@@ -22,7 +22,7 @@ class _Refusal:
     applies: Callable[[Any], bool] = _stated
 
 
-_TEMPLATE = _Refusal("is not taken from requests: the model's own chat template is used.")
+_TEMPLATE = _Refusal("is not taken from requests: the server has one, its model's or that of --chat-template.")
 
 
 def _is_no_choice(value: Any) -> bool:

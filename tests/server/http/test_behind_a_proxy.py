@@ -1,4 +1,5 @@
-"""A server whose paths have something before them where clients see them, and whose model states sampling values."""
+"""A server whose paths have something before them where clients see them, with a chat template of the operator's, and a
+model that states sampling values."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 
 from specserve.testing import write_tiny_model
 
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %} {{ mood }}"
 STATED = {"temperature": 0.7, "top_p": 0.9}
 
 
@@ -18,7 +20,11 @@ def server(serving_process: Any, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("proxy")
     model = write_tiny_model(folder / "model", "llama")
     (model / "generation_config.json").write_text(json.dumps({**STATED, "eos_token_id": 289}))
-    flags = "--served-model-name=tiny", "--root-path=/llm/v2", "--api-key=sk-1"
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    flags = (
+        "--served-model-name=tiny", "--root-path=/llm/v2", "--api-key=sk-1", f"--chat-template={folder / 'chat.jinja'}",
+        '--default-chat-template-kwargs={"mood": "calm"}',
+    )  # fmt: skip
     with serving_process(model, folder, *flags, key="sk-1") as served:
         yield served
 
@@ -48,3 +54,15 @@ def test_what_the_model_states_is_used_and_told(server: Any) -> None:
         return server.post("/v1/completions", {**body, **more}).json["choices"][0]["token_ids"]
 
     assert ids() == ids(**STATED) != ids(temperature=1, top_p=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "mood"), [({}, "calm"), ({"chat_template_kwargs": {"mood": "wild"}}, "wild"), ({"tools": []}, "calm")]
+)
+def test_the_template_is_the_operators(server: Any, values: dict[str, Any], mood: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], **values}
+    tokens = server.post("/tokenize", body).json["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json["prompt"] == f"user: hi {mood}"
+    assert server.get("/tokenizer_info").json["chat_template"] == TEMPLATE
+    reply = server.post("/v1/chat/completions", {**body, "max_tokens": 2, "ignore_eos": True, "return_token_ids": True})
+    assert reply.json["prompt_token_ids"] == tokens
