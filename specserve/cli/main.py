@@ -14,6 +14,7 @@ from cyclopts.config import Env
 
 from specserve.cli.config import TomlFile
 from specserve.errors import EngineError, ServerError, SpecserveError
+from specserve.machine.surroundings import leave_removed_folder, open_standard_streams
 from specserve.version import __version__
 
 PREFIX = "SPECSERVE_"
@@ -67,6 +68,8 @@ def build_app() -> App:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, 1 when the engine or a server failed, 2 for a wrong request or option, 130 on
     Ctrl-C."""
+    open_standard_streams()
+    leave_removed_folder()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
