@@ -18,7 +18,7 @@ from rich.table import Table
 from specserve.cache.sizing import GIB, free_memory
 from specserve.checkpoint import catalog
 from specserve.engine import build
-from specserve.errors import SpecserveError
+from specserve.errors import NotFetchedError, SpecserveError
 from specserve.machine.cores import THREADS, default_threads, processor, usable_cores
 from specserve.ops.isa import VARIABLE
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
@@ -46,10 +46,11 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and its findings, as (name, value) lines."""
+    """A heading and its findings, as (name, value) lines. `fault` is what keeps an engine from starting."""
 
     title: str
     rows: list[tuple[str, str]]
+    fault: SpecserveError | None = None
 
 
 def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Section]:
@@ -63,7 +64,7 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Secti
         Section("Kernels", _kernels(device, isa)),
         Section("Drafters", [("found", ", ".join(DRAFTERS.names()) or "none")]),
         Section("Structured output", _grammars()),
-        Section("Models", _models(model)),
+        _models(model),
     ]
 
 
@@ -137,16 +138,18 @@ def _grammars() -> list[tuple[str, str]]:
     ]
 
 
-def _models(model: str) -> list[tuple[str, str]]:
+def _models(model: str) -> Section:
+    fault = None
     try:
         folder = str(catalog.resolve(model, offline=True, progress=False))
     except SpecserveError as error:
-        folder = str(error)
+        folder, fault = str(error), None if isinstance(error, NotFetchedError) else error
     here = [(f"  {entry.name}", f"{entry.num_bytes / 2**20:.0f} MiB, {entry.folder}") for entry in catalog.installed()]
-    return [
+    rows = [
         ("cache", str(catalog.cache_folder())),
         ("model", model),
         ("folder", folder),
         ("in the cache", str(len(here))),
         *here,
     ]
+    return Section("Models", rows, fault)

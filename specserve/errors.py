@@ -6,6 +6,7 @@ SpecserveError
 │   └── NoTokenLeftError       what the request asks for together forbids every token
 ├── ConfigError (ValueError)   an option of the engine, the command line or the TOML file is wrong
 ├── ModelError                 weights, tokenizer or architecture cannot be used; says which file and why
+│   └── NotFetchedError        the model is not on this machine, and nothing may be fetched now
 │   └── TextError              the model's own tokenizer or chat template failed on a text
 ├── CapacityError              memory does not suffice; says what was needed, what was there, what fits
 ├── EngineError                the engine itself failed; every waiting request gets this
@@ -78,6 +79,10 @@ class TextError(ModelError):
     may. The same text would fail again."""
 
     code = "text_failed"
+
+
+class NotFetchedError(ModelError):
+    """A model that could be fetched is not here, and the caller wants nothing fetched."""
 
 
 class CapacityError(SpecserveError):

@@ -30,6 +30,7 @@ from typing import Any
 from specserve.errors import ConfigError, unknown
 
 _OURS = __name__.partition(".")[0]
+AUTO, NONE = "auto", "none"  # in place of a drafter's name: those that state a PRIORITY, together; plain decoding
 RUNS_MODEL = "RUNS_MODEL"  # the constant of drafters whose model is loaded, and its KV planned, at the start
 
 
@@ -43,6 +44,7 @@ class Registry:
     suffix: str
     parts: tuple[str, ...]
     mark: str = ""  # what a file must state to be an entry, where the folder holds others too
+    others: tuple[str, ...] = ()  # names that are taken where an entry's is, and are none
 
     def files(self) -> list[str]:
         """Names of the entries that are files, sorted. None is imported."""
@@ -66,13 +68,13 @@ class Registry:
         priorities = self.stating("PRIORITY")
         return sorted(priorities, key=lambda name: (-priorities[name], name))
 
-    def find(self, name: str, *others: str) -> Any:
-        """The entry of that name. Raises ConfigError for an unknown name (with near misses; `others` are further names
-        that the caller takes), for what it needs and is not installed, and for one that breaks its contract."""
+    def find(self, name: str) -> Any:
+        """The entry of that name. Raises ConfigError for an unknown name (with near misses), for what it needs and is
+        not installed, and for one that breaks its contract."""
         called = f"{self.noun.capitalize()} {name!r}"
-        if (missing := self.missing(name, *others)) is not None:
+        if (missing := self.missing(name)) is not None:
             raise ConfigError(f"{called} needs {_told(missing)}")
-        module_name, attribute = self._place(name, others)
+        module_name, attribute = self._place(name)
         module = importlib.import_module(module_name)
         if not attribute and self.suffix:
             attribute = self._only_class(module_name)
@@ -82,10 +84,15 @@ class Registry:
             raise ConfigError(f"{called}: {found!r} has no {', '.join(lacking)}; a {self.noun} has {parts}.")
         return found
 
-    def missing(self, name: str, *others: str) -> str | None:
+    def check(self, name: str) -> None:
+        """Raises ConfigError for a name that is neither an entry's nor one of `others`. None is imported."""
+        if name not in self.others:
+            self._place(name)
+
+    def missing(self, name: str) -> str | None:
         """The package or compiled module that an entry needs and that is not installed; None where all are. Raises
         ConfigError for an unknown name, as `find` does."""
-        module_name, _ = self._place(name, others)
+        module_name, _ = self._place(name)
         try:
             importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -111,12 +118,12 @@ class Registry:
     def _points(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in declared(self.package)}
 
-    def _place(self, name: str, others: tuple[str, ...]) -> tuple[str, str]:
+    def _place(self, name: str) -> tuple[str, str]:
         """An entry's module, and where in it an entry point is; "" for a file."""
         if name in self.files():
             return f"{self.package}.{name}", ""
         if (point := self._points().get(name)) is None:
-            raise ConfigError(unknown(self.noun, name, [*others, *self.names()]))
+            raise ConfigError(unknown(self.noun, name, [*self.others, *self.names()]))
         return point.module, point.attr or ""
 
     def _only_class(self, module_name: str) -> str:
@@ -136,7 +143,9 @@ class Registry:
         return names[0]
 
 
-DRAFTERS = Registry("drafter", "specserve.drafters", "Drafter", ("begin", "propose", "observe", "end"))
+DRAFTERS = Registry(
+    "drafter", "specserve.drafters", "Drafter", ("begin", "propose", "observe", "end"), others=(AUTO, NONE)
+)
 KERNELS = Registry("kernel backend", "specserve.kernels", "Kernels", ("supports", "create"))
 GRAMMARS = Registry("grammar backend", "specserve.grammars", "Backend", ("kinds", "compile"))
 MODELS = Registry("model family", "specserve.models", "", ("spec",), mark="ARCHITECTURES")

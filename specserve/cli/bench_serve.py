@@ -20,7 +20,7 @@ from specserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from specserve.bench.serve.load import Load
-    from specserve.bench.serve.run import Change, Plan, Point, Target
+    from specserve.bench.serve.run import Change, Measurement, Plan, Target
 
 SERVER = Group("Server", sort_key=0)
 LOAD = Group("Load", sort_key=1)
@@ -180,15 +180,17 @@ def serve(
     target = Target(url=server.url, api_key=server.api_key, timeout=server.timeout)
     plan = _plan(server, load, request)
     _allow_sockets()
-    model, points = _run(target, plan, server.model)
+    measured, interrupted = _run(target, plan, server.model)
     figures = {
-        **_described(target, plan, model),
-        "loads": [summary(point, limits) for point in points],
+        **_described(target, plan, measured.model),
+        "loads": [summary(point, limits) for point in measured.points],
     }
     write_json(json_file, figures)
     if plot is not None:
         draw(plot, _title(figures), figures["loads"])
     _print(figures)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _plan(server: ServerOptions, load: LoadOptions, request: RequestOptions) -> Plan:
@@ -225,11 +227,19 @@ def _allow_sockets() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _run(target: Target, plan: Plan, model: str | None) -> tuple[str, list[Point]]:
-    from specserve.bench.serve.run import run
+def _run(target: Target, plan: Plan, model: str | None) -> tuple[Measurement, bool]:
+    """What was measured, and whether Ctrl-C ended it. Raises KeyboardInterrupt where that is nothing."""
+    from specserve.bench.serve.run import Measurement, run
 
-    with _progress(plan) as watch:
-        return asyncio.run(run(target, plan, model, watch))
+    measured = Measurement()
+    try:
+        with _progress(plan) as watch:
+            asyncio.run(run(target, plan, model, watch, measured))
+    except KeyboardInterrupt:
+        if not any(point.records for point in measured.points):
+            raise
+        return measured, True
+    return measured, False
 
 
 @contextmanager

@@ -18,4 +18,8 @@ def doctor(
     """Show the device, memory, kernels, model folder and versions, without loading any weights."""
     from specserve.doctor import examine, show
 
-    show(examine(model, isa))
+    sections = examine(model, isa)
+    show(sections)
+    for section in sections:
+        if section.fault is not None:
+            raise section.fault

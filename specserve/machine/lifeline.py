@@ -26,6 +26,17 @@ def end_with(parent: int) -> None:
 
 
 @contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that are started in the block never get a SIGINT, not even while Python starts: Ctrl-C goes to all of a
+    terminal's processes, and the one that started them decides."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def limited(seconds: float) -> Iterator[None]:
     """Has SIGPROF end this process after so many seconds of CPU time: how busy others are condemns no constraint."""
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from specserve import registry
 from specserve.errors import ConfigError, unknown
 from specserve.registry import DRAFTERS, RUNS_MODEL
 from specserve.speculation.base import DraftContext, Drafter
 
-NONE = "none"  # the name of plain decoding
-AUTO = "auto"  # and of all drafters that state a PRIORITY, together
+AUTO, NONE = registry.AUTO, registry.NONE
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # kinds of options
 
@@ -46,7 +46,7 @@ def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
         if options:
             raise ConfigError(f"drafter is 'none' and takes no options, got {', '.join(sorted(options))}.")
         return None
-    drafter: Callable[..., Drafter] = DRAFTERS.find(name, NONE)
+    drafter: Callable[..., Drafter] = DRAFTERS.find(name)
     signature = inspect.signature(drafter)
     parameters = list(signature.parameters.values())[1:]
     if not signature.parameters:

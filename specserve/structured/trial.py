@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specserve.errors import EngineError
+from specserve.machine.lifeline import without_interrupts
 from specserve.structured.compiler import AUTO
 from specserve.structured.spec import Structured
 from specserve.structured.worker import READY
@@ -116,7 +117,8 @@ class Trial:
         self._said = b""
         command = [*self._command, str(_MAX_BYTES), str(os.getpid())]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+        with without_interrupts():
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
         assert self._process.stdin is not None, "it is a pipe"
         os.set_blocking(self._process.stdin.fileno(), False)  # a worker that hangs reads no more than a pipe holds
         if self._line(_START_S) != READY:

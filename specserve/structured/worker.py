@@ -17,7 +17,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +72,6 @@ def answer(compiler: Compiler, words: Vocabulary, job: dict[str, Any]) -> dict[s
 
 def main(folder: str, size: str, backend: str, max_bytes: str, parent: str) -> None:
     end_with(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the other side decides
     os.nice(_NICE)
     limit_memory(int(max_bytes))
     use_own_threads_only()

@@ -8,7 +8,9 @@ import io
 import itertools
 import json
 import math
+import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -721,6 +723,39 @@ def test_the_command_measures_and_writes_everything(
     assert "secret" not in Path("out.json").read_text() + out + err
     for words in ("500/s", "1000/s", "first token ms", "drafter ngram", "100.0% of the requests keep"):
         assert words in out
+
+
+def test_ctrl_c_keeps_what_was_measured(command: Command, quick: Server) -> None:
+    """In the second load, with a request under way: figures of the others are shown and written, the status is 130."""
+    usual = quick.script
+
+    def script(number: int) -> Script:
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+            return Script([(60.0, "never")])
+        return usual(number)
+
+    quick.script = script
+    Path("p.jsonl").write_text('{"prompt": "a"}\n')
+    flags = ("--url", quick.url, "--prompts", "p.jsonl", "--concurrency", "2,1", "--num-requests", "4", "--warmup", "0")
+    status, out, err = command(*flags, "--json", "out.json")
+    assert status == 130, err
+    first, second = json.loads(Path("out.json").read_text())["loads"]
+    assert (first["completed"], first["interrupted"]) == (4, False)
+    assert (second["interrupted"], second["requests"], second["completed"]) == (True, 3, 3)
+    assert "1 at once: interrupted." in out
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_before_anything_was_measured(command: Command, quick: Server) -> None:
+    def script(number: int) -> Script:
+        os.kill(os.getpid(), signal.SIGINT)
+        return Script([(60.0, "never")])
+
+    quick.script = script
+    Path("p.jsonl").write_text('{"prompt": "a"}\n')
+    assert command("--url", quick.url, "--prompts", "p.jsonl", "--json", "out.json")[:2] == (130, "")
+    assert not Path("out.json").exists()
 
 
 def test_without_options_each_prompt_is_asked_once(command: Command, quick: Server) -> None:

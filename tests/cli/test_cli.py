@@ -469,6 +469,20 @@ def test_doctor(specserve: Run, tiny: str) -> None:
     assert tiny in "".join(out.split())  # folded, not cut
 
 
+def test_doctor_shows_all_and_fails_for_what_is_no_model(
+    specserve: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that could be fetched is no fault: whoever has just installed it has none yet."""
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path / "empty"))
+    for name, expected in (("nosuch", "Unknown model 'nosuch'"), (str(tmp_path), str(tmp_path))):
+        status, out, err = specserve("doctor", name)
+        assert (status, "Versions" in out, "Models" in out) == (2, True, True)
+        assert err.startswith("specserve: ") and expected in err
+    status, out, err = specserve("doctor")
+    assert (status, err) == (0, "")
+    assert "specserve pull" in out
+
+
 def test_doctor_names_the_processor_and_its_instruction_sets(
     tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def summary(point: Point, goodput: Goodput) -> dict[str, Any]:
     tokens = _total(record.output_tokens for record in done)
     return {
         "load": point.load.describe(),
+        "interrupted": point.interrupted,
         "seconds": seconds,
         "requests": len(point.records),
         "completed": len(done),
@@ -234,6 +235,8 @@ def remarks(point: Mapping[str, Any]) -> list[str]:
     """What a reader must know about one load, a sentence each."""
     name = point["load"]["name"]
     said = [f"{name}: {count} x {kind}." for kind, count in point["errors"].items()]
+    if point["interrupted"]:
+        said.append(f"{name}: interrupted. Requests that had not ended are left out, which makes times look shorter.")
     if point["completed"] and point["output_tokens"] is None:
         said.append(f"{name}: the server states no usage, so there is nothing per token.")
     if (cached := point["cached_prompt_tokens"]) and point["prompt_tokens"]:

@@ -70,12 +70,22 @@ class Asks:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load and what became of its requests, from `began` to `ended` on the event loop's clock."""
+    """One load and what became of its requests, from `began` to `ended` on the event loop's clock. Of one that was
+    `interrupted` there are the requests that had ended."""
 
     load: Load
     began: float
     ended: float
     records: list[Record]
+    interrupted: bool = False
+
+
+@dataclass(slots=True)
+class Measurement:
+    """What has been measured so far, of which model."""
+
+    model: str = ""
+    points: list[Point] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +116,26 @@ class Plan:
 
 
 async def run(
-    target: Target, plan: Plan, model: str | None = None, watch: Watch = lambda change: None
+    target: Target,
+    plan: Plan,
+    model: str | None = None,
+    watch: Watch = lambda change: None,
+    measurement: Measurement | None = None,
 ) -> tuple[str, list[Point]]:
-    """Measure; gives the model's name too. `model` None is the first that the server has. Raises ServerError if it
-    cannot be asked, or if a request of the warm-up fails."""
+    """Measure; gives the model's name too. `model` None is the first that the server has. `measurement` has what was
+    measured even when this is cancelled. Raises ServerError if the server cannot be asked, or if a request of the
+    warm-up fails."""
+    made = measurement or Measurement()
     async with target.session() as session:
-        asking = _Asking(session, target, plan.asks, model or await first_model(session, target), watch)
+        made.model = model or await first_model(session, target)
+        asking = _Asking(session, target, plan.asks, made.model, watch)
         if plan.warmup:
-            load = ClosedLoop(1)
-            for record in await load.run(asking.sender("warm-up"), Extent(plan.warmup), 0):
+            warm = ClosedLoop(1)
+            for record in await warm.run(asking.sender("warm-up", []), Extent(plan.warmup), 0):
                 _check_warm(record)
-        return asking.model, [await _point(asking, load, plan) for load in plan.loads]
+        for load in plan.loads:
+            await _measure_load(asking, load, plan, made.points)
+        return made.model, made.points
 
 
 async def first_model(session: aiohttp.ClientSession, target: Target) -> str:
@@ -143,12 +162,15 @@ class _Asking:
     model: str
     watch: Watch
 
-    def sender(self, load: str) -> Callable[[int, float], Any]:
+    def sender(self, load: str, ended: list[Record]) -> Callable[[int, float], Any]:
+        """What sends a request; its record is in `ended` too, once it has ended."""
+
         async def send(number: int, due: float) -> Record:
             self.watch(Change(load))
             record = Record(number=number, category=self.asks.prompt(number).category, due=due, started=due)
             url = self.target.base + ENDPOINTS[self.asks.endpoint]
             await measure(self.session, url, self.asks.body(self.model, number), record, self.target.timeout)
+            ended.append(record)
             self.watch(Change(load, record))
             return record
 
@@ -160,8 +182,13 @@ def _check_warm(record: Record) -> None:
         raise ServerError(f"The warm-up failed ({record.error}): {record.message}", status=record.status)
 
 
-async def _point(asking: _Asking, load: Load, plan: Plan) -> Point:
+async def _measure_load(asking: _Asking, load: Load, plan: Plan, points: list[Point]) -> None:
     loop = asyncio.get_running_loop()
-    began = loop.time()
-    records = await load.run(asking.sender(load.describe()["name"]), plan.extent, plan.asks.seed)
-    return Point(load, began, max((record.ended for record in records), default=began), records)
+    began, ended = loop.time(), list[Record]()
+    try:
+        records = await load.run(asking.sender(load.describe()["name"], ended), plan.extent, plan.asks.seed)
+    except asyncio.CancelledError:
+        ended.sort(key=lambda record: record.number)
+        points.append(Point(load, began, loop.time(), ended, interrupted=True))
+        raise
+    points.append(Point(load, began, max((record.ended for record in records), default=began), records))

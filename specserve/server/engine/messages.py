@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from specserve.engine.request import Request
+from specserve.errors import CapacityError, ConfigError, ModelError, SpecserveError
 from specserve.types import Event
 
 
@@ -96,11 +97,23 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     phases: dict[str, float]
 
 
+FINAL: tuple[type[SpecserveError], ...] = (ConfigError, ModelError, CapacityError)
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine ends, and why; `is_final`: another start would fail the same way."""
+    """The engine ends, and why; `final` names the kind of error, one of FINAL, where another start would fail the same
+    way."""
 
     message: str
-    is_final: bool = False
+    final: str = ""
+
+    @classmethod
+    def of(cls, error: SpecserveError) -> Failed:
+        return cls(str(error), next((kind.__name__ for kind in FINAL if isinstance(error, kind)), ""))
+
+    def error(self) -> SpecserveError | None:
+        """The error that ends all starts; None where another may succeed."""
+        return next((kind(self.message) for kind in FINAL if kind.__name__ == self.final), None)
 
 
 Report: TypeAlias = Stepped | Refused | Ready | Failed

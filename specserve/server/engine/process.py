@@ -26,7 +26,7 @@ from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
 from specserve.engine.port import LocalPort
 from specserve.engine.request import Request
-from specserve.errors import CapacityError, ConfigError, InputError, ModelError, SpecserveError
+from specserve.errors import InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
 from specserve.server.engine.messages import (
@@ -55,7 +55,6 @@ _IDLE_MS = 1000
 _BEHIND_MS = 10
 _EXPECTING_S = 0.003  # most prompts are tokenized in less
 _LINGER_S = 1.0
-_HOPELESS = (ConfigError, ModelError, CapacityError)
 
 
 class Wire:
@@ -193,8 +192,7 @@ def main(descriptor: int, memory: int, parent: int) -> int:
     """Load, say so, serve. 0 when told to stop; what went wrong is reported before the process ends."""
     end_with(parent)
     sys.setswitchinterval(_SWITCH_S)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the other side decides
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may reach the whole group; the other side decides
     wire = Wire(socket.socket(fileno=descriptor))
     try:
         config = EngineConfig(**wire.configuration())
@@ -211,7 +209,7 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         port.close()
         return 0
     except SpecserveError as error:
-        wire.send(Failed(str(error), isinstance(error, _HOPELESS)))
+        wire.send(Failed.of(error))
     except Exception as error:
         wire.send(Failed(f"{type(error).__name__}: {error}"))
         raise

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from specserve.machine.lifeline import without_interrupts
 from specserve.machine.pulse import Pulse, shared_memory
 
 
@@ -67,7 +68,8 @@ class Nest:
                     *map(str, [*inherited, os.getpid()]),
                 ]
                 try:
-                    self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+                    with without_interrupts():
+                        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
                 except OSError:
                     ours.close()
                     raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from specserve.errors import EngineError
+from specserve.errors import EngineError, SpecserveError
 from specserve.machine.pulse import Pulse
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.messages import Ready
@@ -112,7 +112,7 @@ class Supervisor:
             await self._run_all()
         except Exception as error:  # without a keeper requests would be refused for ever, and nobody would know
             _log.exception("Engines cannot be looked after any more.")
-            self._give_up(f"Engines cannot be looked after any more: {type(error).__name__}: {error}")
+            self._give_up(EngineError(f"Engines cannot be looked after any more: {type(error).__name__}: {error}"))
 
     async def _run_all(self) -> None:
         """Run one engine after another until starting has failed too often."""
@@ -123,10 +123,13 @@ class Supervisor:
             failures = 0 if was_ready else failures + 1
             failure = None if self._client is None else self._client.failure
             await self._drop(cause)
+            if failure is not None and (error := failure.error()) is not None:
+                self._give_up(error)
+                return
             if failure is not None:  # what it said is for the log: it may name files of this machine
                 cause = f"{cause} It said: {failure.message}"
-            if (failure is not None and failure.is_final) or failures >= self._patience.attempts:
-                self._give_up(cause)
+            if failures >= self._patience.attempts:
+                self._give_up(EngineError(cause))
                 return
             pause = min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S)
             _log.error("%s Starting another in %.1f s.", cause, pause)
@@ -204,9 +207,9 @@ class Supervisor:
             self._client.close()
             self._client = None
 
-    def _give_up(self, cause: str) -> None:
+    def _give_up(self, error: SpecserveError) -> None:
         self.state = State.FAILED
-        self.finished.set_exception(EngineError(cause))
+        self.finished.set_exception(error)
         self._first.set()
 
     async def _end(self) -> None:

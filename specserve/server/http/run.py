@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from specserve.checkpoint import catalog
-from specserve.errors import EngineError
 from specserve.machine.memory import return_large_blocks
+from specserve.registry import DRAFTERS
 from specserve.server.admission import Admission
 from specserve.server.chats import Chats
 from specserve.server.engine.spawn import Nest
@@ -40,19 +40,22 @@ _LOOK_S = 0.05  # between two looks at whether all requests have ended, while dr
 def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, nest: Nest) -> None:
     """Serve until a signal ends it. `engine` are EngineConfig's fields; `begun` is when the process started, in seconds
     of time.perf_counter(); the engine's processes come from `nest`. Raises EngineError with the cause when the engine
-    cannot start or cannot be kept running, and what is wrong with model and options before anything listens."""
+    cannot be kept running, ConfigError, ModelError or CapacityError for what the engine cannot start with, as far as it
+    can be told before anything listens; KeyboardInterrupt after SIGINT."""
     imported = time.perf_counter()
     sys.setswitchinterval(_SWITCH_S)
     use_own_threads_only()
     return_large_blocks()
     options.keys()
+    DRAFTERS.check(engine["drafter"])
     folder = catalog.resolve(engine["model"], progress=sys.stderr.isatty())
     timeline = {"process and imports": imported - begun, "model folder": time.perf_counter() - imported}
 
-    async def live() -> None:
-        await _Life(engine, options, folder, timeline, begun, nest).run()
+    async def live() -> int | None:
+        return await _Life(engine, options, folder, timeline, begun, nest).run()
 
-    asyncio.run(live())
+    if asyncio.run(live()) == signal.SIGINT:
+        raise KeyboardInterrupt
 
 
 class _Life:
@@ -91,10 +94,12 @@ class _Life:
             timeline=timeline,
         )
         self._listener = Listener(make_app(self._context), options)
+        self._signal: int | None = None
         self._asked_to_end = asyncio.Event()
         self._asked_again = asyncio.Event()
 
-    async def run(self) -> None:
+    async def run(self) -> int | None:
+        """The signal that ended it; None where the engine did."""
         self._catch_signals()
         reporter = asyncio.create_task(self._report())
         try:
@@ -114,14 +119,16 @@ class _Life:
             self._service.close()
         error = self._supervisor.finished.exception()
         if error is not None:
-            raise EngineError(str(error)) from error
+            raise error
+        return self._signal
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end)
+            loop.add_signal_handler(number, self._end, number)
 
-    def _end(self) -> None:
+    def _end(self, number: int) -> None:
+        self._signal = self._signal or number
         if self._asked_to_end.is_set():
             self._asked_again.set()
         self._asked_to_end.set()

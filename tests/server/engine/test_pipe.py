@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from specserve.engine.request import Request
-from specserve.errors import EngineError
+from specserve.errors import CapacityError, ConfigError, EngineError, ModelError, NotFetchedError, SpecserveError
 from specserve.server.engine.client import EngineClient
 from specserve.server.engine.messages import Expect, Failed, Gauges, ResetPrefixCache, Stepped, Stop
 from specserve.server.engine.pipe import Pipe
@@ -249,3 +249,18 @@ def test_bytes_that_are_no_report() -> None:
         other.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (ConfigError("c"), ConfigError),
+        (NotFetchedError("n"), ModelError),
+        (CapacityError("c"), CapacityError),
+        (EngineError("e"), None),
+    ],
+)
+def test_what_ends_all_starts_is_known_to_the_other_side(error: SpecserveError, final: type[Exception] | None) -> None:
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(Failed.of(error)), type=Failed)
+    assert told.message == str(error)
+    assert final is (None if told.error() is None else type(told.error()))

@@ -15,7 +15,7 @@ import pytest
 
 from specserve.engine.outputs import CompletionOutput
 from specserve.engine.request import Request
-from specserve.errors import EngineError
+from specserve.errors import EngineError, ModelError
 from specserve.llm import LLM
 from specserve.server.chats import Chats
 from specserve.server.engine.spawn import Nest
@@ -380,7 +380,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
             client = supervisor._client
         with pytest.raises(EngineError) as told:
             await client.ready
-        with pytest.raises(EngineError, match="nothing"):
+        with pytest.raises(ModelError, match="nothing"):
             await supervisor.wait_until_ready()
         assert "nothing" not in str(told.value)
         assert supervisor.state is State.FAILED
