@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from specserve.errors import EngineError
+from specserve.machine.lifeline import without_interrupts
 from specserve.text.chat import TemplateOptions
 from specserve.text.worker import PREPARE, READY, STATUS, told
 
@@ -64,7 +65,8 @@ class Worker:
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-m", "specserve.text.worker", str(self._folder), str(number), str(os.getpid())]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])
+            with without_interrupts():
+                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])
         try:
             self._control.sendall(told(self._template))
             said = self._control.recv(len(READY))

@@ -126,7 +126,6 @@ def _num_bytes() -> int:
 
 def main(folder: str, descriptor: str, parent: str) -> None:
     end_with(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the other side decides
     use_own_threads_only()
     control = socket.socket(fileno=int(descriptor))
     (length,) = LENGTH.unpack(control.recv(LENGTH.size, socket.MSG_WAITALL))
