@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence as Many
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -14,6 +15,8 @@ from specserve.sampling import bad_words
 from specserve.text.reasoning_split import splitting
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import BadWords, SamplingParams
+
+_log = logging.getLogger(__name__)
 
 # Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
@@ -52,8 +55,11 @@ class Requests:
     def of_chat(
         self, messages: Messages, params: SamplingParams, template: Mapping[str, Any], **fields: Any
     ) -> tuple[Request, RequestOutput]:
-        """`template` goes to the chat template. Reasoning is told apart in the answer to a conversation."""
-        text, ids = self._tokenizer.chat_ids(messages, **template)
+        """`template` goes to the chat template; what that does not read is logged. Reasoning is told apart in the
+        answer to a conversation."""
+        text, ids, unread = self._tokenizer.chat_ids(messages, **template)
+        if unread:
+            _log.warning("The chat template does not read %s.", ", ".join(unread))
         request, output = self._make(text, ids, params, fields)
         output.split = splitting(self._tokenizer, params, ids)
         return request, output

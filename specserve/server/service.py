@@ -36,7 +36,7 @@ from specserve.structured.spec import Structured
 from specserve.structured.tags import ignored_formats
 from specserve.text.detokenizer import Split
 from specserve.text.reasoning_split import splitting
-from specserve.text.tokenizer import Tokenizer
+from specserve.text.tokenizer import ChatPrompt, Tokenizer
 from specserve.text.tools import CallFormat
 from specserve.text.worker import Answer as Rendered
 from specserve.types import Event
@@ -59,6 +59,7 @@ class Prepared:
     prompt: str | None = None  # as text
     source: str = "structured"  # the field of the body that params.structured comes from
     split: Split | None = None  # makes what tells a completion's reasoning apart
+    ignored: tuple[str, ...] = ()  # names of what the chat template does not read
 
     def having(self, **fields: Any) -> Prepared:
         """The same with other fields of its request."""
@@ -225,34 +226,34 @@ class Service:
         """Ids of a text, which is first to be held to `check_length` or `check_characters`."""
         return await self._tokenized(len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens))
 
-    async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
+    async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> ChatPrompt:
         """A conversation through the chat template, as text and ids; see Tokenizer.chat_ids. Raises InputError as
         `check_characters` does, and what Chats.render does."""
         size = await self._num_characters([messages, template], self._max_characters)
         self.check_characters(size, "messages")
         found = await self.chats.render(messages, template, size, self._max_characters)
         self.check_characters(found.num_characters or 0, "messages")
-        return found.text, await self._ids_of(found)
+        return await self._prompt_of(found)
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> ChatPrompt:
         """As `chat_ids`, of a conversation that is to be answered. Raises PromptTooLongError as `check_length` does; a
-        template may leave some of the conversation out."""
+        template may leave out fields that are long."""
         limit = self.ready.max_model_len
         size = await self._num_characters([messages, template], sys.maxsize)
         found = await self.chats.render(messages, template, size, limit * self.tokenizer.longest_spelling)
         if found.num_characters is not None:  # it may still fit
             self._check_size(found.num_characters, found.fewest)
             found = await self.chats.render(messages, template, max(size, found.num_characters), None)
-        return found.text, await self._ids_of(found)
+        return await self._prompt_of(found)
 
     async def _num_characters(self, value: Any, enough: int) -> int:
         """num_characters; to count many takes as long as to work on them."""
         size = num_characters(value, _INLINE_CHARACTERS)
         return size if size <= _INLINE_CHARACTERS else await self.on_thread(num_characters, value, enough)
 
-    async def _ids_of(self, found: Rendered) -> list[int]:
+    async def _prompt_of(self, found: Rendered) -> ChatPrompt:
         assert found.ids is not None, "the text is not too long"
-        return await self.run(len(found.ids), _listed, found.ids)
+        return ChatPrompt(found.text, await self.run(len(found.ids), _listed, found.ids), found.unread)
 
     async def check_length(self, text: str) -> None:
         """Raises PromptTooLongError for a text that no context of this size can hold, whatever its tokens are:
@@ -265,7 +266,8 @@ class Service:
         be enforced."""
         if not use.tools:
             return prepared, None
-        params, written = prepared.request.params, format_for(use, self.tokenizer.call_format)
+        params = prepared.request.params
+        written = format_for(use, self.tokenizer.call_format, self.tokenizer.takes_tools)
         asked = constraint(use, written, params.structured)
         make = await self.on_thread(self._reader, use, written, prepared)
         prepared = prepared.having(params=replace(keeping_delimiters(written, params), structured=asked))
@@ -317,13 +319,14 @@ class Service:
             raise InputError(f"{source}{str(error).removeprefix('structured')}", source) from error
 
     async def ignored(self, requests: Sequence[Prepared]) -> list[str]:
-        """What of the constraints of prepared requests says nothing of the answer, by name: formats that JSON Schema
-        does not define."""
+        """What of prepared requests says nothing to the model, by name: what no chat template reads, and in constraints
+        formats that JSON Schema does not define."""
         found: list[str] = []
         for asked in dict.fromkeys(prepared.request.params.structured for prepared in requests):
             if asked is not None and _FORMAT.search(asked.text):
                 found += await self.run(len(asked.text), ignored_formats, asked)
-        return [f"format.{name}" for name in dict.fromkeys(found)]
+        unread = (name for prepared in requests for name in prepared.ignored)
+        return [*dict.fromkeys(unread), *(f"format.{name}" for name in dict.fromkeys(found))]
 
     def start(self, requests: Sequence[Prepared], end_one: Callable[[], None] = lambda: None) -> Answers:
         """Submit what was prepared; `end_one` is called whenever the engine is done with a completion. Raises WireError

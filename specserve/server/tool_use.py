@@ -36,10 +36,10 @@ class ToolUse:
         return self.tools
 
 
-def format_for(use: ToolUse, known: CallFormat | None) -> CallFormat:
-    """How calls are written by a model whose format is `known`. Raises InputError where nobody knows and none has to
-    be made."""
-    if known is None and not use.must_call:
+def format_for(use: ToolUse, known: CallFormat | None, takes_tools: bool) -> CallFormat:
+    """How calls are written by a model whose format is `known`. One whose chat template takes no tools is told. Raises
+    InputError where nobody knows and none has to be made."""
+    if known is None and takes_tools and not use.must_call:
         raise InputError(
             "tools: how this model writes calls is not known here: its files have no response_template, and its "
             'chat template is of no known family. Leave them out, or send tool_choice "none", "required" or the name '
@@ -106,11 +106,14 @@ def reader(
     return ToolCalling(written, use.tools, prompt, parallel=use.parallel).parser
 
 
-def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def describe_tools(
+    messages: Sequence[Mapping[str, Any]], use: ToolUse, known: CallFormat | None
+) -> list[dict[str, Any]]:
     """The conversation of a model whose chat template takes no tools, with a system message that tells of them."""
-    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    before, after = f"{HERMES.before}NAME{HERMES.between}", HERMES.after
-    text = f"Answer by calling one of these functions:\n{functions}\nA call is written as\n{before}{{...}}{after}"
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in use.chosen)
+    style = (known or PLAIN).style or HERMES
+    begin = "Answer by calling one of these functions" if use.must_call else "You may call these functions"
+    text = f"{begin}:\n{functions}\nA call is written as\n{style.written('NAME', '{...}')}"
     first, *others = [dict(message) for message in messages]
     if first["role"] == "system" and isinstance(first["content"], str):
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]

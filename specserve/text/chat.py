@@ -5,12 +5,12 @@ Templates are Jinja as transformers' apply_chat_template runs them, in a sandbox
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,8 +21,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specserve.errors import InputError, ModelError, TextError
+from specserve.text.conversation import Rendered, whole
+from specserve.text.marked import BEGIN_OF_REASONING, END_OF_REASONING, told_apart
+from specserve.text.tool_tags import CallStyle
 
-_END_OF_REASONING = "</think>"
+_ENDS = ("add_generation_prompt", "continue_final_message")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names clients use; the first is what templates read
 
 
@@ -54,6 +57,8 @@ class ChatTemplate:
         self._sources = _sources(folder, config) if options.text is None else {"default": options.text}
         self._special = {**special, **options.values}
         self._compiled: dict[str, jinja2.Template] = {}
+        self._read: dict[str, frozenset[str]] = {}  # by template
+        self._roles: dict[str, frozenset[str]] = {}
 
     @property
     def source(self) -> str | None:
@@ -84,20 +89,51 @@ class ChatTemplate:
         text = self._run(self._choose(tools), variables)
         return _cut_at_end(text, final, mark) if continue_final_message else text
 
+    def render_whole(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        style: CallStyle | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        **options: Any,
+    ) -> Rendered:
+        """As `render`, with nothing missing in silence (conversation.py); `style` is how the model writes calls."""
+        checked, name = _checked(messages), self._choose(tools)
+        found = whole(functools.partial(self.render, tools=tools, **options), checked, style)
+        roles = {message["role"] for message in checked} - self._told_apart(name, tools)
+        unread = [f"messages.{name}" for name in [*found.unread, *(["role"] if roles else [])]]
+        values = [value for value in options if value not in (*_ENDS, *self._variables(name))]
+        return found._replace(unread=(*unread, *values))
+
+    def _told_apart(self, name: str, tools: Sequence[Mapping[str, Any]] | None) -> frozenset[str]:
+        """Roles that the template tells apart."""
+        if name not in self._roles:
+            render = functools.partial(
+                self.render, tools=tools, add_generation_prompt=False, continue_final_message=False
+            )
+            self._roles[name] = told_apart(render)
+        return self._roles[name]
+
+    def _variables(self, name: str) -> frozenset[str]:
+        """What the template reads. It is only parsed: to compile it would run what it does with constants."""
+        if name not in self._read:
+            try:
+                names = _environment().parse(self._sources[name]).find_all(nodes.Name)
+            except jinja2.TemplateSyntaxError as error:
+                raise self._broken(error) from error
+            self._read[name] = frozenset(found.name for found in names if found.ctx == "load")
+        return self._read[name]
+
     @property
     def tool_source(self) -> str:
         """The text of the template that serves requests with tools, empty where the model has none."""
         return self._sources.get("tool_use", self._sources.get("default", ""))
 
-    @cached_property
+    @property
     def takes_tools(self) -> bool:
-        """Whether the template reads the variable `tools`. Raises ModelError for a broken one. It is only parsed: to
-        compile it would run what it does with constants."""
-        try:
-            names = _environment().parse(self.tool_source).find_all(nodes.Name)
-            return any(name.name == "tools" and name.ctx == "load" for name in names)
-        except jinja2.TemplateSyntaxError as error:
-            raise self._broken(error) from error
+        """Whether the template reads the variable `tools`. Raises ModelError for a broken one."""
+        name = "tool_use" if "tool_use" in self._sources else "default"
+        return name in self._sources and "tools" in self._variables(name)
 
     def _broken(self, error: jinja2.TemplateSyntaxError) -> ModelError:
         return ModelError(f"The chat template in {self._where} is broken: {error}.")
@@ -181,16 +217,14 @@ def with_reasoning_apart(messages: Sequence[Mapping[str, Any]]) -> Iterator[list
 def _holds_reasoning(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     apart = any(message.get(name) is not None for name in _REASONING)
-    return (
-        message.get("role") == "assistant" and isinstance(content, str) and _END_OF_REASONING in content and not apart
-    )
+    return message.get("role") == "assistant" and isinstance(content, str) and END_OF_REASONING in content and not apart
 
 
 def _reasoning_apart(message: Mapping[str, Any], blanks: str) -> Mapping[str, Any]:
     if not _holds_reasoning(message):
         return message
-    reasoning = message["content"].split(_END_OF_REASONING)[0].split("<think>")[-1].strip("\n")
-    rest = message["content"].split(_END_OF_REASONING)[-1]
+    reasoning = message["content"].split(END_OF_REASONING)[0].split(BEGIN_OF_REASONING)[-1].strip("\n")
+    rest = message["content"].split(END_OF_REASONING)[-1]
     return {**message, "reasoning_content": reasoning, "content": rest.lstrip(blanks) if blanks else rest}
 
 

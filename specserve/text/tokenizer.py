@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 
@@ -16,6 +16,7 @@ from specserve.checkpoint.folder import read_json
 from specserve.errors import InputError, ModelError
 from specserve.text.chat import OWN_TEMPLATE, ChatTemplate, TemplateOptions, with_reasoning_apart
 from specserve.text.control import ControlTokens, Marks
+from specserve.text.conversation import Rendered
 from specserve.text.encoding import decode, encode, not_unicode
 from specserve.text.longest import Bound, bound
 from specserve.text.reasoning import Reasoning, reasoning
@@ -24,7 +25,17 @@ from specserve.text.tools import CallFormat, call_format
 Message = Mapping[str, Any]
 
 _SPACE = "\u2581"  # how sentencepiece writes a space
+_DEFAULTS: Mapping[str, Any] = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class ChatPrompt(NamedTuple):
+    """A conversation as a prompt, and what the chat template does not read of it by name, such as
+    "messages.tool_calls.id"."""
+
+    text: str
+    ids: list[int]
+    unread: tuple[str, ...] = ()
 
 
 class Tokenizer:
@@ -106,16 +117,18 @@ class Tokenizer:
             **template_values,
         )
 
-    def chat_ids(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
-        """`render_chat(messages, **options)` and its ids. Control tokens that the template writes become their ids;
-        what messages, tools and template values spell is text, whatever it spells.
+    def chat_ids(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
+        """The prompt of a conversation: `render_chat(messages, **options)`, in which nothing is missing in silence, and
+        its ids. Control tokens that the template writes become their ids; what messages, tools and template values
+        spell is text, whatever it spells.
 
         A template that looks into messages for control tokens finds none there, but for reasoning that an assistant's
-        message begins with. Raises InputError as `render_chat` does, and for tools that the template does not read.
+        message begins with. Raises InputError as `render_chat` does, for texts, calls and results that the
+        prompt cannot have, and for tools that the template does not read.
         """
-        text, ids = self._chat_ids(messages, None, options, may_load=True)
+        text, ids, unread = self._chat_ids(messages, None, options, may_load=True)
         assert ids is not None, "any length will do"
-        return text, ids
+        return ChatPrompt(text, ids, unread)
 
     def prepare(self) -> None:
         """Make what texts with control tokens need: a second backend, which takes a second or more, once."""
@@ -123,31 +136,35 @@ class Tokenizer:
 
     def bounded_chat_ids(
         self, messages: Sequence[Message], most: int | None, **options: Any
-    ) -> tuple[str, list[int] | None]:
+    ) -> tuple[str, list[int] | None, tuple[str, ...]]:
         """As `chat_ids`, but no ids for a text of more than `most` characters. Raises UnpreparedError for one that
         needs `prepare`."""
         return self._chat_ids(messages, most, options, may_load=False)
 
     def _chat_ids(
         self, messages: Sequence[Message], most: int | None, options: Mapping[str, Any], may_load: bool
-    ) -> tuple[str, list[int] | None]:
+    ) -> tuple[str, list[int] | None, tuple[str, ...]]:
         if options.get("tools") and not self.takes_tools:
             raise InputError("tools: this model's chat template takes no tools. Leave them out.", "tools")
-        text = self.render_chat(messages, **options)
+        messages, text, unread = self._render_whole(messages, options)
         theirs = {name: value for name, value in options.items() if not name.endswith("_token")}
         try:
             if most is not None and len(text) > most:
-                return text, None
+                return text, None, unread
             if not self._control.may_be_in([messages, theirs]):
-                return text, self.encode(text, add_special_tokens=False)
+                return text, self.encode(text, add_special_tokens=False), unread
             parts = self._render_hidden(text, messages, options, theirs)
-            return "".join(parts), self._control.encode(parts, may_load)
+            return "".join(parts), self._control.encode(parts, may_load), unread
         except (TypeError, UnicodeEncodeError) as error:
             raise not_unicode(error) from error
 
+    def _render_whole(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Rendered:
+        style = None if self.call_format is None else self.call_format.style
+        return self._chat.render_whole(messages, style, **{**_DEFAULTS, **options})
+
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The ids of `chat_ids(messages, **options)`; the template has written the special tokens already."""
-        return self.chat_ids(messages, **options)[1]
+        return self.chat_ids(messages, **options).ids
 
     @property
     def takes_tools(self) -> bool:

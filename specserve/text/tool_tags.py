@@ -7,6 +7,7 @@ A tag says where a call begins and ends and which schema its arguments fit:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -40,6 +41,15 @@ class CallStyle:
         begin = f"{self.before}{function['name']}{self.between}"
         return {"type": "tag", "begin": begin, "content": content, "end": self.after}
 
+    def written(self, name: str, arguments: Any) -> str:
+        """A call that was made, whatever its arguments are."""
+        if self.has_tags and isinstance(arguments, Mapping):
+            texts = {key: v if isinstance(v, str) else _json(v) for key, v in arguments.items()}
+            text = "".join(f"<parameter={key}>\n{v}\n{_CLOSE}\n" for key, v in texts.items())
+        else:
+            text = arguments if isinstance(arguments, str) else _json(arguments)
+        return f"{self.before}{name}{self.between}{text}{self.after}"
+
     def calls(self, tools: Sequence[Mapping[str, Any]], parallel: bool, must: bool = True) -> Json:
         """An answer that is one call or, with `parallel`, several. They are exact where they `must` be made, and where
         a tool says `strict`."""
@@ -69,6 +79,10 @@ class CallStyle:
 def is_strict(tool: Mapping[str, Any]) -> bool:
     """Whether a client asks for calls of this tool that fit its schema, though it may be called or not."""
     return tool["function"].get("strict") is True
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _sequence(before: str, after: str, made: Json) -> Json:

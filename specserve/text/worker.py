@@ -54,13 +54,14 @@ class Job(NamedTuple):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """The `text` and its `ids`, int32 as bytes; or `num_characters` of a text that is too long, and `fewest`, the
-    tokens that it has at least, None where that is not known; or why there is neither: `refused`, with the parameter at
-    fault, for what is wrong in the conversation, `failed` for what is wrong with the model's template, or that it
-    needs `preparing`: PREPARE comes first."""
+    """The `text`, its `ids`, int32 as bytes, and names of what the template left `unread`; or `num_characters` of a
+    text that is too long, and `fewest`, the tokens that it has at least, None where that is not known; or why there is
+    neither: `refused`, with the parameter at fault, for what is wrong in the conversation, `failed` for what is wrong
+    with the model's template, or that it needs `preparing`: PREPARE comes first."""
 
     text: str = ""
     ids: bytes | None = None
+    unread: tuple[str, ...] = ()
     num_characters: int | None = None
     fewest: int | None = None
     refused: str | None = None
@@ -94,10 +95,10 @@ def _frame(message: bytes) -> bytes:
 
 def answer(tokenizer: Tokenizer, job: Job) -> Answer:
     try:
-        text, ids = tokenizer.bounded_chat_ids(job.messages, job.most, **job.options)
+        text, ids, unread = tokenizer.bounded_chat_ids(job.messages, job.most, **job.options)
         if ids is None:
             return Answer(num_characters=len(text), fewest=tokenizer.fewest_tokens(text))
-        return Answer(text=text, ids=array.array("i", ids).tobytes())
+        return Answer(text=text, ids=array.array("i", ids).tobytes(), unread=unread)
     except UnpreparedError:
         return Answer(preparing=True)
     except InputError as error:

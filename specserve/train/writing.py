@@ -28,7 +28,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """A user's message through the chat template; of a model without one, the text itself."""
     if tokenizer.info()["chat_template"] is None:
         return tokenizer.encode(text)
-    return tokenizer.chat_ids([{"role": "user", "content": text}])[1]
+    return tokenizer.chat_ids([{"role": "user", "content": text}]).ids
 
 
 async def write_text(

@@ -19,7 +19,7 @@ import pytest
 from specserve.errors import EngineError, InputError, TextError
 from specserve.server.chats import QUICK, Chats
 from specserve.testing import SPECIAL_TOKENS, write_tiny_model
-from specserve.text.tokenizer import Tokenizer
+from specserve.text.tokenizer import ChatPrompt, Tokenizer
 
 TURNS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{{ m.more }}<|end|>\n{% endfor %}{{ extra }}"
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -53,10 +53,10 @@ def run(folder: Path, test: Callable[[Chats], Awaitable[None]], **options: Any) 
     asyncio.run(whole())
 
 
-async def ids(made: Chats, messages: list[dict[str, Any]], size: int = 10, **options: Any) -> tuple[str, list[int]]:
+async def ids(made: Chats, messages: list[dict[str, Any]], size: int = 10, **options: Any) -> ChatPrompt:
     found = await made.render(messages, options, size, None)
     assert found.ids is not None
-    return found.text, array.array("i", found.ids).tolist()
+    return ChatPrompt(found.text, array.array("i", found.ids).tolist(), found.unread)
 
 
 CHATS = [
@@ -88,7 +88,7 @@ def test_long_texts_are_told_of(tmp_path: Path) -> None:
 
     async def test(made: Chats) -> None:
         messages = says("hello " * 100)
-        text, _ = tokenizer.chat_ids(messages)
+        text, *_ = tokenizer.chat_ids(messages)
         assert (await made.render(messages, {}, 10, len(text))).text == text
         found = await made.render(messages, {}, 10, len(text) - 1)
         assert (found.num_characters, found.fewest, found.ids) == (len(text), tokenizer.fewest_tokens(text), None)

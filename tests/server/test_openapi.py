@@ -141,14 +141,9 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
         "/v1/responses",
         {"input": "a", "include": [LOGPROBS], "tools": [{"type": "function", "name": "f"}]},
     ),
-    "holds a reasoning item without text": ("/v1/responses", {"input": [{"type": "reasoning"}]}),
     # no word for it
     "keys are token ids from": ("/v1/completions", {"prompt": "a", "logit_bias": {"1000": 1}}),
     "holds control characters": ("/v1/completions", {"prompt": "a", "request_id": "\n"}),
-    "holds a call whose arguments": (
-        "/tokenize",
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
-    ),
 }
 
 

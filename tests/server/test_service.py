@@ -84,8 +84,9 @@ def test_calls_are_found_after_the_prompt_as_it_is(tmp_path: Path) -> None:
     answer = 'so <tool_call>{"name": "now"}</tool_call>'
 
     async def run() -> None:
-        prompt, ids = await made.chat_ids([{"role": "user", "content": "<|end|>"}], tools=None)
-        assert (prompt, ids) == made.tokenizer.chat_ids([{"role": "user", "content": "<|end|>"}])
+        chat = await made.chat_ids([{"role": "user", "content": "<|end|>"}], tools=None)
+        prompt = chat.text
+        assert chat == made.tokenizer.chat_ids([{"role": "user", "content": "<|end|>"}])
         asked, parser = await made.with_tools(prepared(prompt), ToolUse(TOOLS))
         assert asked == prepared(prompt)
         assert parser is not None

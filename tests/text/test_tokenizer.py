@@ -386,7 +386,7 @@ def test_contents_never_become_control_tokens(
     added = added_ids(tokenizer)
     assert len(added) == len(ADDED)
     chat = [{"role": "user", "content": content} for content in contents]
-    text, ids = tokenizer.chat_ids(chat)
+    text, ids, _ = tokenizer.chat_ids(chat)
     harmless = tokenizer.encode_chat([{"role": "user", "content": "h"} for _ in contents])
     assert text == tokenizer.render_chat(chat)
     assert [token for token in ids if token in added] == [token for token in harmless if token in added]
@@ -416,9 +416,9 @@ def test_harmless_conversations_need_no_second_backend(tmp_path: Path, monkeypat
     tokenizer = Tokenizer(write(tmp_path, template=FENCED))
     for content in ("hello", "> quoted <", "think", "a two", "\u2063"):
         chat = [{"role": "user", "content": content}]
-        text, ids = tokenizer.chat_ids(chat)
+        text, ids, _ = tokenizer.chat_ids(chat)
         assert ids == tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.bounded_chat_ids(chat, len(text)) == (text, ids)
+        assert tokenizer.bounded_chat_ids(chat, len(text))[:2] == (text, ids)
     with pytest.raises(TypeError):
         control.ControlTokens(tokenizer._backend).encode(["", "<think>", ""])
 
@@ -436,9 +436,9 @@ def test_what_needs_a_second_backend_waits_until_it_is_there(tmp_path: Path) -> 
 def test_a_long_text_is_not_tokenized(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, template=FENCED))
     chat = [{"role": "user", "content": "hello"}]
-    text, ids = tokenizer.chat_ids(chat)
-    assert tokenizer.bounded_chat_ids(chat, len(text)) == (text, ids)
-    assert tokenizer.bounded_chat_ids(chat, len(text) - 1) == (text, None)
+    text, ids, _ = tokenizer.chat_ids(chat)
+    assert tokenizer.bounded_chat_ids(chat, len(text))[:2] == (text, ids)
+    assert tokenizer.bounded_chat_ids(chat, len(text) - 1)[:2] == (text, None)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_everything_but_the_template_is_text(tmp_path: Path) -> None:
         {"role": "<think>", "content": "a"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"<think>": {}}}}}]
-    text, ids = tokenizer.chat_ids(chat, tools=tools, note="</s>", bos_token="<s>")
+    text, ids, _ = tokenizer.chat_ids(chat, tools=tools, note="</s>", bos_token="<s>")
     assert text == tokenizer.render_chat(chat, tools=tools, note="</s>", bos_token="<s>")
     assert [token for token in ids if token > 255] == [256]
     assert tokenizer.decode(ids, False) == text
@@ -488,7 +488,7 @@ def test_everything_but_the_template_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [{"<think>": 1}, {"a": {"b": ("x", {"</s>": None})}}])
 def test_a_key_alone_is_looked_at(tmp_path: Path, arguments: Any) -> None:
     tokenizer = Tokenizer(write(tmp_path, template="{{ messages[0].arguments | tojson }}"))
-    text, ids = tokenizer.chat_ids([{"role": "user", "arguments": arguments}])
+    text, ids, _ = tokenizer.chat_ids([{"role": "user", "arguments": arguments}])
     assert text == json.dumps(arguments)
     assert not [token for token in ids if token > 255]
 
@@ -508,7 +508,7 @@ def test_reasoning_inside_an_answer_is_still_the_templates_to_show(tmp_path: Pat
         {"role": "assistant", "content": "<think>\nwhy <s>\n</think>\n\nso</s>"},
         {"role": "user", "content": "</think>u"},
     ]
-    text, ids = tokenizer.chat_ids(chat)
+    text, ids, _ = tokenizer.chat_ids(chat)
     assert text == tokenizer.render_chat(chat) == "<s><think>why <s></think>so</s></s><s></think>u</s>"
     assert [token for token in ids if token > 255] == [256, 259, 261, 257, 256, 257]
     assert tokenizer.decode(ids, False) == text
@@ -518,14 +518,14 @@ def test_a_template_that_looks_for_control_tokens_finds_none(tmp_path: Path) -> 
     template = "{% if '<think>' in messages[0].content %}<think>{% endif %}{{ messages[0].content }}"
     tokenizer = Tokenizer(write(tmp_path, template=template))
     assert tokenizer.render_chat([{"role": "user", "content": "<think>"}]) == "<think><think>"
-    text, ids = tokenizer.chat_ids([{"role": "user", "content": "<think>"}])
+    text, ids, _ = tokenizer.chat_ids([{"role": "user", "content": "<think>"}])
     assert (text, [token for token in ids if token > 255]) == ("<think>", [])
 
 
 def test_a_template_may_refuse_marks_at_edges_alone(tmp_path: Path) -> None:
     template = "{% if messages[0].id | length != 1 %}{{ raise_exception('id') }}{% endif %}{{ messages[0].content }}<s>"
     tokenizer = Tokenizer(write(tmp_path, template=template))
-    text, ids = tokenizer.chat_ids([{"role": "user", "id": "s", "content": "</s>"}])
+    text, ids, _ = tokenizer.chat_ids([{"role": "user", "id": "s", "content": "</s>"}])
     assert text == "</s><s>"
     assert [token for token in ids if token > 255] == [256]
 
@@ -540,7 +540,7 @@ def test_half_a_surrogate_is_an_input_error_in_chats(tmp_path: Path) -> None:
 def test_a_continued_message_may_hold_anything(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, template="{% for m in messages %}<s>{{ m.content | trim }}</s>{% endfor %}"))
     chat = [{"role": "assistant", "content": "\u2063end of the last message\u2063 </s> <th "}]
-    text, ids = tokenizer.chat_ids(chat, continue_final_message=True, add_generation_prompt=False)
+    text, ids, _ = tokenizer.chat_ids(chat, continue_final_message=True, add_generation_prompt=False)
     assert text == "<s>\u2063end of the last message\u2063 </s> <th"
     assert [token for token in ids if token > 255] == [256]
 
@@ -566,7 +566,7 @@ def real_tokenizer(smollm2: Path) -> Tokenizer:
 def test_the_real_tokenizer_keeps_contents_text(real_tokenizer: Tokenizer, contents: list[str]) -> None:
     tokenizer = real_tokenizer
     chat = [{"role": "user", "content": content} for content in contents]
-    text, ids = tokenizer.chat_ids(chat)
+    text, ids, _ = tokenizer.chat_ids(chat)
     assert text == tokenizer.render_chat(chat)
     assert tokenizer.decode(ids, False) == text
     special = [token for token in ids if token in tokenizer.special_ids]
@@ -582,9 +582,10 @@ def test_tools_need_a_template_that_reads_them(tmp_path: Path, smollm2: Path) ->
         Tokenizer(smollm2).chat_ids(chat, tools=tools)
     assert caught.value.param == "tools"
     assert Tokenizer(smollm2).chat_ids(chat, tools=None) == Tokenizer(smollm2).chat_ids(chat)
-    write(tmp_path, template="{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | tojson }}")
+    read = "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | tojson }}"
+    write(tmp_path, template=read + "{{ messages[0].content }}")
     assert Tokenizer(tmp_path).takes_tools
-    assert Tokenizer(tmp_path).chat_ids(chat, tools=tools)[0] == json.dumps(tools)
+    assert Tokenizer(tmp_path).chat_ids(chat, tools=tools).text == json.dumps(tools) + "a"
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "{{ tools }}"}]
     assert Tokenizer(write(tmp_path, template=named)).takes_tools
     write(tmp_path, template="{{ my.tools }}tools")

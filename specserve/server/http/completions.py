@@ -21,10 +21,11 @@ from specserve.server.service import Prepared
 from specserve.server.tool_use import ToolUse, describe_tools
 from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.fields import Limits
-from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
+from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, TemplateFields, read
 from specserve.server.wire.responses import chat_body, completion_body
 from specserve.server.wire.sampling_fields import SamplingFields
 from specserve.server.wire.stream import ChatStream, CompletionStream
+from specserve.server.wire.translated import in_own_words, own_names
 
 _AS_SENT: Mapping[str, str] = MappingProxyType({})
 _read_chat = functools.partial(read, ChatCompletionRequest)
@@ -91,33 +92,38 @@ def response_id(prefix: str, asked: SamplingFields) -> str:
 
 
 async def prepare_chat(
-    server: Context, asked: ChatCompletionRequest, own_names: Mapping[str, str] = _AS_SENT
+    server: Context, asked: ChatCompletionRequest, names: Mapping[str, str] = _AS_SENT
 ) -> tuple[Prepared, Callable[[], AnswerParser] | None]:
-    """The request for a conversation's next message, and what finds calls of tools in it. `own_names` are those of the
-    fields that were sent, where they are not chat's."""
+    """The request for a conversation's next message, and what finds calls of tools in it. `names` are those of fields
+    as they were sent, where they are not chat's."""
     server.service.expect()
     conversation, template = conversation_of(server, asked)
-    prompt, ids = await server.service.chat_prompt(conversation, **template)
+    try:
+        prompt, ids, unread = await server.service.chat_prompt(conversation, **template)
+    except InputError as error:
+        if not names or type(error) is not InputError:
+            raise
+        raise in_own_words(error, names) from error
     predicted = asked.prediction.content if asked.prediction else ""
     prediction = await _prediction_ids(server, predicted) if predicted else []
     prepared = _prepare(server, asked, ids, prompt, prediction)
-    prepared = replace(prepared, source=own_names.get(prepared.source, prepared.source))
+    ignored = tuple(own_names(asked.as_sent(unread), names))
+    prepared = replace(prepared, source=names.get(prepared.source, prepared.source), ignored=ignored)
     tools = ToolUse(asked.callable_tools, asked.must_call, asked.parallel_tool_calls)
     prepared, parser = await server.service.with_tools(prepared, tools)
     return await server.service.with_reasoning_apart(prepared), parser
 
 
-def conversation_of(server: Context, asked: ChatCompletionRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages and the keyword arguments of Service.chat_ids. A model that is told of no tools can be made to call
-    one, and hears of them in words; of those that it may not call it hears nothing."""
-    conversation, template = asked.conversation(), asked.template_options()
-    if not asked.tools or server.service.tokenizer.takes_tools:
+def conversation_of(server: Context, asked: TemplateFields) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages and the keyword arguments of Service.chat_ids. A model whose chat template takes no tools hears in
+    words of those that it may call, and nothing of others."""
+    conversation, template, tokenizer = asked.conversation(), asked.template_options(), server.service.tokenizer
+    if not asked.tools or tokenizer.takes_tools:
         return conversation, template
-    if not asked.callable_tools:
-        return conversation, {**template, "tools": None}
-    if not asked.must_call:
-        return conversation, template
-    return describe_tools(conversation, asked.tools), {**template, "tools": None}
+    if asked.callable_tools:
+        use = ToolUse(asked.callable_tools, asked.must_call)
+        conversation = describe_tools(conversation, use, tokenizer.call_format)
+    return conversation, {**template, "tools": None}
 
 
 async def _prediction_ids(server: Context, text: str) -> list[int]:

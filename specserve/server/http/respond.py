@@ -96,6 +96,8 @@ async def _sent(request: web.Request, pieces: list[bytes]) -> web.StreamResponse
 
 def ignore(request: web.Request, names: Sequence[str]) -> None:
     """Have the answer's headers tell of names in the request that mean nothing here, beside those told of before."""
+    if not names:
+        return
     request[IGNORED] = ",".join([*([request[IGNORED]] if IGNORED in request else []), header_names(names)])
 
 

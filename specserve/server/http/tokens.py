@@ -8,8 +8,9 @@ import functools
 from aiohttp import web
 
 from specserve.server.http.bodies import parsed
+from specserve.server.http.completions import conversation_of
 from specserve.server.http.context import context
-from specserve.server.http.respond import json_response, sized_response
+from specserve.server.http.respond import ignore, json_response, sized_response
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.requests import read
 from specserve.server.wire.tokenization import (
@@ -32,7 +33,9 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     asked: TokenizeRequest = await parsed(request, read_tokenize)
     server.check_model(asked.model)
     if isinstance(asked, TokenizeChatRequest):
-        text, ids = await server.service.chat_ids(asked.conversation(), **asked.template_options())
+        conversation, template = conversation_of(server, asked)
+        text, ids, unread = await server.service.chat_ids(conversation, **template)
+        ignore(request, asked.as_sent(unread))
         if asked.add_special_tokens:
             server.service.check_characters(len(text), "messages")
             ids = await server.service.encode(text)

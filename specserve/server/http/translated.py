@@ -18,7 +18,7 @@ from specserve.server.wire.json_text import LONG
 from specserve.server.wire.openai_responses import ResponsesRequest
 from specserve.server.wire.openai_responses_stream import ResponseStream, response_body
 from specserve.server.wire.requests import ChatCompletionRequest
-from specserve.server.wire.translated import TranslatedRequest, read_translated
+from specserve.server.wire.translated import TranslatedRequest, own_names, read_translated
 
 _read_messages = functools.partial(read_translated, MessagesRequest)
 _read_count = functools.partial(read_translated, CountTokensRequest)
@@ -51,7 +51,8 @@ async def count_tokens(request: web.Request) -> web.Response:
     asked: CountTokensRequest = await parsed(request, _read_count)
     chat = await _accepted(request, asked)
     conversation, template = conversation_of(server, chat)
-    _, ids = await server.service.chat_ids(conversation, **template)
+    _, ids, unread = await server.service.chat_ids(conversation, **template)
+    ignore(request, own_names(chat.as_sent(unread), asked.own_names))
     return json_response(count_tokens_body(len(ids)))
 
 

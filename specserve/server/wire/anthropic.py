@@ -7,15 +7,16 @@ each is said to chat; knows no answers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from specserve.errors import InputError
 from specserve.server.wire.errors import WireError
-from specserve.server.wire.fields import Count, Name, Stops, Wire
-from specserve.server.wire.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, text_of
+from specserve.server.wire.fields import Count, Limits, Name, Stops, Wire
+from specserve.server.wire.messages import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, names_beside, text_of
 from specserve.server.wire.sampling_fields import in_range
 from specserve.server.wire.sentences import shown
 from specserve.server.wire.structured import FlatFormat, as_chat_format
@@ -25,6 +26,7 @@ from specserve.server.wire.translated import (
     Unsupported,
     combined,
     mapping,
+    other_tools,
     refused,
     text_field,
     tool_call,
@@ -36,9 +38,20 @@ from specserve.server.wire.translated import (
 _ROLES_OF = {  # who may send which block
     "text": ("user", "assistant", "system"),
     "tool_use": ("assistant",),
+    "server_tool_use": ("assistant",),
+    "mcp_tool_use": ("assistant",),
     "tool_result": ("user",),
     "thinking": ("assistant",),
+    "redacted_thinking": ("assistant",),
 }
+_OTHERS_RESULT = "_tool_result"  # the end of the types of results that Anthropic's own tools have
+_READ = {  # of a block, besides its type
+    "text": ("text",),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+    "thinking": ("thinking",),
+    "redacted_thinking": ("data",),
+}
+_READ_OF_CALLS = ("id", "name", "input")
 
 
 def _blocks(value: Any, info: ValidationInfo) -> Any:
@@ -55,28 +68,34 @@ def _blocks(value: Any, info: ValidationInfo) -> Any:
 
 
 def _said(block: Mapping[str, Any], role: str) -> dict[str, Any]:
-    """One block as a chat message."""
+    """One block as a chat message. What of it nobody reads is named in it."""
     kind = block.get("type")
-    allowed = _ROLES_OF.get(kind, ()) if isinstance(kind, str) else ()
+    is_others = isinstance(kind, str) and kind.endswith(_OTHERS_RESULT)
+    allowed = ("assistant",) if is_others else _ROLES_OF.get(kind, ()) if isinstance(kind, str) else ()
     if role not in allowed:
         known = f"the blocks read here are {', '.join(_ROLES_OF)}"
         why = f"only {allowed[0]} messages have those" if allowed else known
         raise ValueError(f"holds a block of type {shown(kind)}; {why}.")
-    if kind == "tool_use":
-        return {"role": role, "tool_calls": [_call(block)]}
-    if kind == "tool_result":
-        return _result(block)
+    read = _READ["tool_result"] if is_others else _READ.get(str(kind), _READ_OF_CALLS)
+    return {**_message(block, str(kind), role), **names_beside(block, ("type", *read), "content")}
+
+
+def _message(block: Mapping[str, Any], kind: str, role: str) -> dict[str, Any]:
+    if kind == "text":
+        return {"role": role, "content": text_of([block])}
     if kind == "thinking":
         reasoning = text_field(block, "thinking", "a thinking block")
         return {"role": role, "content": "", "reasoning_content": reasoning}
-    return {"role": role, "content": text_of([block])}
+    if kind == "redacted_thinking":  # encrypted, for whoever wrote it
+        return {"role": role, "content": "", "content.redacted_thinking": True}
+    return _result(block) if kind.endswith("tool_result") else {"role": role, "tool_calls": [_call(block)]}
 
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise ValueError(f"holds a tool_use block whose input is {shown(arguments)}; it must be an object.")
-    what = "a tool_use block"
+        raise ValueError(f"holds a {block['type']} block whose input is {shown(arguments)}; it must be an object.")
+    what = f"a {block['type']} block"
     return tool_call(text_field(block, "id", what), text_field(block, "name", what), well_formed_json(arguments))
 
 
@@ -86,10 +105,15 @@ def _text_if_any(content: Any) -> str:
 
 
 def _result(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool's message. `is_error` goes along for templates that read it."""
+    """A tool's message. `is_error` goes along for templates that read it. Results of Anthropic's own tools are JSON."""
     failed = {"is_error": True} if block.get("is_error") is True else {}
-    name = text_field(block, "tool_use_id", "a tool_result block")
-    return {"role": "tool", "tool_call_id": name, "content": _text_if_any(block.get("content")), **failed}
+    name, content = text_field(block, "tool_use_id", f"a {block['type']} block"), block.get("content")
+    if block["type"] != "tool_result" and not isinstance(content, str | None):
+        content = json.dumps(well_formed_json(content), ensure_ascii=False)
+    made = {"role": "tool", "tool_call_id": name, "content": _text_if_any(content), **failed}
+    for part in content if isinstance(content, list) else ():
+        made |= names_beside(part, ("type", "text"), "content.content")
+    return made
 
 
 _TEXT_BLOCK = {
@@ -122,7 +146,8 @@ _THINKING_BLOCK = {
     "properties": {"type": {"const": "thinking"}, "thinking": {"type": "string"}},
     "required": ["type", "thinking"],
 }
-_ANY_BLOCK = {"anyOf": [_TEXT_BLOCK, _USE_BLOCK, _RESULT_BLOCK, _THINKING_BLOCK]}
+_REDACTED_BLOCK = {"type": "object", "properties": {"type": {"const": "redacted_thinking"}}, "required": ["type"]}
+_ANY_BLOCK = {"anyOf": [_TEXT_BLOCK, _USE_BLOCK, _RESULT_BLOCK, _THINKING_BLOCK, _REDACTED_BLOCK]}
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _ANY_BLOCK, "maxItems": MAX_PARTS}]}
 
 
@@ -154,12 +179,15 @@ def _own_tools(value: Any) -> Any:
     """What pydantic would say of a tool of Anthropic's own does not say what to do."""
     for tool in value if isinstance(value, list) else ():
         kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if kind not in (None, "custom"):
+        if kind not in _KINDS_OF_TOOLS:
             raise ValueError(
                 f"holds one of type {shown(kind)}, which this server does not have. Send tools that you run yourself: "
                 '{"name", "description", "input_schema"}.'
             )
     return value
+
+
+_KINDS_OF_TOOLS = (None, "custom")
 
 
 class AnthropicToolChoice(Wire):
@@ -197,6 +225,10 @@ class CountTokensRequest(TranslatedRequest):
         "stop": "stop_sequences",
         "response_format": "output_config.format",
         "reasoning_effort": "output_config.effort",
+        "messages.reasoning_content": "messages.content.thinking",
+        "messages.tool_calls": "messages.content",
+        "messages.tool_call_id": "messages.content.tool_use_id",
+        "messages.is_error": "messages.content.is_error",
     }
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -207,13 +239,7 @@ class CountTokensRequest(TranslatedRequest):
     """Functions that the chat template tells the model of."""
     tool_choice: AnthropicToolChoice | None = None
     """Whether the model may call tools."""
-    thinking: Annotated[
-        Unsupported,
-        refused(
-            'asks for thinking, which is not supported. Leave it out, or send {"type": "disabled"}.',
-            {"type": "disabled"},
-        ),
-    ] = None
+    thinking: Unsupported = None
     output_config: OutputConfig | None = None
     """How the answer is written."""
     output_format: FlatFormat = None
@@ -222,6 +248,24 @@ class CountTokensRequest(TranslatedRequest):
         Unsupported,
         refused("names servers to be called from here. Leave it out, and send tools that you run yourself.", []),
     ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_beside(cls, value: Any) -> Any:
+        """Names are told of what is not read: of tools that Anthropic runs, and beside the texts of `system`."""
+        if not isinstance(value, dict):
+            return value
+        tools, others = other_tools(value.get("tools"), _KINDS_OF_TOOLS)
+        beside = {f"tools.{kind}": True for kind in others}
+        blocks = value["system"] if isinstance(value.get("system"), list) else []
+        for block in blocks[:MAX_PARTS]:
+            beside |= names_beside(block, ("type", "text"), "system") if isinstance(block, Mapping) else {}
+        return {**value, "tools": tools, **beside} if beside else value
+
+    def ignored(self, limits: Limits) -> list[str]:
+        """As TranslatedRequest; thinking too, which the model does as it likes."""
+        asked = self.thinking not in (None, {"type": "disabled"})
+        return [*super().ignored(limits), *(["thinking"] if asked else [])]
 
     def _chat_fields(self) -> dict[str, Any]:
         chosen = self.tool_choice
@@ -243,7 +287,9 @@ class CountTokensRequest(TranslatedRequest):
         if chat[-1].get("tool_calls"):
             raise InputError("messages ends with a tool_use block. Send its tool_result after it.", "messages")
         if not chat[-1].get("content"):
-            return {"messages": chat[:-1]}
+            beside = {"reasoning_content": "content.thinking"}
+            unread = {beside.get(name, name): True for name in chat.pop() if "." in name or name in beside}
+            return {"messages": [*chat[:-1], *({**message, **unread} for message in chat[-1:])]}
         return {"messages": chat, "add_generation_prompt": False, "continue_final_message": True}
 
     def _turns(self) -> Iterator[dict[str, Any]]:

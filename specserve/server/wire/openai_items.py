@@ -3,15 +3,16 @@ other field of a request."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, WithJsonSchema
 
 from specserve.server.wire.fields import well_formed
-from specserve.server.wire.messages import MAX_MESSAGES, MAX_PARTS
+from specserve.server.wire.messages import MAX_MESSAGES, MAX_PARTS, names_beside
 from specserve.server.wire.sentences import shown
-from specserve.server.wire.translated import combined, mapping, text_field, tool_call
+from specserve.server.wire.translated import combined, mapping, text_field, tool_call, well_formed_json
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # a part's type: where its text is
@@ -35,10 +36,19 @@ def _text_of_part(part: Mapping[str, Any]) -> str:
     return text_field(part, _TEXTS[kind], f"a part of type {shown(kind)}")
 
 
+def _beside_texts(content: Any, where: str) -> dict[str, Any]:
+    """What parts have besides their texts; see names_beside."""
+    beside: dict[str, Any] = {}
+    for part in content if isinstance(content, list) else ():
+        beside |= names_beside(part, ("type", _TEXTS.get(part["type"], "text")), where)
+    return beside
+
+
 def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+    content = item.get("content")
     if item.get("role") not in _ROLES:
         raise ValueError(f"holds a message whose role is {shown(item.get('role'))}; it must be {', '.join(_ROLES)}.")
-    return {"role": item["role"], "content": _text(item.get("content"))}
+    return {"role": item["role"], "content": _text(content), **_beside_texts(content, "item.content")}
 
 
 def _call(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,26 +58,53 @@ def _call(item: Mapping[str, Any]) -> dict[str, Any]:
 
 def _call_output(item: Mapping[str, Any]) -> dict[str, Any]:
     call_id = text_field(item, "call_id", "a function_call_output")
-    return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"))}
+    made = {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"))}
+    return {**made, **_beside_texts(item.get("output"), "item.output")}
 
 
 def _reasoning(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Reasoning that another server wrote; encrypted, it cannot be read here."""
+    """Reasoning that was written down; what another server has encrypted cannot be read here."""
     found = [said for name in ("content", "summary") if (said := item.get(name)) is not None]
     if not all(isinstance(said, list) for said in found):
         raise ValueError("holds a reasoning item whose content or summary is no list of texts.")
     parts = [part for said in found for part in said]
     texts = [text_field(mapping(part, "texts"), "text", "a part of a reasoning item") for part in parts]
-    if not texts:
-        raise ValueError("holds a reasoning item without text, which this server cannot read. Leave it out.")
-    return {"role": "assistant", "content": "", "reasoning_content": "\n".join(texts)}
+    made: dict[str, Any] = {"role": "assistant", "content": ""}
+    for part in parts:
+        made |= names_beside(part, ("type", "text"), "item.reasoning")
+    return {**made, "reasoning_content": "\n".join(texts)} if texts else made
 
 
-_ITEMS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "message": _message,
-    "function_call": _call,
-    "function_call_output": _call_output,
-    "reasoning": _reasoning,
+def _others_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of a tool that another server ran, or of one that takes any text; what is known of it are arguments."""
+    kind, name = str(item["type"]), item.get("name")
+    fields = {n: v for n, v in item.items() if n not in _NO_ARGUMENTS and v is not None}
+    texts = [v for v in fields.values() if isinstance(v, str)]
+    is_text = texts and fields.keys() <= {"input"}
+    arguments = texts[0] if is_text else json.dumps(well_formed_json(fields), ensure_ascii=False)
+    call_id = item.get("call_id") or item.get("id") or ""
+    if not isinstance(call_id, str):
+        raise ValueError(f"holds a {kind} whose id is {shown(call_id)}; it must be text.")
+    name = name if isinstance(name, str) else kind.removesuffix(_CALL)
+    return {"role": "assistant", "tool_calls": [tool_call(well_formed(call_id), well_formed(name), arguments)]}
+
+
+def _others_output(item: Mapping[str, Any]) -> dict[str, Any]:
+    """What such a call gave, as text or as JSON."""
+    call_id = text_field(item, "call_id", f"a {item['type']}")
+    output = item.get("output")
+    text = output if isinstance(output, str) else json.dumps(well_formed_json(output), ensure_ascii=False)
+    return {"role": "tool", "tool_call_id": call_id, "content": well_formed(text)}
+
+
+_CALL, _OUTPUT = "_call", "_call_output"  # the ends of the types of such items
+_NO_ARGUMENTS = ("type", "id", "call_id", "status", "name")
+
+_ITEMS: dict[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], tuple[str, ...]]] = {  # and what is read
+    "message": (_message, ("role", "content")),
+    "function_call": (_call, ("call_id", "name", "arguments")),
+    "function_call_output": (_call_output, ("call_id", "output")),
+    "reasoning": (_reasoning, ("content", "summary")),
 }
 
 
@@ -84,9 +121,15 @@ def _said(item: Mapping[str, Any]) -> dict[str, Any]:
     kind = "message" if item.get("type") is None else item["type"]
     if kind == "item_reference":
         raise ValueError("holds an item_reference, and this server keeps no items. Send the item itself.")
-    if not isinstance(kind, str) or kind not in _ITEMS:
+    as_chat, read = _ITEMS.get(kind, (None, ())) if isinstance(kind, str) else (None, ())
+    if as_chat is None and isinstance(kind, str) and kind.endswith(_OUTPUT):
+        as_chat, read = _others_output, ("call_id", "output")
+    elif as_chat is None and isinstance(kind, str) and kind.endswith(_CALL):
+        unread = ("status", "id" if item.get("call_id") else "status")
+        as_chat, read = _others_call, tuple(name for name in item if name not in unread)
+    if as_chat is None:
         raise ValueError(f"holds an item of type {shown(kind)}; the items read here are {', '.join(_ITEMS)}.")
-    return _ITEMS[kind](item)
+    return as_chat(item) | names_beside(item, ("type", *read), "item")
 
 
 def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from specserve.errors import InputError
 from specserve.server.wire.fields import Count, Limits, Logprobs, Name, Wire
@@ -24,6 +24,7 @@ from specserve.server.wire.translated import (
     TranslatedRequest,
     Unsupported,
     WellFormed,
+    other_tools,
     refused,
     well_formed_json,
 )
@@ -55,11 +56,14 @@ class FunctionTool(Wire):
         return {"type": "function", **function, "strict": self.strict}
 
 
+_KINDS_OF_TOOLS = ("function",)
+
+
 def _functions(value: Any) -> Any:
     """What pydantic would say of a tool that OpenAI runs does not say what to do."""
     for tool in value if isinstance(value, list) else ():
         kind = tool.get("type") if isinstance(tool, Mapping) else "function"
-        if kind != "function":
+        if kind not in _KINDS_OF_TOOLS:
             raise ValueError(
                 f"holds one of type {shown(kind)}, which this server does not run. Send functions that you run "
                 'yourself: {"type": "function", "name", "parameters"}.'
@@ -78,15 +82,41 @@ class NamedFunction(Wire):
         return {"type": "function", "name": self.name}
 
 
+def _without_others(value: Any) -> Any:
+    return other_tools(value, _KINDS_OF_TOOLS)[0]
+
+
+class AllowedFunctions(Wire):
+    """Some of the tools; those that others run are no part of it."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS), BeforeValidator(_without_others)]
+
+    def as_chat(self) -> dict[str, Any]:
+        allowed = {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+    def echo(self) -> dict[str, Any]:
+        return {"type": "allowed_tools", "mode": self.mode, "tools": [tool.echo() for tool in self.tools]}
+
+
 def _choice(value: Any) -> Any:
-    if value in ("none", "auto", "required") or (isinstance(value, Mapping) and value.get("type") == "function"):
-        return value
     kind = value.get("type") if isinstance(value, Mapping) else value
-    raise ValueError(f'is {shown(kind)}; it must be "none", "auto", "required" or {{"type": "function", "name": ...}}.')
+    if value in ("none", "auto", "required") or (kind == "function" and isinstance(value.get("name"), str)):
+        return value
+    if kind == "allowed_tools" and isinstance(value.get("tools"), list) and value["tools"]:
+        return value
+    raise ValueError(
+        f'is {shown(kind)}; it must be "none", "auto", "required", {{"type": "function", "name": ...}} or '
+        '{"type": "allowed_tools", "mode", "tools"}.'
+    )
 
 
 Functions: TypeAlias = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), BeforeValidator(_functions)]
-ToolChoice: TypeAlias = Annotated[Literal["none", "auto", "required"] | NamedFunction, BeforeValidator(_choice)]
+ToolChoice: TypeAlias = Annotated[
+    Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions, BeforeValidator(_choice)
+]
 
 # --- the request ------------------------------------------------------------------------------------------------------
 
@@ -115,6 +145,10 @@ class ResponsesRequest(TranslatedRequest):
     unused = frozenset({"user", "store"})
     own_names: ClassVar[Mapping[str, str]] = {
         "messages": "input",
+        "messages.item": "input",
+        "messages.tool_calls.id": "input.call_id",
+        "messages.tool_call_id": "input.call_id",
+        "messages.reasoning_content": "input.reasoning",
         "max_tokens": "max_output_tokens",
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
@@ -166,6 +200,15 @@ class ResponsesRequest(TranslatedRequest):
         Unsupported, refused('asks to drop what does not fit. Send "disabled" and shorten the input.', "disabled")
     ] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named_beside(cls, value: Any) -> Any:
+        """Tools that a server would have to run are left out, and the client is told so."""
+        if not isinstance(value, dict):
+            return value
+        tools, others = other_tools(value.get("tools"), _KINDS_OF_TOOLS)
+        return {**value, "tools": tools, **{f"tools.{kind}": True for kind in others}} if others else value
+
     def ignored(self, limits: Limits) -> list[str]:
         """As TranslatedRequest; what should be included and is never there, too."""
         return [*super().ignored(limits), *(f"include.{name}" for name in self.include if name != LOGPROBS)]
@@ -180,7 +223,7 @@ class ResponsesRequest(TranslatedRequest):
             "top_p": _DEFAULTS.top_p if self.top_p is None else self.top_p,
             "top_logprobs": self.top_logprobs,
             "tools": [tool.echo() for tool in self.tools],
-            "tool_choice": choice.echo() if isinstance(choice, NamedFunction) else choice,
+            "tool_choice": choice.echo() if isinstance(choice, NamedFunction | AllowedFunctions) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "text": {"format": (self.text and self.text.format) or {"type": "text"}},
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
@@ -227,6 +270,6 @@ class ResponsesRequest(TranslatedRequest):
         choice = self.tool_choice
         return {
             "tools": [tool.as_chat() for tool in self.tools] or None,
-            "tool_choice": choice.as_chat() if isinstance(choice, NamedFunction) else choice,
+            "tool_choice": choice.as_chat() if isinstance(choice, NamedFunction | AllowedFunctions) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }

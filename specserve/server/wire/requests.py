@@ -7,6 +7,7 @@ default. Knows OpenAI's and vLLM's names; knows no HTTP.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
@@ -33,7 +34,7 @@ from specserve.server.wire.fields import (
     well_formed,
 )
 from specserve.server.wire.json_text import json_object
-from specserve.server.wire.messages import TEXT, Messages, Tools, conversation, text_of
+from specserve.server.wire.messages import MAX_TOOLS, TEXT, Messages, Tools, conversation, text_of
 from specserve.server.wire.sampling_fields import SamplingFields, with_defaults
 from specserve.server.wire.sentences import as_input_error, shown
 from specserve.server.wire.unsupported import refuse_unsupported
@@ -105,6 +106,16 @@ class TemplateFields(Wire):
     tools: Tools = ()
     """Functions that the chat template tells the model of."""
 
+    @property
+    def callable_tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools that an answer may call."""
+        return self.tools
+
+    @property
+    def must_call(self) -> str | bool:
+        """The name of the tool that must be called; True: any, False: none."""
+        return False
+
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as Tokenizer.render_chat takes them."""
         return conversation(self.messages)
@@ -117,6 +128,11 @@ class TemplateFields(Wire):
             "continue_final_message": self.continue_final_message,
             "tools": list(self.tools) or None,
         }
+
+    def as_sent(self, unread: Iterable[str]) -> list[str]:
+        """The names of fields of the request that the chat template does not read."""
+        given = self.chat_template_kwargs
+        return [f"chat_template_kwargs.{name}" if name in given else name for name in unread]
 
     @model_validator(mode="after")
     def _one_end(self) -> TemplateFields:
@@ -138,17 +154,28 @@ class Prediction(ClosedWire):
 
 
 def _tool_choice(value: Any) -> Any:
-    """A word, or the name of the one tool that must be called as {"name": ...}."""
+    """A word, the name of the one tool that must be called as {"name": ...}, or the names of those that may be called
+    as {"names": [...], "mode": ...}."""
     if value in ("none", "auto", "required"):
         return value
-    named = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    name = named.get("name") if isinstance(named, dict) else None
-    if not isinstance(name, str):
-        raise ValueError(
-            f'is {shown(value)}; it must be "none", "auto", "required" or '
-            '{"type": "function", "function": {"name": ...}}.'
-        )
-    return {"name": name}
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function" and (name := _name_of(value)) is not None:
+        return {"name": name}
+    allowed = value.get("allowed_tools") if kind == "allowed_tools" else None
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    names = [_name_of(tool) for tool in tools[: MAX_TOOLS + 1]] if isinstance(tools, list) else []
+    if isinstance(allowed, dict) and names and None not in names and allowed.get("mode") in (None, "auto", "required"):
+        return {"names": names, "mode": allowed.get("mode")}
+    raise ValueError(
+        f'is {shown(value)}; it must be "none", "auto", "required", {{"type": "function", "function": {{"name"}}}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode", "tools"}} with such functions.'
+    )
+
+
+def _name_of(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 _NAMED = {
@@ -159,7 +186,22 @@ _NAMED = {
     },
     "required": ["type", "function"],
 }
-_CHOICES = {"anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, _NAMED]}
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required", None]},
+                "tools": {"type": "array", "items": _NAMED, "minItems": 1, "maxItems": MAX_TOOLS},
+            },
+            "required": ["tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
+_CHOICES = {"anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED]}
 ToolChoice: TypeAlias = Annotated[Any, BeforeValidator(_tool_choice), WithJsonSchema(_CHOICES)]
 
 
@@ -175,7 +217,7 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     top_logprobs: Logprobs | None = None
     """The k most likely tokens at each place as well; needs logprobs true."""
     tool_choice: ToolChoice = None
-    """Whether the model may call tools, must call one or more, or must call one of this name."""
+    """Whether the model may call tools, must call one or more, must call one of this name, or may call some of them."""
     parallel_tool_calls: bool = True
     """Whether the model may call several tools in one answer."""
     prediction: Prediction | None = None
@@ -191,12 +233,21 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     def callable_tools(self) -> tuple[dict[str, Any], ...]:
         """The tools whose calls are looked for in the answer; with tool_choice "none" the model is told of the tools
         and its answer is text."""
-        return () if self.tool_choice == "none" else self.tools
+        return () if self.tool_choice == "none" else self._chosen
 
     @property
     def must_call(self) -> str | bool:
         """The name of the tool that must be called; True: any, False: none."""
-        return str(self.tool_choice["name"]) if isinstance(self.tool_choice, dict) else self.tool_choice == "required"
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            return str(choice["name"]) if "name" in choice else choice["mode"] == "required"
+        return bool(choice == "required")
+
+    @property
+    def _chosen(self) -> tuple[dict[str, Any], ...]:
+        """The tools that the model is told of: one that it may not call would be called in vain."""
+        names = self.tool_choice.get("names") if isinstance(self.tool_choice, dict) else None
+        return self.tools if names is None else tuple(t for t in self.tools if t["function"]["name"] in names)
 
     def ignored(self, limits: Limits) -> list[str]:
         """As SamplingFields; a prediction too, where no drafter reads it."""
@@ -206,7 +257,7 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     def template_options(self) -> dict[str, Any]:
         """As TemplateFields; a template that knows no reasoning_effort does not read it."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **super().template_options()}
+        return {**effort, **super().template_options(), "tools": list(self._chosen) or None}
 
     @model_validator(mode="after")
     def _some_tool(self) -> ChatCompletionRequest:
@@ -214,8 +265,10 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
         names = [tool["function"]["name"] for tool in self.tools]
         if self.must_call and not names:
             raise InputError("tool_choice asks for a call and there are no tools. Send tools.", "tool_choice")
-        if isinstance(self.must_call, str) and self.must_call not in names:
-            raise InputError("tool_choice: " + unknown("tool", self.must_call, names), "tool_choice")
+        choice = self.tool_choice if isinstance(self.tool_choice, dict) else {}
+        for name in choice.get("names", [choice["name"]] if "name" in choice else []):
+            if name not in names:
+                raise InputError("tool_choice: " + unknown("tool", name, names), "tool_choice")
         return self
 
     def _checked_params(self) -> SamplingParams:

@@ -3,6 +3,7 @@ conversation is put together; knows neither API."""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -58,27 +59,46 @@ class TranslatedRequest(Wire):
         try:
             return checked(ChatCompletionRequest, {**shared, **drafts, **self._chat_fields()}, limits)
         except InputError as error:
-            raise self._in_own_words(error) from error
+            raise in_own_words(error, self.own_names) from error
 
     def ignored(self, limits: Limits) -> list[str]:
         """Names in the request that mean nothing here, as sent."""
         nested = (
             f"{field}.{name}"
             for field in type(self).model_fields
-            if isinstance(value := getattr(self, field), Wire)
+            for value in _objects(getattr(self, field))
             for name in value.model_extra or {}
         )
-        return [*(self.model_extra or {}), *nested]
+        return [*(self.model_extra or {}), *dict.fromkeys(nested)]
 
-    def _in_own_words(self, error: InputError) -> InputError:
-        """Chat's message begins with the name of the field. A place among the messages is chat's and not the one that
-        the client counts, so the message tells that it is."""
-        param, message = error.param or "", str(error)
-        if param.startswith("messages["):
-            own = self.own_names.get("messages", "messages")
-            return InputError(f"{own}, read as chat messages: {message}", own)
-        own = self.own_names.get(param, param)
-        return InputError(f"{own}{message.removeprefix(param)}" if message.startswith(param) else message, own or None)
+
+def own_names(names: Iterable[str], own: Mapping[str, str]) -> list[str]:
+    """Chat's names of fields as another API has them. The longest of `own` that a name begins with decides."""
+    return list(dict.fromkeys(_own_name(name.split("."), own) for name in names))
+
+
+def _own_name(path: Sequence[str], own: Mapping[str, str]) -> str:
+    for n in range(len(path), 0, -1):
+        if (known := own.get(".".join(path[:n]))) is not None:
+            return ".".join([known, *path[n:]])
+    return ".".join(path)
+
+
+def in_own_words(error: InputError, own: Mapping[str, str]) -> InputError:
+    """Chat's message begins with the name of the field. A place among the messages is chat's and not the one that the
+    client counts, so the message tells that it is."""
+    param, message = error.param or "", str(error)
+    if param.startswith("messages["):
+        name = own.get("messages", "messages")
+        return InputError(f"{name}, read as chat messages: {message}", name)
+    name = own.get(param, param)
+    return InputError(f"{name}{message.removeprefix(param)}" if message.startswith(param) else message, name or None)
+
+
+def _objects(value: Any) -> Iterable[Wire]:
+    """The objects that a field is, or is a list of."""
+    entries = value if isinstance(value, list) else [value]
+    return (entry for entry in entries if isinstance(entry, Wire))
 
 
 Unsupported: TypeAlias = SkipJsonSchema[Any]  # with `refused`; no field that clients are told of
@@ -129,6 +149,19 @@ def mapping(value: Any, what: str) -> Mapping[str, Any]:
     return value
 
 
+_TYPE_OF_TOOL = re.compile("[a-z]{3,}(_[a-z0-9]+)*")
+
+
+def other_tools(value: Any, kinds: Collection[Any]) -> tuple[Any, list[str]]:
+    """A list of tools without those of other types than `kinds`, which a server would have to run, and their types.
+    One that has no others is as it was: it asks for what cannot be done."""
+    tools = value if isinstance(value, list) else []
+    types = [tool.get("type") if isinstance(tool, Mapping) else None for tool in tools]
+    others = [kind for kind in types if kind not in kinds and isinstance(kind, str) and _TYPE_OF_TOOL.fullmatch(kind)]
+    mine = [tool for tool, kind in zip(tools, types, strict=True) if kind not in others]
+    return (mine, others) if mine else (value, [])
+
+
 # --- conversations ----------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +182,7 @@ def combined(messages: Iterable[dict[str, Any]], roles: Collection[str]) -> list
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Texts are joined by line ends, as the parts of one message are."""
-    joined: dict[str, Any] = {"role": messages[0]["role"], "content": ""}
+    joined = {name: v for message in messages for name, v in message.items()} | {"content": ""}
     for name in ("content", "reasoning_content"):
         if texts := [message[name] for message in messages if message.get(name)]:
             joined[name] = "\n".join(texts)

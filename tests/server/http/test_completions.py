@@ -10,6 +10,7 @@ from typing import Any
 from specserve.server.http import completions
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
+from specserve.text.tokenizer import ChatPrompt
 
 LIMITS = Limits(vocab_size=300, max_model_len=512)
 
@@ -31,9 +32,9 @@ class Service:
     def expect(self) -> None:
         self.calls.append("expect")
 
-    async def chat_prompt(self, messages: Any, **template: Any) -> tuple[str, list[int]]:
+    async def chat_prompt(self, messages: Any, **template: Any) -> ChatPrompt:
         self.calls.append("tokenize")
-        return "x", [1]
+        return ChatPrompt("x", [1])
 
     async def check_length(self, text: str) -> None:
         pass

@@ -293,14 +293,6 @@ def test_responses_are_chat_in_other_words(server: Any) -> None:
     assert events[-1]["response"]["output"][0]["content"] == whole["output"][0]["content"]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_tools_need_a_template_that_reads_them(server: Any, path: str) -> None:
-    tools = [{"type": "function", "function": {"name": "now"}}]
-    answer = server.post(path, {"messages": CHAT["messages"], "tools": tools})
-    assert (answer.status, answer.error["param"]) == (400, "tools")
-    assert "takes no tools" in answer.error["message"]
-
-
 NOW = {"name": "now", "parameters": {"type": "object"}}
 FORBIDDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": (CHAT, {"tools": [{"type": "function", "function": NOW}], "tool_choice": "none"}),

@@ -245,8 +245,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
     ({"speculative": {"drafter": "ngrm"}}, "speculative.drafter"),
     ({"speculative": {"num_token": 2}}, "speculative.num_token"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    ({"thinking": {"type": "adaptive"}}, "thinking"),
     ({"mcp_servers": [{"type": "url", "url": "http://x"}]}, "mcp_servers"),
     ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
@@ -278,7 +276,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (message({"type": "document"}), "messages[0].content"),
     (message({"type": []}), "messages[0].content"),
     (message({"type": "text"}), "messages[0].content"),
-    (message({"type": "redacted_thinking", "data": "x"}, role="assistant"), "messages[0].content"),
+    (message({"type": "redacted_thinking", "data": "x"}), "messages[0].content"),
+    (message({"type": "web_search_tool_result", "tool_use_id": "a", "content": []}), "messages[0].content"),
     (message(USE), "messages[0].content"),
     (message(RESULT, role="assistant"), "messages[0].content"),
     (message({**RESULT, "content": [IMAGE]}), "messages[0].content"),
@@ -349,7 +348,7 @@ def test_the_schema_has_what_is_taken() -> None:
     whole, blocks = schema["$defs"]["AnthropicMessage"]["properties"]["content"]["anyOf"]
     assert whole == {"type": "string"}
     kinds = [block["properties"]["type"]["const"] for block in blocks["items"]["anyOf"]]
-    assert kinds == ["text", "tool_use", "tool_result", "thinking"]
+    assert kinds == ["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

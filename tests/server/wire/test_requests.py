@@ -33,6 +33,7 @@ from specserve.types import SamplingParams
 LIMITS = Limits(vocab_size=1000, max_model_len=256, max_completions=8, drafters=frozenset({"ngram"}))
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALLED = {**CALL, "function": {"name": "add", "arguments": {"a": 1}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 
 
@@ -224,7 +225,6 @@ def test_what_is_not_supported_is_refused_by_name(make: Any, name: str) -> None:
         ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
         ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
         ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["Hi"]}]}, "messages[0].content"),
@@ -234,6 +234,8 @@ def test_what_is_not_supported_is_refused_by_name(make: Any, name: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "type": "shell"}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "function_call": "f"}]}, "messages[0].tool_calls"),
         # 29
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
@@ -508,11 +510,66 @@ def test_a_call_without_arguments_has_none(arguments: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["{", "[1]", '{"a": NaN}', "[" * 10_000, 5, ["a"], [], 0, False], ids=lambda a: ascii(a)[:12]
+    ("arguments", "text"),
+    [
+        *((text, text) for text in ("{", '{"city":', "[1]", '{"a": NaN}', "null", "7", "Paris", '{"a": 1, "a": 2}')),
+        ("[" * 10_000, "[" * 10_000),
+        ('{"a\ud800":', '{"a\ufffd":'),
+        (5, "5"),
+        (["a", {"b": None}], '["a", {"b": null}]'),
+        (False, "false"),
+    ],
+    ids=lambda value: ascii(value)[:20],
 )
-def test_broken_arguments_are_refused(arguments: Any) -> None:
+def test_arguments_that_are_no_object_are_text(arguments: Any, text: str) -> None:
+    """An answer that max_tokens cut off is sent back as it was; nothing of it is lost, a repeated name neither."""
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
-    assert_refused(chat, {"messages": [{"role": "assistant", "tool_calls": [call]}]}, "messages[0].tool_calls")
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).conversation()
+    assert message["tool_calls"] == [{**call, "function": {"name": "now", "arguments": text}}]
+
+
+@pytest.mark.parametrize("text", ['{"a": {"b": [{"c": 1}]}, "d": {}}', '{"\\"a\\": 1": "b\\": 2"}', "{}", '{"": ":"}'])
+def test_arguments_that_are_an_object_are_one(text: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": text}}
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).conversation()
+    assert message["tool_calls"][0]["function"]["arguments"] == json.loads(text)
+
+
+ANSWERED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"content": None, "refusal": "No."}, {"content": "No."}),
+    ({"content": "Well.", "refusal": "No."}, {"content": "Well.\nNo."}),
+    ({"content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}),
+    ({"content": [{"type": "text", "text": "a"}], "refusal": "No."}, {"content": "a\nNo."}),
+    ({"content": None}, {"content": ""}),
+    ({"content": []}, {"content": ""}),
+    ({"reasoning_content": "hm"}, {"content": "", "reasoning_content": "hm"}),
+    ({"content": [], "tool_calls": [CALL]}, {"content": "", "tool_calls": [CALLED]}),
+    (
+        {"content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"content": "", "tool_calls": [{name: v for name, v in CALLED.items() if name != "id"}]},
+    ),
+    (
+        {"content": "", "tool_calls": [{"id": "1", "type": "custom", "custom": {"name": "sh", "input": "ls -l"}}]},
+        {
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "sh", "arguments": "ls -l"}}],
+        },
+    ),
+    (
+        {"content": [{"type": "text", "text": "a", "annotations": [], "cache_control": {"type": "ephemeral"}}]},
+        {"content": "a", "content.cache_control": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("sent", "made"), ANSWERED, ids=lambda value: ascii(value)[:60])
+def test_whatever_an_answer_may_be_is_taken_back(sent: dict[str, Any], made: dict[str, Any]) -> None:
+    assert chat(messages=[USER, {"role": "assistant", **sent}]).conversation()[1] == {"role": "assistant", **made}
+
+
+def test_the_old_role_of_results() -> None:
+    said = {"role": "function", "name": "add", "content": "2"}
+    assert chat(messages=[said]).conversation() == [{**said, "role": "tool"}]
 
 
 def test_the_longest_conversation_is_taken() -> None:
@@ -557,6 +614,22 @@ def test_which_tool_must_be_called() -> None:
     tools, named = [tool("f"), tool("g")], {"type": "function", "function": {"name": "g"}}
     asked = [chat(tools=tools, tool_choice=choice).must_call for choice in (None, "none", "auto", "required", named)]
     assert asked == [False, False, False, True, "g"]
+
+
+def allowed(*names: str, **mode: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"tools": tools, **mode}}
+
+
+def test_some_of_the_tools_may_be_allowed() -> None:
+    """The model is told of no other."""
+    tools = [tool("f"), tool("g"), tool("h")]
+    for mode, must in (({}, False), ({"mode": "auto"}, False), ({"mode": "required"}, True)):
+        made = chat(tools=tools, tool_choice=allowed("h", "f", **mode))
+        assert made.must_call is must
+        assert list(made.callable_tools) == made.template_options()["tools"] == [tools[0], tools[2]]
+    for wrong in (allowed(), allowed("i"), allowed("f", mode="any"), {"type": "allowed_tools", "tools": [tools[0]]}):
+        assert_refused(chat, {"tools": tools, "tool_choice": wrong}, "tool_choice")
 
 
 # --- /tokenize, /detokenize -------------------------------------------------------------------------------------------
