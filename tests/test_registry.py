@@ -278,3 +278,10 @@ def test_parts_and_folders_are_no_entries() -> None:
     assert MODELS.names() == ["gemma3", "llama", "mistral", "qwen2", "qwen3"]
     with pytest.raises(ConfigError, match="Unknown kernel backend '_native'"):
         KERNELS.find("_native")
+
+
+def test_names_are_checked_and_others_are_known() -> None:
+    for name in ("auto", "none", "ngram"):
+        DRAFTERS.check(name)
+    with pytest.raises(ConfigError, match=r"Unknown drafter 'aut'\. Did you mean 'auto'\? Known: auto, .*"):
+        DRAFTERS.check("aut")

@@ -15,7 +15,7 @@ from wire import Answer, Engine, Setup, serve
 
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS, DTYPES
 from specserve.llm import LLM
-from specserve.speculation.lookup import AUTO
+from specserve.registry import AUTO
 from specserve.types import SamplingParams
 from specserve.version import __version__
 

@@ -15,9 +15,9 @@ from specserve.bench.report import described, table_of
 from specserve.bench.traffic import read_bandwidth, watched
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError
+from specserve.registry import NONE
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.host import DraftHost
-from specserve.speculation.lookup import NONE
 from specserve.speculation.worker import Outcome
 from specserve.types import Draft, Event, SamplingParams
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from specserve.config import VERIFICATIONS
-from specserve.registry import DRAFTERS
+from specserve.registry import DRAFTERS, NONE
 from specserve.speculation.base import (
     DraftContext,
     Drafter,
@@ -23,7 +23,7 @@ from specserve.speculation.base import (
     StepReport,
 )
 from specserve.speculation.check import checked
-from specserve.speculation.lookup import NONE, PartMaker
+from specserve.speculation.lookup import PartMaker
 from specserve.speculation.worker import Inline, Outcome, Stuck, Worker
 from specserve.types import Draft, Ids, ScheduledSeq, Sequence, Verdict
 

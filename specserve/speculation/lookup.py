@@ -6,12 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from specserve import registry
 from specserve.errors import ConfigError, unknown
-from specserve.registry import DRAFTERS, RUNS_MODEL
+from specserve.registry import AUTO, DRAFTERS, NONE, RUNS_MODEL
 from specserve.speculation.base import DraftContext, Drafter
-
-AUTO, NONE = registry.AUTO, registry.NONE
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # kinds of options
 

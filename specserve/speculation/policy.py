@@ -14,14 +14,14 @@ from specserve.cache.cache import KVCache
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.errors import ConfigError, InputError, unknown
 from specserve.explained import Explained
-from specserve.registry import DRAFTERS, RUNS_MODEL
+from specserve.registry import AUTO, DRAFTERS, NONE, RUNS_MODEL
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.asking import Asked
 from specserve.speculation.context import TargetContext
 from specserve.speculation.grammar import guide
 from specserve.speculation.host import DraftHost
-from specserve.speculation.lookup import AUTO, NONE, makers
+from specserve.speculation.lookup import makers
 from specserve.speculation.tree import Proposals
 from specserve.types import JUMP_FORWARD, PREDICTION, Draft, Ids, ScheduledSeq, Sequence, Verdict
 

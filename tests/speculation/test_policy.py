@@ -24,13 +24,13 @@ from specserve.cache.cache import KVCache
 from specserve.cache.storage import KVShape, KVStorage
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import InputError
-from specserve.registry import DRAFTERS
+from specserve.registry import DRAFTERS, NONE
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.cost import ROWS, DecodeCost
 from specserve.speculation.host import DraftHost
-from specserve.speculation.lookup import NONE, prepare
+from specserve.speculation.lookup import prepare
 from specserve.speculation.policy import Policy
 from specserve.structured.base import Guarded
 from specserve.testing import LanguageGrammar
