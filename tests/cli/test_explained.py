@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specserve.cli.answer import Answer
+from specserve.cli.answer import Answer, write
 from specserve.cli.explained import Explanation, MarkedText
 from specserve.cli.main import run
 from specserve.engine.outputs import Chunk
@@ -189,3 +189,16 @@ def test_chat_with_its_marks_taken_off_is_the_same_chat(
     assert texts[1].count("[-") > 0
     assert re.sub(r"\{\+(.*?)\+\}", r"\1", re.sub(r"\[-.*?-\]", "", texts[1]), flags=re.DOTALL) == texts[0]
     assert "drafts: " in err
+
+
+def test_reasoning_goes_beside_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is piped on is the answer alone."""
+    chunks = [
+        Chunk("r", 0, "", [1], reasoning="Hm, "),
+        Chunk("r", 0, "", [2], reasoning="[so]."),
+        Chunk("r", 0, "Yes", [3, 4]),
+        Chunk("r", 0, ".", [5], finish_reason="stop", stats=SequenceStats()),
+    ]
+    said = write(chunks)
+    assert (said.text, said.reasoning, said.num_tokens) == ("Yes.", "Hm, [so].", 5)
+    assert capsys.readouterr() == ("Yes.\n", "Hm, [so].\n\n")

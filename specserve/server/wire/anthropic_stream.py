@@ -130,17 +130,19 @@ def _reasons(completion: CompletionOutput, parser: AnswerParser) -> dict[str, An
     return {"stop_reason": "tool_use" if parser.called else "end_turn", "stop_sequence": None}
 
 
-def _usage(output: RequestOutput) -> dict[str, int]:
+def _usage(output: RequestOutput) -> dict[str, Any]:
     counted = usage([output])
     cached = counted["prompt_tokens_details"]["cached_tokens"]
-    return _counts(counted["prompt_tokens"] - cached, cached, counted["completion_tokens"])
+    thought = counted["completion_tokens_details"]["reasoning_tokens"]
+    return _counts(counted["prompt_tokens"] - cached, cached, counted["completion_tokens"], thought)
 
 
-def _counts(num_read: int, num_cached: int, num_output: int) -> dict[str, int]:
+def _counts(num_read: int, num_cached: int, num_output: int, num_thought: int = 0) -> dict[str, Any]:
     """Anthropic's clients add the three input counts up; nothing is counted apart for being put into the cache."""
     return {
         "input_tokens": num_read,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "output_tokens": num_output,
+        "output_tokens_details": {"thinking_tokens": num_thought},
     }

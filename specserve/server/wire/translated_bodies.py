@@ -39,6 +39,12 @@ class ToolUseBlock(TypedDict):
 
 
 @_described
+class ThinkingTokens(TypedDict):
+    thinking_tokens: int
+    """Tokens of thinking, and those that mark it."""
+
+
+@_described
 class MessageUsage(TypedDict):
     input_tokens: int
     """Of the prompt, those that the prefix cache did not have."""
@@ -47,6 +53,7 @@ class MessageUsage(TypedDict):
     cache_read_input_tokens: int
     """Of the prompt, those that the prefix cache had."""
     output_tokens: int
+    output_tokens_details: ThinkingTokens
 
 
 @_described

@@ -143,8 +143,21 @@ METRICS = {
 # --- Anthropic --------------------------------------------------------------------------------------------------------
 
 MESSAGE = {"id": "x_1", "type": "message", "role": "assistant", "model": "tiny"}
-COUNTS = {"input_tokens": 1, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 2, "output_tokens": 3}
-FIRST_COUNTS = {"input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+THINKING = {"output_tokens_details": {"thinking_tokens": 0}}
+COUNTS = {
+    "input_tokens": 1,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 2,
+    "output_tokens": 3,
+    **THINKING,
+}
+FIRST_COUNTS = {
+    "input_tokens": 3,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 0,
+    "output_tokens": 0,
+    **THINKING,
+}
 
 
 def test_message_body() -> None:
@@ -604,7 +617,8 @@ SIGNATURE = hashlib.sha256(THOUGHT.encode()).hexdigest()
 
 
 def test_reasoning_is_a_block_of_its_own() -> None:
-    body = message_body(reply(), output(reasoning=THOUGHT), NOW)
+    body = message_body(reply(), output(reasoning=THOUGHT, num_reasoning_tokens=2), NOW)
+    assert body["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
     assert body["content"] == [
         {"type": "thinking", "thinking": THOUGHT, "signature": SIGNATURE},
         {"type": "text", "text": "Hello"},
