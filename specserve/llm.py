@@ -28,7 +28,7 @@ from specserve.engine.outputs import Chunk, Collector, CompletionOutput, Request
 from specserve.engine.port import LocalPort, ThreadPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
-from specserve.machine.ownership import Ownership
+from specserve.machine.ownership import Ownership, interrupted_after
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers
 from specserve.types import Event, SamplingParams
@@ -211,9 +211,9 @@ class LLM:
                         port.abort(request.id)
 
     def _step(self, awaited: list[_Answer]) -> None:
-        """One engine step, unless another thread's made all of `awaited` whole. Its events go to every stream that is
-        open, whoever asked for the step. One that Ctrl-C cuts short ends all of them: they would lack its tokens."""
-        with self._exclusive_port() as port:
+        """One engine step, unless another thread's made all of `awaited` whole. Its events go to all open streams; one
+        that fails ends these: they would lack its tokens."""
+        with self._exclusive_port() as port, interrupted_after():
             if failures := [answer.failure for answer in awaited if answer.failure is not None]:
                 raise failures[0]
             try:

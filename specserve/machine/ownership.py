@@ -1,9 +1,13 @@
-"""Who may use an engine: the process that made it, one thread after another."""
+"""Who may use an engine: the process that made it, one thread after another, and no Ctrl-C in the middle."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from specserve.errors import EngineError
 
@@ -38,3 +42,27 @@ class Ownership:
 
     def __exit__(self, *exception: object) -> None:
         self._turn.release()
+
+
+@contextmanager
+def interrupted_after() -> Iterator[None]:
+    """Let the first SIGINT wait until the block has ended; the second does not wait. In Python's main thread, the only
+    one that is interrupted, and where SIGINT has a handler of Python's."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    waiting: list[FrameType | None] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        waiting.append(frame)
+        if len(waiting) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if len(waiting) == 1:
+        handler(signal.SIGINT, waiting[0])

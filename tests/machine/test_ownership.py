@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -132,12 +133,43 @@ def test_what_one_call_cannot_take_is_its_own_error(llm: LLM, monkeypatch: pytes
     assert not llm.engine.has_work
 
 
+def test_ctrl_c_ends_its_own_call_and_after_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in the step it comes: another call that is open lacks nothing."""
+    whole = "".join(chunk.text for chunk in llm.stream([9, 8], GREEDY))
+    pick, forward = llm.engine.scheduler.pick, llm.engine.runner.finish
+
+    for owner, name, call in ((llm.engine.scheduler, "pick", pick), (llm.engine.runner, "finish", forward)):
+
+        def interrupted(call: Callable[[], object] = call) -> object:
+            signal.raise_signal(signal.SIGINT)
+            return call()
+
+        open_ = llm.stream([9, 8], GREEDY)
+        text = next(open_).text
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([5, 6, 7], GREEDY)
+        assert text + "".join(chunk.text for chunk in open_) == whole
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not llm.engine.has_work
+    assert llm.engine.cache.num_free == llm.engine.cache.num_blocks
+
+
+def test_a_second_ctrl_c_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the step goes on")
+
+    monkeypatch.setattr(llm.engine, "step", twice)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([5, 6, 7], GREEDY)
+
+
 @pytest.mark.parametrize("after", [False, True])
-def test_a_step_that_is_interrupted_leaves_no_answer_with_a_hole(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, after: bool
-) -> None:
-    """Ctrl-C in one call, in or before its step: another that is open gets an error and not fewer tokens; the engine
-    goes on."""
+def test_a_step_that_fails_leaves_no_answer_with_a_hole(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: bool) -> None:
+    """Before anything or after everything of it: another call that is open gets an error and not fewer tokens."""
     alone = llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
     open_ = llm.stream([9, 8], GREEDY)
     next(open_)
