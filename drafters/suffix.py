@@ -23,7 +23,7 @@ from specserve.checkpoint.textfile import TextFile, new_key, tenant_name
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.ngrams import PerRequest, likelihood
-from specserve.types import Draft
+from specserve.types import Draft, Ids
 
 PRIORITY = 30  # part of "auto"
 
@@ -311,15 +311,15 @@ class _Store:
         tenants = list(self._tenants.items())
         return ((name, text.tokens) for name, tenant in tenants for text in reversed(tenant.texts))
 
-    def restore(self, texts: list[tuple[bytes, list[int]]]) -> None:
+    def restore(self, texts: list[tuple[bytes, Ids]]) -> None:
         """Take in what `texts_of_all` gave, as far as there is room for the most recently used."""
         first, room = len(texts), self._most
         while first and room > 0:
             first -= 1
             room -= len(texts[first][1])
         at_once = max(1, self._most // 16)
-        for name, tokens in texts[first:]:
-            tokens = tokens[-self._most :]
+        for name, found in texts[first:]:
+            tokens = found[-self._most :].tolist()
             if tokens and tokens[-1] != _END:  # saved in the midst of an answer
                 tokens.append(_END)
             for start in range(0, max(1, len(tokens)), at_once):

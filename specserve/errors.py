@@ -20,6 +20,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from itertools import islice
 from typing import Any, Literal, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -27,6 +28,8 @@ T = TypeVar("T")
 # Why a completion ended that did not end well: the request left no token that may come, or all else.
 FailureCode: TypeAlias = Literal["no_token_left", "completion_failed"]
 _MAX_SHOWN = 500  # characters of an answer that is no error object
+_LONGEST_NAME = 200  # characters of a name that others are compared with
+_MOST_NAMES = 2000
 
 
 class SpecserveError(Exception):
@@ -137,9 +140,15 @@ class ServerError(SpecserveError):
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
     """The sentence for an unknown name: near misses first, then everything that is allowed."""
     choices = sorted(allowed)
-    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
+    near = near_misses(name, choices, 3, 0.6)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return f"Unknown {kind} {name!r}.{hint} Known: {', '.join(choices) or 'none'}."
+
+
+def near_misses(name: str, choices: Iterable[str], most: int, cutoff: float) -> list[str]:
+    """The choices that resemble a name, which may come from a file and have any length, as they may."""
+    short = [choice for choice in islice(choices, _MOST_NAMES) if len(choice) <= _LONGEST_NAME]
+    return difflib.get_close_matches(name, short, most, cutoff) if len(name) <= _LONGEST_NAME else []
 
 
 def strict_fields(kind: str, error: type[SpecserveError]) -> Callable[[type[T]], type[T]]:

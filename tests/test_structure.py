@@ -40,7 +40,7 @@ LAYERS = (
     ("structured.schema",),
     ("config", "structured.spec"),  # what a request asks for; the rest of structured/ enforces it
     ("structured.library",),
-    ("machine", "registry"),
+    ("files", "machine", "registry"),
     ("errors", "version"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.

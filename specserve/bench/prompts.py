@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specserve.errors import ConfigError, InputError
+from specserve.files import parse_json, read_text
 
 BUNDLED = "demo"
+_MOST_BYTES = 2**28
 T = TypeVar("T")
 
 
@@ -29,15 +30,16 @@ def load_prompts(source: str = BUNDLED) -> list[Prompt]:
     Of `turns` the first is taken: later ones would follow each engine's own answers and could not be compared. "demo"
     is the bundled set. Raises ConfigError for a file that cannot be read, InputError naming a bad line.
     """
-    place = files("specserve.bench") / "data" / f"{BUNDLED}.jsonl" if source == BUNDLED else Path(source)
+    bundled = files("specserve.bench") / "data" / f"{BUNDLED}.jsonl"
     try:
-        lines = place.read_text(encoding="utf-8").splitlines()
+        text = bundled.read_text("utf-8") if source == BUNDLED else read_text(Path(source), _MOST_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"The prompts in {source} cannot be read: {error}. Give a JSON-lines file, or {BUNDLED!r} for "
             "the bundled set."
         ) from error
-    prompts = [_prompt(line, f"{source}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    lines = enumerate(text.splitlines(), 1)
+    prompts = [_prompt(line, f"{source}, line {number}") for number, line in lines if line.strip()]
     if not prompts:
         raise InputError(f"{source} holds no prompts.", "prompts")
     return prompts
@@ -76,8 +78,8 @@ def _quotas(sizes: list[int], limit: int) -> list[int]:
 
 def _prompt(line: str, where: str) -> Prompt:
     try:
-        value: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+        value = parse_json(line)
+    except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}.", "prompts") from error
     text = _text(value) if isinstance(value, dict) else None
     if not isinstance(text, str) or not text:

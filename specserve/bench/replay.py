@@ -3,7 +3,6 @@ accepted is too. A drafter that needs hidden states cannot be replayed."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,10 +13,13 @@ import numpy as np
 
 from specserve.bench.drive import Driver, NoTarget
 from specserve.errors import ConfigError, InputError
+from specserve.files import parse_json, read_text
 from specserve.speculation.base import Drafter
 from specserve.speculation.check import fault
 from specserve.speculation.lookup import prepare
 from specserve.types import Draft, Ids, SamplingParams, Sequence, Verdict
+
+_MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ def replay_file(path: Path, drafter: str, num_speculative_tokens: int, options: 
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a file of JSON lines; empty lines are skipped. Raises ConfigError or InputError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+        lines = read_text(path, _MOST_BYTES, pipes=True).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -225,8 +227,8 @@ def accepted_path(draft: Draft, rest: list[int]) -> list[int]:
 
 def _record(line: str, where: str) -> Record:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
+        value = parse_json(line)
+    except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise InputError(f"{where} must be an object with prompt_ids, output_ids and category.")

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from specserve.checkpoint.folder import check_folder
 from specserve.errors import ModelError, NotFetchedError, unknown
+from specserve.files import open_file, reading
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -92,7 +93,7 @@ def resolve(name: str, *, offline: bool = False, progress: bool = True) -> Path:
     if name in CATALOG:
         return _from_catalog(name, CATALOG[name], offline, progress)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir it takes a name that is too long for one
         return check_folder(path)
     if path.suffix.lower() == ".gguf":
         return _from_gguf(path, progress)
@@ -109,7 +110,7 @@ def resolve_head(name: str, *, offline: bool = False) -> Path:
     What is in it nobody has looked at. Raises ModelError for what is neither, and a download that fails.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         return path
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
         return _from_hub(name, offline, _HEAD_FILES)
@@ -148,9 +149,11 @@ def _from_catalog(name: str, entry: CatalogEntry, offline: bool, progress: bool)
 
 
 def _from_gguf(path: Path, progress: bool) -> Path:
-    if not path.is_file():
-        raise ModelError(f"{path} is not a file.")
-    folder = _cached(path.stem, _sha256(path))
+    with reading(path):
+        with open_file(path) as stream:
+            if stream.read(4) != b"GGUF":  # before all of it is read
+                raise ModelError(f"{path} is not a usable GGUF file: it does not begin with 'GGUF'.")
+        folder = _cached(path.stem, _sha256(path))
     if folder.is_dir():
         return folder
     return _make_once(folder, lambda workshop, bars: _convert(path, workshop / "model", bars), progress)

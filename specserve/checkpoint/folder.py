@@ -3,18 +3,28 @@ Imports no torch; knows nothing of what the tensors are for."""
 
 from __future__ import annotations
 
-import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from specserve import files
 from specserve.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_MOST_JSON_BYTES = 16 << 20  # the largest published one is a tokenizer_config.json of 1 MB
+_MOST_INDEX_BYTES = 64 << 20  # that of a million tensors
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+_MOST_DIMENSIONS = 64  # torch's own limit
+_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2} | {
+    f"{kind}{bits}": bits // 8 for kind in "IUF" for bits in (32, 64)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +37,23 @@ class TensorInfo:
     num_bytes: int
 
 
+class _Entry(msgspec.Struct):
+    """Of a tensor in a header. `__metadata__` has none of these."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] | None = None
+
+
+_HEADER = msgspec.json.Decoder(dict[str, _Entry])  # keeps what a tensor has and nothing else, whatever is in the file
+
+
 def check_folder(folder: Path) -> Path:
     """`folder` itself, once it has everything an engine needs and nothing that would run code; else ModelError."""
-    read_config(folder)
-    read_headers(folder)
-    if not (folder / "tokenizer.json").is_file():
+    with files.reading(folder):
+        read_config(folder)
+        read_headers(folder)
+    if not (folder / "tokenizer.json").exists():
         raise ModelError(
             f"{folder} has no tokenizer.json. Save the tokenizer there with "
             "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)."
@@ -39,10 +61,11 @@ def check_folder(folder: Path) -> Path:
     return folder
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; ModelError when it is missing, unreadable or something else."""
+def read_json(path: Path, most: int = _MOST_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in `path`; ModelError when it is missing, unreadable, larger than `most` bytes or something
+    else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = files.read_json(path, most)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
@@ -95,7 +118,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     path = folder / _INDEX
     if (folder / _SINGLE).is_file() or not path.is_file():
         return {}
-    weight_map = read_json(path).get("weight_map")
+    weight_map = read_json(path, _MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path} has no weight_map.")
     for file_name in weight_map.values():
@@ -130,8 +153,8 @@ def _no_weights(folder: Path) -> str:
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
+        with files.open_file(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             text = stream.read(length) if length <= min(size, _MAX_HEADER_BYTES) else b""
     except OSError as error:
@@ -141,23 +164,42 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             f"{path} is truncated or no safetensors file: its header should take {length:,} bytes, and the "
             f"file has {size:,}."
         )
-    infos = _parse_header(path, text)
-    expected = 8 + length + sum(info.num_bytes for info in infos.values())
+    infos, num_bytes = _parse_header(path, text)
+    expected = 8 + length + num_bytes
     if size != expected:
         kind = "truncated" if size < expected else "too long"
         raise ModelError(f"{path} is {kind}: it should have {expected:,} bytes and has {size:,}. Get it again.")
     return infos
 
 
-def _parse_header(path: Path, text: bytes) -> dict[str, TensorInfo]:
+def _parse_header(path: Path, text: bytes) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors, and the bytes of all of them, which follow one another without gaps."""
     try:
-        entries = json.loads(text)
-        entries.pop("__metadata__", None)
-        return {name: _tensor_info(path, entry) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error!r}).") from error
+        entries = _HEADER.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error}).") from error
+    entries.pop("__metadata__", None)
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets or ()):
+        if entry.data_offsets is None or entry.data_offsets[0] != end or not _is_of_its_size(entry):
+            raise ModelError(
+                f"{path} is no safetensors file: its header places tensor {name!r}, {entry.dtype} "
+                f"{list(entry.shape[:8])}, at {entry.data_offsets}, and the tensor before it ends at {end}."
+            )
+        end = entry.data_offsets[1]
+    infos = {
+        name: TensorInfo(path, entry.dtype, entry.shape, entry.data_offsets[1] - entry.data_offsets[0])
+        for name, entry in entries.items()
+        if entry.data_offsets is not None
+    }
+    return infos, end
 
 
-def _tensor_info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
-    begin, end = entry["data_offsets"]
-    return TensorInfo(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), int(end) - int(begin))
+def _is_of_its_size(entry: _Entry) -> bool:
+    """Whether its place is as large as its shape. The size of other dtypes is the reader's to know."""
+    assert entry.data_offsets is not None, "checked before"
+    begin, end = entry.data_offsets
+    if len(entry.shape) > _MOST_DIMENSIONS or any(n < 0 for n in entry.shape):
+        return False
+    item = _ITEM_BYTES.get(entry.dtype)
+    return begin <= end if item is None else math.prod(entry.shape) * item == end - begin

@@ -8,6 +8,7 @@ embedding pairs neighbours, Hugging Face's pairs halves), and Gemma's norm weigh
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.checkpoint.gguf_file import Bytes, GGUFFile, GGUFTensor, read
-from specserve.checkpoint.gguf_tokenizer import generation_config, write_tokenizer
+from specserve.checkpoint.gguf_tokenizer import as_json, generation_config, tokenizer_files
 from specserve.errors import ModelError, unknown
+from specserve.files import reading
 
 Progress = Callable[[int, int], None]  # bytes of weights written, bytes in all
 
@@ -69,14 +71,17 @@ def convert(path: Path, folder: Path, progress: Progress | None = None) -> None:
     Quantised tensors become float32, F16 and BF16 keep their type; weights are streamed in pieces of a few MiB.
     Raises ModelError for a truncated or unknown file, type, architecture, tensor or tokenizer, before writing weights.
     """
-    file = read(path)
-    architecture = _architecture(file)
-    config = _config(file, architecture)
-    outputs = [_output(file, architecture, config, tensor) for tensor in _wanted(file)]
+    with reading(path):
+        file = read(path)
+        architecture = _architecture(file)
+        config = _config(file, architecture)
+        outputs = [_output(file, architecture, config, tensor) for tensor in _wanted(file)]
+        _check_names(file, outputs)
+        texts = tokenizer_files(file) | {"config.json": as_json(config)}
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(file, folder)
     _write_safetensors(folder / "model.safetensors", outputs, progress or (lambda done, total: None))
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _architecture(file: GGUFFile) -> _Architecture:
@@ -97,13 +102,13 @@ def _config(file: GGUFFile, architecture: _Architecture) -> dict[str, Any]:
         "model_type": architecture.model_type,
         "dtype": _dtype(file),
         "vocab_size": _embedding(file).shape[0],
-        "hidden_size": _number(file, "embedding_length"),
-        "intermediate_size": _number(file, "feed_forward_length"),
-        "num_hidden_layers": _number(file, "block_count"),
-        "num_attention_heads": _number(file, "attention.head_count"),
-        "num_key_value_heads": _number(file, "attention.head_count_kv"),
+        "hidden_size": _whole(file, "embedding_length"),
+        "intermediate_size": _whole(file, "feed_forward_length"),
+        "num_hidden_layers": _num_layers(file),
+        "num_attention_heads": _whole(file, "attention.head_count"),
+        "num_key_value_heads": _whole(file, "attention.head_count_kv"),
         "head_dim": _head_dim(file),
-        "max_position_embeddings": _number(file, "context_length"),
+        "max_position_embeddings": _whole(file, "context_length"),
         "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
         "rope_theta": _number(file, "rope.freq_base"),
         "rope_scaling": _rope_scaling(file),
@@ -125,8 +130,29 @@ def _number(file: GGUFFile, name: str) -> Any:
     return value
 
 
+def _whole(file: GGUFFile, name: str) -> int:
+    value = _number(file, name)
+    if not isinstance(value, int):
+        raise ModelError(
+            f"{file.path}: {file.metadata['general.architecture']}.{name} is {value}; it must be a whole number."
+        )
+    return value
+
+
+def _num_layers(file: GGUFFile) -> int:
+    """No more than there are tensors: before anything is made for each."""
+    layers = _whole(file, "block_count")
+    if layers > len(file.tensors):
+        raise ModelError(f"{file.path} says {layers:,} layers, and it has {len(file.tensors):,} tensors.")
+    return layers
+
+
 def _optional(file: GGUFFile, name: str, default: Any = None) -> Any:
     return file.metadata.get(f"{file.metadata['general.architecture']}.{name}", default)
+
+
+def _optional_number(file: GGUFFile, name: str, default: Any = None) -> Any:
+    return default if _optional(file, name) is None else _number(file, name)
 
 
 def _embedding(file: GGUFFile) -> GGUFTensor:
@@ -143,9 +169,9 @@ def _dtype(file: GGUFFile) -> str:
 
 def _head_dim(file: GGUFFile) -> int:
     if _optional(file, "attention.key_length") is None:
-        size = int(_number(file, "embedding_length")) // int(_number(file, "attention.head_count"))
+        size = _whole(file, "embedding_length") // _whole(file, "attention.head_count")
     else:
-        size = int(_number(file, "attention.key_length"))
+        size = _whole(file, "attention.key_length")
     rotated = _optional(file, "rope.dimension_count", size)
     if rotated != size:
         raise ModelError(f"{file.path}: rotary embedding on {rotated} of {size} dimensions of a head is not supported.")
@@ -174,6 +200,8 @@ def _llama3_scaling(file: GGUFFile) -> dict[str, Any]:
     """The parameters behind the factors in the file: the largest is `factor`, the others are Llama 3's constants.
     They are computed back and compared, since a GGUF keeps only the result."""
     stored = _floats(file.tensors[_ROPE_FACTORS]).reshape(-1)
+    if not np.isfinite(stored).all():
+        raise ModelError(f"{file.path}: {_ROPE_FACTORS} holds NaN or infinite numbers.")
     scaling = {
         "rope_type": "llama3",
         "factor": float(stored.max()),
@@ -203,8 +231,8 @@ def _llama_options(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
     }
     # Mistral is "llama" in a GGUF; only the window tells them apart, and without one they are the same model.
-    window = _optional(file, "attention.sliding_window")
-    if window:
+    if _optional(file, "attention.sliding_window", 0) != 0:
+        window = _whole(file, "attention.sliding_window")
         options |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
     return options
 
@@ -220,18 +248,18 @@ def _qwen3_options(file: GGUFFile) -> dict[str, Any]:
 def _gemma3_options(file: GGUFFile) -> dict[str, Any]:
     """Gemma 3 (arXiv 2503.19786): five local layers to a global one; the 27B model (62 layers) scales its queries by
     hidden / heads instead of the head size, which the file does not say."""
-    layers, heads = int(_number(file, "block_count")), int(_number(file, "attention.head_count"))
+    layers, heads = _num_layers(file), _whole(file, "attention.head_count")
     global_every = 6
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": _number(file, "embedding_length") // heads if layers == 62 else _head_dim(file),
-        "sliding_window": _number(file, "attention.sliding_window"),
+        "query_pre_attn_scalar": _whole(file, "embedding_length") // heads if layers == 62 else _head_dim(file),
+        "sliding_window": _whole(file, "attention.sliding_window"),
         "layer_types": [
             "sliding_attention" if (layer + 1) % global_every else "full_attention" for layer in range(layers)
         ],
-        "rope_local_base_freq": _optional(file, "rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": _optional(file, "final_logit_softcapping"),
-        "attn_logit_softcapping": _optional(file, "attn_logit_softcapping"),
+        "rope_local_base_freq": _optional_number(file, "rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": _optional_number(file, "final_logit_softcapping"),
+        "attn_logit_softcapping": _optional_number(file, "attn_logit_softcapping"),
     }
 
 
@@ -263,7 +291,7 @@ class _Output:
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.tensor.shape)) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.tensor.shape) * _ITEM_BYTES[self.dtype]
 
     def pieces(self) -> Iterator[bytes]:
         """The bytes to write, some rows at a time."""
@@ -299,6 +327,15 @@ def _output(file: GGUFFile, architecture: _Architecture, config: Mapping[str, An
     if heads and architecture.interleaved_rotary:
         data = _halves(file, tensor, int(config[heads]))
     return _Output(name, tensor, data, architecture.norm_offset if name.endswith("norm.weight") else 0.0)
+
+
+def _check_names(file: GGUFFile, outputs: list[_Output]) -> None:
+    """Two of the file's names may be one in Hugging Face's terms: blk.1 and blk.01."""
+    given: dict[str, str] = {}
+    for output in outputs:
+        if output.name in given:
+            raise ModelError(f"{file.path}: {given[output.name]!r} and {output.tensor.name!r} are both {output.name}.")
+        given[output.name] = output.tensor.name
 
 
 def _hugging_face_name(file: GGUFFile, architecture: _Architecture, name: str, num_layers: int) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.errors import ModelError
+from specserve.files import map_file
 
 Bytes = NDArray[np.uint8]
 
@@ -24,6 +25,9 @@ ALLOWED_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "
 _VERSIONS = (2, 3)
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
+_MOST_HEADER_BYTES = 2**26  # of metadata and names of tensors; vocabularies of 262,144 tokens take 10 MB
+_MOST_ENTRIES = 2**16  # tensors, and keys
+_MOST_VALUES = 2**20  # of one key: vocabularies of 200,000 tokens have 450,000 merges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +43,8 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GGUFFile:
-    """The metadata by key (arrays are lists) and the tensors by name, in file order."""
+    """The metadata by key (arrays of strings are lists, those of numbers numpy's) and the tensors by name, in file
+    order."""
 
     path: Path
     metadata: dict[str, Any]
@@ -50,6 +55,21 @@ class GGUFFile:
         if key not in self.metadata:
             raise ModelError(f"{self.path} has no metadata key {key!r}, which this architecture needs.")
         return self.metadata[key]
+
+    def strings(self, key: str) -> list[str]:
+        """The value of `key`, a list of strings; else ModelError."""
+        values: list[str] = self.require(key)
+        if not isinstance(values, list):
+            raise ModelError(f"{self.path}: {key} is no list of strings.")
+        return values
+
+    def integers(self, key: str) -> list[int]:
+        """The value of `key`, a list of whole numbers; else ModelError."""
+        values = self.require(key)
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
+            raise ModelError(f"{self.path}: {key} is no list of whole numbers.")
+        whole: list[int] = values.tolist()
+        return whole
 
 
 def read(path: Path) -> GGUFFile:
@@ -69,10 +89,10 @@ def read(path: Path) -> GGUFFile:
 
 
 def _map(path: Path) -> Bytes:
-    if not path.is_file():
-        raise ModelError(f"{path} is not a file.")
-    size = path.stat().st_size
-    return np.memmap(path, dtype=np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+    try:
+        return np.frombuffer(map_file(path), np.uint8)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 class _Cursor:
@@ -92,6 +112,8 @@ class _Cursor:
                 f"{self.path} is truncated: its header reaches at least byte {self.at + num_bytes:,}, and the file has "
                 f"{len(self.data):,} bytes. Get it again."
             )
+        if self.at + num_bytes > _MOST_HEADER_BYTES:
+            self.refuse(f"its header has more than {_MOST_HEADER_BYTES:,} bytes")
 
     def take(self, num_bytes: int) -> bytes:
         self.need(num_bytes)
@@ -114,20 +136,21 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             return self.array(self.integer("<u4"), self.integer("<u8"))
-        return self.scalars(kind, 1)[0]
+        return self.scalars(kind, 1).tolist()[0]
 
-    def array(self, kind: int, length: int) -> list[Any]:
+    def array(self, kind: int, length: int) -> list[str] | NDArray[Any]:
+        if length > _MOST_VALUES:
+            self.refuse(f"a list has {length:,} values, and {_MOST_VALUES:,} are read")
         if kind != _STRING:
             return self.scalars(kind, length)
         self.need(8 * length)  # each string has a length of 8 bytes: a wild count fails here, not after an hour
         return [self.string() for _ in range(length)]
 
-    def scalars(self, kind: int, length: int) -> list[Any]:
+    def scalars(self, kind: int, length: int) -> NDArray[Any]:
         if kind not in _SCALARS:
             self.refuse(f"value type {kind} is unknown here")
         dtype = np.dtype(_SCALARS[kind])
-        values: list[Any] = np.frombuffer(self.take(dtype.itemsize * length), dtype).tolist()
-        return values
+        return np.frombuffer(self.take(dtype.itemsize * length), dtype)
 
     def preamble(self) -> tuple[int, int]:
         """Check magic and version; the numbers of tensors and of metadata keys."""
@@ -137,6 +160,8 @@ class _Cursor:
         if version not in _VERSIONS:
             order = "big-endian, or " if version & 0xFFFF == 0 else ""
             self.refuse(f"it is {order}of version {version}, and versions 2 and 3 are read")
+        if max(num_tensors, num_keys) > _MOST_ENTRIES:
+            self.refuse(f"it has {num_tensors:,} tensors and {num_keys:,} keys, and {_MOST_ENTRIES:,} are read of each")
         self.need(24 * num_tensors + 12 * num_keys)  # the least that so many entries take
         return num_tensors, num_keys
 
@@ -153,13 +178,19 @@ class _TensorInfo:
     def num_rows(self) -> int:
         return math.prod(self.shape[:-1])
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
 
 def _tensor_info(cursor: _Cursor) -> _TensorInfo:
     name = cursor.string()
     num_dimensions = cursor.integer("<u4")
     if not 1 <= num_dimensions <= 4:
         cursor.refuse(f"tensor {name!r} has {num_dimensions} dimensions")
-    shape = tuple(reversed(cursor.scalars(10, num_dimensions)))  # stored innermost first
+    shape = tuple(reversed(cursor.scalars(10, num_dimensions).tolist()))  # stored innermost first
+    if 0 in shape:
+        cursor.refuse(f"tensor {name!r} has shape {shape}, which is empty")
     kind = _type_name(cursor, name, cursor.integer("<u4"))
     block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     if shape[-1] % block:
@@ -179,20 +210,30 @@ def _type_name(cursor: _Cursor, name: str, number: int) -> str:
 
 
 def _map_tensors(cursor: _Cursor, infos: list[_TensorInfo], alignment: Any) -> dict[str, GGUFTensor]:
-    if not isinstance(alignment, int) or alignment < 1:
+    if type(alignment) is not int or alignment < 1:
         cursor.refuse(f"general.alignment is {alignment!r}")
     start = -(-cursor.at // alignment) * alignment
-    end = max((start + info.offset + info.num_rows * info.row_bytes for info in infos), default=start)
-    if end > len(cursor.data):
-        raise ModelError(
-            f"{cursor.path} is truncated: its tensors take {end:,} bytes, and the file has {len(cursor.data):,}. "
-            "Get it again."
-        )
+    _check_places(cursor, infos, start)
     tensors: dict[str, GGUFTensor] = {}
     for info in infos:
         if info.name in tensors:
             cursor.refuse(f"tensor {info.name!r} is there twice")
         begin = start + info.offset
-        data = cursor.data[begin : begin + info.num_rows * info.row_bytes].reshape(info.num_rows, info.row_bytes)
+        data = cursor.data[begin : begin + info.num_bytes].reshape(info.num_rows, info.row_bytes)
         tensors[info.name] = GGUFTensor(info.name, info.kind, info.shape, data)
     return tensors
+
+
+def _check_places(cursor: _Cursor, infos: list[_TensorInfo], start: int) -> None:
+    """Each tensor has bytes of its own: of those that share some there may be more than the file has bytes."""
+    end, before = start, ""
+    for info in sorted(infos, key=lambda info: info.offset):
+        begin = start + info.offset
+        if begin < end:
+            cursor.refuse(f"tensor {info.name!r} begins at byte {begin:,}, within {before!r}")
+        end, before = begin + info.num_bytes, info.name
+        if end > len(cursor.data):
+            raise ModelError(
+                f"{cursor.path} is truncated: tensor {info.name!r} ends at byte {end:,}, and the file has "
+                f"{len(cursor.data):,}. Get it again."
+            )

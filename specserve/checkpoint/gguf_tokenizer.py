@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -82,19 +81,21 @@ SPLITTINGS = {
 }
 
 
-def write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    """Write the three files into `folder`. Raises ModelError for a kind of vocabulary or splitting unknown here, or
-    when a control token does not survive."""
-    kind = file.require("tokenizer.ggml.model")
+def tokenizer_files(file: GGUFFile) -> dict[str, str]:
+    """The three files, by name. Raises ModelError for a kind of vocabulary or splitting unknown here, or when a control
+    token does not survive."""
+    kind = str(file.require("tokenizer.ggml.model"))
     if kind not in _BUILDERS:
-        raise ModelError(f"{file.path}: " + unknown("tokenizer.ggml.model", str(kind), _BUILDERS))
+        raise ModelError(f"{file.path}: " + unknown("tokenizer.ggml.model", kind, _BUILDERS))
     tokenizer = _BUILDERS[kind](file)
     tokenizer.add_tokens(_added_tokens(file, tokenizer))
     tokenizer.post_processor = _post_processor(file)
     _check(file, tokenizer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
-    _write_json(folder / "generation_config.json", generation_config(file))
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": as_json(_tokenizer_config(file)),
+        "generation_config.json": as_json(generation_config(file)),
+    }
 
 
 def _splitting(file: GGUFFile) -> _Splitting:
@@ -106,8 +107,8 @@ def _splitting(file: GGUFFile) -> _Splitting:
 
 def _byte_level(file: GGUFFile) -> Tokenizer:
     splitting = _splitting(file)
-    vocab = {token: index for index, token in enumerate(file.require("tokenizer.ggml.tokens"))}
-    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
+    vocab = {token: index for index, token in enumerate(file.strings("tokenizer.ggml.tokens"))}
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in file.strings("tokenizer.ggml.merges")]
     try:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=splitting.whole_words)
     except Exception as error:  # tokenizers raises bare Exceptions
@@ -141,7 +142,7 @@ def _added_tokens(file: GGUFFile, tokenizer: Tokenizer) -> list[AddedToken]:
 
 
 def _typed_tokens(file: GGUFFile) -> list[tuple[str, int]]:
-    tokens, types = file.require("tokenizer.ggml.tokens"), file.require("tokenizer.ggml.token_type")
+    tokens, types = file.strings("tokenizer.ggml.tokens"), file.integers("tokenizer.ggml.token_type")
     if len(tokens) != len(types):
         raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(types)} token types.")
     return list(zip(tokens, types, strict=True))
@@ -150,7 +151,7 @@ def _typed_tokens(file: GGUFFile) -> list[tuple[str, int]]:
 def _post_processor(file: GGUFFile) -> processors.PostProcessor:
     """The bos and eos tokens that go around a text, as the file's flags say."""
     flags = _adds(file)
-    tokens = file.require("tokenizer.ggml.tokens")
+    tokens = file.strings("tokenizer.ggml.tokens")
     ids = {role: token_id for role in flags if flags[role] and (token_id := _token_id(file, role)) is not None}
     special = {tokens[token_id]: token_id for token_id in ids.values()}
     before = [tokens[ids["bos"]]] if "bos" in ids else []
@@ -174,7 +175,7 @@ def _adds(file: GGUFFile) -> dict[str, bool]:
 
 def _check(file: GGUFFile, tokenizer: Tokenizer) -> None:
     """The vocabulary has the file's size, and every control token is read as its own id."""
-    size, expected = tokenizer.get_vocab_size(), len(file.require("tokenizer.ggml.tokens"))
+    size, expected = tokenizer.get_vocab_size(), len(file.strings("tokenizer.ggml.tokens"))
     if size != expected:
         raise ModelError(f"{file.path}: its tokenizer came out with {size} tokens, and the file has {expected}.")
     for index, (token, kind) in enumerate(_typed_tokens(file)):
@@ -185,8 +186,8 @@ def _check(file: GGUFFile, tokenizer: Tokenizer) -> None:
 def _token_id(file: GGUFFile, key: str) -> int | None:
     """A token id of the metadata, None when the file has none; ModelError when it is not in the vocabulary."""
     token_id = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    size = len(file.require("tokenizer.ggml.tokens"))
-    if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < size):
+    size = len(file.strings("tokenizer.ggml.tokens"))
+    if token_id is not None and not (type(token_id) is int and 0 <= token_id < size):
         raise ModelError(f"{file.path}: tokenizer.ggml.{key}_token_id is {token_id!r}, and there are {size} tokens.")
     return token_id
 
@@ -207,7 +208,7 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _tokenizer_config(file: GGUFFile) -> dict[str, Any]:
-    tokens = file.require("tokenizer.ggml.tokens")
+    tokens = file.strings("tokenizer.ggml.tokens")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = _token_id(file, key)
@@ -216,8 +217,10 @@ def _tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     config |= {f"add_{role}_token": added for role, added in _adds(file).items()}
     if "tokenizer.chat_template" in file.metadata:
         config["chat_template"] = file.metadata["tokenizer.chat_template"]
+        if not isinstance(config["chat_template"], str):
+            raise ModelError(f"{file.path}: tokenizer.chat_template is no text.")
     return config
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def as_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specserve.checkpoint import catalog
+from specserve.files import check_regular, open_file, parse_json
 from specserve.ops import Ops
 
 Progress = Callable[[], AbstractContextManager[Callable[[int], object]]]
@@ -106,7 +107,7 @@ class PackedWeights:
     def _read(self) -> dict[str, Tensor]:
         """What the file holds, mapped: processes share its pages, and what is written to them does not reach it."""
         try:
-            with safe_open(self._path, framework="pt") as file, self._path.open("rb") as stream:
+            with open_file(self._path) as stream, safe_open(self._path, framework="pt") as file:
                 if (file.metadata() or {}).get("key") != self._metadata["key"]:
                     raise ValueError("its weights are of other files or for other kernels")
                 tensors = {n: file.get_tensor(n) for n in sorted(file.keys()) if not n.endswith(_FILLER)}
@@ -184,7 +185,8 @@ def _remove_orphans(folder: Path) -> None:
 
 def _is_of_a_model(path: Path) -> bool:
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
-            return Path(json.loads(file.metadata()["folder"])).is_dir()
+            return Path(parse_json(file.metadata()["folder"])).is_dir()
     except (SafetensorError, TypeError, KeyError, ValueError):
         return False

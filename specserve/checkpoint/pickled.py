@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specserve.checkpoint.folder import TensorInfo
 from specserve.errors import ModelError
+from specserve.files import check_regular, map_file
 
 # safetensors' spelling of those that heads are stored in, and of the tables beside them.
 _SPELLINGS = {
@@ -50,9 +51,17 @@ class PickledWeights(Mapping[str, Tensor]):
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
-        held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        check_regular(path)
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            _check_archive(path)
+        # Of an older file no more is read than there is, whatever lengths it states.
+        source: Any = path if is_zip else map_file(path).obj
+        held: Any = torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ModelError:
+        raise
     except Exception as error:  # UnpicklingError, and whatever a damaged file makes torch raise
         raise ModelError(
             f"{path} cannot be read as tensors alone: it holds objects whose loading would run code, or it is damaged. "
@@ -67,4 +76,35 @@ def _load(path: Path) -> dict[str, Tensor]:
                 f"{path} holds a {type(tensor).__name__} under {name!r}; it must hold tensors by name. Save the "
                 "head's state_dict() alone."
             )
+        _check_layout(path, name, tensor)
+    # Several may be one place of the file, seen in many ways.
+    if (num_bytes := sum(tensor.nbytes for tensor in held.values())) > (size := path.stat().st_size):
+        raise ModelError(
+            f"{path} has {size:,} bytes, and its tensors take {num_bytes:,}: some share their numbers. Save each with "
+            "numbers of its own."
+        )
     return held
+
+
+def _check_archive(path: Path) -> None:
+    """torch compresses nothing: what is compressed in such a file may be of any size."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ModelError(f"{path} holds {entry.filename!r} compressed, which torch.save does not do.")
+
+
+def _check_layout(path: Path, name: str, tensor: Tensor) -> None:
+    """A tensor that is more than its bytes in the file would be made when it is used: of one number by strides of 0, of
+    few by being sparse, of none by being on the device "meta"."""
+    kind = f"{str(tensor.layout).removeprefix('torch.')} on {tensor.device}"
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or kind != "strided on cpu" or tensor.is_quantized:
+        raise ModelError(
+            f"{path}: {name} is a {type(tensor).__name__}, {kind}; only plain tensors are read. Save it as one, "
+            "with its numbers."
+        )
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise ModelError(
+            f"{path}: {name}, {list(tensor.shape)}, takes {tensor.nbytes:,} bytes, and the file has "
+            f"{tensor.untyped_storage().nbytes():,} of it. Save it with contiguous()."
+        )

@@ -18,6 +18,8 @@ import numpy as np
 from filelock import FileLock
 
 from specserve.errors import ConfigError
+from specserve.files import map_file, parse_json
+from specserve.types import Ids
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ class Texts(NamedTuple):
     """What a file holds: texts with their tenants, which `tenant_name` names."""
 
     key: bytes
-    texts: list[tuple[bytes, list[int]]]
+    texts: list[tuple[bytes, Ids]]
 
 
 class TextFile:
@@ -46,23 +48,21 @@ class TextFile:
     def __init__(self, path: Path, target: dict[str, int]) -> None:
         self.path = path
         self._target = target
-        if path.is_dir() or not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: it must be a file in a folder that is there.")
-        if not os.access(path.parent, os.W_OK):
-            raise ConfigError(f"{path} cannot be written: its folder is read-only.")
+        if path.is_dir() or not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise ConfigError(f"{path} cannot be written: name a file in a folder that exists and is not read-only.")
 
     def load(self) -> Texts:
         """What the file holds; nothing, with a new key, if there is none. A damaged one is moved aside with a warning.
         Raises ConfigError for one that is of another target or cannot be read."""
         try:
-            data = self.path.read_bytes()
+            data = map_file(self.path)
         except FileNotFoundError:
             return Texts(new_key(), [])
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be read: {error}.") from error
         try:
             target, found = _parsed(data)
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, struct.error) as error:
             aside = self.path.with_name(f"{self.path.name}.damaged")
             _log.warning("%s is not used, and becomes %s: %s.", self.path, aside.name, error)
             with suppress(OSError):
@@ -116,22 +116,24 @@ def _parts(header: bytes, texts: Iterable[tuple[bytes, array[int]]], pause: Call
                 pause()
 
 
-def _parsed(data: bytes) -> tuple[dict[str, int], Texts]:
+def _parsed(data: memoryview) -> tuple[dict[str, int], Texts]:
     """The target and the texts of a whole file. Raises ValueError and others for one that is damaged."""
-    if not data.startswith(_MAGIC):
+    if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it is no file of texts, or of another version")
-    end = len(data) - _DIGEST_BYTES
-    if hashlib.sha256(memoryview(data)[: max(end, 0)]).digest() != data[max(end, 0) :]:
+    end = max(len(data) - _DIGEST_BYTES, 0)
+    if hashlib.sha256(data[:end]).digest() != data[end:]:
         raise ValueError("it is damaged")
-    at = data.index(b"\n", len(_MAGIC)) + 1
-    header = json.loads(data[len(_MAGIC) : at])
-    texts: list[tuple[bytes, list[int]]] = []
+    line = bytes(data[len(_MAGIC) : 2**12]).partition(b"\n")[0]
+    header, at = parse_json(line.decode()), len(_MAGIC) + len(line) + 1
+    target = dict(header["target"])
+    texts: list[tuple[bytes, Ids]] = []
     while at < end:
         tenant, count = _RECORD.unpack_from(data, at)
-        at += _RECORD.size
-        texts.append((tenant, np.frombuffer(data, "<i4", count, at).tolist()))
-        at += 4 * count
-    return header["target"], Texts(bytes.fromhex(header["key"]), texts)
+        texts.append((tenant, np.frombuffer(data[:end], "<i4", count, at + _RECORD.size)))
+        at += _RECORD.size + 4 * count
+    if any(not -1 <= text.min() <= text.max() < target["vocab_size"] for _, text in texts if len(text)):
+        raise ValueError("it has tokens that the model does not have")
+    return target, Texts(bytes.fromhex(header["key"])[:_DIGEST_BYTES], texts)
 
 
 def _private(path: str, flags: int) -> int:

@@ -12,6 +12,9 @@ from cyclopts.config import Dict
 
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError, unknown
+from specserve.files import read_text
+
+_MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class TomlFile:
     def read(self) -> dict[str, Any]:
         """The file's content, with known top-level keys only. Raises ConfigError."""
         try:
-            values = tomllib.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            values = tomllib.loads(read_text(self.path, _MOST_BYTES, pipes=True))
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"Cannot read the configuration file {self.path}: {error}.") from error
         allowed = {*(entry.name for entry in fields(EngineConfig)), *self.commands}
         for key in values:

@@ -24,12 +24,14 @@ from specserve.cli.options import (
     sampling_params,
 )
 from specserve.errors import InputError
+from specserve.files import read_text
 from specserve.structured.spec import Structured
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from specserve.llm import LLM, Chunk, RequestOutput
 
+_MOST_SCHEMA_BYTES = 2**24
 _ENGINE = EngineOptions()
 _SAMPLING = SamplingOptions()
 
@@ -103,7 +105,7 @@ def _structured(
 
 def _schema(file: Path) -> Structured:
     try:
-        return Structured.json(file.read_text("utf-8"))
+        return Structured.json(read_text(file, _MOST_SCHEMA_BYTES, pipes=True))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--schema: {file} cannot be read: {error}.", "schema") from error
 

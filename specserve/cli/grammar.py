@@ -16,8 +16,10 @@ from rich.table import Table
 from specserve.cli.options import MODEL, OUTPUT
 from specserve.config import DEFAULT_MODEL
 from specserve.errors import InputError
+from specserve.files import read_json
 from specserve.structured import library
 
+_MOST_BYTES = 2**28  # a suite of 10,000 schemas with their tests has 120 MB
 CHECK = Group("Check", sort_key=0)
 
 grammar = App(name="grammar")
@@ -83,7 +85,7 @@ def show(name: Annotated[str, Parameter(help="One of `specserve grammar list`.")
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_text("utf-8"))
+        return read_json(file, _MOST_BYTES, pipes=True)
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read as JSON: {error}.") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,6 @@ from specserve.errors import ModelError
 if TYPE_CHECKING:
     from specserve.models.heads.formats import Head
     from specserve.models.heads.spec import TargetShape
-    from specserve.models.spec import DecoderSpec
 
 Rows = list[tuple[str, str]]
 
@@ -31,7 +31,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Say what a checkpoint is: a draft head, its format, sizes and target, or a model, and whether it can be used. All
-    of a head's tensors are read and checked; of a model only names, shapes and sizes are."""
+    of a head's tensors are read and checked; of a model names, shapes and sizes are, and its tokenizer."""
     from specserve.doctor import Section, show
     from specserve.models.heads.formats import is_head, read_head
 
@@ -51,9 +51,9 @@ def _folder(path: str) -> Path:
     from specserve.checkpoint import catalog
 
     found = Path(path).expanduser()
-    if found.is_dir():
+    if os.path.isdir(found):  # unlike Path.is_dir it takes a name that is too long for one
         return found
-    if found.is_file() and found.suffix.lower() != ".gguf":
+    if os.path.isfile(found) and found.suffix.lower() != ".gguf":
         return found.parent
     return catalog.resolve(path, offline=True, progress=False)
 
@@ -62,31 +62,25 @@ def _target(model: str) -> TargetShape:
     """The shape of a target, without its weights. Raises ModelError."""
     from specserve.checkpoint import catalog
     from specserve.models.heads.spec import TargetShape
+    from specserve.models.loader import check_tensors
 
-    _, spec = _describe(catalog.resolve(model, progress=False))
+    spec = check_tensors(catalog.resolve(model, progress=False)).spec
     return TargetShape(hidden_size=spec.hidden_size, num_layers=spec.num_layers, vocab_size=spec.vocab_size)
-
-
-def _describe(folder: Path) -> tuple[str, DecoderSpec]:
-    """The model's type and description. Raises ModelError for one that has no native implementation."""
-    from specserve.checkpoint.folder import read_config
-    from specserve.models.loader import find_architecture
-
-    config = read_config(folder)
-    return str(config["model_type"]), find_architecture(config).spec(config)
 
 
 def _about_model(folder: Path, target: str | None) -> Rows:
     """Raises ModelError for what is neither a model that can be run nor a draft head."""
+    from specserve.checkpoint.folder import read_config
     from specserve.models.loader import check_tensors
+    from specserve.text.tokenizer import Tokenizer
 
     try:
-        kind, spec = _describe(folder)
-        tensors = check_tensors(folder)
+        kind, tensors = read_config(folder)["model_type"], check_tensors(folder)
     except ModelError as error:
         raise ModelError(
             f"{folder} is no draft head of a known format and no model that can be run: {error}"
         ) from error
+    spec = tensors.spec
     rows = [
         ("folder", str(folder)),
         ("type", kind),
@@ -95,7 +89,9 @@ def _about_model(folder: Path, target: str | None) -> Rows:
         ("context", f"{spec.max_len:,} tokens"),
         ("size", _size(tensors.num_parameters, tensors.num_bytes)),
     ]
-    if not (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").exists():
+        rows.append(("tokenizer", f"{Tokenizer(folder).vocab_size:,} tokens"))
+    else:
         rows.append(("tokenizer", "none: tokenizer.json is missing, without which it cannot be run"))
     if target is not None:
         rows.append(("fits", "not looked at: only draft heads are made for one target"))

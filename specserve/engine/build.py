@@ -98,7 +98,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
         scheduler,
         Sampler(spec.vocab_size, config.verification, ops),
         Policy(host, config.num_speculative_tokens, cache, spec.max_len, context, counters.timed, adaptive),
-        Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids),
+        Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids_below(spec.vocab_size)),
         counters,
     )
     if adaptive is not None:  # for drafters that requests name, too

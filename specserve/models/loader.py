@@ -21,6 +21,7 @@ from specserve.cache.sizing import free_memory
 from specserve.checkpoint.packed import PackedWeights, packed_path
 from specserve.checkpoint.weights import Weights, read_config
 from specserve.errors import CapacityError, ModelError, unknown
+from specserve.files import reading
 from specserve.models.decoder import Decoder
 from specserve.models.spec import Config, DecoderSpec, shorten
 from specserve.ops import Ops
@@ -40,13 +41,16 @@ def load_model(folder: Path, ops: Ops, max_len: int | None = None, *, progress: 
     many as the model was made for). Weights that `ops` packs are kept in the cache and, but for the first time, mapped
     from there; `progress` draws a bar on stderr while they are packed.
 
-    Raises ModelError (unknown architecture, unsupported setting; missing, misshapen or unknown tensor) and
-    CapacityError.
+    Raises ModelError (unknown architecture, unsupported setting; missing, misshapen or unknown tensor; whatever else is
+    wrong with the files) and CapacityError.
     """
-    config = read_config(folder)
-    architecture = find_architecture(config)
-    spec = architecture.spec(config) if max_len is None else shorten(architecture.spec(config), max_len)
-    tensors = CheckedTensors(spec, Weights(folder), getattr(architecture, "rename", str), folder)
+    with reading(folder):
+        return _load(folder, ops, max_len, progress)
+
+
+def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool) -> Decoder:
+    tensors = check_tensors(folder)
+    spec = tensors.spec if max_len is None else shorten(tensors.spec, max_len)
     check_memory(spec, ops, free_memory(ops.device))
     if ops.layout is None or tensors.num_bytes < _WORTH_BYTES:
         return Decoder(spec, tensors, ops)
@@ -65,11 +69,17 @@ def load_model(folder: Path, ops: Ops, max_len: int | None = None, *, progress: 
 
 
 def check_tensors(folder: Path) -> CheckedTensors:
-    """The tensors of the model in `folder`, names, shapes and dtypes checked from the files' headers. Raises ModelError
-    as `load_model` does."""
-    config = read_config(folder)
-    architecture = find_architecture(config)
-    return CheckedTensors(architecture.spec(config), Weights(folder), getattr(architecture, "rename", str), folder)
+    """The tensors of the model in `folder`, names, shapes and dtypes checked from the files' headers, and its
+    description. Raises ModelError as `load_model` does."""
+    with reading(folder):
+        config, weights = read_config(folder), Weights(folder)
+        architecture = find_architecture(config)
+        layers = config.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > len(weights):  # before anything is made for each
+            raise ModelError(
+                f"{folder / 'config.json'} says {layers:,} layers, and the files have {len(weights):,} tensors."
+            )
+        return CheckedTensors(architecture.spec(config), weights, getattr(architecture, "rename", str), folder)
 
 
 @contextmanager
@@ -104,6 +114,7 @@ class CheckedTensors(Mapping[str, Tensor]):
     their numbers when they are taken. Raises ModelError naming the tensor."""
 
     def __init__(self, spec: DecoderSpec, weights: Weights, rename: Callable[[str], str | None], folder: Path) -> None:
+        self.spec = spec
         self._shapes = spec.shapes()
         self._weights = weights
         self._folder = folder

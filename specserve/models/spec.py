@@ -4,6 +4,7 @@ names of every tensor; knows no tensors, no devices and no model family by name.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ _ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+_LARGEST = 2**31 - 1  # ids and positions are int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,14 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position_embeddings: int = 0  # tokens of the first pre-training; llama3 only
+
+    def __post_init__(self) -> None:
+        for name in ("theta", "factor"):
+            _check_number(f"rotary {name}", getattr(self, name))
+        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            _check_number(f"rotary {name}", getattr(self, name), positive=False)
+        if self.scaling == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ModelError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}; they must differ.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +80,22 @@ class DecoderSpec:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "intermediate_size", "max_len"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ModelError(f"config.json gives {name} as {value!r}; it must be a whole number of at least 1.")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+                raise ModelError(
+                    f"config.json gives {name} as {value!r}; it must be a whole number from 1 to {_LARGEST}."
+                )
+        _check_number("rms_norm_eps", self.norm_eps, positive=False)
+        _check_number("query_scale", self.query_scale)
+        if self.logit_softcap is not None:
+            _check_number("final_logit_softcapping", self.logit_softcap)
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly.")
         if self.head_dim % 4:
             # Rotary embedding needs halves; and GEMMs of narrower rests do not give every row the same bits.
             raise ModelError(f"head_dim is {self.head_dim}; it must be a multiple of 4.")
-        if any(window is not None and window < 1 for window in self.windows):
-            raise ModelError(
-                f"sliding_window must be at least 1 token or null; it is {min(w or 1 for w in self.windows)}."
-            )
+        for window in {each for each in self.windows if each is not None}:
+            if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+                raise ModelError(f"sliding_window must be at least 1 token or null; it is {window!r}.")
         assert len(self.ropes) == len(self.windows) == self.num_layers
 
     @property
@@ -127,6 +142,14 @@ class DecoderSpec:
         return sizes
 
 
+def _check_number(name: str, value: Any, *, positive: bool = True) -> None:
+    """Raise ModelError for what a configuration gives as something else, or that no calculation survives."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
+        kind = "positive number" if positive else "number of at least 0"
+        raise ModelError(f"config.json gives {name} as {value!r}; it must be a {kind}.")
+
+
 def read_spec(config: Config, types: tuple[str, ...] = (), window: int | None = None, **own: Any) -> DecoderSpec:
     """What all Llama-like configurations say the same way. `types` is each layer's attention (empty: all full),
     `window` that of the sliding ones, `own` the fields an architecture sets itself.
@@ -136,13 +159,13 @@ def read_spec(config: Config, types: tuple[str, ...] = (), window: int | None = 
     _refuse_unsupported(config)
     num_layers, num_heads = required(config, "num_hidden_layers"), required(config, "num_attention_heads")
     types = types or (FULL,) * num_layers
-    head_dim = own.get("head_dim") or config.get("head_dim") or required(config, "hidden_size") // num_heads
+    head_dim = _first(own.get("head_dim"), config.get("head_dim"), required(config, "hidden_size") // num_heads)
     shared = {
         "vocab_size": required(config, "vocab_size"),
         "hidden_size": required(config, "hidden_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
+        "num_kv_heads": _first(config.get("num_key_value_heads"), num_heads),
         "head_dim": head_dim,
         "intermediate_size": required(config, "intermediate_size"),
         "max_len": required(config, "max_position_embeddings"),
@@ -155,6 +178,11 @@ def read_spec(config: Config, types: tuple[str, ...] = (), window: int | None = 
         "logit_softcap": config.get("final_logit_softcapping"),
     }
     return DecoderSpec(**(shared | own))
+
+
+def _first(*values: Any) -> Any:
+    """The first that is given: null is as good as nothing, and 0 is not."""
+    return next(value for value in values if value is not None)
 
 
 def required(config: Config, key: str) -> Any:
@@ -192,6 +220,8 @@ def read_rope(config: Config, layer_type: str = FULL, theta: float = 10_000.0) -
     """
     modern = config.get("rope_parameters") or {}
     given = modern[layer_type] if layer_type in modern else config.get("rope_scaling") or modern
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config.json gives rotary settings as {given!r}; they must be an object.")
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _ROPE_FIELDS:
         known = ", ".join(sorted(_ROPE_FIELDS))
@@ -200,7 +230,7 @@ def read_rope(config: Config, layer_type: str = FULL, theta: float = 10_000.0) -
         raise ModelError("partial_rotary_factor is not 1: rotating a part of each head is not supported.")
     trained = {"original_max_position_embeddings": config.get("max_position_embeddings")}
     values = {name: required({**trained, **config, **given}, name) for name in _ROPE_FIELDS[kind]}
-    return Rope(float(given.get("rope_theta") or config.get("rope_theta") or theta), kind, **values)
+    return Rope(float(_first(given.get("rope_theta"), config.get("rope_theta"), theta)), kind, **values)
 
 
 def _refuse_unsupported(config: Config) -> None:

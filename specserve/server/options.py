@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specserve.errors import ConfigError, strict_fields, unknown
+from specserve.files import read_text
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_FORMATS = ("auto", "none")
+_MOST_KEY_BYTES = 2**20
 FCFS, PRIORITY = SCHEDULING_POLICIES = ("fcfs", "priority")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)*")
 _HOST = re.compile(r"\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -114,7 +116,7 @@ class ServeOptions:
 def _read_keys(path: Path) -> list[str]:
     """One key a line; empty lines and those that begin with # are none."""
     try:
-        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        lines = [line.strip() for line in read_text(path, _MOST_KEY_BYTES, pipes=True).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file {path} cannot be read: {error}.") from error
     keys = {number: line for number, line in enumerate(lines, start=1) if line and not line.startswith("#")}

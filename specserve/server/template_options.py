@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 from specserve.errors import ConfigError
+from specserve.files import read_text
 from specserve.server.options import ServeOptions
 from specserve.server.wire.requests import template_values
-from specserve.text.chat import ChatTemplate, TemplateOptions
+from specserve.text.chat import MOST_TEMPLATE_BYTES, ChatTemplate, TemplateOptions
 
 
 def template_options(options: ServeOptions) -> TemplateOptions:
@@ -23,7 +24,7 @@ def template_options(options: ServeOptions) -> TemplateOptions:
             f'--default-chat-template-kwargs {why} Give an object such as {{"enable_thinking": false}}.'
         ) from error
     try:
-        text = None if file is None else file.read_text("utf-8")
+        text = None if file is None else read_text(file, MOST_TEMPLATE_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {file} cannot be read: {error}.") from error
     found = TemplateOptions(text, values)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import specserve.grammars
 from specserve.errors import InputError, unknown
+from specserve.files import read_text
 
+_MOST_BYTES = 2**24
 KIND_OF: Mapping[str, str] = {".regex": "regex", ".ebnf": "ebnf", ".gbnf": "ebnf", ".lark": "lark"}
 
 
@@ -48,7 +50,7 @@ def read(file: Path) -> tuple[str, str]:
             f"{str(file)!r} is no grammar: the file's name must end in one of {', '.join(KIND_OF)}.", "structured"
         )
     try:
-        text = file.read_text("utf-8")
+        text = read_text(file, _MOST_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"The grammar {str(file)!r} cannot be read: {error}.", "structured") from error
     kind = KIND_OF[file.suffix]

@@ -12,7 +12,7 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """Of an LM head that is `size` wide. Control tokens are no text."""
     known = min(tokenizer.vocab_size, size)
     tokens = [b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in range(known)]
-    eos_ids = sorted(tokenizer.eos_ids, key=lambda token: (token != tokenizer.eos_id, token))
+    eos_ids = sorted(tokenizer.eos_ids_below(size), key=lambda token: (token != tokenizer.eos_id, token))
     controls = {text: token for text, token in tokenizer.added_tokens.items() if token in tokenizer.special_ids}
     return Vocabulary(tokens, tuple(eos_ids), size, _Split(tokenizer, tokens), controls)
 

@@ -20,11 +20,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from specserve import files
 from specserve.errors import InputError, ModelError, TextError
 from specserve.text.conversation import Rendered, whole
 from specserve.text.marked import BEGIN_OF_REASONING, END_OF_REASONING, told_apart
 from specserve.text.tool_tags import CallStyle
 
+MOST_TEMPLATE_BYTES = 2**20
 _ENDS = ("add_generation_prompt", "continue_final_message")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names clients use; the first is what templates read
 
@@ -119,9 +121,9 @@ class ChatTemplate:
         if name not in self._read:
             try:
                 names = _environment().parse(self._sources[name]).find_all(nodes.Name)
-            except jinja2.TemplateSyntaxError as error:
+                self._read[name] = frozenset(found.name for found in names if found.ctx == "load")
+            except (jinja2.TemplateSyntaxError, RecursionError) as error:
                 raise self._broken(error) from error
-            self._read[name] = frozenset(found.name for found in names if found.ctx == "load")
         return self._read[name]
 
     @property
@@ -135,8 +137,8 @@ class ChatTemplate:
         name = "tool_use" if "tool_use" in self._sources else "default"
         return name in self._sources and "tools" in self._variables(name)
 
-    def _broken(self, error: jinja2.TemplateSyntaxError) -> ModelError:
-        return ModelError(f"The chat template in {self._where} is broken: {error}.")
+    def _broken(self, error: Exception) -> ModelError:
+        return ModelError(f"The chat template in {self._where} is broken: {' '.join(str(error)[:500].split())}.")
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
@@ -170,8 +172,11 @@ class ChatTemplate:
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     stated = config.get("chat_template")
-    if (path := folder / "chat_template.jinja").is_file():
-        stated = path.read_text(encoding="utf-8")
+    if (path := folder / "chat_template.jinja").exists():
+        try:
+            stated = files.read_text(path, MOST_TEMPLATE_BYTES)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} cannot be read: {error}.") from error
     if stated is None:
         return {}
     if isinstance(stated, str):

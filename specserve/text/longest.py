@@ -40,8 +40,8 @@ def bound(backend: Tokenizer) -> Bound | None:
         return None
     composing = any(part["type"] == "NFC" for part in parts)
     strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-    longest = max(map(len, backend.get_vocab(with_added_tokens=True))) * (_COMPOSED if composing else 1)
-    return Bound(longest, dropped, strips)
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=0) * (_COMPOSED if composing else 1)
+    return Bound(max(longest, 1), dropped, strips)
 
 
 def _parts(component: Any, nested: str) -> Iterator[Mapping[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 
+from specserve import files
 from specserve.checkpoint.folder import read_json
 from specserve.errors import InputError, ModelError
 from specserve.text.chat import OWN_TEMPLATE, ChatTemplate, TemplateOptions, with_reasoning_apart
@@ -26,6 +27,8 @@ Message = Mapping[str, Any]
 
 _SPACE = "\u2581"  # how sentencepiece writes a space
 _DEFAULTS: Mapping[str, Any] = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
+_MOST_BYTES = 2**28  # of tokenizer.json; the largest published ones have 35 MB
+_LARGEST_ID = 2**31 - 1
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -49,6 +52,10 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, template: TemplateOptions = OWN_TEMPLATE) -> None:
+        with files.reading(folder):
+            self._read(folder, template)
+
+    def _read(self, folder: Path, template: TemplateOptions) -> None:
         self._backend = _load(folder / "tokenizer.json")
         config = _optional_json(folder / "tokenizer_config.json")
         special = _special_tokens(config)
@@ -62,9 +69,13 @@ class Tokenizer:
         self._special = special
         self._kind = str(config.get("tokenizer_class", "PreTrainedTokenizerFast"))
         self._chat = ChatTemplate(folder, config, special, template)
-        self._response_template = config.get("response_template")
+        self._response_template = _template_of_responses(config, folder)
         self._to_bytes = _byte_decoder(self._backend, folder)
         self._bytes: dict[int, bytes] = {}
+
+    def eos_ids_below(self, size: int) -> frozenset[int]:
+        """Those of `eos_ids` that an LM head of `size` rows can give; files may state others."""
+        return frozenset(token for token in self.eos_ids if token < size)
 
     @cached_property
     def bound(self) -> Bound | None:
@@ -78,7 +89,7 @@ class Tokenizer:
     @cached_property
     def longest_spelling(self) -> int:
         """Characters of the longest token."""
-        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; `add_special_tokens` puts bos and eos around it where the model wants them. Control tokens
@@ -219,10 +230,12 @@ class Tokenizer:
 
 
 def _load(path: Path) -> Backend:
-    if not path.is_file():
+    if not path.exists():
         raise ModelError(f"{path} is missing. Save it with transformers.AutoTokenizer's save_pretrained.")
     try:
-        backend = Backend.from_file(str(path))
+        backend = Backend.from_buffer(files.read_bytes(path, _MOST_BYTES))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # tokenizers raises bare Exceptions
         raise ModelError(f"{path} cannot be read: {error}.") from error
     backend.no_truncation()
@@ -231,7 +244,7 @@ def _load(path: Path) -> Backend:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -245,13 +258,26 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _eos_ids(folder: Path, named: int | None) -> frozenset[int]:
-    """generation_config.json says it best, config.json where that is silent; the tokenizer's own end token on top."""
+    """generation_config.json says it best, config.json where that is silent; the tokenizer's own end token on top.
+    Raises ModelError for what is no id."""
     for name in ("generation_config.json", "config.json"):
         stated = _optional_json(folder / name).get("eos_token_id")
         if stated is not None:
             break
-    ids = {stated} if isinstance(stated, int) else set(stated or ())
-    return frozenset(ids | ({named} if named is not None else set()))
+    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if any(type(each) is not int or not 0 <= each <= _LARGEST_ID for each in ids):
+        raise ModelError(f"{folder / name} gives eos_token_id as {stated!r}; it must be a token id or a list of them.")
+    return frozenset(ids if named is None else [*ids, named])
+
+
+def _template_of_responses(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    stated = config.get("response_template")
+    if stated is not None and not isinstance(stated, Mapping):
+        raise ModelError(
+            f"{folder / 'tokenizer_config.json'} gives response_template as a {type(stated).__name__}; it must be an "
+            "object."
+        )
+    return stated
 
 
 def _byte_decoder(backend: Backend, folder: Path) -> Callable[[str], bytes]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specserve.errors import ConfigError
+from specserve.files import read_json
 
 KINDS = ("eagle", "block", "medusa")
+_MOST_IDENTITY_BYTES = 2**20
 _PLACES = ("out", "text", "prompts")
 # What changes when a run does something or how the head is stored, never what it learns: it may differ when the run
 # goes on.
@@ -88,6 +90,17 @@ class TrainingOptions:
     def identity(self) -> dict[str, Any]:
         """What the trained head follows from, beside its kind and the text."""
         return {name: _plain(value) for name, value in asdict(self).items() if name not in _CHANGEABLE}
+
+
+def read_identity(path: Path) -> dict[str, Any]:
+    """What an earlier run wrote of itself. Raises ConfigError."""
+    try:
+        found = read_json(path, _MOST_IDENTITY_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Name another folder.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a JSON {type(found).__name__}; it must hold an object. Name another folder.")
+    return found
 
 
 def check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from specserve.cache.sizing import GIB, free_memory
 from specserve.errors import CapacityError, EngineError, ModelError
+from specserve.files import check_regular, read_text, reading
 from specserve.train.acceptance import Acceptance, measure
 from specserve.train.batches import Answer, Batch, make_batch, plan_batches
 from specserve.train.cache import HiddenCache
 from specserve.train.config import TrainingOptions, check_same
 from specserve.train.heads import TrainedHead, batch_loss
 from specserve.train.muon import Optimiser, learning_rate
+from specserve.train.output import MOST_CURVE_BYTES
 from specserve.train.target import Target
 from specserve.train.text import write_whole
 from specserve.train.writing import Say, duration
@@ -161,13 +163,21 @@ class Training:
         path, curve = self._folder / "checkpoint.pt", self._folder / "curve.jsonl"
         if path.exists():
             try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-            except (RuntimeError, OSError, EOFError) as error:
-                raise ModelError(f"{path} cannot be read: {error}. Remove it to train from the start.") from error
-            check_same(self._folder, state["data"], self._data)
-            self.head.load_state_dict(state["head"])
-            self._optimiser.load_state_dict(state["optimiser"])
-            self.step, self.seconds = state["step"], state["seconds"]
+                with reading(path):
+                    self._resume(path)
+            except ModelError as error:
+                raise ModelError(f"{error} Remove it to train from the start.") from error
         if curve.exists():
-            lines = curve.read_text("utf-8").splitlines(keepends=True)[: self.step]
+            with reading(curve):
+                lines = read_text(curve, MOST_CURVE_BYTES).splitlines(keepends=True)[: self.step]
             write_whole(curve, "".join(lines).encode())
+
+    def _resume(self, path: Path) -> None:
+        check_regular(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        check_same(self._folder, state["data"], self._data)
+        if state["step"] not in range(self.num_steps + 1):
+            raise ValueError(f"step {state['step']} of {self.num_steps}")
+        self.head.load_state_dict(state["head"])
+        self._optimiser.load_state_dict(state["optimiser"])
+        self.step, self.seconds = int(state["step"]), float(state["seconds"])

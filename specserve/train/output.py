@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Mapping
@@ -11,10 +10,12 @@ from typing import Any
 
 import torch
 
+from specserve.files import parse_json, read_text, reading
 from specserve.train.acceptance import Acceptance
 from specserve.train.text import write_whole
 from specserve.train.writing import duration
 
+MOST_CURVE_BYTES = 2**28
 _CURVE_LINES = 20
 
 
@@ -52,7 +53,9 @@ def write_recipe(folder: Path, facts: Mapping[str, Any], seconds: float, accepta
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
     """The lines of curve.jsonl."""
-    return [json.loads(line) for line in (folder / "curve.jsonl").read_text("utf-8").splitlines()]
+    path = folder / "curve.jsonl"
+    with reading(path):
+        return [parse_json(line) for line in read_text(path, MOST_CURVE_BYTES).splitlines()]
 
 
 def _some(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

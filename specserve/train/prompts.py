@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
+import io
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from specserve.errors import InputError
+from specserve.files import parse_json, read_bytes
 
 _ONE_IN = 50  # prompts that are held out
+_MOST_BYTES = 2**30
 _GZIP = b"\x1f\x8b"
 
 
@@ -97,9 +100,9 @@ def read_prompts(path: Path) -> Prompts:
     """The prompts of JSON lines, gzipped or not, each with `prompt` or `turns` (the first is asked) and perhaps
     `category`. Raises InputError naming the file and the line."""
     try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if content.startswith(_GZIP) else content).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        content = read_bytes(path, _MOST_BYTES, pipes=True)
+        text = (_unpacked(content) if content.startswith(_GZIP) else content).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InputError(f"--prompts: {path} cannot be read: {error}.", "prompts") from error
     found: dict[str, TrainingPrompt] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -113,9 +116,18 @@ def read_prompts(path: Path) -> Prompts:
     return Prompts(list(found.values()))
 
 
+def _unpacked(content: bytes) -> bytes:
+    """At most so many bytes too: a file of a MiB may become a GiB."""
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
+        unpacked = stream.read(_MOST_BYTES + 1)
+    if len(unpacked) > _MOST_BYTES:
+        raise OSError(f"unpacked it has more than {_MOST_BYTES:,} bytes, and no more is read")
+    return unpacked
+
+
 def _prompt(line: str, where: str) -> TrainingPrompt:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         text = record["prompt"] if "prompt" in record else record["turns"][0]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise InputError(f"--prompts: {where} is no JSON object with prompt or turns: {error!r}.", "prompts") from error

@@ -17,16 +17,15 @@ import torch
 
 from specserve.cache.sizing import GIB
 from specserve.checkpoint import catalog
-from specserve.checkpoint.weights import read_config
 from specserve.errors import ConfigError, InputError, unknown
 from specserve.llm import AsyncLLM
 from specserve.machine.cores import default_threads
 from specserve.models.heads.formats import write_head
 from specserve.models.heads.speculators import Verifier
-from specserve.models.loader import find_architecture
+from specserve.models.loader import check_tensors
 from specserve.text.tokenizer import Tokenizer
 from specserve.train.batches import Answer
-from specserve.train.config import KINDS, TrainingOptions, check_same
+from specserve.train.config import KINDS, TrainingOptions, check_same, read_identity
 from specserve.train.kinds import in_words, make_head
 from specserve.train.loop import Training
 from specserve.train.output import machine, write_recipe
@@ -47,7 +46,7 @@ def train(kind: str, model: str, engine: Mapping[str, Any], options: TrainingOpt
         raise ConfigError(unknown("kind of head", kind, KINDS))
     prompts = read_prompts(options.prompts)
     folder = catalog.resolve(model)
-    spec = find_architecture(read_config(folder)).spec(read_config(folder))
+    spec = check_tensors(folder).spec
     if options.max_length > spec.max_len:
         raise ConfigError(f"--max-length is {options.max_length}; the target was made for {spec.max_len} tokens.")
     origin = _origin(folder, engine, prompts)
@@ -75,7 +74,7 @@ def _origin(folder: Path, engine: Mapping[str, Any], prompts: Prompts) -> dict[s
 def _check_run(folder: Path, identity: dict[str, Any]) -> None:
     path = folder / "run.json"
     if path.exists():
-        check_same(folder, json.loads(path.read_text("utf-8")), identity)
+        check_same(folder, read_identity(path), identity)
         return
     if any((folder / name).exists() for name in ("config.json", "model.safetensors", "checkpoint.pt")):
         raise ConfigError(f"--out: {folder} holds something else, and no run.json. Name another folder.")
@@ -150,7 +149,7 @@ class _Run:
         self._answers, held_out = split(text, prompts, options.tokens)
         self._target = Target(folder, options.max_length, **engine)
         tokenizer = Tokenizer(folder)
-        always = tokenizer.special_ids | tokenizer.eos_ids
+        always = tokenizer.special_ids | tokenizer.eos_ids_below(self._target.spec.vocab_size)
         self._counts = count_outputs(self._answers, self._target.spec.vocab_size)
         self._ids = choose_ids(self._counts, options.draft_vocab_size, always)
         # What ends a text stands before no guess, so it serves as a mask; and its embedding was trained.

@@ -12,12 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.checkpoint.weights import read_config
 from specserve.engine.build import choose_device, choose_ops
 from specserve.machine.cores import default_threads
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import TargetShape
-from specserve.models.loader import find_architecture, load_model
+from specserve.models.loader import check_tensors, load_model
 from specserve.ops import AttentionRows
 
 _BLOCK_SIZE = 16
@@ -43,7 +42,7 @@ class Target:
         self._model = load_model(folder, ops, max_length)
         self._ops = ops
         self.device = ops.device
-        self.spec = find_architecture(read_config(folder)).spec(read_config(folder))
+        self.spec = check_tensors(folder).spec
         self.shape = TargetShape(
             hidden_size=self.spec.hidden_size, num_layers=self.spec.num_layers, vocab_size=self.spec.vocab_size
         )

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.errors import ConfigError
-from specserve.train.config import check_same
+from specserve.train.config import check_same, read_identity
 
 INDEX = np.dtype(
     [
@@ -57,7 +57,7 @@ class WrittenText:
     def _check_identity(self, identity: dict[str, Any]) -> None:
         path = self.folder / "text.json"
         if path.exists():
-            check_same(self.folder, json.loads(path.read_text("utf-8")), identity)
+            check_same(self.folder, read_identity(path), identity)
         else:
             write_whole(path, json.dumps(identity, indent=2).encode())
 
@@ -73,10 +73,17 @@ class WrittenText:
         self._records: list[NDArray[Any]] = [records]
         self._count = len(records)
         self._end = 0 if not self._count else int(records[-1]["start"]) + _length(records[-1])
+        self._check_records(records)
         self.num_output_tokens = int(records["num_output"].sum(dtype=np.int64))
         for file, end in ((self._tokens, self._end * self._type.itemsize), (self._index, self._count * INDEX.itemsize)):
             file.truncate(end)
             file.seek(end)
+
+    def _check_records(self, records: NDArray[Any]) -> None:
+        """That one answer follows another: all but the last are not read."""
+        lengths = records["num_prompt"].astype(np.uint64) + records["num_output"]
+        if not np.array_equal(records["start"], np.cumsum(lengths) - lengths):
+            raise ConfigError(f"{self.folder / 'index.bin'} is damaged. Name another folder.")
 
     def _is_whole(self, record: Any, size: int) -> bool:
         start, count = (int(n) * self._type.itemsize for n in (record["start"], _length(record)))

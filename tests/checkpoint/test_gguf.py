@@ -517,7 +517,7 @@ def test_what_is_no_gguf_file_is_refused_in_one_line(tmp_path: Path, content: by
 
 
 def test_a_missing_file_is_a_model_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is not a file"):
+    with pytest.raises(ModelError, match="No such file"):
         read(tmp_path / "none.gguf")
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specserve.checkpoint.folder import read_json
 from specserve.errors import ModelError
+from specserve.files import reading
 from specserve.models.heads import block_repo, eagle_repo, medusa_repo, speculators
 from specserve.models.heads.int8 import quantization_config, to_int8
 from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
@@ -52,8 +53,14 @@ def read_head(folder: Path, num_target_layers: int = 0) -> Head:
     the layers of the target: EAGLE-3's own checkpoints leave the choice of the layers that they read to it.
 
     Names, shapes, dtypes and d2t are checked at once. Raises ModelError saying what is wrong: an unknown format, a
-    missing key, a feature that is not supported; a missing, unknown, misshapen or pickled tensor, one with NaN.
+    missing key, a value of the wrong kind, a feature that is not supported; a missing, unknown, misshapen or pickled
+    tensor, one with NaN.
     """
+    with reading(folder):
+        return _read(folder, num_target_layers)
+
+
+def _read(folder: Path, num_target_layers: int) -> Head:
     config, stored = _open(folder)
     reader = _reader(folder, config, stored)
     if reader is None:
@@ -61,13 +68,8 @@ def read_head(folder: Path, num_target_layers: int = 0) -> Head:
             f"{folder} holds no draft head that is known: config.json is none of speculators, DFlash, DSpark or "
             "Medusa, and the tensors are not EAGLE's, which have fc.weight and one decoder layer."
         )
-    try:
-        found = reader(config, stored, num_target_layers)
-        _check_spec(found.spec)
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from error
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a string where a number belongs, say
-        raise ModelError(f"{folder}: a setting in config.json has a value of the wrong kind ({error}).") from error
+    found = reader(config, stored, num_target_layers)
+    _check_spec(found.spec)
     weights = HeadTensors(found.spec.shapes(), stored, found.names, folder)
     return Head(found.spec, weights, read_d2t(stored, found.spec, folder), found.format, found.verifier)
 
@@ -75,15 +77,16 @@ def read_head(folder: Path, num_target_layers: int = 0) -> Head:
 def is_head(folder: Path) -> bool:
     """Whether `folder` has a draft head of a known format, perhaps a broken one, and no model of its own. Raises
     ModelError for files that cannot be read."""
-    config, stored = _open(folder)
-    return _reader(folder, config, stored) is not None
+    with reading(folder):
+        config, stored = _open(folder)
+        return _reader(folder, config, stored) is not None
 
 
 def _open(folder: Path) -> tuple[Config, Stored]:
     """The configuration may be absent: Medusa heads tell all but their target by their tensors."""
     stored = open_tensors(folder)
     path = folder / "config.json"
-    return (read_json(path) if path.is_file() else {}), stored
+    return (read_json(path) if path.exists() else {}), stored
 
 
 def _reader(folder: Path, config: Config, stored: Stored) -> Callable[[Config, Stored, int], Found] | None:
@@ -103,10 +106,10 @@ def _check_spec(spec: HeadSpec) -> None:
     the head has of its own what it cannot take from the target. Raises ModelError."""
     for name, least in (("hidden_size", 1), ("vocab_size", 1), ("num_layers", 0)):
         value = getattr(spec.target, name)
-        if not isinstance(value, int) or value < least:
+        if type(value) is not int or value < least:
             raise ModelError(f"The target's {name} is {value!r}; it must be a whole number of at least {least}.")
     taps = list(hidden_layers(spec))
-    if any(not isinstance(tap, int) or tap < 0 for tap in taps) or len(set(taps)) != len(taps):
+    if any(type(tap) is not int or tap < 0 for tap in taps) or len(set(taps)) != len(taps):
         raise ModelError(f"The head reads the outputs of layers {taps} of its target; they count from 0, each once.")
     if spec.target.num_layers and max(taps, default=0) >= spec.target.num_layers:
         raise ModelError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specserve.checkpoint import catalog
 from specserve.errors import ModelError
+from specserve.files import reading
 from specserve.models.decoder import Decoder
 from specserve.models.heads import zoo
 from specserve.models.heads.block import BlockHead
@@ -32,8 +33,12 @@ class HeadLoader:
         """The head `name`, a folder or a hub id, which is of that kind; None: the one of the zoo that was made for this
         target. Raises ModelError for one that is not there, is of another kind, cannot be run or was made for another
         target."""
-        own = self._target.spec
         folder = self._from_zoo(kind) if name is None else catalog.resolve_head(name)
+        with reading(folder):
+            return self._load(folder, kind)
+
+    def _load(self, folder: Path, kind: str) -> EagleHead | BlockHead | MedusaHead:
+        own = self._target.spec
         found = read_head(folder, own.num_layers)
         spec = found.spec
         if spec.kind != kind:

@@ -57,7 +57,8 @@ def read(config: Config, stored: Stored, num_target_layers: int) -> Found:
         num_layers=num_layers,
         draft_vocab_size=draft,
     )
-    return Found(spec, names, "Medusa", config.get("base_model_name_or_path"))
+    base = config.get("base_model_name_or_path")
+    return Found(spec, names, "Medusa", base if isinstance(base, str) else None)
 
 
 def canonical(name: str, num_layers: int) -> str:

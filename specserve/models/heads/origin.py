@@ -8,17 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specserve.checkpoint.weights import read_config
-from specserve.models.loader import check_tensors, find_architecture
+from specserve.models.loader import check_tensors
 
 
 class TargetOrigin:
     """The model in `folder`. Raises ModelError as `load_model` does for files that are no model's."""
 
     def __init__(self, folder: Path) -> None:
-        config = read_config(folder)
-        self._spec = find_architecture(config).spec(config)
         self._tensors = check_tensors(folder)
+        self._spec = self._tensors.spec
 
     def embedding(self) -> Tensor:
         """The scaled embedding, float32 [vocab, hidden]."""

@@ -50,6 +50,8 @@ def read(config: Config, stored: Stored, num_target_layers: int) -> Found:
     if kind not in _TYPES:
         raise ModelError(unknown("speculators_model_type", kind, _TYPES))
     verifier = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    if verifier is not None and not isinstance(verifier, str):
+        raise ModelError(f"config.json names the verifier {verifier!r}; it must be a text.")
     num_layers = config.get("num_target_layers") or num_target_layers
     if (config.get("quantization_config") or {}).get("format") == int8.FORMAT:  # another is refused
         config = {key: value for key, value in config.items() if key != "quantization_config"}

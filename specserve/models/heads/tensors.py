@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from specserve.checkpoint.pickled import PickledWeights
 from specserve.checkpoint.weights import Weights
-from specserve.errors import ModelError
+from specserve.errors import ModelError, near_misses
 from specserve.models.heads.int8 import Int8Weights
 from specserve.models.heads.spec import HeadSpec, MedusaSpec, Shapes
 
@@ -47,7 +46,7 @@ def open_tensors(folder: Path) -> Stored:
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder.")
     for name in _PICKLED:
-        if (folder / name).is_file():
+        if (folder / name).exists():
             return PickledWeights(folder / name)
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     raise ModelError(
@@ -134,7 +133,7 @@ def _some(names: list[str]) -> str:
 
 
 def _near(name: str, others: list[str]) -> str:
-    near = difflib.get_close_matches(name, others, n=2, cutoff=0.8)
+    near = near_misses(name, others, 2, 0.8)
     return f" (near {name}: {', '.join(near)})" if near else ""
 
 

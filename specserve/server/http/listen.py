@@ -15,6 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from specserve.errors import ConfigError
+from specserve.files import check_regular
 from specserve.server.http.connection import Connection
 from specserve.server.http.watch import Watch
 from specserve.server.options import ServeOptions
@@ -99,6 +100,8 @@ def _tls(options: ServeOptions) -> ssl.SSLContext | None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
+        for path in (options.tls_cert, options.tls_key):
+            check_regular(path)
         context.load_cert_chain(options.tls_cert, options.tls_key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
