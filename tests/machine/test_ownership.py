@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from specserve import LLM, SamplingParams
-from specserve.engine.outputs import Detokenizer
+from specserve.engine.outputs import Collector
 from specserve.errors import ConfigError, EngineError
 from specserve.machine.ownership import Ownership
 from specserve.testing import write_tiny_model
+from specserve.types import Event
 
 NUM_THREADS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -112,19 +113,19 @@ def test_a_thread_joins_what_runs(llm: LLM) -> None:
 def test_what_one_call_cannot_take_is_its_own_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the step that brought it was another call's, which lacks nothing and hears nothing of it."""
     alone = llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
-    push, first = Detokenizer.push, list[Detokenizer]()
+    push, first = Collector.push, list[Collector]()
 
-    def fails(self: Detokenizer, tokens: list[int]) -> object:
-        if self in first:
+    def fails(self: Collector, event: Event) -> None:
+        if not first:
+            first.append(self)
+        elif self in first:
             raise LookupError("no text")
-        first.append(self)
-        return push(self, tokens)
+        push(self, event)
 
     broken = llm.stream([9, 8], GREEDY)
     with monkeypatch.context() as patched:
-        patched.setattr(Detokenizer, "push", fails)
+        patched.setattr(Collector, "push", fails)
         next(broken)
-        patched.setattr(Detokenizer, "push", lambda self, tokens: (fails if self in first else push)(self, tokens))
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(llm.generate, [5, 6, 7], GREEDY).result(60)
         assert found[0].outputs[0].token_ids == alone
