@@ -16,7 +16,7 @@ from specserve.grammars._gbnf import START, parse
 from specserve.grammars._llguidance_controls import exact_sets, spells_controls
 from specserve.grammars._longest import lark
 from specserve.structured.base import RefusedError
-from specserve.structured.schema.bounds import check_bounds
+from specserve.structured.schema.bounds import check_bounds, numbers_in
 from specserve.structured.schema.document import Document, check_depth, check_shape, is_number, reachable, walk
 from specserve.structured.schema.formats import exact
 from specserve.structured.schema.objects import MANY_UNNAMED
@@ -43,6 +43,7 @@ _MOST_PROPERTIES = 1800  # of one object: each takes four items of a row
 # places in the midst of an answer where fewer are too many items for a mask.
 _MOST_OPTIONAL = 400
 _MOST_STRUCTURES = 1800  # objects and arrays of one enum
+_LARGEST = 2**53  # beyond it floats are not whole numbers one by one
 _COUNTING = re.compile(r"\{,?[0-9]{3,}|\}\)*\{")
 
 
@@ -137,12 +138,22 @@ def _check_schema(root: dict[str, Any]) -> None:
         if is_number(least := schema.get("minProperties")) and least > len(_listed(schema.get("required"))) + 1:
             raise RefusedError(MANY_UNNAMED)
         check_bounds(schema, root)
+        _check_precision(schema)
     together = _Together(root)
     if any(together.num_optional(schema) > _MOST_OPTIONAL for schema in schemas):
         raise RefusedError(
             f"anyOf, oneOf: branches that together have more than {_MOST_OPTIONAL} properties that may be left out are "
             "not taken. Let each begin with a required property that is a constant of its own."
         )
+
+
+def _check_precision(schema: dict[str, Any]) -> None:
+    """Numbers are floats to it: an integer of more than 53 bits would be another one."""
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"):
+        for number in numbers_in(schema.get(name)):
+            is_exact = int(number) == int(float(number)) if name.endswith("imum") else abs(number) <= _LARGEST
+            if isinstance(number, int) and not is_exact:
+                raise RefusedError(f"{name}: {number} is beyond 2**53 and would not be enforced exactly.")
 
 
 def _num_optional(schema: dict[str, Any]) -> int:

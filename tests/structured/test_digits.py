@@ -15,7 +15,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from specserve.registry import GRAMMARS
 from specserve.structured import walk
-from specserve.structured.base import Vocabulary
+from specserve.structured.base import RefusedError, Vocabulary
 from specserve.structured.compiler import Compiler
 from specserve.structured.schema.bounds import with_ends
 from specserve.structured.spec import Structured
@@ -161,6 +161,16 @@ def test_what_a_schema_asks_for_stays_possible(schema: Any, preferred: list[byte
     assert fits(text, schema)
 
 
+@pytest.mark.parametrize("name", ["const", "minimum", "maximum", "enum"])
+def test_an_integer_that_would_become_another_one_is_refused(name: str) -> None:
+    """With numbers that are floats, the constant 2**53 + 1 was 2**53."""
+    values = {"enum": [[1, {"a": -(2**53) - 1}]]}
+    for backend in installed("llguidance", "xgrammar"):
+        with pytest.raises(RefusedError, match=f"{name}: .*exactly|lists and objects"):
+            compiled({"type": "integer", name: 2**53 + 1} if name != "enum" else values, backend)
+        compiled({"const": 2**53 - 1}, backend)
+
+
 @pytest.mark.parametrize("text", ["1234567890123456", "123456789012345"])
 def test_every_constant_may_be_said(text: str) -> None:
     state = compiled({"enum": [1234567890123456, 123456789012345]})
@@ -250,4 +260,4 @@ def test_multiples_get_bounds_that_leave_them_what_others_have() -> None:
     assert with_ends(NUMBER) is NUMBER
     assert with_ends({"multipleOf": 0.25, "maximum": 3}) == {"multipleOf": 0.25, "minimum": 1 - 10**13, "maximum": 3}
     low = {"properties": {"a": {"multipleOf": 5}, "b": {"minimum": 10**15}}}
-    assert with_ends(low)["properties"]["a"]["maximum"] == 10**17 - 1
+    assert with_ends(low)["properties"]["a"]["maximum"] == 10**17, "as a float"

@@ -44,12 +44,13 @@ def _written(schema: Any) -> Iterator[float]:
             if _sign(found.get("multipleOf")):
                 yield found["multipleOf"]
             for name in ("const", "enum"):
-                yield from _constants(found.get(name))
+                yield from numbers_in(found.get(name))
         inner = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
         left += [each for each in inner if isinstance(each, dict | list)]
 
 
-def _constants(value: Any) -> Iterator[float]:
+def numbers_in(value: Any) -> Iterator[float]:
+    """Those in a constant, zero left out."""
     left = [value]
     while left:
         found = left.pop()
@@ -80,7 +81,7 @@ def with_ends(root: Any) -> Any:
     num_digits = max(DEFAULT_MAX_NUMBER_DIGITS - part, whole + 1)
     if num_digits > _MOST_WHOLE:
         return root
-    made, most = copy.deepcopy(root), 10**num_digits - 1
+    made, most = copy.deepcopy(root), int(float(10**num_digits - 1))  # what it is to readers whose numbers are floats
     for schema in list(reachable(made)):
         if "multipleOf" in schema:
             schema["minimum"] = max(-most, schema.get("minimum", -most))
