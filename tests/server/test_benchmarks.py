@@ -19,7 +19,10 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "server"
-PROGRAMS = ("aborts", "beside", "kill", "saturated", "streams", "overload", "overhead", "startup", "fuzz_server")
+PROGRAMS = (
+    *("aborts", "beside", "kill", "saturated", "streams", "overload", "overhead", "startup"),
+    *("fuzz_server", "fuzz_conversations"),
+)
 SHARED = ("client", "findings", "prompts", "served", "sdk_turn", "fuzz_requests")
 TINY = ("--threads=1", "--max-num-seqs=4", "--kv-cache-gib=0.01", "--max-model-len=256")
 
@@ -299,3 +302,26 @@ def test_options_of_the_command_line_go_before_those_of_a_program(programs: Simp
     merged = programs.served._merged(["--max-queue=4", "--no-admin"], {"max-queue": 32, "admin": True, "port": 1})
     assert merged == ["--max-queue=4", "--no-admin", "--port=1"]
     assert programs.served._merged([], {"prefix-caching": False, "admin": True}) == ["--no-prefix-caching", "--admin"]
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_fuzz_conversations_finds_what_is_lost(programs: Any, api: str) -> None:
+    """A text that is neither in the prompt nor named; one that is named by what it stands in is not lost."""
+    answers: dict[str, Any] = {
+        "chat": {"role": "assistant", "content": "w1000001", "audio": {"id": "w1000002"}},
+        "responses": [{"type": "message", "role": "assistant", "id": "w1000002", "content": "w1000001"}],
+        "messages": [{"type": "text", "text": "w1000001", "citations": [{"title": "w1000002"}]}],
+    }
+    fuzz = programs.fuzz_conversations
+    body = fuzz.request_of(api, [answers[api]])
+    history = "input" if api == "responses" else "messages"
+    found = dict(fuzz.words_in(body[history], history))
+    assert set(found) == {"w1000001", "w1000002"}
+    lost = {"chat": "messages.audio", "responses": "input.id", "messages": "messages.content.citations"}[api]
+    assert fuzz.is_named(found["w1000002"], {lost})
+    assert not fuzz.is_named(found["w1000002"], {f"{history}.other"})
+    chat = fuzz.as_chat(api, body, fuzz.Limits(vocab_size=1000, max_model_len=1000))
+    assert "w1000001" in str(chat) and chat["messages"][-1]["role"] == "user"

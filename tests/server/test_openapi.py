@@ -141,6 +141,7 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
         "/v1/responses",
         {"input": "a", "include": [LOGPROBS], "tools": [{"type": "function", "name": "f"}]},
     ),
+    "which asks for nothing": ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
     # no word for it
     "keys are token ids from": ("/v1/completions", {"prompt": "a", "logit_bias": {"1000": 1}}),
     "holds control characters": ("/v1/completions", {"prompt": "a", "request_id": "\n"}),

@@ -58,7 +58,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     asked: CompletionRequest = await parsed(request, _read_completion)
     accept(request, asked)
     with server.admission.enter(asked.num_choices) as place:
-        reply = server.reply(response_id("cmpl", asked), asked, echo=asked.echo)
+        reply = server.reply(response_id("cmpl", asked), asked, echo=asked.echo, echoes_only=asked.echoes_only)
         call = Call(
             requests=await _prepare_completions(server, asked),
             stream=asked.stream,

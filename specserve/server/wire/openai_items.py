@@ -82,7 +82,7 @@ def _others_call(item: Mapping[str, Any]) -> dict[str, Any]:
     texts = [v for v in fields.values() if isinstance(v, str)]
     is_text = texts and fields.keys() <= {"input"}
     arguments = texts[0] if is_text else json.dumps(well_formed_json(fields), ensure_ascii=False)
-    call_id = item.get("call_id") or item.get("id") or ""
+    call_id = item.get("call_id") or ""
     if not isinstance(call_id, str):
         raise ValueError(f"holds a {kind} whose id is {shown(call_id)}; it must be text.")
     name = name if isinstance(name, str) else kind.removesuffix(_CALL)
@@ -125,8 +125,7 @@ def _said(item: Mapping[str, Any]) -> dict[str, Any]:
     if as_chat is None and isinstance(kind, str) and kind.endswith(_OUTPUT):
         as_chat, read = _others_output, ("call_id", "output")
     elif as_chat is None and isinstance(kind, str) and kind.endswith(_CALL):
-        unread = ("status", "id" if item.get("call_id") else "status")
-        as_chat, read = _others_call, tuple(name for name in item if name not in unread)
+        as_chat, read = _others_call, tuple(name for name in item if name not in ("status", "id"))
     if as_chat is None:
         raise ValueError(f"holds an item of type {shown(kind)}; the items read here are {', '.join(_ITEMS)}.")
     return as_chat(item) | names_beside(item, ("type", *read), "item")

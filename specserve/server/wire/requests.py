@@ -23,6 +23,7 @@ from pydantic import (
 from specserve.errors import InputError, unknown
 from specserve.server.wire.fields import (
     ID,
+    MAX_COUNT,
     ClosedWire,
     Count,
     Limits,
@@ -335,14 +336,24 @@ class CompletionRequest(SamplingFields):
     """The log-probability of each token, and of the k most likely ones at its place."""
     echo: bool = False
     """Put the prompt before the completion, and its log-probabilities before the completion's."""
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    """The longest completion, in tokens; null is 16. With echo it may be 0: the prompt alone."""
 
     @property
     def num_choices(self) -> int:
         return len(self.prompt) * self.n
 
+    @property
+    def echoes_only(self) -> bool:
+        """Whether the prompt is all that is asked for. The engine makes a token all the same, which nobody sees."""
+        return self.max_tokens == 0
+
     def _checked_params(self) -> SamplingParams:
+        if self.echoes_only and not self.echo:
+            raise InputError("max_tokens is 0, which asks for nothing. Send at least 1, or echo true.", "max_tokens")
+        most = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
         return self._params(
-            max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS,
+            max_tokens=most,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )

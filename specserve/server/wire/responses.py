@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import NoTokenLeftError
@@ -31,6 +31,8 @@ from specserve.server.wire.errors import COMPLETION_FAILED, WireError, unavailab
 from specserve.server.wire.logprobs import CompletionLogprobs, Vocabulary, chat_logprobs, joined
 from specserve.server.wire.usage import metrics, usage
 
+AnyAnswer = TypeVar("AnyAnswer", Chunk, CompletionOutput)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
@@ -42,6 +44,7 @@ class Reply:
     model: str
     vocabulary: Vocabulary
     echo: bool = False
+    echoes_only: bool = False
     return_token_ids: bool = False
     include_usage: bool = False
     skip_special_tokens: bool = True
@@ -53,7 +56,16 @@ class Reply:
 
     def totals(self, outputs: Sequence[RequestOutput], now: float) -> Totals:
         """`usage` and `metrics`; `now` is time.perf_counter()."""
+        if self.echoes_only:
+            outputs = [replace(output, outputs=list(map(self.told, output.outputs))) for output in outputs]
         return {"usage": usage(outputs), "metrics": metrics(outputs, now)}
+
+    def told(self, answer: AnyAnswer) -> AnyAnswer:
+        """What is told of an answer: where the prompt is all that was asked for, its end."""
+        if not self.echoes_only:
+            return answer
+        reason = answer.finish_reason and "length"
+        return replace(answer, text="", token_ids=[], logprobs=None, finish_reason=reason, stop_reason=None)
 
     def answer_parser(self) -> AnswerParser:
         """What tells one completion's calls from its text."""
@@ -121,7 +133,7 @@ def completion_body(reply: Reply, outputs: Sequence[RequestOutput], now: float) 
     WireError for an output that did not end well."""
     for output in outputs:
         raise_failure(output.outputs)
-    choices = [_completion_choice(reply, output, completion) for output in outputs for completion in output.outputs]
+    choices = [_completion_choice(reply, output, reply.told(one)) for output in outputs for one in output.outputs]
     for index, choice in enumerate(choices):
         choice["index"] = index
     return {

@@ -248,6 +248,9 @@ class CompletionStream(ChoiceStream):
                 yield self._event([{**self._choice(index, {"text": text}), "logprobs": logprobs, **ids}])
             ids = {}
 
+    def _news(self, index: int, chunk: Chunk) -> list[str]:
+        return super()._news(index, self._reply.told(chunk))
+
     def _tokens(self, index: int, chunk: Chunk) -> dict[str, Any]:
         choice = {**self._choice(index, {"text": chunk.text}), **self._ids(chunk.token_ids)}
         if chunk.logprobs is not None:

@@ -255,6 +255,35 @@ def test_salts_do_not_share_a_cache(server: Any) -> None:
     assert [c["cached_tokens"] for c in cached] == [0, 48]
 
 
+@pytest.mark.parametrize("prompt", ["the cat sat", [5, 6, 7], ["a b", "c"]])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_prompt_alone_is_echoed(server: Any, prompt: Any, logprobs: int | None) -> None:
+    asked = {"prompt": prompt, "echo": True, "logprobs": logprobs, "temperature": 0, "return_token_ids": True}
+    one = server.post("/v1/completions", {**asked, "max_tokens": 1}).json
+    none = server.post("/v1/completions", {**asked, "max_tokens": 0}).json
+    for more, less in zip(one["choices"], none["choices"], strict=True):
+        assert more["text"].startswith(less["text"])
+        assert (less["finish_reason"], less["stop_reason"], less["token_ids"]) == ("length", None, [])
+        if logprobs is not None:
+            scores = {name: values[:-1] for name, values in more["logprobs"].items()}
+            assert less["logprobs"] == scores
+    assert none["usage"]["completion_tokens"] == 0
+    assert none["usage"]["prompt_tokens"] == none["usage"]["total_tokens"] == one["usage"]["prompt_tokens"]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    events = [json.loads(e) if isinstance(e, str) else e for e in server.post(
+        "/v1/completions", {**asked, **usage, "max_tokens": 0}).events if e != "[DONE]"]  # fmt: skip
+    texts = {choice["index"]: "" for choice in none["choices"]}
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == [choice["text"] for choice in none["choices"]]
+    assert events[-1]["usage"] == none["usage"] | {
+        "prompt_tokens_details": events[-1]["usage"]["prompt_tokens_details"]
+    }
+    refused = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 0})
+    assert (refused.status, refused.error["param"]) == (400, "max_tokens")
+
+
 def test_json_is_utf8(server: Any) -> None:
     body = json.dumps({**COMPLETION, "prompt": "żółw 🐢"}, ensure_ascii=False).encode()
     assert server.post("/v1/completions", body, headers={"Content-Type": "application/json"}).status == 200

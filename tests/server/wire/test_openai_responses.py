@@ -130,6 +130,25 @@ def test_items_become_messages() -> None:
     ]
 
 
+def test_calls_of_other_servers_tools_are_calls() -> None:
+    searched = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"query": "a"}}
+    patched = {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "*** a"}
+    done = {"type": "custom_tool_call_output", "call_id": "c2", "output": "Done!"}
+    answer, result = talk(user("a"), searched, patched, done)[1:]
+    calls = [(call["id"], call["function"]) for call in answer["tool_calls"]]
+    assert calls == [
+        ("", {"name": "web_search", "arguments": {"action": {"query": "a"}}}),
+        ("c2", {"name": "apply_patch", "arguments": "*** a"}),
+    ]
+    assert answer["item.id"] and answer["item.status"]
+    assert result == {"role": "tool", "tool_call_id": "c2", "content": "Done!"}
+
+
+def test_what_is_encrypted_is_named() -> None:
+    (_, said) = talk(user("a"), {"type": "reasoning", "summary": [], "encrypted_content": "x"})
+    assert said == {"role": "assistant", "content": "", "item.encrypted_content": True}
+
+
 def test_a_call_needs_no_text_before_it() -> None:
     said = talk(user("a"), CALL, OUTPUT)
     assert [message["role"] for message in said] == ["user", "assistant", "tool"]
@@ -286,7 +305,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (item(role="user", content=["a"]), "input"),
     (item(type="item_reference", id="msg_1"), "input"),
     (item(type="web_search_result"), "input"),
-    (item(type="web_search_call", id=5), "input"),
+    (item(type="web_search_call", call_id=5), "input"),
     (item(type="shell_call_output", output=[]), "input"),
     (item(type=[]), "input"),
     *((item(type=kind, role="user", content="a"), "input") for kind in ({}, [], "", 0, False)),
