@@ -1,5 +1,5 @@
-"""Conversations become tokens in a process that can be stopped: what a model's chat template takes of time and memory
-harms no other request. Knows its copies; knows no HTTP."""
+"""Conversations, and long texts, become tokens in a process that can be stopped: what a model's chat template takes of
+time and memory harms no other request. Knows its copies; knows no HTTP."""
 
 from __future__ import annotations
 
@@ -43,30 +43,20 @@ class Chats:
         """What Tokenizer.chat_ids makes of a conversation of `size` characters; how long it is, where that is more than
         `most` characters. Raises InputError for what is wrong in it, TextError where the template fails, and
         EngineError where there is no process to be had."""
-        job = Job(
-            [dict(message) for message in messages],
-            dict(options),
-            self._limit_s + size * _S_PER_CHARACTER,
-            most,
-            is_long=True,
-        )
-        found = None
+        job = Job([dict(message) for message in messages], dict(options), self._seconds(size), most)
         if size <= QUICK:
             found = await self._quick.ask(job._replace(seconds=_FIRST_S, is_long=False))
-        if not isinstance(found, Answer):
-            found = await self._long.ask(job)
-        if not isinstance(found, Answer):
-            how = (
-                f"did not end within {job.seconds:.2g} s of CPU time"
-                if found == -signal.SIGPROF
-                else "ended its process"
-            )
-            raise TextError(f"The model's chat template {how} for these messages.")
-        if found.refused is not None:
-            raise InputError(found.refused, found.param)
-        if found.failed is not None:
-            raise TextError(found.failed)
-        return found
+            if isinstance(found, Answer):
+                return _checked(found, job)
+        return _checked(await self._long.ask(job), job)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> Answer:
+        """What Tokenizer.encode makes of a long text. Raises TextError and EngineError as `render` does."""
+        job = Job(text, {"add_special_tokens": add_special_tokens}, self._seconds(len(text)))
+        return _checked(await self._long.ask(job), job)
+
+    def _seconds(self, size: int) -> float:
+        return self._limit_s + size * _S_PER_CHARACTER
 
     async def prepare(self) -> None:
         """Make ready what the first conversation would wait for: the process, and the template."""
@@ -79,6 +69,20 @@ class Chats:
             line.close()
         self._thread.submit(self._worker.close)
         self._thread.shutdown(wait=True)
+
+
+def _checked(found: Answer | int, job: Job) -> Answer:
+    """Raises the error that an answer, or the exit status of a copy, tells of."""
+    if not isinstance(found, Answer):
+        what = "tokenizer" if isinstance(job.given, str) else "chat template"
+        is_late = found == -signal.SIGPROF
+        how = f"did not end within {job.seconds:.2g} s of CPU time" if is_late else "ended its process"
+        raise TextError(f"The model's {what} {how} for this text.")
+    if found.refused is not None:
+        raise InputError(found.refused, found.param)
+    if found.failed is not None:
+        raise TextError(found.failed)
+    return found
 
 
 class _Line:

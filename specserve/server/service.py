@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import asyncio
-import functools
 import itertools
 import re
 import sys
@@ -21,7 +20,7 @@ from specserve.engine.outputs import Chunk, Collector, RequestOutput
 from specserve.engine.port import EnginePort, QueueTimeoutError
 from specserve.engine.request import Request
 from specserve.errors import InputError, PromptTooLongError, SpecserveError
-from specserve.server.chats import Chats
+from specserve.server.chats import QUICK, Chats
 from specserve.server.engine.client import RefusedError
 from specserve.server.engine.messages import Ready
 from specserve.server.engine.supervisor import State, Supervisor
@@ -44,7 +43,6 @@ from specserve.types import Event
 T = TypeVar("T")
 _AT_ONCE = 128  # of the engine's messages on one call: of a step there are no more, of a backlog
 _INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
-_LONG_CHARACTERS = 2**18  # text that takes a tenth of a second; hardly a prompt, but /tokenize counts what is none yet
 _NUM_THREADS = 2
 _IDS_AT_ONCE = 2**14  # that become a list before another thread may run
 _FORMAT = re.compile(r'"format"\s*:\s*"')  # of a schema; a tag's own is an object
@@ -202,7 +200,6 @@ class Service:
         self.metrics = metrics
         self._ids = itertools.count()
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "specserve-text")
-        self._long_pool = ThreadPoolExecutor(1, "specserve-long-text")  # so that prompts wait for prompts alone
 
     def new_id(self) -> str:
         """Of a request to the engine."""
@@ -217,6 +214,11 @@ class Service:
             raise unavailable(f"The engine {what}. Send the request again in a moment.", code=supervisor.state.value)
         return supervisor.ready
 
+    async def warm(self) -> None:
+        """Make ready what the first conversation and the first long text would wait for, and others with them."""
+        await self.on_thread(lambda: self.tokenizer.bound)
+        await self.chats.prepare()
+
     def expect(self) -> None:
         """Have an engine that rests ready for a request whose prompt is to be tokenized: it would take 0.1 ms to wake
         up. Raises EngineError while there is none."""
@@ -224,7 +226,9 @@ class Service:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, which is first to be held to `check_length` or `check_characters`."""
-        return await self._tokenized(len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens))
+        if len(text) > QUICK:
+            return await self._ids_of(await self.chats.encode(text, add_special_tokens))
+        return await self.run(len(text), self.tokenizer.encode, text, add_special_tokens)
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> ChatPrompt:
         """A conversation through the chat template, as text and ids; see Tokenizer.chat_ids. Raises InputError as
@@ -344,14 +348,7 @@ class Service:
     def close(self) -> None:
         self.trials.close()
         self.chats.close()
-        for pool in (self._pool, self._long_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _tokenized(self, size: int, function: Callable[[], T]) -> T:
-        if size <= _INLINE_CHARACTERS:
-            return function()
-        pool = self._pool if size <= _LONG_CHARACTERS else self._long_pool
-        return await asyncio.get_running_loop().run_in_executor(pool, function)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_length(self, text: str) -> None:
         if len(text) > self.ready.max_model_len:

@@ -31,17 +31,17 @@ class Bound:
         return -(-max(0, counted) // self.longest)
 
 
-def bound(backend: Tokenizer) -> Bound | None:
-    """None where there is none: parts that drop, shorten or join text without end, such as unknown characters that
-    become one token together, and kinds of parts that are not known here."""
+def bound(backend: Tokenizer, longest: int) -> Bound | None:
+    """Of a tokenizer whose longest token is spelled with so many characters. None where there is none: parts that drop,
+    shorten or join text without end, such as unknown characters that become one token together, and kinds of parts that
+    are not known here."""
     parts = [*_parts(backend.normalizer, "normalizers"), *_parts(backend.pre_tokenizer, "pretokenizers")]
     dropped = _without_token(backend, parts)
     if dropped is None or not all(map(_keeps_text, parts)):
         return None
     composing = any(part["type"] == "NFC" for part in parts)
     strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-    longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=0) * (_COMPOSED if composing else 1)
-    return Bound(max(longest, 1), dropped, strips)
+    return Bound(longest * (_COMPOSED if composing else 1), dropped, strips)
 
 
 def _parts(component: Any, nested: str) -> Iterator[Mapping[str, Any]]:

@@ -80,7 +80,7 @@ class Tokenizer:
     @cached_property
     def bound(self) -> Bound | None:
         """What says how many tokens a text has at least; None where nothing can be said."""
-        return bound(self._backend)
+        return bound(self._backend, self.longest_spelling)
 
     def fewest_tokens(self, text: str) -> int | None:
         """As `bound` says."""

@@ -1,5 +1,5 @@
-"""A process that turns conversations into tokens: a model's chat template is its author's program, and may take what
-time and memory it likes. Knows the tokenizer; imports neither torch nor transformers.
+"""A process that turns conversations, and long texts, into tokens: a model's chat template is its author's program, and
+may take what time and memory it likes. Knows the tokenizer; imports neither torch nor transformers.
 
     python -m specserve.text.worker FOLDER DESCRIPTOR PARENT
 
@@ -43,14 +43,15 @@ _NICE = 5  # of a copy that works on long texts, behind the engine, whose stream
 
 
 class Job(NamedTuple):
-    """A conversation, and the keyword arguments of Tokenizer.chat_ids. `seconds` of CPU time are what it may take. A
-    text of more than `most` characters is not tokenized. `is_long`: others go first."""
+    """A conversation, and the keyword arguments of Tokenizer.chat_ids, or a plain text, and those of Tokenizer.encode.
+    `seconds` of CPU time are what it may take. A conversation's text of more than `most` characters is not tokenized.
+    `is_long`: others go first."""
 
-    messages: list[dict[str, Any]]
+    given: list[dict[str, Any]] | str
     options: dict[str, Any]
     seconds: float
-    most: int | None
-    is_long: bool
+    most: int | None = None
+    is_long: bool = True
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -95,16 +96,22 @@ def _frame(message: bytes) -> bytes:
 
 def answer(tokenizer: Tokenizer, job: Job) -> Answer:
     try:
-        text, ids, unread = tokenizer.bounded_chat_ids(job.messages, job.most, **job.options)
+        if isinstance(job.given, str):
+            return Answer(ids=_packed(tokenizer.encode(job.given, **job.options)))
+        text, ids, unread = tokenizer.bounded_chat_ids(job.given, job.most, **job.options)
         if ids is None:
             return Answer(num_characters=len(text), fewest=tokenizer.fewest_tokens(text))
-        return Answer(text=text, ids=array.array("i", ids).tobytes(), unread=unread)
+        return Answer(text=text, ids=_packed(ids), unread=unread)
     except UnpreparedError:
         return Answer(preparing=True)
     except InputError as error:
         return Answer(refused=str(error), param=error.param)
     except (ModelError, MemoryError) as error:
-        return Answer(failed=str(error) or "The model's chat template takes too much memory for these messages.")
+        return Answer(failed=str(error) or "It takes more memory than one request may to turn this into tokens.")
+
+
+def _packed(ids: list[int]) -> bytes:
+    return array.array("i", ids).tobytes()
 
 
 def _serve(stream: io.BufferedRWPair, tokenizer: Tokenizer) -> None:

@@ -83,6 +83,29 @@ def test_tokens_are_those_of_this_process(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_plain_texts_too(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(written(tmp_path))
+
+    async def test(made: Chats) -> None:
+        for text in ("", "hello", f"é {SPECIAL_TOKENS[0]} \x00", "the cat sat " * QUICK):
+            for special in (False, True):
+                found = await made.encode(text, special)
+                assert found.ids is not None
+                assert array.array("i", found.ids).tolist() == tokenizer.encode(text, special)
+        with pytest.raises(InputError, match="valid Unicode"):
+            await made.encode("\ud800", True)
+
+    run(tmp_path, test)
+
+
+def test_a_text_that_takes_too_long(tmp_path: Path) -> None:
+    async def test(made: Chats) -> None:
+        with pytest.raises(TextError, match=r"tokenizer did not end within 0\.01 s"):
+            await made.encode("the " * 2**20, True)
+
+    run(written(tmp_path), test, limit_s=0.01 - 1e-5 * 2**22)  # what its length gives it taken away
+
+
 def test_long_texts_are_told_of(tmp_path: Path) -> None:
     tokenizer = Tokenizer(written(tmp_path))
 

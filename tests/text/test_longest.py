@@ -13,7 +13,12 @@ from hypothesis import given, strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from specserve.testing import SPECIAL_TOKENS, tiny_tokenizer
-from specserve.text.longest import bound
+from specserve.text.longest import Bound, bound
+
+
+def bound_of(tokenizer: Tokenizer) -> Bound | None:
+    return bound(tokenizer, max(map(len, tokenizer.get_vocab(with_added_tokens=True))))
+
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -74,7 +79,7 @@ def shape() -> list[Any]:
     | st.text(alphabet="a b<|end>\u0301\u1100\u1161\u11a8\u03b1\u0313\u0300\u0345", max_size=200)
 )
 def test_no_text_has_fewer_tokens(tokenizer: Tokenizer, text: str) -> None:
-    found = bound(tokenizer)
+    found = bound_of(tokenizer)
     assert found is not None
     assert len(tokenizer.encode(text, add_special_tokens=False).ids) >= found.fewest_tokens(text)
 
@@ -84,7 +89,7 @@ def test_no_text_has_fewer_tokens(tokenizer: Tokenizer, text: str) -> None:
 )
 def test_the_fewest_are_reached(tokenizer: Tokenizer, nothing: str) -> None:
     """Texts of the longest token have as many, whatever counts for nothing beside them."""
-    longest, found = max([*SPECIAL_TOKENS], key=len), bound(tokenizer)
+    longest, found = max([*SPECIAL_TOKENS], key=len), bound_of(tokenizer)
     assert found is not None
     assert found.longest == len(longest)
     assert len(tokenizer.encode(longest * 10).ids) == found.fewest_tokens(nothing + longest * 10) == 10
@@ -92,7 +97,7 @@ def test_the_fewest_are_reached(tokenizer: Tokenizer, nothing: str) -> None:
 
 def test_the_real_tokenizer_has_one(smollm2: Path) -> None:
     """It has no tokens for some bytes, and drops them."""
-    found = bound(Tokenizer.from_file(str(smollm2 / "tokenizer.json")))
+    found = bound_of(Tokenizer.from_file(str(smollm2 / "tokenizer.json")))
     assert found is not None
     assert found.fewest_tokens("\x04" * 1000) == 0
     assert found.fewest_tokens("a" * 1000) == -(-1000 // found.longest) > 10
@@ -119,4 +124,4 @@ def test_four_characters_become_one_at_most() -> None:
     ],
 )
 def test_some_have_none(tokenizer: Tokenizer) -> None:
-    assert bound(tokenizer) is None
+    assert bound_of(tokenizer) is None

@@ -104,7 +104,7 @@ class _Life:
         reporter = asyncio.create_task(self._report())
         try:
             await self._listener.start()
-            preparing = asyncio.create_task(self._service.chats.prepare())
+            preparing = asyncio.create_task(self._service.warm())
             _log.info("Listening on %s; the engine is loading.", self._listener.address)
             ended = asyncio.create_task(self._asked_to_end.wait())
             ends: list[asyncio.Future[Any]] = [ended, self._supervisor.finished]
