@@ -3,6 +3,7 @@ time and memory harms no other request. Knows its copies; knows no HTTP."""
 
 from __future__ import annotations
 
+import array
 import asyncio
 import functools
 import signal
@@ -18,11 +19,14 @@ import msgspec
 from specserve.errors import InputError, TextError
 from specserve.text.chat import OWN_TEMPLATE, TemplateOptions
 from specserve.text.copies import Worker
+from specserve.text.reasoning import QUESTIONS
+from specserve.text.tokenizer import Tokenizer
 from specserve.text.worker import LENGTH, Answer, Job, written
 
 QUICK = 2**16  # characters of a conversation that takes some milliseconds
 _FIRST_S = 0.1  # of CPU time, for such a one; if it needs more, it waits behind long ones
 _S_PER_CHARACTER = 1e-5  # of CPU time, to tokenize, on a slow machine
+_IDS_AT_ONCE = 2**14  # that become a list before another thread may run
 _STUCK = 30  # times as long by the clock: a copy that does not even compute
 _answer = msgspec.msgpack.Decoder(Answer).decode
 
@@ -58,6 +62,15 @@ class Chats:
     def _seconds(self, size: int) -> float:
         return self._limit_s + size * _S_PER_CHARACTER
 
+    async def teach(self, tokenizer: Tokenizer) -> None:
+        """Have this process's tokenizer know what its template makes of questions, so that it need not be run here."""
+        for content in QUESTIONS:
+            try:
+                found = await self.render([{"role": "user", "content": content}], {}, 1, None)
+                tokenizer.questions[content] = listed(found.ids or b"")
+            except (InputError, TextError):
+                tokenizer.questions[content] = None
+
     async def prepare(self) -> None:
         """Make ready what the first conversation would wait for: the process, and the template."""
         with suppress(InputError, TextError):  # a model without a template, or one that wants more than this
@@ -82,6 +95,14 @@ def _checked(found: Answer | int, job: Job) -> Answer:
         raise InputError(found.refused, found.param)
     if found.failed is not None:
         raise TextError(found.failed)
+    return found
+
+
+def listed(ids: bytes) -> list[int]:
+    """Ids as they come from the worker."""
+    numbers, found = array.array("i", ids), list[int]()
+    for at in range(0, len(numbers), _IDS_AT_ONCE):
+        found += numbers[at : at + _IDS_AT_ONCE]
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import itertools
 import re
@@ -20,7 +19,7 @@ from specserve.engine.outputs import Chunk, Collector, RequestOutput
 from specserve.engine.port import EnginePort, QueueTimeoutError
 from specserve.engine.request import Request
 from specserve.errors import InputError, PromptTooLongError, SpecserveError
-from specserve.server.chats import QUICK, Chats
+from specserve.server.chats import QUICK, Chats, listed
 from specserve.server.engine.client import RefusedError
 from specserve.server.engine.messages import Ready
 from specserve.server.engine.supervisor import State, Supervisor
@@ -44,7 +43,6 @@ T = TypeVar("T")
 _AT_ONCE = 128  # of the engine's messages on one call: of a step there are no more, of a backlog
 _INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
 _NUM_THREADS = 2
-_IDS_AT_ONCE = 2**14  # that become a list before another thread may run
 _FORMAT = re.compile(r'"format"\s*:\s*"')  # of a schema; a tag's own is an object
 _WORDS = {State.LOADING: "is loading", State.RESTARTING: "has failed and is being started again"}
 
@@ -218,6 +216,7 @@ class Service:
         """Make ready what the first conversation and the first long text would wait for, and others with them."""
         await self.on_thread(lambda: self.tokenizer.bound)
         await self.chats.prepare()
+        await self._know_reasoning()
 
     def expect(self) -> None:
         """Have an engine that rests ready for a request whose prompt is to be tokenized: it would take 0.1 ms to wake
@@ -227,7 +226,7 @@ class Service:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, which is first to be held to `check_length` or `check_characters`."""
         if len(text) > QUICK:
-            return await self._ids_of(await self.chats.encode(text, add_special_tokens))
+            return (await self._prompt_of(await self.chats.encode(text, add_special_tokens))).ids
         return await self.run(len(text), self.tokenizer.encode, text, add_special_tokens)
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> ChatPrompt:
@@ -257,7 +256,7 @@ class Service:
 
     async def _prompt_of(self, found: Rendered) -> ChatPrompt:
         assert found.ids is not None, "the text is not too long"
-        return ChatPrompt(found.text, await self.run(len(found.ids), _listed, found.ids), found.unread)
+        return ChatPrompt(found.text, await self.run(len(found.ids), listed, found.ids), found.unread)
 
     async def check_length(self, text: str) -> None:
         """Raises PromptTooLongError for a text that no context of this size can hold, whatever its tokens are:
@@ -273,12 +272,13 @@ class Service:
         params = prepared.request.params
         written = format_for(use, self.tokenizer.call_format, self.tokenizer.takes_tools)
         asked = constraint(use, written, params.structured)
+        await self._know_reasoning()
         make = await self.on_thread(self._reader, use, written, prepared)
         prepared = prepared.having(params=replace(keeping_delimiters(written, params), structured=asked))
         return replace(prepared, source="tools" if asked else prepared.source), make
 
     def _reader(self, use: ToolUse, written: CallFormat, prepared: Prepared) -> Callable[[], AnswerParser]:
-        """The first loads a parser, and finds out whether the model reasons."""
+        """The first loads a parser."""
         reasoning, request = self.tokenizer.reasoning, prepared.request
         beginning = "behind" if reasoning is None else reasoning.beginning(request.prompt_ids)
         return reader(use, written, prepared.prompt or "", beginning, self._reasoning_apart)
@@ -287,11 +287,17 @@ class Service:
         """The request, with its final parameters, of a conversation in whose answer there may be reasoning."""
         if not self._reasoning_apart:
             return prepared
+        await self._know_reasoning()
         request = prepared.request
-        size = len(request.prompt_ids) if self._knows_reasoning else _LONG_CHARACTERS
-        split = await self.run(size, splitting, self.tokenizer, request.params, request.prompt_ids)
-        self._knows_reasoning = True
+        split = await self.run(len(request.prompt_ids), splitting, self.tokenizer, request.params, request.prompt_ids)
         return replace(prepared, split=split) if split else prepared
+
+    async def _know_reasoning(self) -> None:
+        """Find out once how the model reasons."""
+        if not self._knows_reasoning:
+            await self.chats.teach(self.tokenizer)
+            await self.on_thread(lambda: self.tokenizer.reasoning)
+            self._knows_reasoning = True
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function whose work grows with `size`, a number of characters: on a thread if there are many."""
@@ -373,14 +379,6 @@ class Service:
                 "in parts, or start the server with a larger --max-tokenize-characters.",
                 param,
             )
-
-
-def _listed(ids: bytes) -> list[int]:
-    """Ids as they come from the worker."""
-    numbers, found = array.array("i", ids), list[int]()
-    for at in range(0, len(numbers), _IDS_AT_ONCE):
-        found += numbers[at : at + _IDS_AT_ONCE]
-    return found
 
 
 def num_characters(value: Any, enough: int) -> int:

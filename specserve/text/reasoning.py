@@ -24,6 +24,9 @@ _KNOWN = (
 )
 
 
+QUESTIONS = ("a", "b")  # whose prompts end alike, but for the questions themselves
+
+
 @dataclass(frozen=True)
 class Reasoning:
     """The tokens around a model's reasoning, one or several in a row each. `header` are those that a prompt ends with,
@@ -96,9 +99,8 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 def _header(tokenizer: Tokenizer, controls: frozenset[int]) -> tuple[int, ...] | None:
     """What two prompts have in common at their ends, behind the last control token."""
-    try:
-        one, two = (tokenizer.encode_chat([{"role": "user", "content": content}]) for content in ("a", "b"))
-    except (InputError, ModelError):  # no template, or one that wants more than a question
+    one, two = (_asked(tokenizer, content) for content in QUESTIONS)
+    if one is None or two is None:
         return None
     common: list[int] = []
     for token, other in zip(reversed(one), reversed(two), strict=False):
@@ -106,6 +108,16 @@ def _header(tokenizer: Tokenizer, controls: frozenset[int]) -> tuple[int, ...] |
             break
         common.insert(0, token)
     return tuple(common)
+
+
+def _asked(tokenizer: Tokenizer, content: str) -> list[int] | None:
+    """The prompt of one question; None where there is no template, or it wants more than that."""
+    if content in tokenizer.questions:
+        return tokenizer.questions[content]
+    try:
+        return tokenizer.encode_chat([{"role": "user", "content": content}])
+    except (InputError, ModelError):
+        return None
 
 
 def _last(ids: tuple[int, ...], marker: tuple[int, ...]) -> int:

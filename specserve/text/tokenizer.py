@@ -72,6 +72,8 @@ class Tokenizer:
         self._response_template = _template_of_responses(config, folder)
         self._to_bytes = _byte_decoder(self._backend, folder)
         self._bytes: dict[int, bytes] = {}
+        # Prompts of one question each that were rendered elsewhere; None where the template fails.
+        self.questions: dict[str, list[int] | None] = {}
 
     def eos_ids_below(self, size: int) -> frozenset[int]:
         """Those of `eos_ids` that an LM head of `size` rows can give; files may state others."""

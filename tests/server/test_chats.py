@@ -19,6 +19,7 @@ import pytest
 from specserve.errors import EngineError, InputError, TextError
 from specserve.server.chats import QUICK, Chats
 from specserve.testing import SPECIAL_TOKENS, write_tiny_model
+from specserve.text.chat import ChatTemplate
 from specserve.text.tokenizer import ChatPrompt, Tokenizer
 
 TURNS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{{ m.more }}<|end|>\n{% endfor %}{{ extra }}"
@@ -249,3 +250,21 @@ def test_one_that_does_not_start_says_so(tmp_path: Path, capfd: pytest.CaptureFi
 
     run(tmp_path / "nothing", test)
     assert "tokenizer.json is missing" in capfd.readouterr().err
+
+
+def test_where_reasoning_begins_is_found_out_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process runs no template for it, and one that fails there leaves it unknown."""
+    template = TURNS + "<|start|>assistant\n<think>\n"
+    expected = Tokenizer(written(tmp_path, template)).reasoning
+    assert expected is not None
+    assert expected.header is not None
+    tokenizer = Tokenizer(tmp_path)
+    monkeypatch.setattr(ChatTemplate, "render", None)
+
+    run(tmp_path, lambda made: made.teach(tokenizer))
+    assert tokenizer.reasoning == expected
+
+    looping = Tokenizer(written(tmp_path, template + LOOP))
+    run(tmp_path, lambda made: made.teach(looping), limit_s=0.1)
+    assert looping.reasoning is not None
+    assert looping.reasoning.header is None

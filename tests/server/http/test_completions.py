@@ -29,6 +29,9 @@ class Service:
     async def with_tools(self, prepared: Any, use: Any) -> Any:
         return prepared, None
 
+    async def with_reasoning_apart(self, prepared: Any) -> Any:
+        return prepared
+
     def expect(self) -> None:
         self.calls.append("expect")
 
