@@ -41,7 +41,7 @@ def drafter(**options: float) -> ScriptedDrafter:
 
 
 def propose(source: ScriptedDrafter, budget: int, num_output: int = 0) -> tuple[list[int], list[int]]:
-    view = SequenceView(sequence(num_output))
+    view = SequenceView(sequence(num_output), 200)
     source.begin(view)
     (draft,) = source.propose([DraftRequest(view, budget)])
     source.end(view)
@@ -119,7 +119,7 @@ def test_exact_drafter_continues_the_script(num_output: int) -> None:
 def test_unscripted_prompts_and_empty_budgets_get_empty_drafts() -> None:
     source = drafter()
     known, strange = sequence(), sequence(prompt=(9, 9))
-    views = [SequenceView(seq) for seq in (known, strange)]
+    views = [SequenceView(seq, 200) for seq in (known, strange)]
     for view in views:
         source.begin(view)
     assert [len(draft) for draft in source.propose(list(map(DraftRequest, views, [0, 4])))] == [0, 0]
@@ -164,7 +164,7 @@ def test_accuracy_is_a_rate_and_errors_belong_to_positions() -> None:
 
 def test_lifecycle_is_counted_and_misuse_is_caught() -> None:
     source, seq = drafter(), sequence()
-    view = SequenceView(seq)
+    view = SequenceView(seq, 200)
     with pytest.raises(AssertionError):
         source.propose([DraftRequest(view, 2)])
     source.begin(view)

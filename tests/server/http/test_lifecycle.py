@@ -424,7 +424,12 @@ def broken(padded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_folders_that_are_refused(broken: dict[str, Path], name: str, reason: str) -> None:
     """Before anything listens."""
     with Nest() as nest, pytest.raises(ModelError) as refused:
-        serve({"model": str(broken[name]), "max_num_seqs": 4}, ServeOptions(port=0), time.perf_counter(), nest)
+        serve(
+            {"model": str(broken[name]), "max_num_seqs": 4, "drafter": "none"},
+            ServeOptions(port=0),
+            time.perf_counter(),
+            nest,
+        )
     assert reason in str(refused.value)
 
 

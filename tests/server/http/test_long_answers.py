@@ -20,6 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.engine.packed import Packed, packed
+from specserve.server.admission import Admission, Place
 from specserve.server.http.context import CONTEXT
 from specserve.server.http.respond import Call, respond
 from specserve.server.options import ServeOptions
@@ -92,7 +93,7 @@ def each(entries: Any) -> Iterator[Any]:
 
 def application(output: RequestOutput, stream: bool, make: Callable[[Reply], dict[str, Any]]) -> web.Application:
     @contextmanager
-    def start(requests: Any) -> Iterator[Any]:
+    def start(requests: Any, ended: Any) -> Iterator[Any]:
         yield Answers(output)
 
     async def on_thread(function: Callable[[], Any]) -> Any:
@@ -103,7 +104,7 @@ def application(output: RequestOutput, stream: bool, make: Callable[[Reply], dic
 
     async def handler(request: web.Request) -> web.StreamResponse:
         reply = Reply(id="x", created=1, model="tiny", vocabulary=Words(), echo=bool(output.prompt_token_ids))
-        return await respond(request, Call(requests=[], stream=stream, **make(reply)))
+        return await respond(request, Call(requests=[], place=Place(Admission(1), 1), stream=stream, **make(reply)))
 
     app = web.Application()
     service = SimpleNamespace(start=start, on_thread=on_thread, ignored=ignored)
