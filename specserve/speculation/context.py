@@ -72,7 +72,8 @@ class TargetContext:
         return self._heads.has(name, kind)
 
     def runner(self, model: DraftModel, reads: Tensor | None = None) -> ModelRunner:
-        runner = ModelRunner(model, self.ops, *self._sizes, reads)
+        num_ids = min(self.vocab_size, model.spec.vocab_size) if isinstance(model, Decoder) else self.vocab_size
+        runner = ModelRunner(model, self.ops, *self._sizes, num_ids if reads is None else len(reads), reads)
         if self._layers is None:
             if self._runners:
                 raise ConfigError(

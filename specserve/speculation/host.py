@@ -193,17 +193,17 @@ class DraftHost:
         """Run `function` on the thread; a failure is counted `num_drafts` times."""
         assert self._worker is not None
         outcome = self._worker.call(function)
-        if isinstance(outcome.error, Stuck):
+        if type(outcome.error) is Stuck:
             self._drop("timeout", f"{outcome.error}, so the drafter is switched off", num_drafts)
             self._let_go()
         elif outcome.error is not None:
-            self._drop("exception", "the drafter failed", num_drafts, outcome.error)
+            self._drop("exception", "the drafter failed", num_drafts, "\n" + outcome.told)
         return outcome
 
-    def _drop(self, reason: str, what: str, num_drafts: int = 1, error: BaseException | None = None) -> None:
+    def _drop(self, reason: str, what: str, num_drafts: int = 1, traceback: str = "") -> None:
         """Count by reason; the first of each reason is logged, with the traceback if there is one."""
         if reason not in self.dropped:
-            _log.warning("Drafter %s, draft dropped (%s): %s.", self.name, reason, what, exc_info=error)
+            _log.warning("Drafter %s, draft dropped (%s): %s.%s", self.name, reason, what, traceback)
         self.dropped[reason] += num_drafts
         self.num_dropped += num_drafts
 

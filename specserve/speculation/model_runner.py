@@ -21,12 +21,16 @@ from specserve.speculation.drawing import DraftText, Drawing
 
 
 class ModelRunner:
-    """A DraftRunner over the target's slots."""
+    """A DraftRunner over the target's slots, for tokens below `num_ids`. What it is asked may be anybody's: ValueError
+    for what native code would follow out of bounds."""
 
-    def __init__(self, model: Any, ops: Ops, max_rows: int, max_logit_rows: int, reads: Tensor | None = None) -> None:
+    def __init__(
+        self, model: Any, ops: Ops, max_rows: int, max_logit_rows: int, num_ids: int, reads: Tensor | None = None
+    ) -> None:
         spec = model.spec
         self.kv_shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
         self._model = model
+        self._num_ids = num_ids
         self._ops = ops
         self._reads = None if reads is None else reads.numpy()
         self.most_rows, self._max_logit_rows = max_rows, max_logit_rows
@@ -48,6 +52,8 @@ class ModelRunner:
             self._writer = ChainWriter(self._model, self._runner.kv, self._block_size, hashed)
         seqs, most = [text.seq for text in texts], [text.most for text in texts]
         starts = np.array([len(seq.tokens) - 1 for seq in seqs], np.int32)
+        for seq, start, count in zip(seqs, starts.tolist(), most, strict=True):
+            self._placed(DraftInput(seq, start, [0] * count, is_scratch=True))
         tables = padded_tables([seq._seq.blocks.ids for seq in seqs])
         how = drawing.arrays(seqs, range(max(most)))
         found = self._writer.write((out.logits, out.hidden), most, starts, tables, *how, min_probability)
@@ -108,6 +114,21 @@ class ModelRunner:
             seq = each.seq._seq
             seq.draft_cached = max(seq.draft_cached, each.start + len(each.tokens))
 
+    def _placed(self, each: DraftInput) -> list[int] | None:
+        """Its parents, None for a chain. Raises ValueError where it has no place behind what is there."""
+        count, seq = len(each.tokens), each.seq._seq
+        room = min(len(seq.blocks.ids) * self._block_size, self._model.spec.max_len)
+        if not (each.start >= 0 and each.start + count <= room and 0 <= each.num_logits <= count):
+            raise ValueError(f"{count} tokens from {each.start} on are not among the {room} that there is room for.")
+        if each.start > seq.draft_cached and not each.is_scratch:
+            raise ValueError(f"The tokens from {seq.draft_cached} to {each.start} must be computed first.")
+        if each.parents is None:
+            return None
+        parents = list(each.parents)
+        if len(parents) != count or any(not -1 <= parent < node for node, parent in enumerate(parents)):
+            raise ValueError("Each token of a tree follows an earlier one, or -1.")
+        return parents
+
     def _packed(self, inputs: Many[DraftInput]) -> StepInput:
         multiple = self._ops.row_multiple
         token_ids: list[int] = []
@@ -116,21 +137,25 @@ class ModelRunner:
         starts = [0]
         parents: list[int] = []
         for each in inputs:
-            count, seq = len(each.tokens), each.seq._seq
-            assert each.is_scratch or each.start <= seq.draft_cached, "what stands before has KV"
-            assert each.start + count <= len(seq.blocks.ids) * self._block_size, "slots are reserved"
+            own, count = self._placed(each), len(each.tokens)
             token_ids += each.tokens
-            if each.parents is None:
+            if own is None:
                 positions += range(each.start, each.start + count)
                 parents += [count - 1 if each.is_block and count > 1 else -1, *range(count - 1)]
             else:
                 at: list[int] = []
-                for parent in each.parents:
+                for parent in own:
                     at.append(at[parent] + 1 if parent >= 0 else each.start)
                 positions += at
-                parents += each.parents
+                parents += own
             starts.append(len(token_ids))
             logit_rows += range(starts[-1] - each.num_logits, starts[-1])
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._num_ids):
+            raise ValueError(f"A drafter's model reads tokens from 0 to {self._num_ids - 1}, no others.")
+        if not len(token_ids) == len(positions) == len(parents) <= self.most_rows:
+            raise ValueError(f"A drafter's model reads at most {self.most_rows} tokens at once.")
+        if len(logit_rows) > self._max_logit_rows:
+            raise ValueError(f"A drafter's model gives logits of at most {self._max_logit_rows} tokens at once.")
         tokens = padded(token_ids, multiple)
         return StepInput(
             token_ids=tokens if self._reads is None else self._reads[tokens],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,10 +19,12 @@ class Stuck(Exception):
 
 
 class Outcome(NamedTuple):
-    """What a call returned, or what it raised (SystemExit and its like included)."""
+    """What a call returned, or what it raised (SystemExit and its like included), and how that reads: an exception may
+    be foreign code too."""
 
     value: Any
     error: BaseException | None
+    told: str = ""
 
 
 class Worker:
@@ -61,7 +64,7 @@ class Inline:
             with torch.no_grad() if self._uses_torch else nullcontext():
                 return Outcome(function(), None)
         except Exception as error:
-            return Outcome(None, error)
+            return Outcome(None, error, traceback.format_exc())
 
     def stop(self) -> None:
         """Nothing runs between calls."""
@@ -79,4 +82,4 @@ def _run(function: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(function(), None)
     except BaseException as error:  # whatever foreign code raises is its outcome and not the thread's end
-        return Outcome(None, error)
+        return Outcome(None, error, traceback.format_exc())

@@ -28,7 +28,7 @@ from specserve.errors import ConfigError, InputError
 from specserve.models.decoder import Decoder
 from specserve.models.loader import load_model
 from specserve.registry import DRAFTERS
-from specserve.speculation.base import Needs, StepReport
+from specserve.speculation.base import DraftInput, Needs, StepReport
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
 from specserve.testing import Feed, PagedDecoder, ScriptedDrafter, tiny_config, write_tiny_model
@@ -344,6 +344,60 @@ def test_a_model_of_its_own(tiny: Path, tinier: Path, expected: Any, kernels: st
     else:
         drive(engine, mixed(6))
     assert_right(drafter, 60)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": [VOCAB]}, "reads tokens from 0 to 292"),
+        ({"tokens": [-1]}, "reads tokens from 0 to 292"),
+        ({"tokens": [1] * 200}, "200 tokens from"),
+        ({"start": -1}, "1 tokens from -1 on"),
+        ({"start": 2**31}, "1 tokens from 2147483648 on"),
+        ({"num_logits": 2}, "1 tokens from"),
+        ({"num_logits": -1}, "1 tokens from"),
+        ({"parents": [0]}, "follows an earlier one"),
+        ({"parents": [-2]}, "follows an earlier one"),
+        ({"parents": []}, "follows an earlier one"),
+        ({"parents": [-1, 0]}, "follows an earlier one"),
+    ],
+)
+def test_what_native_code_would_follow_out_of_bounds_is_refused(
+    tiny: Path, tinier: Path, expected: Any, wrong: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, drafter = drafting(tiny, tinier)
+
+    def propose(requests: list[Any]) -> Any:
+        for seq, _ in requests:
+            drafter.runner.run([DraftInput(seq, seq.num_draft_cached, [1], is_scratch=True)._replace(**wrong)])
+
+    drafter.propose = propose
+    engine.add(mixed(1)[0])
+    tokens = [token for _ in range(24) for event in engine.step() for token in event.tokens]
+    assert not engine.has_work
+    assert tokens == expected["r0", 0]
+    assert set(engine.policy._own.dropped) == {"exception"}
+    assert message in caplog.text
+
+
+def test_more_rows_than_a_pass_has_are_refused(tiny: Path, tinier: Path) -> None:
+    engine, drafter = drafting(tiny, tinier, max_num_batched_tokens=16)
+    seen: list[Exception] = []
+
+    def propose(requests: list[Any]) -> Any:
+        (seq, _), *_ = requests
+        drafter.runner.catch_up([seq])
+        try:
+            drafter.runner.run([DraftInput(seq, seq.num_cached, [1], is_scratch=True)] * 17)
+        except ValueError as error:
+            seen.append(error)
+        return []
+
+    drafter.propose = propose
+    engine.add(mixed(1)[0])
+    while engine.has_work:
+        engine.step()
+    assert {str(error) for error in seen} == {"A drafter's model reads at most 16 tokens at once."}
 
 
 def test_a_target_that_drafts_for_itself_is_always_right(tiny: Path, expected: Any) -> None:

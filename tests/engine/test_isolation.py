@@ -181,6 +181,28 @@ def test_a_drafter_given_up_on_amid_a_walk_holds_nobody_up(built: Built, plain: 
     assert {type(each) for each in after} == {RuntimeError}, "its views are dead"
 
 
+class Endless(Exception):
+    """One that does not come back when it is looked at."""
+
+    def __init__(self, release: threading.Event) -> None:
+        self.release = release
+
+    def __str__(self) -> str:
+        self.release.wait(LONG)
+        return "at last"
+
+
+def test_an_exception_is_looked_at_where_it_may_hang(built: Built, plain: Outputs) -> None:
+    release = threading.Event()
+
+    def fail(seq: SequenceView) -> None:
+        raise Endless(release)
+
+    assert drive(built, Misuser(fail), timeout_s=0.3) == plain
+    assert set(built.engine.policy._own.dropped) == {"timeout"}
+    release.set()
+
+
 def test_a_view_tells_no_more_behind_the_end(built: Built, plain: Outputs) -> None:
     views: list[SequenceView] = []
     assert drive(built, Misuser(views.append)) == plain
