@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from specserve import files
 from specserve.errors import InputError, ModelError, TextError
 from specserve.text.conversation import Rendered, whole
-from specserve.text.marked import BEGIN_OF_REASONING, END_OF_REASONING, told_apart
+from specserve.text.marked import BEGIN_OF_REASONING, END_OF_REASONING, ROLES, told_apart
 from specserve.text.tool_tags import CallStyle
 
 MOST_TEMPLATE_BYTES = 2**20
@@ -102,7 +102,7 @@ class ChatTemplate:
         """As `render`, with nothing missing in silence (conversation.py); `style` is how the model writes calls."""
         checked, name = _checked(messages), self._choose(tools)
         found = whole(functools.partial(self.render, tools=tools, **options), checked, style)
-        roles = {message["role"] for message in checked} - self._told_apart(name, tools)
+        roles = {message["role"] for message in checked}.intersection(ROLES) - self._told_apart(name, tools)
         unread = [f"messages.{name}" for name in [*found.unread, *(["role"] if roles else [])]]
         values = [value for value in options if value not in (*_ENDS, *self._variables(name))]
         return found._replace(unread=(*unread, *values))

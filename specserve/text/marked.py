@@ -187,12 +187,12 @@ def _changed(value: Any, path: Sequence[str]) -> Any:
 
 # --- roles ------------------------------------------------------------------------------------------------------------
 
-_ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant", "tool")
 
 
 def told_apart(render: Render) -> frozenset[str]:
     """The roles whose messages give other prompts than the same messages of other roles do."""
-    prompts = {role: _prompt_of(render, role) for role in _ROLES}
+    prompts = {role: _prompt_of(render, role) for role in ROLES}
     mine = [prompt for prompt in prompts.values() if prompt is not None]
     return frozenset(role for role, prompt in prompts.items() if mine.count(prompt or "") < 2)
 

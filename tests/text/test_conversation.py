@@ -238,6 +238,7 @@ def test_numbers_and_booleans_are_named_where_they_change_nothing() -> None:
 
 def test_roles_are_named_where_the_template_takes_them_for_the_same() -> None:
     assert rendered("no roles", [{"role": "user", "content": "a"}]).unread == ("messages.role",)
+    assert rendered("no tools", [{"role": "narrator", "content": "a"}]).unread == ()
 
 
 def test_values_are_named_that_the_template_does_not_read() -> None:
