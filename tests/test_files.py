@@ -28,6 +28,7 @@ from specserve.errors import CapacityError, ConfigError, InputError, ModelError,
 from specserve.models.heads.formats import read_head
 from specserve.models.loader import check_tensors
 from specserve.server.options import ServeOptions
+from specserve.server.sampling_defaults import sampling_defaults
 from specserve.structured import library
 from specserve.testing import write_tiny_model
 from specserve.testing.damage import bounded
@@ -153,6 +154,13 @@ def test_the_place_is_named_once_and_the_cause_is_kept() -> None:
 def test_mistakes_of_ours_and_other_errors_stay_what_they_are(error: type[BaseException]) -> None:
     with pytest.raises(error, match="why"), files.reading("some/place"):
         raise error("why")
+
+
+@pytest.mark.parametrize("value", ["x", [1], {}, True, -1, 10**400])
+def test_sampling_defaults_of_the_wrong_kind_or_size(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
+    with refused(ConfigError, r"generation_config\.json: "):
+        sampling_defaults("auto", tmp_path)
 
 
 # --- a model's files --------------------------------------------------------------------------------------------------
