@@ -90,8 +90,8 @@ class Tokenizer:
 
     @cached_property
     def longest_spelling(self) -> int:
-        """Characters of the longest token."""
-        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        """Characters of the longest token, at least 1."""
+        return max([1, *map(len, self._backend.get_vocab(with_added_tokens=True))])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; `add_special_tokens` puts bos and eos around it where the model wants them. Control tokens
