@@ -206,12 +206,12 @@ def test_conversations_that_are_none(case: Any) -> None:
         no_conversation(case, messages)
     for role in ("wizard", None, ["user"]):
         no_conversation(case, [{"role": role, "content": "x"}])
-    for message in ({"content": "x"}, {"role": "user"}, {"role": "assistant", "content": None}):
+    for message in ({"content": "x"}, {"role": "user"}):
         no_conversation(case, [message])
     audio = {"type": "input_audio", "input_audio": {}}
     for content in (None, 5, {"text": "x"}, [], ["x"], [{"type": "text"}], [audio]):
         no_conversation(case, [{"role": "user", "content": content}])
-    for function in ({"name": 5}, {"name": "f", "arguments": "[" * 9999}):
+    for function in ({"name": 5}, {"arguments": "{}"}, "f"):
         no_conversation(case, [{"role": "assistant", "tool_calls": [{"function": function}]}])
 
 
