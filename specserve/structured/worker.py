@@ -14,17 +14,15 @@ copy is replaced within milliseconds. A copy has no threads but its own: backend
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specserve.machine.lifeline import Copy, end_with
 from specserve.machine.memory import limit_memory
+from specserve.machine.pausing import pausing
 from specserve.structured.base import Grammar, RefusedError, Vocabulary
 from specserve.structured.compiler import Compiler
 from specserve.structured.spec import Structured
@@ -34,30 +32,12 @@ from specserve.text.tokenizer import Tokenizer
 
 READY = "ready"
 _NICE = 5  # behind the engine, whose streams go on while a grammar is tried
-# A core changes hands at a scheduler's tick, which may be every 4 ms: then a stream that waits for one waits for all of
-# that. So a trial gives its core up after each of these times (in microseconds), for the other one.
-_RUN_US, _PAUSE_US = 1000, 100
 
 
 def accepts(grammar: Grammar, output: str, words: Vocabulary) -> bool:
     """Whether a text, split as the tokenizer does, may be said and may end where it does."""
     state = grammar.start()
     return all(state.advance(token) for token in (*words.encode(output), words.eos_ids[0]))
-
-
-@contextmanager
-def pausing() -> Iterator[None]:
-    """Gives the core up often, where there are native kernels, which can."""
-    if importlib.util.find_spec("specserve.kernels._native") is None:
-        yield
-        return
-    from specserve.kernels import _native
-
-    _native.pause_often(_RUN_US, _PAUSE_US)
-    try:
-        yield
-    finally:
-        _native.pause_no_more()
 
 
 def answer(compiler: Compiler, words: Vocabulary, job: dict[str, Any]) -> dict[str, Any]:

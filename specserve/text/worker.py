@@ -22,6 +22,7 @@ import signal
 import socket
 import struct
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ import msgspec
 from specserve.errors import InputError, ModelError
 from specserve.machine.lifeline import end_with, fork, limited
 from specserve.machine.memory import limit_memory
+from specserve.machine.pausing import pausing
 from specserve.text.chat import TemplateOptions
 from specserve.text.control import UnpreparedError
 from specserve.text.encoding import use_own_threads_only
@@ -121,7 +123,7 @@ def _serve(stream: io.BufferedRWPair, tokenizer: Tokenizer) -> None:
         if job.is_long and not is_nice:
             os.nice(_NICE)
             is_nice = True
-        with limited(job.seconds):
+        with limited(job.seconds), pausing() if job.is_long else nullcontext():
             message = msgspec.msgpack.encode(answer(tokenizer, job))
         stream.write(_frame(message))
         stream.flush()
