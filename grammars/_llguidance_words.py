@@ -151,7 +151,8 @@ def _check_precision(schema: dict[str, Any]) -> None:
     """Numbers are floats to it: an integer of more than 53 bits would be another one."""
     for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"):
         for number in numbers_in(schema.get(name)):
-            is_exact = int(number) == int(float(number)) if name.endswith("imum") else abs(number) <= _LARGEST
+            is_bound = name.endswith("imum") and abs(number) < 2**64  # floats of this size are whole
+            is_exact = abs(number) <= _LARGEST or (is_bound and number == int(float(number)))
             if isinstance(number, int) and not is_exact:
                 raise RefusedError(f"{name}: {number} is beyond 2**53 and would not be enforced exactly.")
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from specserve.config import DEFAULT_MODEL, EngineConfig
-from specserve.engine.build import Built, build
+from specserve.engine.build import build
 from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
@@ -70,7 +70,7 @@ class LLM:
         self.quantization = built.quantization
         self.summary = built.summary
         self._requests = Requests(self.tokenizer)
-        self._port: LocalPort | None = _local(built)
+        self._port: LocalPort | None = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning))
 
     @property
     def engine(self) -> Engine:
@@ -211,8 +211,7 @@ class LLM:
                         port.abort(request.id)
 
     def _step(self, awaited: list[_Answer]) -> None:
-        """One engine step, unless another thread's made all of `awaited` whole. Its events go to all open streams; one
-        that fails ends these: they would lack its tokens."""
+        """One engine step, unless all of `awaited` are whole. Its events go to all streams; its failure ends them."""
         with self._exclusive_port() as port, interrupted_after():
             if failures := [answer.failure for answer in awaited if answer.failure is not None]:
                 raise failures[0]
@@ -245,11 +244,16 @@ class _Answer(Collector):
 
     failure: Exception | None = None
 
+    @property
+    def finished(self) -> bool:
+        return self.failure is None and super().finished  # the step that is asked for then raises
+
     def push(self, event: Event | SpecserveError) -> None:
         try:
-            super().push(event)
+            if self.failure is None:  # else the text has a hole
+                super().push(event)
         except Exception as error:
-            self.failure = self.failure or error
+            self.failure = error
 
 
 class AsyncLLM:
@@ -268,7 +272,7 @@ class AsyncLLM:
         self.engine = built.engine  # its counters may be read; everything else belongs to the port's thread
         self._requests = Requests(self.tokenizer)
         self._owner = Ownership()
-        self._port = ThreadPort(_local(built))
+        self._port = ThreadPort(LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning)))
 
     async def generate(
         self,
@@ -356,10 +360,6 @@ class AsyncLLM:
         finally:
             if not collector.finished:
                 self._port.abort(request.id)
-
-
-def _local(built: Built) -> LocalPort:
-    return LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning))
 
 
 def _prompts(prompts: Prompt | Many[Prompt]) -> list[Prompt]:

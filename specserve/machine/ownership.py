@@ -64,5 +64,5 @@ def interrupted_after() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if len(waiting) == 1:
-        handler(signal.SIGINT, waiting[0])
+        if len(waiting) == 1:
+            handler(signal.SIGINT, waiting[0])

@@ -113,12 +113,13 @@ def test_a_thread_joins_what_runs(llm: LLM) -> None:
 def test_what_one_call_cannot_take_is_its_own_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the step that brought it was another call's, which lacks nothing and hears nothing of it."""
     alone = llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
-    push, first = Collector.push, list[Collector]()
+    push, first, failed = Collector.push, list[Collector](), list[Event]()
 
     def fails(self: Collector, event: Event) -> None:
         if not first:
             first.append(self)
-        elif self in first:
+        elif self in first and not failed:  # what comes later is taken, and ends the text with a hole
+            failed.append(event)
             raise LookupError("no text")
         push(self, event)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.checkpoint import catalog
+from specserve.errors import SpecserveError
 from specserve.machine.memory import return_large_blocks
 from specserve.registry import DRAFTERS
 from specserve.server.admission import Admission
@@ -98,13 +99,19 @@ class _Life:
         self._asked_to_end = asyncio.Event()
         self._asked_again = asyncio.Event()
 
+    async def _prepare(self) -> None:
+        try:
+            await self._service.warm()
+        except SpecserveError as error:  # requests that need it will say so too
+            _log.warning("What conversations need could not be made ready: %s", error)
+
     async def run(self) -> int | None:
         """The signal that ended it; None where the engine did."""
         self._catch_signals()
-        reporter = asyncio.create_task(self._report())
+        reporter, preparing = asyncio.create_task(self._report()), list[asyncio.Task[None]]()
         try:
             await self._listener.start()
-            preparing = asyncio.create_task(self._service.warm())
+            preparing.append(asyncio.create_task(self._prepare()))
             _log.info("Listening on %s; the engine is loading.", self._listener.address)
             ended = asyncio.create_task(self._asked_to_end.wait())
             ends: list[asyncio.Future[Any]] = [ended, self._supervisor.finished]
@@ -112,8 +119,8 @@ class _Life:
             if not self._supervisor.finished.done():
                 await self._drain()
         finally:
-            reporter.cancel()
-            preparing.cancel()
+            for task in (reporter, *preparing):
+                task.cancel()
             await self._supervisor.close()
             await self._listener.close()
             self._service.close()

@@ -85,6 +85,16 @@ def test_what_cannot_be_served_is_status_2(option: str, complaint: str, listens:
     assert "Traceback" not in out + err
 
 
+def test_an_address_that_is_taken_is_told_in_one_line(tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"--port={taken.getsockname()[1]}"
+        with running(command(tiny, port), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, err
+    assert "--port" in err
+    assert "Traceback" not in out + err
+
+
 def test_without_streams_and_without_a_folder(tiny: Path, tmp_path: Path) -> None:
     """As some supervisors start programs: every stream closed, the working folder gone."""
     folder, path = tmp_path / "gone", tmp_path / "s"
