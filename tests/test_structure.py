@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ CORE_LIMIT = 5_040
 CONFIG_FIELDS_LIMIT = 22
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}
 FILE_LIMIT = 400
+_OURS = "specserve"
 FORBIDDEN_NAMES = ("utils", "util", "helpers", "helper", "manager", "managers", "common", "misc")
 FORBIDDEN_IMPORTS = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
 
@@ -313,18 +315,34 @@ def _bad_statement(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def undeclared(root: Path) -> list[str]:
-    """Third-party packages imported when a module is, which pyproject.toml does not require. Plug-ins may need more:
-    they are imported only when asked for."""
+    """Third-party packages that are imported, which pyproject.toml does not require. What is imported only when it is
+    asked for, in a function, by a plug-in or by the tests, may be of an extra. Not looked at: tests/contract, whose
+    packages are installed for it."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = {re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower() for requirement in project["dependencies"]}
-    allowed = {*names, "specserve", *sys.stdlib_module_names}
+    required = _distributions(project["dependencies"])
+    extras = _distributions(one for some in project.get("optional-dependencies", {}).values() for one in some)
+    paths = (path for path in sorted((root / "tests").rglob("*.py")) if "contract" not in path.parts)
+    tests = [Module(".".join(path.relative_to(root).with_suffix("").parts), path, "tests") for path in paths]
     return [
         f"{module.where(entry.line)} imports {entry.name}"
-        for module in modules(root)
-        if module.folder == "specserve"
+        for module in [*modules(root), *tests]
         for entry in imports(module, set())
-        if entry.runs_at_import and entry.name.split(".")[0].lower() not in allowed
+        if not _distributions_of(entry.name.split(".")[0])
+        & (required if module.folder == "specserve" and entry.runs_at_import else required | extras)
     ]
+
+
+def _distributions(requirements: Iterable[str]) -> set[str]:
+    names = (re.split(r"[^\w.-]", requirement)[0] for requirement in requirements)
+    return {_OURS, *(re.sub("[-_.]+", "-", name).lower() for name in names)}
+
+
+@cache
+def _distributions_of(package: str) -> set[str]:
+    """Who brings a package; for the standard library and our own folders that is us."""
+    if package in (_OURS, "tests", *sys.stdlib_module_names):
+        return {_OURS}
+    return _distributions(metadata.packages_distributions().get(package, [package])) - {_OURS}
 
 
 def loaded_by(names: Iterable[str], heavy: Iterable[str], path: Path) -> list[str]:
@@ -522,10 +540,25 @@ def test_habits_allows_safe_loading(plant: Plant) -> None:
     assert habit_violations(plant("drafters/a.py", "import torch\nx = torch.load('f', weights_only=True)\n")) == []
 
 
-def test_undeclared_notices(plant: Plant) -> None:
+def test_undeclared_allows_what_is_required(plant: Plant) -> None:
     assert undeclared(plant("specserve/engine/a.py", "import torch.nn\nimport huggingface_hub\nimport json\n")) == []
-    assert undeclared(plant("specserve/engine/a.py", "def f():\n    import requests\n")) == []
-    assert len(undeclared(plant("specserve/engine/a.py", "import requests\n"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "may_be_extra"),
+    [
+        ("specserve/engine/a.py", "import requests\n", False),
+        ("specserve/engine/a.py", "def f():\n    import requests\n", True),
+        ("grammars/a.py", "import requests\n", True),
+        ("tests/test_a.py", "import requests\n", True),
+    ],
+)
+def test_undeclared_notices(plant: Plant, path: str, text: str, may_be_extra: bool) -> None:
+    root = plant(path, text)
+    assert len(undeclared(root)) == 1
+    with (root / "pyproject.toml").open("a") as project:
+        project.write('optional-dependencies = {more = ["requests>=2"]}\n')
+    assert (undeclared(root) == []) == may_be_extra
 
 
 def test_loaded_by_notices(plant: Plant) -> None:

@@ -116,7 +116,7 @@ class _Check:
         return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
     def _matches(self, pattern: str, text: str) -> Judged:
-        import regex  # a dependency of transformers; unlike Python's own it can be stopped
+        import regex  # unlike Python's own it can be stopped
 
         self._step()
         begin = time.perf_counter()
