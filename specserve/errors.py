@@ -30,6 +30,7 @@ FailureCode: TypeAlias = Literal["no_token_left", "completion_failed"]
 _MAX_SHOWN = 500  # characters of an answer that is no error object
 _LONGEST_NAME = 200  # characters of a name that others are compared with
 _MOST_NAMES = 2000
+_LONGEST_NUMBER = 128  # bits of a number that is written out
 
 
 class SpecserveError(Exception):
@@ -143,6 +144,13 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
     near = near_misses(name, choices, 3, 0.6)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return f"Unknown {kind} {name!r}.{hint} Known: {', '.join(choices) or 'none'}."
+
+
+def shown(value: object) -> str:
+    """A value that is refused, as messages show it: Python writes out no whole number of more than 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > _LONGEST_NUMBER:
+        return f"a whole number of {value.bit_length()} bits"
+    return repr(value)
 
 
 def near_misses(name: str, choices: Iterable[str], most: int, cutoff: float) -> list[str]:

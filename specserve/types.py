@@ -6,7 +6,6 @@ a draft that was accepted whole; *keep* the KV of what was accepted; *cached* ho
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Container, Mapping, Sequence as Many
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.errors import FailureCode, InputError, strict_fields
+from specserve.errors import FailureCode, InputError, shown, strict_fields
 from specserve.explained import Explained
 from specserve.structured.spec import Structured
 
@@ -76,7 +75,7 @@ class SamplingParams:
             reason = "allowed_token_ids is empty: no token could be chosen. Leave it out to allow all."
             raise InputError(reason, "allowed_token_ids")
         for token, bias in (self.logit_bias or {}).items():
-            _check_number(f"logit_bias[{token}]", bias, float, -100.0, 100.0)
+            _check_number(f"logit_bias[{shown(token)}]", bias, float, -100.0, 100.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}.", "min_tokens")
         if self.structured is not None:
@@ -89,7 +88,7 @@ class SamplingParams:
         """Raise InputError for a token id outside 0..vocab_size-1 (the width of the LM head)."""
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             if wrong := wrong_ids(tuple(getattr(self, name) or ()), vocab_size):
-                reason = f"{name} holds {wrong[0]!r}; token ids are whole numbers from 0 to {vocab_size - 1}."
+                reason = f"{name} holds {shown(wrong[0])}; token ids are whole numbers from 0 to {vocab_size - 1}."
                 raise InputError(reason, name)
 
 
@@ -102,7 +101,7 @@ def wrong_ids(ids: Many[Any], vocab_size: int) -> list[Any]:
     ]
 
 
-# SamplingParams' numbers: int or float, least, most
+# SamplingParams' numbers: int or float, least, most. None is beyond 64 bits: a request is sent to other processes.
 RANGES: dict[str, tuple[type, float, float]] = {
     "n": (int, 1, 128),
     "temperature": (float, 0.0, 100.0),
@@ -112,8 +111,8 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "repetition_penalty": (float, 1e-3, 1e3),
     "presence_penalty": (float, -2.0, 2.0),
     "frequency_penalty": (float, -2.0, 2.0),
-    "max_tokens": (int, 1, math.inf),
-    "min_tokens": (int, 0, math.inf),
+    "max_tokens": (int, 1, 2**63 - 1),
+    "min_tokens": (int, 0, 2**63 - 1),
     "seed": (int, -(2**63), 2**64 - 1),
     "logprobs": (int, 0, 64),
     "prompt_logprobs": (int, 0, 64),
@@ -123,12 +122,12 @@ _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculati
 
 
 def _check_number(name: str, value: Any, kind: type, low: float, high: float) -> None:
-    """Finite, then type, then range: NaN and infinity are refused before any comparison could let them through."""
+    """Type, then range, in which neither NaN nor infinity is. Whole numbers are compared as they are: some are beyond
+    all floats."""
     allowed = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not (math.isfinite(value) and low <= value <= high):
+    if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
         what = "a whole number" if kind is int else "a finite number"
-        limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
-        raise InputError(f"{name} is {value!r}; it must be {what} {limits}.", name.split("[")[0])
+        raise InputError(f"{name} is {shown(value)}; it must be {what} from {low:g} to {high:g}.", name.split("[")[0])
 
 
 @dataclass(frozen=True, slots=True)

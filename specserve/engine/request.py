@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from specserve.errors import InputError, PromptTooLongError
+from specserve.errors import InputError, PromptTooLongError, shown
 from specserve.explained import Explained
 from specserve.structured.base import Grammar, Guarded
 from specserve.types import BadWords, SamplingParams, Sequence, SequenceStats, wrong_ids
@@ -122,6 +122,5 @@ def _check_prediction(ids: Many[int], limits: Limits) -> None:
 
 def _check_ids(name: str, ids: Many[int], limits: Limits) -> None:
     if wrong := wrong_ids(ids, limits.vocab_size):
-        raise InputError(
-            f"The {name} holds token id {wrong[0]!r}; ids are whole numbers from 0 to {limits.vocab_size - 1}.", name
-        )
+        allowed = f"ids are whole numbers from 0 to {limits.vocab_size - 1}"
+        raise InputError(f"The {name} holds token id {shown(wrong[0])}; {allowed}.", name)

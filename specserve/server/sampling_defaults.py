@@ -27,7 +27,7 @@ def sampling_defaults(source: str, folder: Path) -> dict[str, float]:
         stated = read_json(path)
         found = {name: stated[name] for name in _NAMES if stated.get(name) is not None}
         SamplingParams(**found)
-    except (InputError, ModelError, OverflowError) as error:  # the last of a whole number beyond all floats
+    except (InputError, ModelError) as error:
         hint = f"Correct it, or start with --generation-config {NONE}."
         raise ConfigError(f"--generation-config {path}: {error} {hint}") from error
     return found
