@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from specserve.errors import InputError, TextError
+from specserve.errors import EngineError, InputError, TextError
 from specserve.text.chat import OWN_TEMPLATE, TemplateOptions
 from specserve.text.copies import Worker
 from specserve.text.reasoning import QUESTIONS
@@ -46,7 +46,7 @@ class Chats:
     ) -> Answer:
         """What Tokenizer.chat_ids makes of a conversation of `size` characters; how long it is, where that is more than
         `most` characters. Raises InputError for what is wrong in it, TextError where the template fails, and
-        EngineError where there is no process to be had."""
+        EngineError where there is no process to be had, or it ended or stood still through no fault of the template."""
         job = Job([dict(message) for message in messages], dict(options), self._seconds(size), most)
         if size <= QUICK:
             found = await self._quick.ask(job._replace(seconds=_FIRST_S, is_long=False))
@@ -63,7 +63,8 @@ class Chats:
         return self._limit_s + size * _S_PER_CHARACTER
 
     async def teach(self, tokenizer: Tokenizer) -> None:
-        """Have this process's tokenizer know what its template makes of questions, so that it need not be run here."""
+        """Have this process's tokenizer know what its template makes of questions, so that it need not be run here.
+        Raises EngineError as `render` does: that may pass, and is not remembered."""
         for content in QUESTIONS:
             try:
                 found = await self.render([{"role": "user", "content": content}], {}, 1, None)
@@ -78,16 +79,22 @@ class Chats:
         await self._long.connect()
 
     def close(self) -> None:
+        self._worker.kill()
         for line in (self._quick, self._long):
             line.close()
         self._thread.submit(self._worker.close)
         self._thread.shutdown(wait=True)
 
 
-def _checked(found: Answer | int, job: Job) -> Answer:
-    """Raises the error that an answer, or the exit status of a copy, tells of."""
+def _checked(found: Answer | int | None, job: Job) -> Answer:
+    """Raises the error that an answer, or what _Line.ask says of a copy, tells of."""
     if not isinstance(found, Answer):
         what = "tokenizer" if isinstance(job.given, str) else "chat template"
+        if found is None:
+            how = f"stood still: it did not end within {_STUCK * job.seconds:.2g} s by the clock"
+            raise EngineError(f"The process of the model's {what} {how}.")
+        if found in (0, -signal.SIGKILL):  # by hand, or by a system whose memory is short
+            raise EngineError(f"The process of the model's {what} was killed.")
         is_late = found == -signal.SIGPROF
         how = f"did not end within {job.seconds:.2g} s of CPU time" if is_late else "ended its process"
         raise TextError(f"The model's {what} {how} for this text.")
@@ -114,8 +121,9 @@ class _Line:
         self._turn = asyncio.Lock()
         self._copy: asyncio.Task[_Copy] | None = None
 
-    async def ask(self, job: Job) -> Answer | int:
-        """The answer, or the exit status of a copy that ended over it; 0 if nobody knows why."""
+    async def ask(self, job: Job) -> Answer | int | None:
+        """The answer, or the exit status of a copy that ended over it, 0 if nobody knows why; None of one that stood
+        still."""
         async with self._turn:
             found = await self._ask(job)
             if found == 0:  # the worker itself was gone, which is not the job's fault
@@ -134,12 +142,15 @@ class _Line:
             self._copy = asyncio.create_task(self._connected())
         return await asyncio.shield(self._copy)
 
-    async def _ask(self, job: Job) -> Answer | int:
+    async def _ask(self, job: Job) -> Answer | int | None:
         copy = await self.connect()
         try:
             async with asyncio.timeout(_STUCK * job.seconds):
                 return await copy.ask(job)
-        except OSError:  # TimeoutError is one
+        except TimeoutError:
+            self.close()
+            return None
+        except OSError:
             self.close()
             return (await self.connect()).status_before
         except BaseException:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from specserve.errors import EngineError
@@ -18,10 +19,12 @@ _START_S = 60.0  # to start, or to make what comes with PREPARE
 
 
 class Worker:
-    """Started by the first order, and again where it has ended. Orders come one at a time."""
+    """Started by the first order, and again where it has ended. Orders come one at a time, and `close` as one."""
 
     def __init__(self, folder: Path, template: TemplateOptions) -> None:
         self._folder, self._template = folder, template
+        self._starting = threading.Lock()
+        self._killed = False  # for good
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -36,8 +39,17 @@ class Worker:
         """Have copies from now on know what a text with control tokens needs. Raises EngineError as `copy` does."""
         self._order(PREPARE, len(PREPARE))
 
+    def kill(self) -> None:
+        """End it and its copies for good, whatever order it is at, even while it starts; from any thread. The order, and
+        all that come, raise EngineError."""
+        with self._starting:
+            self._killed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
-        """End it, and with it its copies."""
+        """Free what it has."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -65,7 +77,9 @@ class Worker:
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-m", "specserve.text.worker", str(self._folder), str(number), str(os.getpid())]
-            with without_interrupts():
+            with self._starting, without_interrupts():
+                if self._killed:
+                    raise EngineError("The process that renders chat templates was ended.")
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])
         try:
             self._control.sendall(told(self._template))

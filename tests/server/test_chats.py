@@ -8,6 +8,8 @@ import asyncio
 import json
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from specserve.errors import EngineError, InputError, TextError
+from specserve.server import chats as module
 from specserve.server.chats import QUICK, Chats
 from specserve.testing import SPECIAL_TOKENS, write_tiny_model
 from specserve.text.chat import ChatTemplate
@@ -242,6 +245,35 @@ def test_nothing_is_left_when_it_ends(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def test_one_that_starts_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it ends, by those who wait for a signal to end the server; and none is started afterwards."""
+    sleeper = tmp_path / "python"
+    sleeper.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    rescued: list[int] = []
+
+    def rescue(pid: int) -> None:
+        rescued.append(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    async def test() -> None:
+        made = Chats(tmp_path)
+        asked = [asyncio.create_task(ids(made, says("a"), size)) for size in (10, QUICK + 1)]
+        while made._worker._process is None:
+            await asyncio.sleep(0.01)
+        late = threading.Timer(20, rescue, [process_of(made)])
+        late.start()
+        made.close()
+        late.cancel()
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(each) for each in ended] == [EngineError] * 2
+        assert made._worker._process is None
+
+    asyncio.run(test())
+    assert not rescued
+
+
 def test_one_that_does_not_start_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def test(made: Chats) -> None:
         for _ in range(2):
@@ -268,3 +300,40 @@ def test_where_reasoning_begins_is_found_out_there(tmp_path: Path, monkeypatch: 
     run(tmp_path, lambda made: made.teach(looping), limit_s=0.1)
     assert looping.reasoning is not None
     assert looping.reasoning.header is None
+
+
+def test_one_that_stands_still_is_no_fault_of_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as what it is, and where reasoning begins is found out another time."""
+    expected = Tokenizer(written(tmp_path, TURNS + "<|start|>assistant\n<think>\n")).reasoning
+    tokenizer = Tokenizer(tmp_path)
+    monkeypatch.setattr(ChatTemplate, "render", None)
+
+    async def test(made: Chats) -> None:
+        await made.prepare()
+        for pid in copies_of(made):
+            os.kill(pid, signal.SIGSTOP)
+        with monkeypatch.context() as soon, pytest.raises(EngineError, match=r"did not end within 0\.2 s by the clock"):
+            soon.setattr(module, "_STUCK", 0.1)
+            await made.teach(tokenizer)
+        assert tokenizer.questions == {}
+        await made.teach(tokenizer)
+        assert tokenizer.reasoning == expected
+
+    run(tmp_path, test)
+
+
+def test_nor_is_one_that_was_killed(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(written(tmp_path, LOOP))
+
+    async def test(made: Chats) -> None:
+        await made._long.connect()
+        teaching = asyncio.create_task(made.teach(tokenizer))
+        while not teaching.done():
+            await asyncio.sleep(0.05)
+            for pid in copies_of(made):
+                os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="was killed"):
+            await teaching
+        assert tokenizer.questions == {}
+
+    run(tmp_path, test, limit_s=600)
