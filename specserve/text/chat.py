@@ -60,7 +60,7 @@ class ChatTemplate:
         self._special = {**special, **options.values}
         self._compiled: dict[str, jinja2.Template] = {}
         self._read: dict[str, frozenset[str]] = {}  # by template
-        self._roles: dict[str, frozenset[str]] = {}
+        self._roles: dict[tuple[str, bool], frozenset[str]] = {}  # by template, with tools or without
 
     @property
     def source(self) -> str | None:
@@ -109,12 +109,13 @@ class ChatTemplate:
 
     def _told_apart(self, name: str, tools: Sequence[Mapping[str, Any]] | None) -> frozenset[str]:
         """Roles that the template tells apart."""
-        if name not in self._roles:
+        key = name, bool(tools)
+        if key not in self._roles:
             render = functools.partial(
                 self.render, tools=tools, add_generation_prompt=False, continue_final_message=False
             )
-            self._roles[name] = told_apart(render)
-        return self._roles[name]
+            self._roles[key] = told_apart(render)
+        return self._roles[key]
 
     def _variables(self, name: str) -> frozenset[str]:
         """What the template reads. It is only parsed: to compile it would run what it does with constants."""

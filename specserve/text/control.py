@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -19,37 +18,35 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from specserve.text.encoding import encode
+from specserve.text.marks import STRUCTURE, Marks
 
 _BLANK = " \t\r\n\u2581"  # an added token of these alone (Gemma has runs of them) is text like any other
-_STRUCTURE = ("role", "type")  # templates compare these, and build control tokens from roles
-_NONCE_DIGITS, _INDEX_DIGITS = 39, 8  # 39 digits are 128 bits
 
 
 class UnpreparedError(Exception):
     """The second backend has not been made."""
 
 
-class Marks:
-    """Stand-ins for pieces of text, for one rendering. They are digits, which trimming, changes of case and JSON leave
-    as they are."""
+class StandIns:
+    """Marks in the place of pieces of text, for one rendering."""
 
     def __init__(self) -> None:
-        self._nonce = _nonce()
+        self._marks = Marks()
         self._texts: list[str] = []
 
     def put(self, text: str, spans: Sequence[tuple[int, int]]) -> str:
         """`text` with marks for what lies in `spans`, [start, end) in order and apart."""
         pieces, at = [], 0
         for start, end in spans:
-            pieces += [text[at:start], f"{self._nonce}{len(self._texts):0{_INDEX_DIGITS}}"]
+            pieces += [text[at:start], self._marks.mark(len(self._texts))]
             self._texts.append(text[start:end])
             at = end
         return "".join([*pieces, text[at:]])
 
     def split(self, rendered: str) -> list[str]:
         """What was rendered without the marks: pieces between them and pieces that they stood for, in turn."""
-        parts = re.split(f"{self._nonce}([0-9]{{{_INDEX_DIGITS}}})", rendered)
-        return [self._texts[int(part)] if i % 2 else part for i, part in enumerate(parts)]
+        (first, *pieces), numbers = self._marks.split(rendered)
+        return [first, *(part for i, piece in zip(numbers, pieces, strict=True) for part in (self._texts[i], piece))]
 
 
 class ControlTokens:
@@ -88,11 +85,11 @@ class ControlTokens:
             for text, is_free in _strings(value)
         )
 
-    def hidden(self, value: Any, marks: Marks, edges: bool, name: Any = None) -> Any:
+    def hidden(self, value: Any, marks: StandIns, edges: bool, name: Any = None) -> Any:
         """A copy of `value` with marks for control tokens; with `edges` for parts of them too, at the ends of strings.
         `name` is the key that the value is found under."""
         if isinstance(value, str):
-            return marks.put(value, self._spans(value, edges and name not in _STRUCTURE))
+            return marks.put(value, self._spans(value, edges and name not in STRUCTURE))
         if isinstance(value, Mapping):
             return {self.hidden(k, marks, False): self.hidden(v, marks, edges, k) for k, v in value.items()}
         if isinstance(value, list | tuple):
@@ -156,8 +153,8 @@ class _Renamed:
     to their ids."""
 
     def __init__(self, backend: Backend, texts: Iterable[str]) -> None:
-        secret = _nonce()
-        self.names = {text: f"{secret}{i:0{_INDEX_DIGITS}}" for i, text in enumerate(texts)}
+        marks = Marks()
+        self.names = {text: marks.mark(i) for i, text in enumerate(texts)}
         state = json.loads(backend.to_str())
         for token in state["added_tokens"]:
             token["content"] = self.names.get(token["content"], token["content"])
@@ -189,10 +186,6 @@ def _id(backend: Backend, token: str) -> int:
     return token_id
 
 
-def _nonce() -> str:
-    return f"{secrets.randbelow(10**_NONCE_DIGITS):0{_NONCE_DIGITS}}"
-
-
 def _strings(value: Any) -> Iterator[tuple[str, bool]]:
     """Every string inside `value`, keys too, and whether it is free: neither a key nor a part of the structure."""
     left = [(value, True)]
@@ -204,7 +197,7 @@ def _strings(value: Any) -> Iterator[tuple[str, bool]]:
             left += [(each, is_free) for each in entry]
         elif isinstance(entry, Mapping):
             left += [(key, False) for key in entry]
-            left += [(each, key not in _STRUCTURE) for key, each in entry.items()]
+            left += [(each, key not in STRUCTURE) for key, each in entry.items()]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -16,7 +16,7 @@ from specserve import files
 from specserve.checkpoint.folder import read_json
 from specserve.errors import InputError, ModelError
 from specserve.text.chat import OWN_TEMPLATE, ChatTemplate, TemplateOptions, with_reasoning_apart
-from specserve.text.control import ControlTokens, Marks
+from specserve.text.control import ControlTokens, StandIns
 from specserve.text.conversation import Rendered
 from specserve.text.encoding import decode, encode, not_unicode
 from specserve.text.longest import Bound, bound
@@ -207,7 +207,7 @@ class Tokenizer:
         are marked."""
 
         def parts(chat: Any, edges: bool) -> list[str]:
-            marks = Marks()
+            marks = StandIns()
             chat, values = self._control.hidden([chat, theirs], marks, edges)
             return marks.split(self.render_chat(chat, **{**options, **values}))
 

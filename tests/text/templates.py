@@ -84,5 +84,9 @@ TEMPLATES = {
     "no roles": "{% for m in messages %}{{ m.content }}\n{% endfor %}",
     "the last": "{{ messages[-1].role }}: {{ messages[-1].content }}",
     "short": "{% for m in messages %}{{ m.role }}: {{ m.content[:8] }}\n{% endfor %}",
+    "long": "{% for m in messages %}{{ m.role }}: {% if m.content | length > 4 %}{{ m.content }}{% endif %}\n"
+    "{% endfor %}",
+    "the last error": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if messages[-1].is_error or messages[-1].odd %}!{% endif %}{% if messages[0].odd %}?{% endif %}",
     "shouting": "{% for m in messages %}{{ m.role | upper }}: {{ m.content | upper }}\n{% endfor %}",
 }
