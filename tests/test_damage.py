@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from safetensors.torch import load_file, save_file
 
 from specserve.checkpoint import catalog
 from specserve.drafters.suffix import SuffixDrafter
@@ -440,6 +441,17 @@ def test_heads(written_heads: dict[str, Path], load_head: Callable[[Path], None]
     outcome(folder, lambda: load_head(folder))
 
 
+def test_a_head_whose_int8_matrices_have_other_scales(
+    written_heads: dict[str, Path], load_head: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder = put(tmp_path / "head", written_heads["block"])
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    scale = next(name for name in tensors if name.endswith("_scale"))
+    save_file(tensors | {scale: tensors[scale].flatten()}, path)
+    assert "one scale for each row" in outcome(folder, lambda: load_head(folder))
+
+
 def strange(tensor: torch.Tensor, rng: random.Random) -> Any:
     """Something else in the place of a tensor, most of it of the same shape."""
     return rng.choice(
@@ -493,25 +505,55 @@ def test_pickled_heads(load_head: Callable[[Path], None], tmp_path: Path, seed: 
 # --- the suffix store -------------------------------------------------------------------------------------------------
 
 
+SIZES = {"vocab_size": 9, "hidden_size": 8, "num_layers": 2}
+RECORD = bytes(32) + struct.pack("<Qiii", 3, 1, 2, -1)
+
+
+def write_store(path: Path, header: str, record: bytes) -> None:
+    body = b"specserve tenant texts 1\n" + header.encode("utf-8", "surrogatepass") + b"\n" + record
+    path.write_bytes(body + hashlib.sha256(body).digest())  # whoever can write the file can compute that
+
+
+def use_store(path: Path) -> None:
+    class Target:
+        vocab_size, hidden_size, num_layers, memory_bytes = *SIZES.values(), None
+
+    SuffixDrafter(cast(DraftContext, Target()), store_path=path).close()
+
+
 @fuzzed
 @given(seed=SEEDS)
 def test_a_store(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     folder = put(tmp_path / "store")
     path = folder / "texts"
-    header = json.dumps({"target": {"vocab_size": 9, "hidden_size": 8, "num_layers": 2}, "key": "ab" * 32})
+    header = json.dumps({"target": SIZES, "key": "ab" * 32})
     header = damaged_json(header, rng) if rng.random() < 0.5 else header
-    record = damaged(bytes(32) + struct.pack("<Qiii", 3, 1, 2, -1), rng)
-    body = b"specserve tenant texts 1\n" + header.encode("utf-8", "surrogatepass") + b"\n" + record
-    path.write_bytes(body + hashlib.sha256(body).digest())  # whoever can write the file can compute that
+    write_store(path, header, damaged(RECORD, rng))
     if rng.random() < 0.3:
         damage(path, rng)
+    outcome(folder, lambda: use_store(path))
 
-    class Target:
-        vocab_size, hidden_size, num_layers, memory_bytes = 9, 8, 2, None
 
-    def use() -> None:
-        drafter = SuffixDrafter(cast(DraftContext, Target()), store_path=path)
-        drafter.close()
+@pytest.mark.parametrize(
+    "target",
+    [
+        {**SIZES, "num_layers": "x" * 3000},
+        {**SIZES, "hidden_size": "\n"},
+        {**SIZES, "vocab_size": 10**3000},
+        {**SIZES, "\n": 1},
+        {**SIZES, "num_layers": True},
+    ],
+)
+def test_a_store_of_no_model_is_put_aside(tmp_path: Path, target: dict[str, Any]) -> None:
+    folder = put(tmp_path / "store")
+    write_store(folder / "texts", json.dumps({"target": target, "key": "ab" * 32}), RECORD)
+    assert outcome(folder, lambda: use_store(folder / "texts")) == ""
+    assert (folder / "texts.damaged").exists()
 
-    outcome(folder, use)
+
+def test_a_store_of_another_model_is_told(tmp_path: Path) -> None:
+    folder = put(tmp_path / "store")
+    target = {**SIZES, "num_layers": 3}
+    write_store(folder / "texts", json.dumps({"target": target, "key": "ab" * 32}), RECORD)
+    assert "num_layers 3" in outcome(folder, lambda: use_store(folder / "texts"))

@@ -12,7 +12,7 @@ from specserve.errors import ConfigError, InputError
 from specserve.files import parse_json, read_text
 
 BUNDLED = "demo"
-_MOST_BYTES = 2**28
+MOST_BYTES = 2**28  # of a file that a measurement reads
 T = TypeVar("T")
 
 
@@ -32,7 +32,7 @@ def load_prompts(source: str = BUNDLED) -> list[Prompt]:
     """
     bundled = files("specserve.bench") / "data" / f"{BUNDLED}.jsonl"
     try:
-        text = bundled.read_text("utf-8") if source == BUNDLED else read_text(Path(source), _MOST_BYTES, pipes=True)
+        text = bundled.read_text("utf-8") if source == BUNDLED else read_text(Path(source), MOST_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"The prompts in {source} cannot be read: {error}. Give a JSON-lines file, or {BUNDLED!r} for "

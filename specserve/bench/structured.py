@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -13,20 +12,9 @@ from rich.table import Table
 from specserve.bench.compare import Run
 from specserve.bench.report import table_of
 from specserve.engine.counters import Times
-from specserve.errors import ConfigError
-from specserve.files import read_text
 from specserve.structured.spec import Structured
 
 Fits = Callable[[str], bool]
-_MOST_SCHEMA_BYTES = 2**24
-
-
-def load_schema(file: Path) -> Structured:
-    """The JSON Schema in a file. Raises ConfigError for one that cannot be read, InputError for what is no JSON."""
-    try:
-        return Structured.json(read_text(file, _MOST_SCHEMA_BYTES, pipes=True))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--schema: {file} cannot be read: {error}.") from error
 
 
 def checker(asked: Structured) -> Fits | None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Protocol
 
+from specserve.bench.prompts import MOST_BYTES
 from specserve.errors import ConfigError, InputError
 from specserve.files import read_text
 
 STANDARD = "python"
-_MOST_BYTES = 2**28
 
 
 class Encoder(Protocol):
@@ -28,7 +28,7 @@ def load_text(source: str = STANDARD) -> str:
     if source == STANDARD:
         return "\n\n".join(topics[name].strip() for name in sorted(topics))
     try:
-        return read_text(Path(source), _MOST_BYTES, pipes=True)
+        return read_text(Path(source), MOST_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"The text in {source} cannot be read: {error}. Give a text file in UTF-8, or {STANDARD!r} for Python's "

@@ -9,7 +9,7 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -61,7 +61,7 @@ class TextFile:
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be read: {error}.") from error
         try:
-            target, found = _parsed(data)
+            target, found = _parsed(data, self._target.keys())
         except (ValueError, KeyError, TypeError, OverflowError, struct.error) as error:
             aside = self.path.with_name(f"{self.path.name}.damaged")
             _log.warning("%s is not used, and becomes %s: %s.", self.path, aside.name, error)
@@ -116,8 +116,9 @@ def _parts(header: bytes, texts: Iterable[tuple[bytes, array[int]]], pause: Call
                 pause()
 
 
-def _parsed(data: memoryview) -> tuple[dict[str, int], Texts]:
-    """The target and the texts of a whole file. Raises ValueError and others for one that is damaged."""
+def _parsed(data: memoryview, names: Collection[str]) -> tuple[dict[str, int], Texts]:
+    """The target, whose sizes have these names, and the texts of a whole file. Raises ValueError and others for one
+    that is damaged."""
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it is no file of texts, or of another version")
     end = max(len(data) - _DIGEST_BYTES, 0)
@@ -126,6 +127,8 @@ def _parsed(data: memoryview) -> tuple[dict[str, int], Texts]:
     line = bytes(data[len(_MAGIC) : 2**12]).partition(b"\n")[0]
     header, at = parse_json(line.decode()), len(_MAGIC) + len(line) + 1
     target = dict(header["target"])
+    if target.keys() != names or any(type(size) is not int or not 0 < size < 2**63 for size in target.values()):
+        raise ValueError("it does not say of which model its texts are")
     texts: list[tuple[bytes, Ids]] = []
     while at < end:
         tenant, count = _RECORD.unpack_from(data, at)

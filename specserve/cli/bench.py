@@ -20,6 +20,7 @@ from specserve.cli.options import (
     BenchEngineOptions,
     Whole,
     engine_options,
+    load_schema,
     options_type,
 )
 from specserve.config import EngineConfig
@@ -148,7 +149,6 @@ def compare(
     warm-up and with an empty prefix cache. Of a prompt with several turns the first is asked."""
     from specserve.bench.compare import Plan, write_recording
     from specserve.bench.prompts import load_prompts, spread
-    from specserve.bench.structured import load_schema
     from specserve.speculation.lookup import makers
 
     if record_top and record is None:

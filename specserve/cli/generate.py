@@ -21,17 +21,16 @@ from specserve.cli.options import (
     EngineOptions,
     SamplingOptions,
     engine_options,
+    load_schema,
     sampling_params,
 )
 from specserve.errors import InputError
-from specserve.files import read_text
 from specserve.structured.spec import Structured
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from specserve.llm import LLM, Chunk, RequestOutput
 
-_MOST_SCHEMA_BYTES = 2**24
 _ENGINE = EngineOptions()
 _SAMPLING = SamplingOptions()
 
@@ -94,20 +93,13 @@ def _structured(
     if sum((schema is not None, regex is not None, bool(choice), grammar is not None)) > 1:
         raise InputError("--schema, --regex, --choice and --grammar each say all of what the answer must be. Give one.")
     if schema is not None:
-        return _schema(schema)
+        return load_schema(schema)
     if grammar is not None:
         is_file = Path(grammar).suffix or len(Path(grammar).parts) > 1
         return Structured.file(grammar) if is_file else Structured.named(grammar)
     if regex is not None:
         return Structured.regex(regex)
     return Structured.choice(choice) if choice else None
-
-
-def _schema(file: Path) -> Structured:
-    try:
-        return Structured.json(read_text(file, _MOST_SCHEMA_BYTES, pipes=True))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--schema: {file} cannot be read: {error}.", "schema") from error
 
 
 def _standard_input() -> str:

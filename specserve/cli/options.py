@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, make_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from cyclopts import Group, Parameter, Token
 
 from specserve.config import DTYPES, ISAS, QUANTIZATIONS, VERIFICATIONS, EngineConfig
+from specserve.errors import ConfigError
+from specserve.files import read_text
+from specserve.structured.spec import Structured
 from specserve.types import SamplingParams
 
 MODEL = Group("Model", sort_key=1)
@@ -34,6 +38,17 @@ def wholes(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
 
 
 Whole = Annotated[int, Parameter(converter=whole)]
+_MOST_SCHEMA_BYTES = 2**24
+
+
+def load_schema(file: Path) -> Structured:
+    """The JSON Schema that --schema names. Raises ConfigError for one that cannot be read, InputError for what is no
+    JSON."""
+    try:
+        return Structured.json(read_text(file, _MOST_SCHEMA_BYTES, pipes=True))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--schema: {file} cannot be read: {error}.") from error
+
 
 ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "model": (MODEL, "Catalog name, Hugging Face folder, .gguf file or hub id (org/name)."),

@@ -82,10 +82,17 @@ def damaged_value(value: Any, rng: random.Random) -> Any:
             case 2:
                 held[place] = copy.deepcopy(rng.choice(holders))
             case 3 if isinstance(held[place], int | float) and not isinstance(held[place], bool):
-                held[place] *= rng.choice((-1, 0, 2, 10, 1000, 0.5))
+                held[place] = _multiplied(held[place], rng.choice((-1, 0, 2, 10, 1000, 0.5)))
             case _:
                 held[place] = copy.deepcopy(rng.choice(_VALUES))
     return value
+
+
+def _multiplied(number: float, factor: float) -> float:
+    try:
+        return number * factor
+    except OverflowError:  # half of a whole number beyond all floats
+        return number // 2
 
 
 def _holders(value: Any) -> Iterator[Any]:

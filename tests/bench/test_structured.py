@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from specserve.bench.compare import Reply, Run
-from specserve.bench.structured import checker, load_schema, structured_figures, structured_table
+from specserve.bench.structured import checker, structured_figures, structured_table
+from specserve.cli.options import load_schema
 from specserve.errors import ConfigError, InputError
 from specserve.structured.spec import Structured
 from specserve.types import SequenceStats

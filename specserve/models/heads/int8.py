@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ _LARGEST = 127
 
 
 class Int8Weights(Mapping[str, Tensor]):
-    """The tensors of `stored` where int8 matrices and their scales are one float32 tensor under the matrix's name, as
-    large as its file says. An int8 tensor without a scale stays what it is."""
+    """The tensors of a folder's safetensors files where int8 matrices and their scales are one float32 tensor under the
+    matrix's name, as large as its file says. An int8 tensor without a scale stays what it is."""
 
-    def __init__(self, stored: Weights) -> None:
-        self._stored = stored
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stored = stored = Weights(folder)
         self._scaled = {n for n, info in stored.infos.items() if info.dtype == "I8" and n + _SCALE in stored.infos}
         self.infos: Mapping[str, TensorInfo] = {
             name: replace(info, dtype="F32") if name in self._scaled else info
@@ -38,9 +40,10 @@ class Int8Weights(Mapping[str, Tensor]):
             return tensor
         scale = self._stored[name + _SCALE]
         if tuple(scale.shape) != (len(tensor), 1) or not scale.is_floating_point():
+            found = f"{str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}"
             raise ModelError(
-                f"{name}{_SCALE} is {str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}; int8 matrices of a "
-                f"draft head have one scale for each row, here [{len(tensor)}, 1]. Store them so, or as bfloat16."
+                f"{self._folder}: {name}{_SCALE} is {found}; int8 matrices of a draft head have one scale for each row, "
+                f"here [{len(tensor)}, 1]. Store them so, or as bfloat16."
             )
         return tensor.float() * scale.float()
 

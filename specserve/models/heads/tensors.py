@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from specserve.checkpoint.pickled import PickledWeights
-from specserve.checkpoint.weights import Weights
 from specserve.errors import ModelError, near_misses
 from specserve.models.heads.int8 import Int8Weights
 from specserve.models.heads.spec import HeadSpec, MedusaSpec, Shapes
 
-Stored: TypeAlias = Weights | Int8Weights | PickledWeights
+Stored: TypeAlias = Int8Weights | PickledWeights
 
 _PICKLED = ("medusa_lm_head.pt", "pytorch_model.bin")
 _FLOATS = ("F32", "BF16", "F16")
@@ -42,7 +41,7 @@ def open_tensors(folder: Path) -> Stored:
     """The tensors of `folder`: those of its safetensors files, else of a file of torch.save's under a name that draft
     heads have. Raises ModelError."""
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
-        return Int8Weights(Weights(folder))
+        return Int8Weights(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder.")
     for name in _PICKLED:
