@@ -40,7 +40,7 @@ class Worker:
         self._order(PREPARE, len(PREPARE))
 
     def kill(self) -> None:
-        """End it and its copies for good, whatever order it is at, even while it starts; from any thread. The order, and
+        """End it and its copies for good, also while it starts; from any thread. That order, and
         all that come, raise EngineError."""
         with self._starting:
             self._killed = True

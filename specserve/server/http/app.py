@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from specserve.errors import ConfigError
 from specserve.server.http import completions, documents, info, tokens, translated
 from specserve.server.http.context import CONTEXT, Context
 from specserve.server.http.middleware import add_headers, cross_origin, keys_required, tell
@@ -34,6 +35,17 @@ ROUTES = (
     web.post("/reset_prefix_cache", info.reset_prefix_cache),
 )
 PUBLIC = frozenset({info.live, info.health, documents.docs, documents.playground})  # needs no key
+
+
+def check_root_path(root: str) -> None:
+    """Raises ConfigError for a path of which nobody could tell whether it stands before a route or is part of one."""
+    if not root:
+        return
+    for path in (route.path.partition("/{")[0] for route in ROUTES if route.path != "/"):
+        if f"{path}/".startswith(f"{root}/") or f"{root}/".startswith(f"{path}/"):
+            raise ConfigError(
+                f"--root-path is {root!r}, and this server has {path} itself; it must be another path, such as /llm."
+            )
 
 
 def make_app(server: Context) -> web.Application:

@@ -79,7 +79,8 @@ ARRIVED = web.RequestKey("arrived", float)  # the event loop's time at which the
 
 def route_path(request: web.Request) -> str:
     """The path of a request, without what --root-path puts before all of them."""
-    return request.path.removeprefix(context(request).options.root_path)
+    path, root = request.path, context(request).options.root_path
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def context(request: web.Request) -> Context:

@@ -20,7 +20,7 @@ from specserve.server.admission import Admission
 from specserve.server.chats import Chats
 from specserve.server.engine.spawn import Nest
 from specserve.server.engine.supervisor import Patience, State, Supervisor
-from specserve.server.http.app import make_app
+from specserve.server.http.app import check_root_path, make_app
 from specserve.server.http.context import Context
 from specserve.server.http.listen import Listener
 from specserve.server.metrics import Metrics
@@ -48,6 +48,7 @@ def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, nest: 
     use_own_threads_only()
     return_large_blocks()
     options.keys()
+    check_root_path(options.root_path)
     DRAFTERS.check(engine["drafter"])
     folder = catalog.resolve(engine["model"], progress=sys.stderr.isatty())
     timeline = {"process and imports": imported - begun, "model folder": time.perf_counter() - imported}

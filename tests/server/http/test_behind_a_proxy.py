@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from specserve.errors import ConfigError
+from specserve.server.http.app import check_root_path
+from specserve.server.http.context import CONTEXT, route_path
 from specserve.testing import write_tiny_model
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %} {{ mood }}"
@@ -66,3 +70,31 @@ def test_the_template_is_the_operators(server: Any, values: dict[str, Any], mood
     assert server.get("/tokenizer_info").json["chat_template"] == TEMPLATE
     reply = server.post("/v1/chat/completions", {**body, "max_tokens": 2, "ignore_eos": True, "return_token_ids": True})
     assert reply.json["prompt_token_ids"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("root", "own"),
+    [
+        ("/v1", "/v1/chat/completions"),
+        ("/v1/messages", "/v1/messages"),
+        ("/v1/models/llm", "/v1/models"),
+        ("/health/llm", "/health"),
+        ("/docs", "/docs"),
+    ],
+)
+def test_a_path_that_is_confused_with_the_servers_own_is_refused(root: str, own: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"--root-path is '{root}', and this server has {own} itself; .*such as /llm"
+    ):
+        check_root_path(root)
+
+
+@pytest.mark.parametrize("root", ["", "/llm", "/v1/llm", "/v1/mess", "/healthy", "/api/v1"])
+def test_others_stand_before_every_path(root: str) -> None:
+    check_root_path(root)
+    for path in ("/v1/messages", "/health", "/llm/v1/messages"):
+        request: Any = SimpleNamespace(app={CONTEXT: SimpleNamespace(options=SimpleNamespace(root_path=root))})
+        request.path = path
+        assert route_path(request) == (path if root != "/llm" else path.removeprefix("/llm"))
+        request.path = root + path
+        assert route_path(request) == path

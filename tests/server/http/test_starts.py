@@ -69,6 +69,7 @@ def test_ctrl_c_is_status_130_and_nothing_is_said(moment: str, tiny: Path, tmp_p
     [
         ("--drafter=nosuch", "Unknown drafter 'nosuch'. Known: auto, ", False),
         ("--drafter=ngra", "Did you mean 'ngram'?", False),
+        ("--root-path=/v1", "--root-path is '/v1', and this server has /v1/chat/completions itself; ", False),
         ("--drafter=draft_model", "Drafter 'draft_model' needs", True),
         ("--drafter-options.nosuch=1", "'nosuch'", True),
     ],
