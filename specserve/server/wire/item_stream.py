@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 
-from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
+from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput, extended
 from specserve.server.wire.answer import (
     AnswerParser,
     Arguments,
@@ -51,6 +52,10 @@ class ItemStream(Stream):
 
     def _news(self, index: int, chunk: Chunk) -> list[Event]:
         events: list[Event] = []
+        scores = self._output.outputs[0].logprobs
+        if chunk.num_reasoning_tokens < 0 and scores is not None:  # so many of the first tokens are text after all
+            first = scores[: -chunk.num_reasoning_tokens]
+            chunk = replace(chunk, logprobs=extended(first, chunk.logprobs) if chunk.logprobs else first)
         for part in parts_of(self._parser, chunk):
             events += self._part(part)
         if chunk.finish_reason is not None and self._items:
