@@ -12,10 +12,11 @@ import pytest
 
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError
+from specserve.server.answers import Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.supervisor import State
 from specserve.server.metrics import Metrics
-from specserve.server.service import Prepared, Service
+from specserve.server.service import Service
 from specserve.server.tool_use import ToolUse
 from specserve.server.trials import Trials
 from specserve.server.wire.answer import Arguments, Call, Text
@@ -32,7 +33,7 @@ def service(folder: Path, template: str, **stated: Any) -> Service:
     path = write_tiny_model(folder, "llama") / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template, **stated}))
     supervisor: Any = SimpleNamespace(state=State.READY, ready=SimpleNamespace(max_model_len=256))
-    return Service(supervisor, Tokenizer(folder), Metrics("tiny"), Trials(folder), Chats(folder))
+    return Service(supervisor, Tokenizer(folder), Metrics("tiny"), Trials(folder), Chats(folder), 2**20)
 
 
 def prepared(prompt: str = "") -> Prepared:

@@ -14,10 +14,10 @@ from aiohttp import web
 
 from specserve.engine.request import Request
 from specserve.errors import InputError, PromptTooLongError
+from specserve.server.answers import Prepared
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context
 from specserve.server.http.respond import Call, ignore, respond
-from specserve.server.service import Prepared
 from specserve.server.tool_use import ToolUse, describe_tools
 from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.fields import Limits

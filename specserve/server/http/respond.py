@@ -15,8 +15,8 @@ from aiohttp import HttpVersion11, web
 from specserve.engine.outputs import Chunk, RequestOutput
 from specserve.engine.port import QueueTimeoutError
 from specserve.server.admission import Place
+from specserve.server.answers import Answers, Prepared
 from specserve.server.http.context import ARRIVED, context
-from specserve.server.service import Answers, Prepared
 from specserve.server.wire.errors import INTERNAL_ERROR, WireError, unavailable, wire_error
 from specserve.server.wire.fields import header_names
 from specserve.server.wire.json_pieces import json_pieces, json_text

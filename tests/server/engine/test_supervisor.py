@@ -17,11 +17,12 @@ from specserve.engine.outputs import CompletionOutput
 from specserve.engine.request import Request
 from specserve.errors import EngineError, ModelError
 from specserve.llm import LLM
+from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.spawn import Nest
 from specserve.server.engine.supervisor import Patience, State, Supervisor
 from specserve.server.metrics import Metrics
-from specserve.server.service import Answers, Prepared, Service
+from specserve.server.service import Service
 from specserve.server.trials import Trials
 from specserve.server.wire.errors import WireError
 from specserve.testing import write_tiny_model
@@ -50,7 +51,7 @@ def expected(folder: Path) -> list[int]:
 async def running(folder: Path, patience: Patience = PATIENCE, **options: Any) -> AsyncIterator[Service]:
     metrics = Metrics("tiny")
     supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, metrics, patience)
-    service = Service(supervisor, Tokenizer(folder), metrics, Trials(folder), Chats(folder))
+    service = Service(supervisor, Tokenizer(folder), metrics, Trials(folder), Chats(folder), 2**20)
     try:
         await supervisor.wait_until_ready()
         yield service
