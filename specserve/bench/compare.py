@@ -146,24 +146,33 @@ def compare(
     questions: Sequence[Question],
     plan: Plan,
     on_turn: Callable[[Turn], None] = lambda turn: None,
+    kept: list[Run] | None = None,
 ) -> list[Run]:
-    """Run `plan` and return one Run per contender, plain decoding first. `on_turn` is called before each turn.
+    """Run `plan` and return one Run per contender, plain decoding first. `on_turn` is called before each turn. `kept`
+    has the runs before they end, for whoever interrupts them: they have the groups that all contenders have run.
 
     The prefix cache is emptied before each turn, and every contender warms up on the first group, uncounted. Prompt i
     is sampled with seed params.seed + i by all. Raises ConfigError for an unknown drafter, EngineError for a failed
     request.
     """
     check_concurrency(plan.concurrency, llm.config.max_num_seqs)
-    runs = {name: Run(name) for name in plan.contenders}
+    runs = [] if kept is None else kept
+    runs += [Run(name) for name in plan.contenders]
+    by_name = {run.drafter: run for run in runs}
     for name in plan.contenders:
         warm_up(llm, questions[: plan.concurrency], plan, name)
+    taken: dict[str, tuple[list[Reply], float, Counters, Counters]] = {}
     for turn in turns(plan, len(questions)):
         on_turn(turn)
         use(llm, plan, turn.drafter)
         before = llm.counters()
         replies, wall = take(llm, questions, plan, turn)
-        runs[turn.drafter].add(replies, wall, before, llm.counters())
-    return list(runs.values())
+        taken[turn.drafter] = replies, wall, before, llm.counters()
+        if len(taken) == len(runs):
+            for name, group in taken.items():
+                by_name[name].add(*group)
+            taken.clear()
+    return runs
 
 
 def check_concurrency(concurrency: int, max_num_seqs: int) -> None:

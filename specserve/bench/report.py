@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 PHASES = ("draft", "mask", "forward", "sample", "host", "total")
 
 
-def report(llm: LLM, questions: Sequence[Question], concurrency: int, runs: Sequence[Run]) -> dict[str, Any]:
-    """The whole comparison as JSON has it; speed-ups are relative to the run named "none".
+def report(
+    llm: LLM, questions: Sequence[Question], concurrency: int, runs: Sequence[Run], interrupted: bool = False
+) -> dict[str, Any]:
+    """The whole comparison as JSON has it, or what there was of it when it was interrupted; speed-ups are relative to
+    the run named "none".
 
     Sums (tokens, drafts, steps) go over all repeats. tokens_per_second is output tokens over wall time, prefill
     included; it and the speed-up are medians over repeats. Times are milliseconds, medians over requests. A category's
@@ -30,7 +33,8 @@ def report(llm: LLM, questions: Sequence[Question], concurrency: int, runs: Sequ
     return {
         **described(llm),
         "concurrency": concurrency,
-        "prompts": len(questions),
+        "prompts": len({reply.question for reply in plain.replies}),
+        "interrupted": interrupted,
         "runs": [_run(run, plain, questions, different.count(run.drafter)) for run in runs],
     }
 
@@ -150,7 +154,7 @@ def _categories(run: Run, plain: Run, questions: Sequence[Question]) -> dict[str
             "speedup": _share(run, name, questions).rate / _share(plain, name, questions).rate,
             "mean_acceptance_length": acceptance_length(_share(run, name, questions).replies),
         }
-        for name in dict.fromkeys(question.category for question in questions)
+        for name in dict.fromkeys(questions[reply.question].category for reply in plain.replies)
     }
 
 

@@ -168,10 +168,12 @@ def compare(
     chosen = spread(load_prompts(prompts), limit)
     llm, questions = load(options, [(prompt.text, prompt.category) for prompt in chosen], raw)
     with llm:
-        runs = _measure(llm, questions, plan, json_file)
+        runs, interrupted = _measure(llm, questions, plan, json_file)
         if record is not None:
             write_recording(record, llm, questions, runs[0], record_top)
         _show(llm, questions, runs[-1], show)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def drafting(drafters: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -198,20 +200,23 @@ def load(options: dict[str, Any], prompts: list[tuple[str, str]], raw: bool) -> 
     return llm, [Question(encode(text), category) for text, category in prompts]
 
 
-def _measure(llm: LLM, questions: list[Question], plan: Plan, json_file: Path | None) -> list[Run]:
+def _measure(llm: LLM, questions: list[Question], plan: Plan, json_file: Path | None) -> tuple[list[Run], bool]:
+    """The runs, and whether Ctrl-C ended them: then they are told and written as far as they came."""
     from specserve.bench.compare import explain
     from specserve.bench.report import report
 
     print(llm.summary, file=sys.stderr)
-    runs = _run(llm, questions, plan)
-    figures = report(llm, questions, plan.concurrency, runs)
+    runs, interrupted = _run(llm, questions, plan)
+    figures = report(llm, questions, plan.concurrency, runs, interrupted)
     if plan.params.structured is not None:
         _add_structured(figures, runs, plan.params.structured)
     write_json(json_file, figures)
     _print(figures, explain(llm, questions, runs))
     if llm.config.verification != "coupled" and plan.params.temperature > 0:
         print(f"With --verification {llm.config.verification} sampled texts may differ; their law is the same.")
-    return runs
+    if interrupted:
+        print(f"Interrupted: the figures are of {len(runs[0].replies)} of {len(questions) * plan.repeats} answers.")
+    return runs, interrupted
 
 
 def _add_structured(figures: dict[str, Any], runs: Sequence[Run], asked: Structured) -> None:
@@ -222,14 +227,22 @@ def _add_structured(figures: dict[str, Any], runs: Sequence[Run], asked: Structu
         each["structured"] = structured_figures(run, fits)
 
 
-def _run(llm: LLM, questions: list[Question], plan: Plan) -> list[Run]:
-    """The comparison, with a progress bar on standard error while it runs."""
+def _run(llm: LLM, questions: list[Question], plan: Plan) -> tuple[list[Run], bool]:
+    """The comparison, with a progress bar on standard error while it runs, and whether Ctrl-C ended it. Raises
+    KeyboardInterrupt where there is nothing to tell."""
     from specserve.bench.compare import compare as run_all, turns
 
     total = sum(1 for _ in turns(plan, len(questions)))
-    with progress_bar() as bar:
-        task = bar.add_task("warm-up", total=total, completed=-1)
-        return run_all(llm, questions, plan, lambda turn: bar.update(task, advance=1, description=turn.drafter))
+    runs: list[Run] = []
+    try:
+        with progress_bar() as bar:
+            task = bar.add_task("warm-up", total=total, completed=-1)
+            run_all(llm, questions, plan, lambda turn: bar.update(task, advance=1, description=turn.drafter), runs)
+    except KeyboardInterrupt:
+        if not (runs and runs[0].replies):
+            raise
+        return runs, True
+    return runs, False
 
 
 def progress_bar() -> Progress:

@@ -162,3 +162,6 @@ def _report(llm: LLM, made: list[Group], settings: dict[str, Any], json_file: Pa
         console.print(table, "")
     print("Plain decoding's seconds over the drafter's, by prompts at once and temperature (T).")
     print(worst_line(found))
+    if not found["settings"]["complete"]:
+        counts = [len(group.repeats) for group in made], [group.plan.repeats for group in made]
+        print(f"Not complete: the figures are of {sum(counts[0])} of {sum(counts[1])} repeats.")

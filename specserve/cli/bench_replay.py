@@ -36,7 +36,7 @@ def replay(
     json_file: JsonFile = None,
 ) -> None:
     """Measure drafters' acceptance on recorded answers. Several share the draft length and options; then the JSON holds
-    the figures of each under its name."""
+    the figures of each under its name, null for one that Ctrl-C left out."""
     from specserve.bench.replay import replay_file
     from specserve.bench.report import table_of
     from specserve.speculation.lookup import prepare
@@ -46,8 +46,16 @@ def replay(
         raise ConfigError(f"--drafter is {','.join(drafter)!r}; name one drafter or several, each once.")
     for name in drafter:
         prepare(name, options)  # a wrong name must not cost the replays before it
-    found = {name: replay_file(recording, name, num_speculative_tokens, options).summary() for name in drafter}
-    write_json(json_file, found if len(found) > 1 else found[drafter[0]])
+    found: dict[str, dict[str, Any]] = {}
+    interrupted = False
+    try:
+        for name in drafter:
+            found[name] = replay_file(recording, name, num_speculative_tokens, options).summary()
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        interrupted = True
+    write_json(json_file, {name: found.get(name) for name in drafter} if len(drafter) > 1 else found[drafter[0]])
     console = Console()
     limits = f"at most {num_speculative_tokens} draft tokens a step, replayed from {recording.name}"
     for name, summary in found.items():
@@ -61,6 +69,9 @@ def replay(
             steps = (_parts(summary)[category]["tokens_per_step"] for summary in found.values())
             table.add_row(category, *(f"{count:.2f}" for count in steps))
         console.print("", table)
+    if interrupted:
+        print(f"Interrupted: not replayed to the end: {', '.join(name for name in drafter if name not in found)}.")
+        raise KeyboardInterrupt
 
 
 def _parts(summary: dict[str, Any]) -> dict[str, Any]:

@@ -154,7 +154,12 @@ def test_figures(llm: FakeLLM) -> None:
     found = figures(llm, plan("1", "2", repeats=3))
     plain, one, two = found["runs"]
     settings = dict(model="smollm2-135m", device="cpu", dtype="float32", quantization="none", threads=1)  # noqa: C408
-    assert {key: value for key, value in found.items() if key != "runs"} == {**settings, "concurrency": 1, "prompts": 3}
+    assert {key: value for key, value in found.items() if key != "runs"} == {
+        **settings,
+        "concurrency": 1,
+        "prompts": 3,
+        "interrupted": False,
+    }
     assert all(set(each) == KEYS for each in found["runs"])
     assert [each["drafter"] for each in found["runs"]] == ["none", "1", "2"]
     assert [each["output_tokens"] for each in found["runs"]] == [108, 108, 108]

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from specserve import llm
+from specserve.bench import compare, replay
 from specserve.cli import answer as cli_answer, chat as cli_chat, generate as cli_generate
 from specserve.cli.main import COMMANDS, build_app, run
 from specserve.cli.options import ENGINE_HELP, SAMPLING_HELP, EngineOptions, SamplingOptions, engine_options
@@ -445,6 +446,71 @@ def test_bench_writes_figures_and_a_recording_that_replays(specserve: Run, tiny:
     status, _, err = specserve("bench", "replay", "r.jsonl", *options, "6")
     assert status != 0
     assert "--record-top 6" in err
+
+
+@pytest.mark.parametrize("taken", [3, 8])
+def test_bench_keeps_what_it_measured_until_ctrl_c(
+    specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """Prompts that both have answered; of 3 prompts run twice, 8 turns are 1 of the second time."""
+    left, take = taken, compare.take
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return take(*arguments)
+
+    monkeypatch.setattr(compare, "take", interrupted)
+    flags = ("--model", tiny, *SMALL, "--limit", "3", "--repeats", "2", "--max-tokens", "8", "--json", "out.json")
+    status, out, err = specserve("bench", "--drafter", "ngram", *flags, "--record", "r.jsonl")
+    assert status == 130
+    assert f"Interrupted: the figures are of {taken // 2} of 6 answers." in out
+    assert "Traceback" not in err
+    figures = json.loads(Path("out.json").read_text())
+    assert figures["interrupted"]
+    assert figures["prompts"] == len(Path("r.jsonl").read_text().splitlines()) == min(3, taken // 2)
+    first, second = figures["runs"]
+    assert first["output_tokens"] == second["output_tokens"] == 8 * (taken // 2)
+
+
+def test_bench_says_nothing_where_ctrl_c_comes_before_the_first_answers(
+    specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    flags = ("--model", tiny, *SMALL, "--limit", "1", "--max-tokens", "8", "--json", "out.json")
+    for name in ("warm_up", "take"):
+        with monkeypatch.context() as patched:
+            patched.setattr(compare, name, interrupted)
+            status, out, err = specserve("bench", "--drafter", "ngram", *flags)
+        assert (status, out) == (130, "")
+        assert "Traceback" not in err
+        assert not Path("out.json").exists()
+
+
+def test_bench_replay_keeps_the_drafters_that_were_replayed_until_ctrl_c(
+    specserve: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"prompt_ids": [1, 2, 3, 1, 2], "output_ids": [3, 1, 2, 3, 1, 2], "category": "a"}
+    Path("r.jsonl").write_text(json.dumps(line) + "\n")
+    real = replay.replay_file
+
+    def interrupted(recording: Path, name: str, *arguments: Any) -> Any:
+        if name == "suffix":
+            raise KeyboardInterrupt
+        return real(recording, name, *arguments)
+
+    monkeypatch.setattr(replay, "replay_file", interrupted)
+    status, out, err = specserve("bench", "replay", "r.jsonl", "--drafter", "ngram,suffix", "--json", "o.json")
+    assert (status, err) == (130, "")
+    assert "Interrupted: not replayed to the end: suffix." in out
+    found = json.loads(Path("o.json").read_text())
+    assert found["ngram"]["tokens"] == 6
+    assert found["suffix"] is None
+    assert specserve("bench", "replay", "r.jsonl", "--drafter", "suffix") == (130, "", "")
 
 
 def test_bench_with_a_schema_measures_masks_and_counts_misfits(specserve: Run, tiny: str) -> None:

@@ -42,8 +42,8 @@ class Int8Weights(Mapping[str, Tensor]):
         if tuple(scale.shape) != (len(tensor), 1) or not scale.is_floating_point():
             found = f"{str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}"
             raise ModelError(
-                f"{self._folder}: {name}{_SCALE} is {found}; int8 matrices of a draft head have one scale for each row, "
-                f"here [{len(tensor)}, 1]. Store them so, or as bfloat16."
+                f"{self._folder}: {name}{_SCALE} is {found}; int8 matrices of a draft head have one scale for each "
+                f"row, here [{len(tensor)}, 1]. Store them so, or as bfloat16."
             )
         return tensor.float() * scale.float()
 
