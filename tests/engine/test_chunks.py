@@ -31,8 +31,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class KnownCost(StepCost):
     """What steps cost is known beforehand, and not what this machine takes."""
 
+    def __init__(self, decode_s: float = DECODE_S) -> None:
+        super().__init__()
+        self._decode_s = decode_s
+
     def observe(self, rows: int, context: int, tokens: int, read: float, seconds: float) -> None:
-        super().observe(rows, 0, tokens, read, DECODE_S * (rows > 0) + tokens * (TOKEN_S + CONTEXT_S * read))
+        super().observe(rows, 0, tokens, read, self._decode_s * (rows > 0) + tokens * (TOKEN_S + CONTEXT_S * read))
 
 
 def make(tiny: Path, cost: StepCost | None = None, **options: Any) -> Engine:
@@ -79,6 +83,27 @@ def test_a_prompt_beside_a_stream_takes_its_time(tiny: Path, max_step_ms: float 
     for chunk in found[:-1]:
         assert seconds(chunk) <= added_s * 1.01 or chunk[1] == 8
         assert seconds((chunk[0], chunk[1] + 2)) > added_s, "and not less than it may"
+
+
+@pytest.mark.parametrize(
+    ("pace", "decode_s", "added_s"),
+    [(1, 0.004, 0.006), (1.5, 0.004, 0.011), (2, 0.004, 0.012), (8, 0.004, 0.012), (8, 0.010, 0.015)],
+)
+def test_a_stream_with_drafts_waits_no_longer_for_prompts(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, pace: float, decode_s: float, added_s: float
+) -> None:
+    """Of several tokens a step each may come as late as one, but all come at once: 12 ms is what they may wait for it,
+    or what they would wait without drafts."""
+    engine = make(tiny, KnownCost(decode_s))
+    engine.add(Request(id="stream", prompt_ids=prompt(1, 5), params=ENDLESS))
+    for _ in range(3):
+        engine.step()
+    monkeypatch.setattr(engine.scheduler, "pace", pace)
+    monkeypatch.setattr(engine.scheduler, "observe", lambda num_seqs, num_tokens: None)
+    engine.add(Request(id="long", prompt_ids=prompt(2, 1000), params=ONE))
+    for chunk in chunks(engine, "long")[:-1]:
+        assert seconds(chunk) <= added_s * 1.01 or chunk[1] == 8
+        assert seconds((chunk[0], chunk[1] + 2)) > added_s
 
 
 def test_a_prompt_alone_gives_way_four_times_a_second(tiny: Path) -> None:
