@@ -70,7 +70,7 @@ class LLM:
         self.quantization = built.quantization
         self.summary = built.summary
         self._requests = Requests(self.tokenizer)
-        self._port: LocalPort | None = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning))
+        self._port: LocalPort | None = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers))
 
     @property
     def engine(self) -> Engine:
@@ -272,7 +272,7 @@ class AsyncLLM:
         self.engine = built.engine  # its counters may be read; everything else belongs to the port's thread
         self._requests = Requests(self.tokenizer)
         self._owner = Ownership()
-        self._port = ThreadPort(LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning)))
+        self._port = ThreadPort(LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers)))
 
     async def generate(
         self,

@@ -36,7 +36,7 @@ class Compiling:
         """The grammar of a structured request, behind the reasoning of models that reason; None for others. Any thread
         may call it. May take a second or more, once for each grammar. Raises RefusedError."""
         asked = request.params.structured
-        return None if asked is None else wrapped(self._compiler.compile(asked), request.prompt_ids, self._reasoning)
+        return None if asked is None else wrapped(self._compiler.compile(asked), request.beginning, self._reasoning)
 
     def add(self, request: Request) -> None:
         asked = request.params.structured

@@ -68,7 +68,8 @@ class Requests:
         self, text: str | None, ids: list[int], params: SamplingParams, fields: Mapping[str, Any]
     ) -> tuple[Request, RequestOutput]:
         name, words = f"request-{next(self._ids)}", bad_word_ids(params, self._tokenizer)
-        request = Request(id=name, prompt_ids=ids, params=params, bad_words=words, **fields)
+        begins = "behind" if params.structured is None else self._tokenizer.beginning(ids)
+        request = Request(id=name, prompt_ids=ids, params=params, bad_words=words, beginning=begins, **fields)
         return request, RequestOutput.of(request, text)
 
 

@@ -13,6 +13,7 @@ import msgspec
 from specserve.errors import InputError, PromptTooLongError, shown
 from specserve.explained import Explained
 from specserve.structured.base import Grammar, Guarded
+from specserve.text.reasoning import Beginning
 from specserve.types import BadWords, SamplingParams, Sequence, SequenceStats, wrong_ids
 
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the completions of one seed over the 64-bit range
@@ -36,6 +37,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     of its drafter, "none" for plain decoding; None leaves it to the engine. `prediction` is what the answer will mostly
     be, as ids: without a `drafter` the request drafts from it; a drafter that is named may make use of it or not.
     `explain`: its events tell what steps did with drafts. `compiles_slowly`: params.structured is known to take long.
+    `beginning`: where the answer begins, of a model that reasons; params.structured rules what is behind reasoning.
     """
 
     id: str
@@ -49,6 +51,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     prediction: tuple[int, ...] = ()
     explain: bool = False
     compiles_slowly: bool = False
+    beginning: Beginning = "behind"
 
 
 def sequences(request: Request, limits: Limits, grammar: Grammar | None = None) -> list[Sequence]:

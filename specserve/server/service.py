@@ -143,8 +143,7 @@ class Service:
 
     def _reader(self, use: ToolUse, written: CallFormat, prepared: Prepared) -> Callable[[], AnswerParser]:
         """The first loads a parser."""
-        reasoning, request = self.tokenizer.reasoning, prepared.request
-        beginning = "behind" if reasoning is None else reasoning.beginning(request.prompt_ids)
+        beginning = self.tokenizer.beginning(prepared.request.prompt_ids)
         return reader(use, written, prepared.prompt or "", beginning, self._reasoning_apart)
 
     async def with_reasoning_apart(self, prepared: Prepared) -> Prepared:
@@ -159,7 +158,8 @@ class Service:
     async def _know_reasoning(self) -> None:
         """Find out once how the model reasons."""
         if not self._knows_reasoning:
-            await self.chats.teach(self.tokenizer)
+            if await self.on_thread(lambda: self.tokenizer.markers) is not None:
+                await self.chats.teach(self.tokenizer)
             await self.on_thread(lambda: self.tokenizer.reasoning)
             self._knows_reasoning = True
 
@@ -180,11 +180,15 @@ class Service:
         enforced, and WireError, 429, where too many wait."""
         request = prepared.request
         asked, words = request.params.structured, request.params.bad_words
-        is_slow = asked is not None and await self._try(asked, prepared.source, tenant or client)
+        if asked is not None:
+            is_slow = await self._try(asked, prepared.source, tenant or client)
+            await self._know_reasoning()
+            begins = await self.run(len(request.prompt_ids), self.tokenizer.beginning, request.prompt_ids)
+            prepared = prepared.having(compiles_slowly=is_slow, beginning=begins)
         ids = await self.run(sum(map(len, words)), bad_word_ids, request.params, self.tokenizer)
         salt = tenant + request.salt
         private = not salt and not shares_drafts
-        return prepared.having(bad_words=ids, salt=salt, private=private, compiles_slowly=is_slow)
+        return prepared.having(bad_words=ids, salt=salt, private=private)
 
     async def _try(self, asked: Structured, source: str, client: bytes) -> bool:
         try:

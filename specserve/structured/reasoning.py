@@ -6,7 +6,6 @@ The tokens of a draft are walked one by one, so reasoning may end anywhere in on
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -14,14 +13,14 @@ import numpy as np
 
 from specserve.structured import walk
 from specserve.structured.base import Grammar
-from specserve.text.reasoning import Reasoning
+from specserve.text.reasoning import Beginning, Reasoning
 from specserve.types import GrammarState, Ids
 
 
-def wrapped(grammar: Grammar, prompt_ids: Many[int], reasoning: Reasoning | None) -> Grammar:
+def wrapped(grammar: Grammar, beginning: Beginning, reasoning: Reasoning | None) -> Grammar:
     """The grammar of what a model says to a prompt: the answer has `grammar`, reasoning before it has none. `reasoning`
     is None for models that do not reason; where the prompt has closed it, `grammar` begins at once."""
-    if reasoning is None or (beginning := reasoning.beginning(prompt_ids)) == "behind":
+    if reasoning is None or beginning == "behind":
         return grammar
     return ReasoningGrammar(grammar, reasoning, is_open=beginning == "inside")
 

@@ -4,7 +4,7 @@ texts and ids; knows no grammar and no request."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -63,9 +63,9 @@ class Reasoning:
         return "before" if is_new else "behind"
 
 
-def reasoning(tokenizer: Tokenizer, stated: Any, source: str) -> Reasoning | None:
+def markers(tokenizer: Tokenizer, stated: Any, source: str) -> Reasoning | None:
     """Of a model whose files state the response_template `stated`, or None, and whose chat templates have the text
-    `source`; None for one that does not reason, as far as they tell."""
+    `source`; None for one that does not reason, as far as they tell. Without a header: no template is run."""
     added = tokenizer.added_tokens
     for (first, last), is_certain in _candidates(tokenizer, stated):
         if not (is_certain or first in source or last in source or {first, last} <= added.keys()):
@@ -73,8 +73,14 @@ def reasoning(tokenizer: Tokenizer, stated: Any, source: str) -> Reasoning | Non
         opening, closing = _ids(tokenizer, first), _ids(tokenizer, last)
         if opening and closing and opening != closing:
             controls = tokenizer.special_ids.difference(opening, closing)
-            return Reasoning(opening, closing, _header(tokenizer, controls), controls, tokenizer.eos_ids)
+            return Reasoning(opening, closing, None, controls, tokenizer.eos_ids)
     return None
+
+
+def with_header(tokenizer: Tokenizer, found: Reasoning) -> Reasoning:
+    """With the header that the chat template says: two questions go through it, unless it is known what it makes of
+    them."""
+    return replace(found, header=_header(tokenizer, found.controls))
 
 
 def _candidates(tokenizer: Tokenizer, stated: Any) -> Iterator[tuple[tuple[str, str], bool]]:

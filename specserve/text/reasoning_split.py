@@ -22,8 +22,8 @@ def splitting(
 ) -> Callable[[], ReasoningSplit] | None:
     """What makes the ReasoningSplit of each completion of a prompt; None where no reasoning can come. Blanks between
     reasoning and answer go with neither, but belong to an answer that a grammar rules."""
-    reasoning = tokenizer.reasoning
-    if reasoning is None or (beginning := reasoning.beginning(prompt_ids)) == "behind":
+    reasoning, beginning = tokenizer.markers, tokenizer.beginning(prompt_ids)
+    if reasoning is None or beginning == "behind":
         return None
     hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
     shown = b"".join(tokenizer.token_bytes(token) for token in reasoning.close if token not in hidden)

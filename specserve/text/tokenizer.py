@@ -20,7 +20,7 @@ from specserve.text.control import ControlTokens, StandIns
 from specserve.text.conversation import Rendered
 from specserve.text.encoding import decode, encode, not_unicode
 from specserve.text.longest import Bound, bound
-from specserve.text.reasoning import Reasoning, reasoning
+from specserve.text.reasoning import Beginning, Reasoning, markers, with_header
 from specserve.text.tools import CallFormat, call_format
 
 Message = Mapping[str, Any]
@@ -191,9 +191,19 @@ class Tokenizer:
         return call_format(self._response_template, self._chat.tool_source, special)
 
     @cached_property
+    def markers(self) -> Reasoning | None:
+        """The tokens around the model's reasoning; None for one that does not reason. Runs no chat template, so nothing
+        is known of where the model's turn begins."""
+        return markers(self, self._response_template, self._chat.tool_source + (self._chat.source or ""))
+
+    @cached_property
     def reasoning(self) -> Reasoning | None:
-        """The tokens around the model's reasoning; None for one that does not reason."""
-        return reasoning(self, self._response_template, self._chat.tool_source + (self._chat.source or ""))
+        """As `markers`, and where the model's turn begins, which the chat template says."""
+        return None if self.markers is None else with_header(self, self.markers)
+
+    def beginning(self, prompt_ids: Sequence[int]) -> Beginning:
+        """Where the answer to a prompt begins; as `reasoning`, runs the chat template once."""
+        return "behind" if self.reasoning is None else self.reasoning.beginning(prompt_ids)
 
     @cached_property
     def _control(self) -> ControlTokens:

@@ -221,9 +221,9 @@ def test_what_a_prompt_ends_with_decides() -> None:
     marks = reasoning([3], [2])
 
     def begins(prompt_ids: list[int]) -> Any:
-        return wrapped(inner, prompt_ids, marks)
+        return wrapped(inner, marks.beginning(prompt_ids), marks)
 
-    assert wrapped(inner, [HEAD], None) is inner
+    assert wrapped(inner, "before", None) is inner
     assert begins([HEAD, 3, 2]) is inner
     assert begins([1, 1]) is inner
     assert begins([1, HEAD, 3, 0]).is_open

@@ -200,7 +200,7 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         built = build(config)
         built.engine.runner.ops.watch(Pulse(memory))
         loaded = time.perf_counter()
-        port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning))
+        port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers))
         _warm_up(port)
         phases = {"load": loaded - begun, "warm-up": time.perf_counter() - loaded}
         gc.freeze()  # what was loaded stays; to look at all of it takes 0.1 s, in which nobody gets a token

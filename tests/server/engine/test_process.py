@@ -41,7 +41,7 @@ def test_after_the_warm_up_everything_is_counted_and_the_warm_up_is_not(tmp_path
     """The phase "draft" too, which is timed by whoever drafts."""
     folder = write_tiny_model(tmp_path, "llama", seed=3)
     built = build(EngineConfig(model=str(folder), dtype="float32", drafter="ngram"))
-    port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.reasoning))
+    port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers))
     process._warm_up(port)
     counters = built.engine.counters
     assert (counters.num_steps, counters.seconds["total"], counters.seconds["draft"]) == (0, 0.0, 0.0)

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer as Backend
 
 from specserve.llm import LLM, AsyncLLM, RequestOutput
 from specserve.testing import tiny_tokenizer, write_tiny_model
+from specserve.text.chat import ChatTemplate
 from specserve.types import SamplingParams
 
 TEMPLATE = (  # opens the reasoning of the answer, and tells of tools in Hermes' way
@@ -142,6 +143,26 @@ def test_calls_that_must_be_made_come_behind_it(thinker: Any, close: int, stream
             )
             assert events[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
     assert made
+
+
+def test_a_template_that_loops_keeps_no_engine_from_starting(
+    tmp_path: Path, serving_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine runs it: where answers begin is found out elsewhere, and grammars hold where that fails."""
+    folder = write_reasoning_model(tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE + loop}))
+    with serving_process(folder, tmp_path, **{"max-model-len": 1024}) as served:
+        reply = served.post(CHAT, {"messages": USER})
+        assert (reply.status, reply.json["error"]["code"]) == (500, "text_failed")
+        body = {"prompt": "the", "guided_regex": "[0-9]{3}", "max_tokens": 9}
+        assert re.fullmatch("[0-9]{3}", served.post("/v1/completions", body).json["choices"][0]["text"])
+    rendered: list[None] = []
+    monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: rendered.append(None))
+    with LLM(str(folder), max_model_len=128, kv_cache_gib=0.01) as llm:
+        llm.generate("the", SamplingParams(max_tokens=2))
+    assert not rendered
 
 
 def test_an_answer_that_is_cut_off_in_it_has_nothing_else(thinker: Any) -> None:
