@@ -11,7 +11,7 @@ from specserve.engine.commit import event, extend
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
-from specserve.errors import ConfigError, InputError
+from specserve.errors import ConfigError
 from specserve.runtime.pack import ScoredPrompt, Step, StepInput, num_logit_rows, pack
 from specserve.runtime.runner import Output, Runner
 from specserve.sampling.sampler import Sampler
@@ -64,8 +64,7 @@ class Engine:
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""
-        if request.id in self.requests:
-            raise InputError(f"Request id {request.id!r} is in use; every running request needs its own.", "request_id")
+        assert request.id not in self.requests, "whoever drives the engine gives each request an id of its own"
         group = sequences(request, self.limits, grammar)
         check_beginning(group[0], self.limits.vocab_size)
         self.policy.admit(group, request.drafter)

@@ -74,6 +74,9 @@ class Listeners:
         return request_id in self._open
 
     def add(self, request: Request, listener: Listener) -> None:
+        """Raises InputError for an id that has a listener: its events would be the other's."""
+        if request.id in self._open:
+            raise InputError(f"Request id {request.id!r} is in use; every open request needs its own.", "request_id")
         self._open[request.id] = listener, [request.params.n]
 
     def notify(self, event: Event) -> None:
@@ -99,7 +102,8 @@ class Listeners:
 
 class LocalPort:
     """An engine in this process, and the only caller of Engine.step. One thread at a time calls everything but
-    `compile`; events come in calls of `step` and `abort`."""
+    `compile`; events come in calls of `step` and `abort`. An engine that fails raises what it fails with from any call:
+    whoever calls then calls `fail`, which tells all whose requests are open, that of a failed `submit` too."""
 
     def __init__(self, engine: Engine, compiling: Compiling) -> None:
         self.engine = engine
@@ -117,19 +121,25 @@ class LocalPort:
 
     def submit(self, request: Request, listener: Listener) -> None:
         """One with a grammar joins in when that is compiled."""
-        if request.params.structured is not None:
-            self._listeners.add(request, listener)
-            self._compiling.add(request)
-            return
         try:
-            self.add(request, None, listener)
+            self._listeners.add(request, listener)
         except InputError as error:
             listener(error)
+            return
+        if request.params.structured is None:
+            self._let_in(request, None)
+        else:
+            self._compiling.add(request)
 
     def add(self, request: Request, grammar: Grammar | None, listener: Listener) -> None:
-        """As `submit`, with a grammar from `compile`. Raises InputError; then nothing of the request remains."""
-        self.engine.add(request, grammar)
+        """As `submit`, with a grammar from `compile`. Raises InputError, and then nothing of the request remains, or
+        what the engine fails with; either way the listener hears nothing."""
         self._listeners.add(request, listener)
+        try:
+            self.engine.add(request, grammar)
+        except BaseException:
+            self._listeners.end(request.id)
+            raise
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         waiting = self._compiling.drop(request_id)
@@ -150,17 +160,20 @@ class LocalPort:
     def step(self) -> bool:
         """Let in whose grammar is ready, and take one step if there is work; whether one was taken. What a listener
         raises comes out once all of them have been told."""
-        for request, found in self._compiling.done():
-            try:
-                if isinstance(found, InputError):
-                    raise found
-                self.engine.add(request, found)
-            except InputError as error:
-                self._listeners.end(request.id, error)
+        call_all(lambda compiled: self._let_in(*compiled), self._compiling.done())
         if not self.engine.has_work:
             return False
         call_all(self._listeners.notify, self.engine.step())
         return True
+
+    def _let_in(self, request: Request, grammar: Grammar | InputError | None) -> None:
+        """Of one that listens, or why it has no grammar. What the engine refuses is told, what it fails with raised."""
+        try:
+            if isinstance(grammar, InputError):
+                raise grammar
+            self.engine.add(request, grammar)
+        except InputError as error:
+            self._listeners.end(request.id, error)
 
     def fail(self, error: EngineError) -> None:
         """Tell everybody that nothing more will come."""

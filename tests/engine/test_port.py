@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,8 @@ SCHEMA = Structured.choice(["yes", "no"])
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama", seed=3)
-    return build(EngineConfig(model=str(folder), dtype="float32", max_model_len=128, max_num_seqs=2))
+    options: dict[str, Any] = {"drafter": "none", "max_step_ms": 1e9}  # how many steps there are hangs on no time
+    return build(EngineConfig(model=str(folder), dtype="float32", max_model_len=128, max_num_seqs=2, **options))
 
 
 class Held(Compiling):
@@ -181,6 +183,69 @@ def test_a_listener_that_raises_costs_nobody_an_event(built: Built) -> None:
     assert [type(got[name][-1]) for name in "bc"] == [EngineError, EngineError]
     port.abort("b")
     port.abort("c")
+
+
+def test_of_grammars_that_are_ready_at_once_each_is_let_in_or_refused(built: Built, held: Held) -> None:
+    """Two of three are refused, and the first one's listener raises: the other hears of it in the same step."""
+    port, got = LocalPort(built.engine, held), {name: Got() for name in ("raises", "refused", "runs")}
+    for name, listener in (("raises", raising(got["raises"])), ("refused", got["refused"].append)):
+        port.submit(asking(name, structured=Structured.regex("(")), listener)
+    port.submit(asking("runs", 20, structured=SCHEMA), got["runs"].append)
+    held.may_go_on.set()
+    until(lambda: all(compiled.done() for _, compiled in held._waiting.values()))
+    with pytest.raises(KeyError):
+        port.step()
+    for name in ("raises", "refused"):
+        (error,) = got[name]
+        assert isinstance(error, InputError), name
+    run(port)
+    assert ends(got["runs"]) == [(0, "stop")]
+
+
+@pytest.mark.parametrize("second", [None, SCHEMA], ids=["free", "structured"])
+@pytest.mark.parametrize("first", [None, SCHEMA], ids=["free", "structured"])
+def test_an_id_in_use_is_refused_and_whose_it_is_hears_all(
+    built: Built, held: Held, first: Structured | None, second: Structured | None
+) -> None:
+    port, got, other = LocalPort(built.engine, held), Got(), Got()
+    port.submit(asking("x", 20, structured=first), got.append)
+    port.submit(asking("x", 20, structured=second), other.append)
+    with pytest.raises(InputError, match="in use"):
+        port.add(asking("x"), None, other.append)
+    held.may_go_on.set()
+    run(port)
+    assert [index for index, _ in ends(got)] == [0]
+    (error,) = other
+    assert isinstance(error, InputError)
+    assert error.param == "request_id"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("structured", [None, SCHEMA], ids=["free", "structured"])
+def test_a_request_that_the_engine_fails_to_take_is_told_and_so_are_all(
+    built: Built, monkeypatch: pytest.MonkeyPatch, structured: Structured | None
+) -> None:
+    """Not refused: the engine itself is at fault, and nobody knows in what state it was left."""
+    engine, got = built.engine, {name: Got() for name in ("runs", "fails")}
+
+    def add(request: Request, grammar: Grammar | None = None) -> None:
+        if request.id == "fails":
+            raise RuntimeError("planted")
+        type(engine).add(engine, request, grammar)
+
+    monkeypatch.setattr(engine, "add", add)
+    thread = ThreadPort(LocalPort(engine, Compiling(built.compiler, None)))
+    thread.submit(asking("runs", 100, ignore_eos=True), got["runs"].append)
+    thread.submit(asking("fails", structured=structured), got["fails"].append)
+    until(lambda: all(got.values()) and isinstance(got["runs"][-1], EngineError))
+    (error,) = got["fails"]
+    assert isinstance(error, EngineError) and "planted" in str(error)
+    engine.abort("runs")
+    local = LocalPort(engine, Compiling(built.compiler, None))
+    with pytest.raises(RuntimeError, match="planted"):
+        local.add(asking("fails"), None, got["fails"].append)
+    local.fail(EngineError("gone"))
+    assert len(got["fails"]) == 1, "who called is told by what was raised"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

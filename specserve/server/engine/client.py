@@ -89,8 +89,9 @@ class EngineClient:
     def submit(self, request: Request, listener: Listener) -> None:
         if not self._open:
             self.last_progress = self.last_advanced = time.monotonic()
+        message = self._encode(request)  # one that cannot be sent has not begun
         self._open.add(request, listener)
-        self._send(request)
+        self._write(message)
 
     def expect(self) -> None:
         """Tell an engine that rests of a request that is about to come."""
@@ -129,7 +130,10 @@ class EngineClient:
         self._pipe.close()
 
     def _send(self, command: Command) -> None:
-        self._pipe.send(self._encode(command))
+        self._write(self._encode(command))
+
+    def _write(self, message: bytes) -> None:
+        self._pipe.send(message)
         if self._pipe.is_behind:
             self._loop.add_writer(self._pipe, self._flush)
 

@@ -232,6 +232,21 @@ def test_a_listener_that_raises_costs_nobody_an_event() -> None:
     asyncio.run(play())
 
 
+def test_a_request_that_cannot_be_sent_is_not_waited_for() -> None:
+    """An engine with an open request that makes no progress would be taken for one that hangs."""
+
+    async def play() -> None:
+        ours, theirs = socket.socketpair()
+        client, wire = EngineClient(ours, Silent()), Wire(theirs)
+        with pytest.raises(OverflowError):
+            client.submit(Request(id="7", prompt_ids=[2**64], params=SamplingParams()), [].append)
+        assert client.num_open == 0
+        client.close()
+        wire.close()
+
+    asyncio.run(play())
+
+
 def test_bytes_that_are_no_report() -> None:
     """What came before them was heard; from then on nothing is."""
 
