@@ -7,7 +7,7 @@ been worth so far.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -54,9 +54,12 @@ class RecycleDrafter:
         self.needs = Needs(top_k=min(top_k, context.vocab_size), memory_bytes=int(table_mib * 2**20))
         self._tables: OrderedDict[bytes, _Table] = OrderedDict()  # least recently used first
         self._num_bytes = 0  # of all of them
+        self._num_open: Counter[bytes] = Counter()  # sequences of private tenants
 
     def begin(self, seq: SequenceView) -> None:
         """What is known is known of tokens."""
+        if seq.is_private:
+            self._num_open[seq.salt] += 1
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         drafts = []
@@ -81,9 +84,14 @@ class RecycleDrafter:
             self._num_bytes -= self._tables.popitem(last=False)[1].num_bytes
 
     def end(self, seq: SequenceView) -> None:
-        """Its tenant may have other sequences, and others later, unless it is its own."""
-        if seq.is_private and (table := self._tables.pop(seq.salt, None)) is not None:
-            self._num_bytes -= table.num_bytes
+        """Its tenant may have other sequences, and others later; a private request has its completions alone."""
+        if not seq.is_private:
+            return
+        self._num_open[seq.salt] -= 1
+        if not self._num_open[seq.salt]:
+            del self._num_open[seq.salt]
+            table = self._tables.pop(seq.salt, None)
+            self._num_bytes -= 0 if table is None else table.num_bytes
 
 
 class _Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -192,6 +193,25 @@ def test_a_repeated_text_is_drafted() -> None:
         say(driver, seq, [token], rows([token, 77]))
     (draft,) = driver.propose([seq], [9])
     assert (8, 5, 1, 9) in paths(draft)
+
+
+def test_a_private_request_keeps_its_table_until_its_last_completion_ends() -> None:
+    driver = Driver(RecycleDrafter(NO_TARGET, top_k=2))
+    first = make_seq([1])
+    group = [first, *(dataclasses.replace(first, tokens=[1], parent=first, index=i) for i in (1, 2))]
+    for seq in group:
+        seq.private = True
+        driver.begin(seq)
+    for i, seq in enumerate(group):
+        say(driver, seq, [2 + i], rows([5 + i, 9]))
+    driver.end(group[1])
+    driver.end(first)
+    group[2].tokens.append(1)
+    (draft,) = driver.propose([group[2]], [8])
+    assert {path[0] for path in paths(draft)} == {7, 9}, "what was last said of token 1"
+    driver.end(group[2])
+    drafter: Any = driver.drafter
+    assert (len(drafter._tables), drafter._num_bytes, len(drafter._num_open)) == (0, 0, 0)
 
 
 def test_nothing_of_one_tenant_is_in_another_ones_drafts() -> None:
