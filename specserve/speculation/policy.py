@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from itertools import takewhile
 
 from torch import Tensor
@@ -298,13 +298,24 @@ class Policy:
             adaptive.verify(each.seq, found, kept)
             each.draft = found.draft(kept)
 
-    def nameable(self) -> list[str]:
-        """The drafters that a request may name: of ours those that run no model, as far as they go with the engine."""
-        names = {NONE, self._own.name}
-        for name in {AUTO, *DRAFTERS.files()}.difference(DRAFTERS.stating(RUNS_MODEL)):
-            with suppress(InputError):
-                names.add(self._host(name).name)
-        return sorted(names)
+    def nameable(self) -> dict[str, str | None]:
+        """All drafters that there are, by name: why a request may not name one, None where it may. Those that run no
+        model are made to find that out, and not kept."""
+        refused: dict[str, str | None] = {}
+        running = DRAFTERS.stating(RUNS_MODEL)  # refused also where they have a part in "auto"
+        for name in sorted({NONE, AUTO, self._own.name, *DRAFTERS.files()}):
+            before, refused[name] = dict(self._hosts), None
+            if name in running and name != self._own.name:
+                refused[name] = f"Drafter {name!r} runs a model: it must be the engine's --drafter."
+                continue
+            try:
+                self._host(name)
+            except InputError as error:
+                refused[name] = str(error)
+            for host in set(self._hosts.values()).difference(before.values()):
+                host.close()
+            self._hosts = before
+        return refused
 
     def _host(self, name: str) -> DraftHost:
         """The drafter of that name, made if there is none yet. Only of drafters/, as a request shall not decide whose

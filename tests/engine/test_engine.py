@@ -630,14 +630,16 @@ def test_every_completion_of_a_request_has_its_drafter(tiny: Path) -> None:
 
 @pytest.mark.parametrize("own", ["none", "auto", "suffix", "recycle"])
 def test_the_drafters_that_may_be_named_are_known(tiny: Path, own: str) -> None:
-    """Those and no others are taken."""
+    """Those and no others are taken, and why the others are not is known."""
     engine = build(EngineConfig(model=str(tiny), dtype="float32", max_model_len=160, drafter=own)).engine
-    known = engine.policy.nameable()
+    found = engine.policy.nameable()
+    known = {name for name, reason in found.items() if reason is None}
     assert ("recycle" in known) == (own == "recycle")
     assert {"none", "auto", "ngram", "suffix", own} <= set(known)
+    assert all("must be the engine's --drafter" in reason for reason in found.values() if reason is not None)
     for name in {*registry.DRAFTERS.files(), *known}:
         request = Request(id=name, prompt_ids=[1, 2], params=GREEDY, drafter=name)
-        with nullcontext() if name in known else pytest.raises(InputError):
+        with nullcontext() if name in known else pytest.raises(InputError, match="must be the engine's --drafter"):
             engine.add(request)
         engine.abort(name)
 

@@ -573,6 +573,24 @@ def test_what_cannot_be_made_is_the_requests_error(folder: Path, text: str, mess
     assert message in refused(policy(), "wrong")
 
 
+def test_of_drafters_that_a_request_may_name_none_is_kept(folder: Path) -> None:
+    """They are made to find that out; what is in use stays as it is, and the others are closed."""
+    (folder / "wrong.py").write_text("raise RuntimeError('planted')\n")
+    closing = RECORDER.format(token=1, layers="()") + "\n    def close(self):\n        self.heard.append('close')\n"
+    (folder / "one.py").write_text(closing)
+    drafters = policy()
+    (seq,) = begun(drafters, "two")
+    before = dict(drafters._hosts)
+    found = drafters.nameable()
+    assert "planted" in (found["wrong"] or "")
+    assert "reads layers" in (found["three"] or "")
+    assert "runs a model" in (found["eagle"] or "")
+    assert {name for name in found if found[name] is None} >= {"auto", "none", "one", "two", "ngram", "suffix"}
+    assert drafters._hosts == before
+    assert recorder("one").heard == ["close"]
+    assert propose(drafters, [seq], [3]) == [[2, 2, 2]]
+
+
 def test_options_with_defaults_are_no_hindrance(folder: Path) -> None:
     drafters = policy()
     begun(drafters, "ngram", "prediction", "one", NONE, None, "one")

@@ -84,14 +84,15 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine takes requests. `drafters` are the names that a request may ask for, `drafter` the engine's own;
-    `phases` are the seconds that its start took, in order."""
+    """The engine takes requests. `drafters` are the names that a request may ask for, `refused_drafters` why others
+    may not be; `drafter` is the engine's own. `phases` are the seconds that its start took, in order."""
 
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
     drafter: str
     drafters: list[str]
+    refused_drafters: dict[str, str]
     summary: str
     about: dict[str, str]
     phases: dict[str, float]

@@ -240,12 +240,14 @@ def _warm_up(port: LocalPort) -> None:
 
 def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Ready:
     engine = built.engine
+    refused = engine.policy.nameable()
     return Ready(
         vocab_size=engine.limits.vocab_size,
         max_model_len=engine.limits.max_model_len,
         max_num_seqs=config.max_num_seqs,
         drafter=config.drafter,
-        drafters=engine.policy.nameable(),
+        drafters=[name for name, reason in refused.items() if reason is None],
+        refused_drafters={name: reason for name, reason in refused.items() if reason is not None},
         summary=built.summary,
         about={
             "device": built.device,

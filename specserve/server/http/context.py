@@ -50,6 +50,7 @@ class Context:
             vocab_size=min(ready.vocab_size, self.service.tokenizer.vocab_size),
             max_model_len=ready.max_model_len,
             drafters=frozenset(ready.drafters) - {"none"},
+            refused_drafters=tuple(ready.refused_drafters.items()),
             max_priority=MAX_COUNT if self.options.scheduling_policy == PRIORITY else 0,
             sampling=tuple(self.sampling.items()),
         )

@@ -42,14 +42,15 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each
 class Limits:
     """What this server can do. `vocab_size`: ids that the tokenizer knows are below it; `max_model_len`: tokens of
     prompt and output together; `max_completions`: prompts times n of one call; `drafters`: names that may be asked for;
-    `max_priority`: the largest size of a request's own priority, 0 where there are none; `sampling`: values by the
-    names of SamplingParams, of requests that do not say them.
+    `refused_drafters`: others, with why they may not be; `max_priority`: the largest size of a request's own priority,
+    0 where there are none; `sampling`: values by the names of SamplingParams, of requests that do not say them.
     """
 
     vocab_size: int
     max_model_len: int
     max_completions: int = 128
     drafters: frozenset[str] = frozenset()
+    refused_drafters: tuple[tuple[str, str], ...] = ()
     max_priority: int = 0
     sampling: tuple[tuple[str, float], ...] = ()
 

@@ -99,10 +99,12 @@ class Speculative(ClosedWire):
         """SamplingParams.num_speculative_tokens."""
         return 0 if self.enabled is False or self.drafter == "none" else self.num_tokens
 
-    def check(self, drafters: frozenset[str]) -> None:
+    def check(self, limits: Limits) -> None:
         """Raise InputError for a drafter that is not loaded, and for drafts where there is none."""
+        drafters = limits.drafters
         if self.drafter is not None and self.drafter not in drafters | {"none"}:
-            hint = unknown("drafter", self.drafter, drafters | {"none"})
+            hint = dict(limits.refused_drafters).get(self.drafter)
+            hint = hint or unknown("drafter", self.drafter, drafters | {"none"})
             raise InputError(f"speculative.drafter is not loaded. {hint}", "speculative.drafter")
         if self.enabled and self.cap == 0:
             raise InputError("speculative has enabled true and asks for no drafts. Send one of them.", "speculative")
@@ -233,7 +235,7 @@ class SamplingFields(StructuredFields):
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options needs stream true.", "stream_options")
         if self.speculative is not None:
-            self.speculative.check(limits.drafters)
+            self.speculative.check(limits)
             if self.speculative.explain and not self.stream:
                 raise InputError(
                     "speculative.explain needs stream true: it is told step by step.", "speculative.explain"

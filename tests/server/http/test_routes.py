@@ -66,6 +66,7 @@ def test_a_request_may_name_just_those_drafters_that_are_listed(server: Any) -> 
         assert (reply.status == 200) == (name in listed), name
         if name not in listed:
             assert (reply.status, reply.error["param"]) == (400, "speculative.drafter")
+            assert f"Drafter '{name}'" in reply.error["message"], "why, not that it is unknown"
 
 
 def test_a_prediction_is_counted(server: Any) -> None:

@@ -419,6 +419,14 @@ def test_a_priority_needs_a_server_that_takes_some(make: Any) -> None:
         assert read(CompletionRequest, body, open_to_all).priority == priority
 
 
+def test_a_drafter_that_cannot_be_named_is_refused_with_the_reason() -> None:
+    limits = dataclasses.replace(LIMITS, refused_drafters=(("slow", "Drafter 'slow' needs a model."),))
+    for name, why in (("slow", "Drafter 'slow' needs a model."), ("slwo", "Unknown drafter 'slwo'")):
+        with pytest.raises(InputError, match=rf"^speculative\.drafter is not loaded\. {why}") as refused:
+            checked(CompletionRequest, {"prompt": "a", "speculative": {"drafter": name}}, limits)
+        assert refused.value.param == "speculative.drafter"
+
+
 def test_drafts_cannot_be_asked_of_a_server_without_a_drafter() -> None:
     plain = Limits(vocab_size=1000, max_model_len=256)
     for wish in ({"enabled": True}, {"num_tokens": 2}):
