@@ -38,7 +38,8 @@ class KVCache:
     sequence: `match_prefix` (or `fork`), then `reserve` before and `keep` after every step, and `free`, after which it
     may begin again. Methods assume what they document; a wrong call is a bug of the engine and fails an assertion.
 
-    `reads_next`: the drafter's KV of a token depends on the next one, too.
+    `reads_next`: the drafter's KV of a token depends on the next one, too. Blocks are named after the token behind them
+    then, so that one is found where all its KV is right; it may change while there is no sequence.
     """
 
     def __init__(self, storage: KVStorage, prefix_caching: bool) -> None:
@@ -65,14 +66,13 @@ class KVCache:
 
     def match_prefix(self, seq: Sequence) -> int:
         """Give an empty sequence the longest published chain that covers at most len(tokens) - 1 of its tokens (the
-        last one must run to have logits), but for the last of these where the drafter's KV of it is for another next
-        token: it runs again, in a copy of its block. Sets seq.blocks and seq.cached; returns the tokens found. A
-        sequence that may begin with them is to be counted."""
+        last one must run to have logits). Sets seq.blocks and seq.cached; returns the tokens found. A sequence that may
+        begin with them is to be counted."""
         assert _is_empty(seq), "only a sequence without blocks can be admitted"
         if not self.prefix_caching:
             return 0
         limit = (len(seq.tokens) - 1) // self.block_size
-        for digest in prefix.chain(seq.salt, seq.tokens, self.block_size, limit, seq.digests):
+        for digest in prefix.chain(seq.salt, seq.tokens, self.block_size, limit, seq.digests, int(self.reads_next)):
             block = self.pool.find(digest)
             if block is None:
                 break
@@ -80,22 +80,11 @@ class KVCache:
             seq.blocks.ids.append(block)
             seq.blocks.hashes.append(digest)
         table = seq.blocks
-        while table.num_drafted < len(table.ids) and self.pool.drafted[table.ids[table.num_drafted]] is not None:
+        while table.num_drafted < len(table.ids) and self.pool.drafted[table.ids[table.num_drafted]]:
             table.num_drafted += 1
         seq.cached = len(table.ids) * self.block_size
         seq.draft_cached = table.num_drafted * self.block_size
-        if self.reads_next and self.num_free and 0 < seq.draft_cached == seq.cached:
-            self._part_where_next_differs(seq)
         return seq.cached
-
-    def _part_where_next_differs(self, seq: Sequence) -> None:
-        """Let the last token of a prefix run again if the drafter's KV of it is for another next token."""
-        table = seq.blocks
-        if self.pool.drafted[table.ids[-1]] != seq.tokens[seq.cached]:
-            seq.cached = seq.draft_cached = seq.cached - 1
-            table.num_drafted -= 1
-            table.hashes.pop()
-            self._copy_on_write(seq, table.num_drafted)
 
     def count_match(self, num_tokens: int, num_found: int) -> None:
         """Count a look-up whose sequence, of so many tokens, begins with those that were found."""
@@ -132,7 +121,8 @@ class KVCache:
         assert _is_empty(child), "only a sequence without blocks can share a parent's"
         assert child.salt == parent.salt, "different salts share nothing"
         assert num_tokens <= parent.cached, "the parent's KV must be written"
-        assert child.tokens[:num_tokens] == parent.tokens[:num_tokens], "shared KV is of equal tokens"
+        num_read = num_tokens + self.reads_next
+        assert child.tokens[:num_read] == parent.tokens[:num_read], "shared KV is of equal tokens"
         shared = parent.blocks.ids[: self._blocks_for(num_tokens)]
         for block in shared:
             self.pool.take(block)
@@ -165,8 +155,7 @@ class KVCache:
         for i in range(first, self._blocks_for(seq.cached)):
             self.pool.fill(seq.blocks.ids[i], min(seq.cached - i * self.block_size, self.block_size))
         for i in range(seq.blocks.num_drafted, seq.draft_cached // self.block_size):
-            at = (i + 1) * self.block_size
-            self.pool.drafted[seq.blocks.ids[i]] = seq.tokens[at] if at < len(seq.tokens) else tokens[at - start]
+            self.pool.drafted[seq.blocks.ids[i]] = True
             seq.blocks.num_drafted = i + 1
         if self.prefix_caching:
             self._publish(seq, start, tokens)
@@ -190,7 +179,7 @@ class KVCache:
 
     def check_integrity(self, seqs: Many[Sequence]) -> None:
         """Raise AssertionError, with a sentence, if any invariant is broken. `seqs` are all that hold blocks."""
-        integrity.check(self.pool, self.block_size, seqs)
+        integrity.check(self.pool, self.block_size, seqs, int(self.reads_next))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -210,12 +199,15 @@ class KVCache:
         self.stats.num_copies_on_write += 1
 
     def _publish(self, seq: Sequence, start: int, accepted: Many[int]) -> None:
-        """Publish the blocks that lie wholly below `cached`: seq.tokens up to index `start`, then `accepted`."""
-        table = seq.blocks
-        for i in range(len(table.hashes), seq.cached // self.block_size):
+        """Publish the blocks that lie wholly below `cached` and whose names are known: after seq.tokens, up to index
+        `start` where there are `accepted` ones, then these."""
+        table, num_ahead, stop = seq.blocks, int(self.reads_next), start if accepted else len(seq.tokens)
+        num_named = min(seq.cached, stop + len(accepted) - num_ahead) // self.block_size
+        for i in range(len(table.hashes), num_named):
             if i == len(seq.digests):
-                low, high = i * self.block_size, (i + 1) * self.block_size
-                tokens = [*seq.tokens[low : min(high, start)], *accepted[max(low - start, 0) : max(high - start, 0)]]
+                span = prefix.span(i, self.block_size, num_ahead)
+                low, high = max(span.start - start, 0), max(span.stop - start, 0)
+                tokens = [*seq.tokens[span.start : min(span.stop, stop)], *accepted[low:high]]
                 seq.digests.append(prefix.link(seq.digests[-1] if i else prefix.root(seq.salt), tokens))
             table.hashes.append(seq.digests[i])
             self.pool.publish(table.ids[i], seq.digests[i])

@@ -10,14 +10,15 @@ from specserve.cache.pool import BlockPool
 from specserve.types import Sequence
 
 
-def check(pool: BlockPool, block_size: int, seqs: Many[Sequence]) -> None:
-    """Raise AssertionError with a sentence for the first invariant that does not hold; `seqs` hold all references."""
+def check(pool: BlockPool, block_size: int, seqs: Many[Sequence], num_ahead: int = 0) -> None:
+    """Raise AssertionError with a sentence for the first invariant that does not hold; `seqs` hold all references.
+    Blocks are named as `prefix.span` says."""
     _check_free_list(pool)
     _check_references(pool, seqs)
     _check_published(pool)
     _check_filled(pool, block_size, seqs)
     for seq in seqs:
-        _check_table(pool, block_size, seq)
+        _check_table(pool, block_size, seq, num_ahead)
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -61,7 +62,7 @@ def _check_filled(pool: BlockPool, block_size: int, seqs: Many[Sequence]) -> Non
             _require(own <= counted <= block_size, f"Block {block} counts {counted} tokens, and holds {own} of one.")
 
 
-def _check_table(pool: BlockPool, block_size: int, seq: Sequence) -> None:
+def _check_table(pool: BlockPool, block_size: int, seq: Sequence, num_ahead: int) -> None:
     name, ids, hashes = f"{seq.request_id}/{seq.index}", seq.blocks.ids, seq.blocks.hashes
     _require(len(set(ids)) == len(ids), f"The table of {name} holds a block twice: {ids}.")
     _require(0 <= seq.cached <= len(ids) * block_size, f"{name} has {seq.cached} tokens cached in {len(ids)} blocks.")
@@ -70,9 +71,9 @@ def _check_table(pool: BlockPool, block_size: int, seq: Sequence) -> None:
         seq.draft_cached <= seq.cached, f"{name} has {seq.cached} tokens cached and draft KV of {seq.draft_cached}."
     )
     _require(num_drafted <= seq.draft_cached // block_size, f"{name} counts {num_drafted} blocks with draft KV.")
-    _require(None not in drafted[:num_drafted], f"Blocks of {name} that have all their draft KV do not say so.")
+    _require(all(drafted[:num_drafted]), f"Blocks of {name} that have all their draft KV do not say so.")
     _require(len(hashes) <= seq.cached // block_size, f"{name} named {len(hashes)} blocks with {seq.cached} cached.")
-    expected = list(prefix.chain(seq.salt, seq.tokens, block_size, len(hashes)))
+    expected = list(prefix.chain(seq.salt, seq.tokens, block_size, len(hashes), num_ahead=num_ahead))
     _require(hashes == expected, f"The digests of {name} are not those of its tokens.")
     for block, digest in zip(ids, hashes, strict=False):  # blocks after the last digest have none
         published = pool.digest(block)

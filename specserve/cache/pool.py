@@ -79,8 +79,7 @@ class BlockPool:
         self.num_evictions = 0
         self.filled = [0] * num_blocks  # slots of each block whose KV is valid
         self.num_filled = 0  # their sum over referenced blocks
-        # Of blocks whose slots have all KV of the drafter's model, too, the token that came next as it was computed.
-        self.drafted: list[int | None] = [None] * num_blocks
+        self.drafted = [False] * num_blocks  # whether all slots of a block have KV of the drafter's model, too
         self._digests: list[bytes | None] = [None] * num_blocks
         self._published: dict[bytes, int] = {}
 
@@ -90,7 +89,7 @@ class BlockPool:
 
     def forget_drafted(self) -> None:
         """What blocks have of a drafter's KV is another drafter's from now on."""
-        self.drafted = [None] * len(self.drafted)
+        self.drafted = [False] * len(self.drafted)
 
     def allocate(self) -> int:
         """A block with one reference; what it was published under is forgotten."""
@@ -98,7 +97,7 @@ class BlockPool:
         self.num_evictions += self.withdraw(block)
         self.references[block] = 1
         self.filled[block] = 0
-        self.drafted[block] = None
+        self.drafted[block] = False
         return block
 
     def fill(self, block: int, num_slots: int) -> None:

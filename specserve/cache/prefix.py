@@ -22,8 +22,18 @@ def link(parent: bytes, tokens: Many[int]) -> bytes:
     return hashlib.sha256(parent + array("i", tokens).tobytes()).digest()
 
 
+def span(block: int, block_size: int, num_ahead: int) -> slice:
+    """The tokens that a block is named after beside its parent, where its KV depends on `num_ahead` behind it, too."""
+    return slice(block * block_size + (num_ahead if block else 0), (block + 1) * block_size + num_ahead)
+
+
 def chain(
-    salt: bytes, tokens: Many[int], block_size: int, num_blocks: int, known: list[bytes] | None = None
+    salt: bytes,
+    tokens: Many[int],
+    block_size: int,
+    num_blocks: int,
+    known: list[bytes] | None = None,
+    num_ahead: int = 0,
 ) -> Iterator[bytes]:
     """The digests of the first `num_blocks` blocks of `tokens`, hashed as they are asked for. `known` are the first of
     them, and those that are hashed are appended."""
@@ -31,5 +41,5 @@ def chain(
     for i in range(num_blocks):
         if i == len(digests):
             above = digests[-1] if digests else root(salt)
-            digests.append(link(above, tokens[i * block_size : (i + 1) * block_size]))
+            digests.append(link(above, tokens[span(i, block_size, num_ahead)]))
         yield digests[i]

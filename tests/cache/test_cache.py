@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from specserve.cache import prefix
 from specserve.cache.cache import CacheStats, KVCache
@@ -119,34 +120,59 @@ def test_reset_drops_what_nobody_uses() -> None:
     assert cache.num_evictions == 0, "a reset is no eviction"
 
 
-def test_drafters_kv_for_another_next_token_is_computed_again() -> None:
-    """Where a drafter's KV of a token depends on the next one. Who goes on as before shares all; who does not runs the
-    last token again, in a copy, and the block stays what it is and is found as before; without a free block it shares
-    all the same."""
-    for reads_next in (False, True):
-        cache = make_cache()
-        cache.reads_next = reads_next
-        first = run(cache, make_seq(A + B))
-        first.draft_cached = first.cached
-        cache.keep(first, 0, tokens=[9])
-        published = dict(cache.pool.digests())
-        for layer in cache.storage.layers:
-            layer[:] = torch.arange(48.0)[None, :, None, None]
-        same, other = make_seq(A + B[:4]), make_seq([*A[:16], 7, 8])
-        assert cache.match_prefix(same) == 20
-        assert cache.match_prefix(other) == other.draft_cached == (15 if reads_next else 16)
-        assert (other.blocks.ids == first.blocks.ids[:4]) == (not reads_next)
-        assert dict(cache.pool.digests()) == published
-        cache.check_integrity([first, same, other])
-        if reads_next:
-            theirs, own = first.blocks.ids[3] * 4, other.blocks.ids[3] * 4
-            assert all(layer[:, own : own + 3].equal(layer[:, theirs : theirs + 3]) for layer in cache.storage.layers)
-            assert cache.reserve(other, 2)
-            cache.keep(other, 2)
-            cache.free(other)
-            assert dict(cache.pool.digests()) == published, "the first stays the one that is found"
-            assert cache.reserve(make_seq(B), 4 * cache.num_free)
-        assert cache.match_prefix(make_seq([*A[:16], 7, 8])) == 16
+def drafting(cache: KVCache, tokens: list[int], chunk: int = 99) -> Sequence:
+    """Admit and compute all but the last token, chunk by chunk, beside a drafter whose KV of a token is the next one.
+    What it has of the tokens found must be of those that follow them."""
+    kv = cache.storage.layers[-1]
+    seq = make_seq(tokens)
+    cache.match_prefix(seq)
+    slots = [seq.blocks.ids[i // 4] * 4 + i % 4 for i in range(seq.draft_cached)]
+    assert kv[0, slots, 0, 0].tolist() == tokens[1 : seq.draft_cached + 1]
+    while (count := min(chunk, len(tokens) - 1 - seq.cached)) > 0:
+        assert cache.reserve(seq, count)
+        cache.keep(seq, count)
+        for i in range(seq.draft_cached, seq.cached):
+            kv[:, seq.blocks.ids[i // 4] * 4 + i % 4] = tokens[i + 1]
+        seq.draft_cached = seq.cached
+    cache.keep(seq, 0)
+    return seq
+
+
+def test_drafters_kv_for_another_next_token_is_not_found() -> None:
+    """Where a drafter's KV of a token depends on the next one: two texts part behind a whole block. Whoever goes on as
+    the second did finds all of it, and not the first one's block where they part."""
+    cache = make_cache(20)
+    cache.reads_next = True
+    other = [*A[:8], *B]
+    first, second = drafting(cache, A), drafting(cache, other)
+    third = drafting(cache, [*other, 5])
+    assert third.blocks.ids[:6] == second.blocks.ids[:6]
+    assert second.blocks.ids[:1] == first.blocks.ids[:1] != second.blocks.ids[1:2]
+    assert hit(cache, [*A[:8], 7, 7]) == 4
+    cache.check_integrity([first, second, third])
+
+
+texts = st.builds(lambda n, rest: [1] * n + rest, st.sampled_from([3, 4, 8]), st.lists(st.integers(1, 2), min_size=1))
+
+
+@given(st.lists(st.tuples(texts.filter(lambda tokens: len(tokens) < 24), st.integers(1, 6)), max_size=8))
+def test_drafters_kv_that_is_found_is_of_the_tokens_that_follow(texts: list[tuple[list[int], int]]) -> None:
+    cache = make_cache(9)
+    cache.reads_next = True
+    for tokens, chunk in texts:
+        seq = drafting(cache, tokens, chunk)
+        cache.check_integrity([seq])
+        cache.free(seq)
+        assert hit(cache, tokens) == (len(tokens) - 1) // 4 * 4, "and all that was computed is found"
+    assert cache.num_free == cache.num_blocks
+
+
+def test_a_drafter_that_reads_the_next_token_has_prefixes_of_its_own() -> None:
+    """What an engine computed before it took the drafter is named otherwise, whatever the tokens."""
+    cache = make_cache()
+    run(cache, make_seq(A))
+    cache.reads_next = True
+    assert hit(cache, A) == 0
 
 
 def test_what_a_failed_step_wrote_is_not_found_and_all_else_is() -> None:

@@ -33,10 +33,13 @@ def content(salt: bytes, tokens: list[int]) -> list[float]:
 class CacheMachine(RuleBasedStateMachine):
     """Admits, forks, prefills, drafts, preempts and ends sequences over a real storage of one layer."""
 
+    reads_next = False
+
     def __init__(self) -> None:
         super().__init__()
         self.storage = KVStorage([KVShape(1, 2)] * 1, NUM_BLOCKS, BLOCK_SIZE, torch.float64, "cpu")
         self.cache = KVCache(self.storage, prefix_caching=True)
+        self.cache.reads_next = self.reads_next
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.num_made = 0
@@ -92,7 +95,8 @@ class CacheMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from([i for i, seq in enumerate(self.running) if seq.cached]))
         source = self.running[parent]
         num_tokens = data.draw(st.integers(1, source.cached))
-        child = self._sequence([*source.tokens[:num_tokens], token], source.salt)
+        last = source.tokens[num_tokens] if self.reads_next else token
+        child = self._sequence([*source.tokens[:num_tokens], last], source.salt)
         self.cache.fork(source, child, num_tokens)
         assert child.cached == num_tokens
         self.running.append(child)
@@ -205,7 +209,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._write(seq, len(committed) + node, content(seq.salt, upto))
         bonus = (STREAMS[0] * 9)[len(committed) + len(path)]
         emitted = [int(draft.tokens[i]) for i in path] + [bonus]
-        self._expect(seq.salt, committed + emitted[:-1])
+        self._expect(seq.salt, committed + emitted)
         self.num_tree_moves += path != list(range(len(path)))
         if extend_early:
             seq.tokens.extend(emitted)
@@ -217,10 +221,13 @@ class CacheMachine(RuleBasedStateMachine):
     def _write_own(self, seq: Sequence, count: int) -> None:
         for index in range(seq.cached, seq.cached + count):
             self._write(seq, index, content(seq.salt, seq.tokens[: index + 1]))
-        self._expect(seq.salt, seq.tokens[: seq.cached + count])
+        self._expect(seq.salt, seq.tokens[: seq.cached + count + 1])
 
     def _expect(self, salt: bytes, tokens: list[int]) -> None:
-        for i, digest in enumerate(prefix.chain(salt, tokens, BLOCK_SIZE, len(tokens) // BLOCK_SIZE)):
+        """`tokens` that were computed but for the last."""
+        num_ahead = int(self.reads_next)
+        num_blocks = (len(tokens) - 1) // BLOCK_SIZE
+        for i, digest in enumerate(prefix.chain(salt, tokens, BLOCK_SIZE, num_blocks, num_ahead=num_ahead)):
             span = range(i * BLOCK_SIZE, (i + 1) * BLOCK_SIZE)
             self.by_digest[digest] = [content(salt, tokens[: index + 1]) for index in span]
 
@@ -245,6 +252,16 @@ CacheMachine.TestCase.settings = settings(
     suppress_health_check=_QUIET,
 )
 TestAnyOrderOfCalls = CacheMachine.TestCase
+
+
+class NextReadingMachine(CacheMachine):
+    """Blocks are named after the token behind them, too."""
+
+    reads_next = True
+
+
+NextReadingMachine.TestCase.settings = CacheMachine.TestCase.settings
+TestAnyOrderOfCallsBesideADrafterThatReadsTheNextToken = NextReadingMachine.TestCase
 
 
 # --- planted faults -------------------------------------------------------------------------------------------------
