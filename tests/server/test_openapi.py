@@ -452,6 +452,15 @@ def test_what_the_document_forbids_is_refused(path: str, data: st.DataObject) ->
     assert_refused(path, body)
 
 
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}, {"content": ""}])
+def test_an_answer_alone_may_be_without_text(role: str, content: Json) -> None:
+    path, body = "/v1/chat/completions", {"messages": [{"role": role, **content}]}
+    assert (
+        allows(request_schema(path), body) == taken(path, body) == (role == "assistant" or content == {"content": ""})
+    )
+
+
 @pytest.mark.parametrize("message", CROSS_FIELD)
 def test_rules_between_fields_are_the_only_ones_beside_the_document(message: str) -> None:
     path, body = CROSS_FIELD[message]

@@ -127,6 +127,7 @@ _PART = {
 _PARTS: dict[str, Any] = {"type": "array", "items": _PART, "maxItems": MAX_PARTS}
 _TEXT = {"anyOf": [{"type": "string"}, {**_PARTS, "minItems": 1}]}
 TEXT = WithJsonSchema(_TEXT)
+_SAID = WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS]})  # of no parts only where no text is needed
 
 
 _CUSTOM = {"type": "object", "properties": {"name": {"type": "string"}, "input": {}}, "required": ["name"]}
@@ -164,6 +165,9 @@ _TOOL = {"name": {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"}, "param
 _TOOLS = WithJsonSchema(_functions(_TOOL, {"const": "function"}))
 
 
+_NO_CONTENT = Field(default_factory=_no_content, validate_default=True)
+
+
 class Message(Wire):
     """One message. Fields with other names, such as reasoning_content or name, are kept for the template. What an
     answer has is taken back: a refusal is text, and the old function_call is one of tool_calls."""
@@ -174,7 +178,7 @@ class Message(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     tool_calls: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_tool_calls), _CALLS] = ()
     """What an assistant called."""
-    content: Annotated[str, BeforeValidator(_content), TEXT] = Field(default_factory=_no_content, validate_default=True)
+    content: Annotated[str, BeforeValidator(_content), _SAID] = _NO_CONTENT
     """Text, or a list of text parts. Only an assistant's message may be without."""
 
     @model_validator(mode="before")
