@@ -6,10 +6,11 @@ import asyncio
 import itertools
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from specserve.engine.inputs import bad_word_ids
 from specserve.errors import InputError, PromptTooLongError
@@ -33,6 +34,7 @@ from specserve.text.worker import Answer as Rendered
 
 T = TypeVar("T")
 _INLINE_CHARACTERS = 4096  # text that is tokenized sooner than a thread would begin to
+_INLINE_ENTRIES = 1024  # whose characters are counted in as little time
 _NUM_THREADS = 2
 _FORMAT = re.compile(r'"format"\s*:\s*"')  # of a schema; a tag's own is an object
 _WORDS = {State.LOADING: "is loading", State.RESTARTING: "has failed and is being started again"}
@@ -62,6 +64,7 @@ class Service:
         self.metrics = metrics
         self._ids = itertools.count()
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "specserve-text")
+        self._turn = asyncio.Lock()
 
     def new_id(self) -> str:
         """Of a request to the engine."""
@@ -114,9 +117,9 @@ class Service:
         return await self._prompt_of(found)
 
     async def _num_characters(self, value: Any, enough: int) -> int:
-        """num_characters; to count many takes as long as to work on them."""
-        size = num_characters(value, _INLINE_CHARACTERS)
-        return size if size <= _INLINE_CHARACTERS else await self.on_thread(num_characters, value, enough)
+        """num_characters; to count what many texts have takes as long as to work on them."""
+        size = num_characters(value, enough, _INLINE_ENTRIES)
+        return await self.on_thread(num_characters, value, enough) if size is None else size
 
     async def _prompt_of(self, found: Rendered) -> ChatPrompt:
         assert found.ids is not None, "the text is not too long"
@@ -166,6 +169,16 @@ class Service:
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function whose work grows with `size`, a number of characters: on a thread if there are many."""
         return await self.on_thread(function, *arguments) if size > _INLINE_CHARACTERS else function(*arguments)
+
+    async def in_turn(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call on a thread a function that seldom lets others run: one at a time, with a rest as long as the work
+        behind it. However many come at once, half of the time is for those who are sent tokens."""
+        await self._turn.acquire()
+        begun = time.perf_counter()
+        try:
+            return await self.on_thread(function, *arguments)
+        finally:
+            asyncio.get_running_loop().call_later(time.perf_counter() - begun, self._turn.release)
 
     async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
@@ -248,11 +261,18 @@ class Service:
             )
 
 
-def num_characters(value: Any, enough: int) -> int:
+@overload
+def num_characters(value: Any, enough: int) -> int: ...
+@overload
+def num_characters(value: Any, enough: int, num_entries: int) -> int | None: ...
+def num_characters(value: Any, enough: int, num_entries: int = sys.maxsize) -> int | None:
     """Characters of all texts inside lists and objects, and one for everything else: what work on it grows with. Counts
-    no further than to `enough`."""
-    total, left = 0, [value]
+    no further than to `enough`. None if there are more than so many entries."""
+    total, left, num_left = 0, [value], num_entries
     while left and total <= enough:
+        if not num_left:
+            return None
+        num_left -= 1
         entry = left.pop()
         total += len(entry) if isinstance(entry, str) else 1
         if isinstance(entry, Mapping):

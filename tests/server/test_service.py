@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from specserve.server.answers import Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.supervisor import State
 from specserve.server.metrics import Metrics
-from specserve.server.service import Service
+from specserve.server.service import Service, num_characters
 from specserve.server.tool_use import ToolUse
 from specserve.server.trials import Trials
 from specserve.server.wire.answer import Arguments, Call, Text
@@ -118,3 +120,46 @@ def test_a_model_whose_calls_nobody_knows_takes_no_tools(tmp_path: Path) -> None
         asyncio.run(made.with_tools(prepared(), ToolUse(TOOLS)))
     assert caught.value.param == "tools"
     made.close()
+
+
+def test_large_bodies_are_read_in_turn_and_for_half_of_the_time(tmp_path: Path) -> None:
+    made = service(tmp_path, TURN)
+    spans: list[tuple[float, float]] = []
+
+    def work(seconds: float) -> float:
+        begun = time.perf_counter()
+        time.sleep(seconds)
+        spans.append((begun, time.perf_counter()))
+        return seconds
+
+    async def many() -> list[float]:
+        return await asyncio.gather(*(made.in_turn(work, seconds) for seconds in (0.02, 0.01, 0.015)))
+
+    try:
+        assert asyncio.run(many()) == [0.02, 0.01, 0.015]
+    finally:
+        made.close()
+    for (begun, ended), (following, _) in itertools.pairwise(spans):
+        assert following - ended >= 0.9 * (ended - begun), "clocks are not exact"
+
+
+def test_a_failure_ends_its_turn(tmp_path: Path) -> None:
+    made = service(tmp_path, TURN)
+
+    async def two() -> list[object]:
+        return await asyncio.gather(made.in_turn(int, "x"), made.in_turn(int, "7"), return_exceptions=True)
+
+    try:
+        failure, number = asyncio.run(two())
+    finally:
+        made.close()
+    assert isinstance(failure, ValueError)
+    assert number == 7
+
+
+def test_characters_are_counted_in_all_texts() -> None:
+    conversation = [{"role": "user", "content": ["ab", {"c": "def", "d": 1}]}] * 3
+    entries, characters = 1 + 3 * (1 + 2 + 2 + 2), 1 + 3 * (1 + 4 + 1 + 2 + 1 + 3 + 1)
+    assert num_characters(conversation, 10**9) == num_characters(conversation, 10**9, entries) == characters
+    assert num_characters(conversation, 10**9, entries - 1) is None
+    assert 10 < num_characters(conversation, 10) < characters

@@ -30,7 +30,10 @@ async def parsed(request: web.Request, read: Callable[[bytes, Limits], T]) -> T:
         body = await _read(request, held)
         request[ARRIVED] = asyncio.get_running_loop().time()
         if len(body) > SMALL_BYTES:
-            held.grow_to(min(len(body) + await server.service.on_thread(_parsed_size, body), server.bodies.capacity))
+            is_quick = len(body) <= _AT_ONCE
+            size = _parsed_size(body) if is_quick else await server.service.on_thread(_parsed_size, body)
+            held.grow_to(min(len(body) + size, server.bodies.capacity))
+            return await server.service.in_turn(read, body, server.limits)
         return await server.service.run(len(body), read, body, server.limits)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,8 @@ from specserve.errors import InputError
 from specserve.server.wire.json_reader import MOST_IDS, MOST_VALUES, Reader, TooDeepError, TooManyError
 
 MAX_DEPTH = 64  # of lists and objects inside each other
-LONG = 2**16  # bytes; json.loads reads as many in two milliseconds
+_SHORT = 2**16  # bytes; json.loads reads as many in two milliseconds, whatever they are
+LONG, _MOST_MARKS = 2**19, 2**12  # bytes that it reads in as little time, with few commas and brackets among them
 MAX_DIGITS = 20  # of an integer; 2^64 has 20
 
 # A string, closed or not, or a bracket. Possessive, so that hostile text is read once and never again.
@@ -34,7 +36,7 @@ def json_object(text: bytes, what: str = "The body") -> dict[str, Any]:
         raise InputError(f"{what} begins with a byte order mark. JSON is sent without one.")
     numbers = _Numbers()
     try:
-        value = (_loaded if len(text) <= LONG else _read)(text, what, numbers)
+        value = (_loaded if _is_quick(text) else _read)(text, what, numbers)
     except UnicodeDecodeError as error:
         raise InputError(f"{what} is not valid UTF-8: {error.reason}.") from error
     except json.JSONDecodeError as error:
@@ -48,8 +50,17 @@ def json_object(text: bytes, what: str = "The body") -> dict[str, Any]:
 
 def _loaded(text: bytes, what: str, numbers: _Numbers) -> Any:
     decoded = text.decode("utf-8")
-    _check_depth(decoded, what)
-    return json.loads(decoded, parse_int=numbers.integer, parse_float=numbers.float, parse_constant=numbers.constant)
+    try:
+        value = json.loads(
+            decoded, parse_int=numbers.integer, parse_float=numbers.float, parse_constant=numbers.constant
+        )
+    except (json.JSONDecodeError, RecursionError):
+        if _opens_too_deep(decoded):
+            raise _too_deep(what) from None
+        raise
+    if _is_too_deep(value):
+        raise _too_deep(what)
+    return value
 
 
 def _read(text: bytes, what: str, numbers: _Numbers) -> Any:
@@ -67,25 +78,37 @@ def _read(text: bytes, what: str, numbers: _Numbers) -> Any:
         ) from None
 
 
+def _is_quick(text: bytes) -> bool:
+    """Whether json.loads, which lets no other thread run, has read it in some two milliseconds."""
+    return len(text) <= _SHORT or (len(text) <= LONG and sum(map(text.count, (b",", b"[", b"{"))) <= _MOST_MARKS)
+
+
 def _unit(text: bytes) -> str:
     """What the position of an error counts."""
-    return "character" if len(text) <= LONG else "byte"
+    return "character" if _is_quick(text) else "byte"
 
 
 def _too_deep(what: str) -> InputError:
     return InputError(f"{what} is nested more than {MAX_DEPTH} levels deep. Send a flatter object.")
 
 
-def _check_depth(text: str, what: str) -> None:
-    """Before parsing, as parsers call themselves for each level."""
-    if text.count("{") + text.count("[") <= MAX_DEPTH:
-        return
+def _is_too_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        inside = itertools.chain.from_iterable(v.values() if isinstance(v, dict) else v for v in level)
+        level = [v for v in inside if isinstance(v, dict | list)]
+    return bool(level)
+
+
+def _opens_too_deep(text: str) -> bool:
+    """Of a text that is no JSON, whether it is too deep before it ends."""
     depth = 0
     for match in _BRACKET.finditer(text):
         first = text[match.start()]
         depth += (first in "[{") - (first in "]}")
         if depth > MAX_DEPTH:
-            raise _too_deep(what)
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
