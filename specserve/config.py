@@ -35,7 +35,7 @@ class EngineConfig:
     many as cores may be used. `kv_cache_gib=None` sizes the cache from free memory.
     `max_number_digits` is what a number in JSON gets at most, where its schema asks for no more.
     `max_step_ms` is what a step aims at that computes chunks of prompts while others decode; None: 2.5 times a step
-    without them, or 12 ms more than one where drafts make up for it.
+    without them for each token that a sequence gets, and at most 6 ms more for each sequence.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 

@@ -14,7 +14,7 @@ from specserve.speculation.cost import StepCost
 from specserve.types import ScheduledSeq, Sequence
 
 _SLOWDOWN = 2.5  # of a step by chunks of prompts, while others decode: what is aimed at
-_LONGER_S = 0.012  # of a step, likewise, where only drafts make up for it: a stream waits for whole steps
+_WAIT_S = 0.006  # for chunks in a step, for each sequence that decodes: one that is alone waits least
 _FOLLOWS = 0.05  # how far the pace goes to that of the newest step
 _ALONE_S = 0.25  # of a step in which nobody decodes; after it others may begin, or leave
 _LEAST_CHUNK = 8  # tokens: fewer would read the weights, and the context, too often
@@ -38,9 +38,9 @@ class Scheduler:
     computed again later. The one that ranks first therefore always progresses.
 
     Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them aims at `max_step_s`
-    seconds, or without a number at 2.5 times what it takes without them, and at 0.25 s where nobody decodes. Where a
-    sequence gets several tokens in a step it is 2.5 times for each of them, as far as that makes a step at most 12 ms
-    longer. The first one of a step has at least 8 tokens whatever they take.
+    seconds, or without a number at 2.5 times what it takes without them for each token that a sequence gets, and no
+    more than 6 ms longer for each sequence that decodes, and at 0.25 s where none does. The first one of a step has at
+    least 8 tokens whatever they take.
 
     A step has logits for at most `max_logit_rows` rows, if that is not max_num_batched_tokens at least 2 max_num_seqs.
     Each sequence has one row of its own; drafts, and prompts whose log-probabilities are asked for, share the others.
@@ -110,7 +110,7 @@ class Scheduler:
         alone = self.cost.decoding.seconds(len(decoding), sum(seq.cached for seq in decoding))
         if self.max_step_s is not None:
             return self.max_step_s - alone
-        return min((_SLOWDOWN * self.pace - 1) * alone, max((_SLOWDOWN - 1) * alone, _LONGER_S))
+        return min((_SLOWDOWN * self.pace - 1) * alone, _WAIT_S * len(decoding))
 
     def _chunk(self, plan: _Plan, seq: Sequence) -> int:
         """How many of its tokens that have no KV yet are computed in this step; takes their time from the plan."""
