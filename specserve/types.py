@@ -126,8 +126,8 @@ def _check_number(name: str, value: Any, kind: type, low: float, high: float) ->
     all floats."""
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
-        what = "a whole number" if kind is int else "a finite number"
-        raise InputError(f"{name} is {shown(value)}; it must be {what} from {low:g} to {high:g}.", name.split("[")[0])
+        what = f"a whole number from {low} to {high}" if kind is int else f"a finite number from {low:g} to {high:g}"
+        raise InputError(f"{name} is {shown(value)}; it must be {what}.", name.split("[")[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ ENGINE_HELP: dict[str, tuple[Group, str]] = {
     "max_step_ms": (
         ENGINE,
         "Milliseconds a step aims at that computes a chunk of a prompt while others get tokens "
-        "[default: 2.5 times a step without it].",
+        "[default: 2.5 times a step without it, at most 6 ms more for each sequence].",
     ),
     "block_size": (ENGINE, "Tokens in one block of the KV cache."),
     "kv_cache_gib": (ENGINE, "Size of the KV cache in GiB [default: from free memory]."),

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-STRUCTURE = (
-    "role",
-    "type",
-)  # fields of messages that templates compare, and build control tokens of: nothing is put in
+# Fields of messages that templates compare, and build control tokens of: no mark is put into them.
+STRUCTURE = ("role", "type")
 _NONCE_DIGITS, _NUMBER_DIGITS = 39, 8  # 39 digits are 128 bits
 
 

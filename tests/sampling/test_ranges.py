@@ -78,3 +78,8 @@ def test_a_token_id_is_refused_in_words(name: str, token: Any) -> None:
     with pytest.raises(InputError, match=r"ids are whole numbers from 0 to 9\.") as refused:
         sequences(request, Limits(vocab_size=10, max_model_len=99, eos_ids=frozenset()))
     assert refused.value.param == name
+
+
+def test_limits_are_written_out() -> None:
+    with pytest.raises(InputError, match="must be a whole number from 1 to 9223372036854775807"):
+        SamplingParams(max_tokens=0)

@@ -93,6 +93,11 @@ def name_of(path: tuple[Any, ...]) -> str:
     return ".".join(["messages", *names])
 
 
+def said(value: Any) -> str:
+    """Without blanks around it, and without reasoning in front that has no text."""
+    return str(value).strip().removeprefix("<think>").lstrip().removeprefix("</think>").lstrip()
+
+
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 @settings(max_examples=60, deadline=None)
 @given(messages=CONVERSATIONS, data=st.data())
@@ -107,7 +112,7 @@ def test_a_field_is_in_the_prompt_or_named_or_the_conversation_is_refused(
     old, new = messages, others
     for key in path:
         old, new = old[key], new[key]
-    assume(str(old).strip() != str(new).strip())
+    assume(said(old) != said(new))
     text = messages[path[0]]["content"]
     assume(path[-1] != "role" or (text.strip() and "</think>" not in text))  # without text it is as good as none
     try:
