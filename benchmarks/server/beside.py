@@ -51,6 +51,7 @@ def parse() -> argparse.Namespace:
     made.add_argument("--rounds", type=count, default=5)
     made.add_argument("--scale", type=float, default=1.0, help="of all lengths; 1 is what the marks are for")
     made.add_argument("--conversations", type=count, default=100, help="that are sent at once")
+    made.add_argument("--only", help="kinds of work whose name has this in it")
     return made.parse_args()
 
 
@@ -162,6 +163,7 @@ class Background:
 async def run(options: argparse.Namespace, findings: Findings) -> None:
     texts = "\n\n".join(prompt.text for prompt in load_prompts(options.prompts))
     work = kinds(texts, options.scale, options.conversations)
+    work = {name: each for name, each in work.items() if (options.only or "") in name}
     async with serving(options.model, options.serve, SERVE) as served, served.session() as session:
         client = Client(session)
         prompts = await Prompts.of(client, options.seed, options.prompts)
@@ -186,8 +188,8 @@ async def run(options: argparse.Namespace, findings: Findings) -> None:
                     turn.ended = time.perf_counter()
                     turns.append(turn)
                     note(f"{name}: {len(turn.answers)} answers")
-        background.ending = True
-        await asyncio.gather(*running)
+                background.ending = True
+                await asyncio.gather(*running)  # before the executor is shut down, which holds up this program
         await canary.check(client)
         tell(findings, background, turns)
         findings.figure("highest RSS of the API process", sampler.highest("API") / MIB, "MiB")

@@ -36,7 +36,8 @@ class KVStorage:
 
     Slot `block * block_size + offset` holds one token. Block 0 is the null block: padding rows write there and nobody
     reads it. `copy_kv` is the kernels' own way from slot to slot. On a CPU the pages are committed by
-    the system when first written, so an idle cache costs no memory.
+    the system when first written, so an idle cache costs no memory. A huge page takes the system up to milliseconds, so
+    layers are laid out such that no two begin one at the same slot: a step waits for one or two, not for all.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class KVStorage:
         self.block_size = block_size
         self.device = torch.device(device)
         self._copy_kv = copy_kv
-        self.layers = [_zeros((2, num_blocks * block_size, *shape), dtype, self.device) for shape in shapes]
+        size = 2, num_blocks * block_size
+        self.layers = [_zeros((*size, *shape), dtype, self.device, i / len(shapes)) for i, shape in enumerate(shapes)]
         self._alike = [
             [layer for layer, shape in zip(self.layers, shapes, strict=True) if shape == each]
             for each in dict.fromkeys(shapes)
@@ -74,13 +76,16 @@ class KVStorage:
 
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register of a CPU
+_HUGE_PAGE = 2**21  # bytes, of x86 and of most ARM systems; numpy asks for them for whatever has 4 MiB or more
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros of `shape`. torch.zeros writes every page on a CPU; numpy's are mapped and left to the system."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, into_page: float) -> Tensor:
+    """Zeros of `shape`, which begin so far into a huge page, from 0 to 1, where they are larger than one. torch.zeros
+    writes every page on a CPU; numpy's are mapped and left to the system."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
+    page = _HUGE_PAGE if num_bytes > _HUGE_PAGE else _ALIGNMENT
+    memory = np.zeros(num_bytes + page, np.uint8)
+    start = (int(into_page * _HUGE_PAGE) // _ALIGNMENT * _ALIGNMENT - memory.ctypes.data) % page
     return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

@@ -23,6 +23,7 @@ _LOOKS_AGAIN, _LIKELY = 32, 0.1  # steps between two in which nodes of that surv
 # where that is in doubt: up to as many rows as the step has anyway
 _ERRORS = 5  # steps with drafts, of which the middle one counts: pauses of the machine are not theirs
 _TRUST = 2.0  # times what was expected, which costs learn from; only what is beyond is a loss that nobody foresaw
+_WAIT_S = 0.008  # that a step is made longer by drafts for each of its sequences, if there are others that wait for it
 _DOUBT = 1.0  # plain steps that drafts seem to have cost beyond what was expected, until a step without tells whether
 # it was they or the machine
 
@@ -101,7 +102,7 @@ class Planner:
         load, plain = self.load, self.plain
         if not plain or self.is_probe:
             return chosen
-        affordable = self.ledger.affordable(plain) - self._promised
+        affordable = min(self.ledger.affordable(plain), _WAIT_S * load.rows if load.rows > 1 else math.inf)
         nodes = sorted((-p, i, node) for i, each in enumerate(proposals) for node, p in enumerate(each.survival))
         before, expected = self._num_chosen, self._expected
         self.extra(before + min(len(nodes), most))
@@ -110,14 +111,14 @@ class Planner:
         taken, best = 0, self._value(before, expected, self._promised) * (1.0 if before or load.tokens else _MARGIN)
         for count, (survival, _, _) in enumerate(nodes[:most], 1):
             promised = self._promised + (asking[count] if asking else 0.0)
-            if curve[before + count] - curve[0] + promised - self._promised > affordable:
+            if curve[before + count] - curve[0] + promised > affordable:
                 break
             expected -= survival
             value = self._value(before + count, expected, promised)
             if value > best:
                 best, taken, taken_promised = value, count, promised
                 self._expected = expected
-        if self._since_look >= _LOOKS_AGAIN and affordable > 0 and not load.tokens:
+        if self._since_look >= _LOOKS_AGAIN and affordable > self._promised and not load.tokens:
             likely = min(sum(-p > _LIKELY for p, _, _ in nodes[:most]), load.rows + before + 2 * taken)
             if likely > taken and self._cost.is_doubted(load.rows + before + likely):
                 self._expected -= sum(p for p, _, _ in nodes[taken:likely])

@@ -41,6 +41,21 @@ def test_copy_reads_everything_before_it_writes(dst: list[int], src: list[int]) 
         assert torch.equal(new, expected)
 
 
+@pytest.mark.parametrize(("heads", "width", "num_layers"), [(3, 64, 30), (3, 64, 31), (8, 128, 36), (1, 256, 18)])
+def test_a_step_does_not_begin_a_huge_page_in_many_layers(heads: int, width: int, num_layers: int) -> None:
+    """The system clears a huge page when it is first written: those of all layers stopped a stream for 40 to 160 ms."""
+    page, num_slots, slot_bytes = 2**21, 8192, 4 * heads * width
+    storage = KVStorage([KVShape(heads, width)] * num_layers, num_slots // 16, 16, torch.float32, "cpu")
+    begun = torch.zeros(num_slots)  # pages of all layers, by the first slot that lies in them
+    for kv in (half for layer in storage.layers for half in layer):
+        for place in range(-kv.data_ptr() % page, num_slots * slot_bytes, page):
+            begun[place // slot_bytes] += 1
+    assert begun.sum() >= 2 * num_layers * (num_slots * slot_bytes // page - 1)
+    a_fifth = page // slot_bytes // 5
+    within = torch.nn.functional.conv1d(begun[None], torch.ones(1, 1, a_fifth))
+    assert within.max() <= 2 * num_layers / 5 + 4, "of keys, and of values, two more than a fifth"
+
+
 @pytest.mark.skipif(not __debug__, reason="assert statements are off")
 def test_a_destination_is_written_once() -> None:
     storage = KVStorage([KVShape(1, 2)] * 1, 2, 4, torch.float32, "cpu")

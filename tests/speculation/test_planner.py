@@ -316,6 +316,16 @@ def test_right_drafts_are_made_at_full_length(num_seqs: int) -> None:
     assert run.seconds < 1.3 / (1 + LENGTH) * run.plain * flat(num_seqs * (1 + LENGTH)) / flat(num_seqs)
 
 
+@pytest.mark.parametrize(("num_seqs", "most"), [(1, LENGTH), (2, 5), (16, 42)])
+def test_drafts_make_nobody_else_wait_long(num_seqs: int, most: int) -> None:
+    """On a slow machine, where right drafts pay at any length: 8 ms for each sequence, if there are several. What rows
+    take that were not measured lately is still looked at."""
+    run = Machine(lambda rows: 0.02 + 0.003 * (rows - 1), lambda at, seq, depth: True, num_seqs).run(200)
+    assert run.drafted is not None
+    assert sum(drafted > most for drafted in run.drafted) <= 200 / 32
+    assert sum(drafted == most for drafted in run.drafted) > 150
+
+
 SLOWER: dict[str, Callable[[int], float]] = {
     "now and then": lambda at: 1.5 if at // 100 % 2 else 1.0,
     "from now on": lambda at: 2.0 if at > 50 else 1.0,

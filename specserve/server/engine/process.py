@@ -119,15 +119,12 @@ class EngineProcess:
         self._awake_until = 0.0  # time.monotonic()
 
     def run(self) -> None:
+        self._port.prepare()  # for 0.1 s of it Python does nothing else: now, and not beside a stream
         while not self._stopping:
-            wait_ms = self._wait_ms()
-            commands = self._wire.commands(wait_ms)
-            for command in commands:
+            for command in self._wire.commands(self._wait_ms()):
                 self._obey(command)
             if self._port.step() or self._events:
                 self._report()
-            elif not commands and wait_ms == _IDLE_MS:
-                self._port.prepare()  # a third of a second, in which Python does nothing else
 
     def _wait_ms(self) -> int:
         if time.monotonic() < self._awake_until:
