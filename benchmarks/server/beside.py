@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     made.add_argument("--rounds", type=count, default=5)
     made.add_argument("--scale", type=float, default=1.0, help="of all lengths; 1 is what the marks are for")
     made.add_argument("--conversations", type=count, default=100, help="that are sent at once")
-    made.add_argument("--only", help="kinds of work whose name has this in it")
+    made.add_argument("--only", default="", help="kinds of work whose name has this in it")
     return made.parse_args()
 
 
@@ -163,7 +163,9 @@ class Background:
 async def run(options: argparse.Namespace, findings: Findings) -> None:
     texts = "\n\n".join(prompt.text for prompt in load_prompts(options.prompts))
     work = kinds(texts, options.scale, options.conversations)
-    work = {name: each for name, each in work.items() if (options.only or "") in name}
+    if not any(options.only in name for name in work):
+        raise SystemExit(f"--only {options.only}: none of {', '.join(work)} has that in its name.")
+    work = {name: each for name, each in work.items() if options.only in name}
     async with serving(options.model, options.serve, SERVE) as served, served.session() as session:
         client = Client(session)
         prompts = await Prompts.of(client, options.seed, options.prompts)

@@ -37,7 +37,7 @@ class KVStorage:
     Slot `block * block_size + offset` holds one token. Block 0 is the null block: padding rows write there and nobody
     reads it. `copy_kv` is the kernels' own way from slot to slot. On a CPU the pages are committed by
     the system when first written, so an idle cache costs no memory. A huge page takes the system up to milliseconds, so
-    layers are laid out such that no two begin one at the same slot: a step waits for one or two, not for all.
+    the slots at which layers begin one are spread evenly: a step waits for a few pages, not for those of all layers.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _LOOKS_AGAIN, _LIKELY = 32, 0.1  # steps between two in which nodes of that surv
 # where that is in doubt: up to as many rows as the step has anyway
 _ERRORS = 5  # steps with drafts, of which the middle one counts: pauses of the machine are not theirs
 _TRUST = 2.0  # times what was expected, which costs learn from; only what is beyond is a loss that nobody foresaw
-_WAIT_S = 0.008  # that a step is made longer by drafts for each of its sequences, if there are others that wait for it
+_WAIT_S = 0.008  # by which drafts may lengthen a step, for each sequence that decodes, where there are several
 _DOUBT = 1.0  # plain steps that drafts seem to have cost beyond what was expected, until a step without tells whether
 # it was they or the machine
 

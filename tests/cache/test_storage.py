@@ -43,7 +43,7 @@ def test_copy_reads_everything_before_it_writes(dst: list[int], src: list[int]) 
 
 @pytest.mark.parametrize(("heads", "width", "num_layers"), [(3, 64, 30), (3, 64, 31), (8, 128, 36), (1, 256, 18)])
 def test_a_step_does_not_begin_a_huge_page_in_many_layers(heads: int, width: int, num_layers: int) -> None:
-    """The system clears a huge page when it is first written: those of all layers stopped a stream for 40 to 160 ms."""
+    """The system clears a huge page when it is first written: those of all layers made a step take 40 to 60 ms."""
     page, num_slots, slot_bytes = 2**21, 8192, 4 * heads * width
     storage = KVStorage([KVShape(heads, width)] * num_layers, num_slots // 16, 16, torch.float32, "cpu")
     begun = torch.zeros(num_slots)  # pages of all layers, by the first slot that lies in them
