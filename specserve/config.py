@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from specserve.errors import ConfigError, strict_fields, unknown
+from specserve.help import Help
 
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
@@ -39,28 +40,58 @@ class EngineConfig:
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
-    model: str = DEFAULT_MODEL
-    dtype: str = "auto"
-    quantization: str = "auto"
-    device: str = "auto"
-    isa: str = "auto"
-    threads: int | None = None
-    drafter: str = "auto"
-    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
-    drafter_options: Mapping[str, Any] = field(default_factory=dict)
-    draft_model: str | None = None
-    drafter_timeout_s: float = 2.0
-    adaptive: bool = True
-    verification: str = "coupled"
-    grammar_backend: str = "auto"
-    max_number_digits: int = DEFAULT_MAX_NUMBER_DIGITS
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
-    max_step_ms: float | None = None
-    block_size: int = 16
-    kv_cache_gib: float | None = None
-    prefix_caching: bool = True
+    model: Annotated[str, Help("Catalog name, Hugging Face folder, .gguf file or hub id (org/name).", "Model")] = (
+        DEFAULT_MODEL
+    )
+    dtype: Annotated[str, Help("Compute type; auto takes what the device is fastest at.", "Model")] = "auto"
+    quantization: Annotated[str, Help("How weights are stored in memory.", "Model")] = "auto"
+    device: Annotated[str, Help("cpu, cuda or cuda:N; auto takes a GPU if there is one.", "Model")] = "auto"
+    isa: Annotated[str, Help("Instruction set of the CPU kernels; auto takes the fastest.", "Model")] = "auto"
+    threads: Annotated[
+        int | None, Help("CPU threads of the kernels [default: the cores this process may use].", "Model")
+    ] = None
+    drafter: Annotated[
+        str,
+        Help(
+            'File name in drafters/ or entry point; "auto" takes several that need no model, "none" drafts only what a '
+            "grammar forces.",
+            "Speculation",
+        ),
+    ] = "auto"
+    num_speculative_tokens: Annotated[int, Help("Most draft tokens a sequence gets in one step.", "Speculation")] = (
+        DEFAULT_NUM_SPECULATIVE_TOKENS
+    )
+    drafter_options: Annotated[
+        Mapping[str, Any], Help("The drafter's own options, as --drafter-options.NAME VALUE.", "Speculation")
+    ] = field(default_factory=dict)
+    draft_model: Annotated[str | None, Help("A smaller model that drafts, named as --model is.", "Speculation")] = None
+    drafter_timeout_s: Annotated[
+        float, Help("Seconds a drafter of another package may take before it is switched off.", "Speculation")
+    ] = 2.0
+    adaptive: Annotated[
+        bool,
+        Help("Draft only as much as pays, by measured cost and acceptance; else as much as may be.", "Speculation"),
+    ] = True
+    verification: Annotated[
+        str, Help("How drafts are judged; coupled gives the same text as plain decoding.", "Speculation")
+    ] = "coupled"
+    grammar_backend: Annotated[str, Help("Who enforces structured output: auto, or a file name in grammars/.")] = "auto"
+    max_number_digits: Annotated[int, Help("Most digits of a number in JSON whose schema asks for no more.")] = (
+        DEFAULT_MAX_NUMBER_DIGITS
+    )
+    max_model_len: Annotated[int | None, Help("Longest prompt + output in tokens [default: the model's].")] = None
+    max_num_seqs: Annotated[int, Help("Most sequences that run at once.")] = 16
+    max_num_batched_tokens: Annotated[int, Help("Most tokens of one step; longer prompts run in chunks.")] = 512
+    max_step_ms: Annotated[
+        float | None,
+        Help(
+            "Milliseconds a step aims at that computes a chunk of a prompt while others get tokens "
+            "[default: 2.5 times a step without it, at most 6 ms more for each sequence]."
+        ),
+    ] = None
+    block_size: Annotated[int, Help("Tokens in one block of the KV cache.")] = 16
+    kv_cache_gib: Annotated[float | None, Help("Size of the KV cache in GiB [default: from free memory].")] = None
+    prefix_caching: Annotated[bool, Help("Share the KV of prompts that begin alike.")] = True
 
     def __post_init__(self) -> None:
         if self.draft_model is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Container, Mapping, Sequence as Many
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from specserve.errors import FailureCode, InputError, shown, strict_fields
 from specserve.explained import Explained
+from specserve.help import Help
 from specserve.structured.spec import Structured
 
 if TYPE_CHECKING:
@@ -40,24 +41,24 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: Annotated[float, Help("0 is greedy: the most likely token, the same text every time.")] = 1.0
+    top_k: Annotated[int, Help("Only the k most likely tokens; 0 is off.")] = 0
+    top_p: Annotated[float, Help("Only the most likely tokens that together reach this probability.")] = 1.0
+    min_p: Annotated[float, Help("Only tokens at least this likely, relative to the most likely one.")] = 0.0
+    repetition_penalty: Annotated[float, Help("Above 1 makes any token seen before less likely.")] = 1.0
+    presence_penalty: Annotated[float, Help("Lowers tokens that are already in the output.")] = 0.0
+    frequency_penalty: Annotated[float, Help("Lowers tokens by how often they are in the output.")] = 0.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Many[int] | None = None
     bad_words: Many[str] = ()
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop: str | Many[str] = ()
+    max_tokens: Annotated[int | None, Help("Most output tokens.")] = 16
+    min_tokens: Annotated[int, Help("No end before this many tokens.")] = 0
+    ignore_eos: Annotated[bool, Help("Go on after the model's end token.")] = False
+    stop: Annotated[str | Many[str], Help("End at this text; may be repeated.")] = ()
     stop_token_ids: Many[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    seed: int | None = None
+    seed: Annotated[int | None, Help("With a temperature: the same seed gives the same text [default: drawn].")] = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
@@ -81,8 +82,7 @@ class SamplingParams:
         if self.structured is not None:
             object.__setattr__(self, "structured", Structured.of(self.structured))
             if self.ignore_eos:
-                reason = "ignore_eos: structured output ends where its grammar does. Leave it out."
-                raise InputError(reason, "ignore_eos")
+                raise InputError("ignore_eos: structured output ends where its grammar does. Omit it.", "ignore_eos")
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise InputError for a token id outside 0..vocab_size-1 (the width of the LM head)."""

@@ -42,7 +42,7 @@ LAYERS = (
     ("config", "structured.spec"),  # what a request asks for; the rest of structured/ enforces it
     ("structured.library",),
     ("files", "machine", "registry"),
-    ("errors", "version"),
+    ("errors", "help", "version"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.
 CONTRACTS = (

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, Group, Parameter, Token, validators
+from cyclopts import App, Parameter, Token, validators
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specserve.cli.options import (
     ENGINE_HELP,
+    MEASUREMENT,
     OUTPUT,
-    SPECULATION,
     BenchEngineOptions,
     Whole,
     engine_options,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     StepEngineOptions = EngineConfig
     QualityEngineOptions = EngineConfig
 else:  # what has no part in a measurement is no option of it
-    _DRAFTING = [name for name, (group, _) in ENGINE_HELP.items() if group is SPECULATION]
+    _DRAFTING = [name for name, text in ENGINE_HELP.items() if text.section == "Speculation"]
     _PLAIN = {"drafter": "none", "adaptive": False}
     StepEngineOptions = options_type(EngineConfig, "StepEngineOptions", ENGINE_HELP, hidden=_DRAFTING, **_PLAIN)
     QualityEngineOptions = options_type(
@@ -46,7 +46,6 @@ else:  # what has no part in a measurement is no option of it
         **_PLAIN,
     )
 
-MEASUREMENT = Group("Measurement", sort_key=0)
 _ENGINE = BenchEngineOptions()
 _STEP_ENGINE = StepEngineOptions()
 _QUALITY_ENGINE = QualityEngineOptions()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, Token, validators
 from rich.console import Console
 
-from specserve.cli.bench import MEASUREMENT, JsonFile, drafting, load, names, numbers, progress_bar, write_json
-from specserve.cli.options import ENGINE_HELP, OUTPUT, Whole, engine_options, options_type
+from specserve.cli.bench import JsonFile, drafting, load, names, numbers, progress_bar, write_json
+from specserve.cli.options import ENGINE_HELP, MEASUREMENT, OUTPUT, Whole, engine_options, options_type
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError
 from specserve.types import SamplingParams

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from specserve.cli.bench import MEASUREMENT, JsonFile, names, write_json
-from specserve.cli.options import SPECULATION, Whole, drafter_arguments
+from specserve.cli.bench import JsonFile, names, write_json
+from specserve.cli.options import MEASUREMENT, SPECULATION, Whole, drafter_arguments
 from specserve.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from specserve.config import DEFAULT_MODEL
 def doctor(
     model: Annotated[str, Parameter(group=MODEL, help="The model whose folder is looked up.")] = DEFAULT_MODEL,
     *,
-    isa: Annotated[str, Parameter(group=MODEL, help=ENGINE_HELP["isa"][1])] = "auto",
+    isa: Annotated[str, Parameter(group=MODEL, help=ENGINE_HELP["isa"].text)] = "auto",
 ) -> None:
     """Show the device, memory, kernels, model folder and versions, without loading any weights."""
     from specserve.doctor import examine, show

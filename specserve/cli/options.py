@@ -1,27 +1,29 @@
-"""The command line's options, made from the dataclasses they fill: help texts and sections. Knows no command
-and no engine."""
+"""The command line's options, made from the dataclasses they fill, whose fields carry the help texts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, make_dataclass
+from dataclasses import MISSING, Field, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter, Token
 
 from specserve.config import DTYPES, ISAS, QUANTIZATIONS, VERIFICATIONS, EngineConfig
 from specserve.errors import ConfigError
 from specserve.files import read_text
+from specserve.help import Help
 from specserve.structured.spec import Structured
 from specserve.types import SamplingParams
 
-MODEL = Group("Model", sort_key=1)
-GENERATION = Group("Generation", sort_key=2)
-STRUCTURED = Group("Structured output", sort_key=3)
-SPECULATION = Group("Speculation", sort_key=4)
-ENGINE = Group("Engine", sort_key=5)
-OUTPUT = Group("Output", sort_key=6)
+# The sections of a command's help, in their order.
+SECTIONS = (
+    *("Measurement", "Model", "Text", "Head", "Training", "Generation", "Structured output"),
+    *("Speculation", "Engine", "Listening", "Access", "Limits", "Operation", "Output"),
+)
+GROUPS = {name: Group(name, sort_key=number) for number, name in enumerate(SECTIONS)}
+MEASUREMENT, MODEL, OUTPUT = GROUPS["Measurement"], GROUPS["Model"], GROUPS["Output"]
+GENERATION, STRUCTURED, SPECULATION = GROUPS["Generation"], GROUPS["Structured output"], GROUPS["Speculation"]
 
 
 def whole(kind: Any, tokens: Sequence[Token]) -> int:
@@ -50,54 +52,6 @@ def load_schema(file: Path) -> Structured:
         raise ConfigError(f"--schema: {file} cannot be read: {error}.") from error
 
 
-ENGINE_HELP: dict[str, tuple[Group, str]] = {
-    "model": (MODEL, "Catalog name, Hugging Face folder, .gguf file or hub id (org/name)."),
-    "dtype": (MODEL, "Compute type; auto takes what the device is fastest at."),
-    "quantization": (MODEL, "How weights are stored in memory."),
-    "device": (MODEL, "cpu, cuda or cuda:N; auto takes a GPU if there is one."),
-    "isa": (MODEL, "Instruction set of the CPU kernels; auto takes the fastest that there is."),
-    "threads": (MODEL, "CPU threads of the kernels [default: the cores this process may use]."),
-    "drafter": (
-        SPECULATION,
-        'File name in drafters/ or entry point; "auto" takes several that need no model, "none" drafts only what a '
-        "grammar forces.",
-    ),
-    "num_speculative_tokens": (SPECULATION, "Most draft tokens a sequence gets in one step."),
-    "drafter_options": (SPECULATION, "The drafter's own options, as --drafter-options.NAME VALUE."),
-    "draft_model": (SPECULATION, "A smaller model that drafts, named as --model is."),
-    "drafter_timeout_s": (SPECULATION, "Seconds a drafter of another package may take before it is switched off."),
-    "adaptive": (SPECULATION, "Draft only as much as pays, by measured cost and acceptance; else as much as may be."),
-    "verification": (SPECULATION, "How drafts are judged; coupled gives the same text as plain decoding."),
-    "grammar_backend": (ENGINE, "Who enforces structured output: auto, or a file name in grammars/."),
-    "max_number_digits": (ENGINE, "Most digits of a number in JSON whose schema asks for no more."),
-    "max_model_len": (ENGINE, "Longest prompt + output in tokens [default: the model's]."),
-    "max_num_seqs": (ENGINE, "Most sequences that run at once."),
-    "max_num_batched_tokens": (ENGINE, "Most tokens of one step; longer prompts run in chunks."),
-    "max_step_ms": (
-        ENGINE,
-        "Milliseconds a step aims at that computes a chunk of a prompt while others get tokens "
-        "[default: 2.5 times a step without it, at most 6 ms more for each sequence].",
-    ),
-    "block_size": (ENGINE, "Tokens in one block of the KV cache."),
-    "kv_cache_gib": (ENGINE, "Size of the KV cache in GiB [default: from free memory]."),
-    "prefix_caching": (ENGINE, "Share the KV of prompts that begin alike."),
-}
-
-SAMPLING_HELP: dict[str, tuple[Group, str]] = {
-    "max_tokens": (GENERATION, "Most output tokens."),
-    "temperature": (GENERATION, "0 is greedy: the most likely token, the same text every time."),
-    "top_k": (GENERATION, "Only the k most likely tokens; 0 is off."),
-    "top_p": (GENERATION, "Only the most likely tokens that together reach this probability."),
-    "min_p": (GENERATION, "Only tokens at least this likely, relative to the most likely one."),
-    "repetition_penalty": (GENERATION, "Above 1 makes any token seen before less likely."),
-    "presence_penalty": (GENERATION, "Lowers tokens that are already in the output."),
-    "frequency_penalty": (GENERATION, "Lowers tokens by how often they are in the output."),
-    "min_tokens": (GENERATION, "No end before this many tokens."),
-    "ignore_eos": (GENERATION, "Go on after the model's end token."),
-    "stop": (GENERATION, "End at this text; may be repeated."),
-    "seed": (GENERATION, "With a temperature: the same seed gives the same text [default: drawn]."),
-}
-
 # Types that are narrower on the command line than in the dataclass.
 _TYPES: dict[str, Any] = {
     "dtype": Literal[DTYPES],
@@ -108,46 +62,45 @@ _TYPES: dict[str, Any] = {
     "stop": tuple[str, ...],
 }
 
-_EXTRA: dict[str, Any] = {
-    "drafter_options": {"show_default": False},
-    "stop": {"show_default": False, "negative": ()},
-    "ignore_eos": {"negative": ()},
-    "served_model_name": {"show_default": False, "negative": ()},
-    "api_key": {"show_default": False, "negative": ()},
-    "cors_origin": {"show_default": False, "negative": ()},
-    "allowed_host": {"show_default": False, "negative": ()},
-    "admin": {"negative": ()},
-    "share_drafts": {"negative": ()},
-    "causal": {"negative": ()},
-    "cache_hidden": {"negative": ()},
-    "temperatures": {"show_default": False, "negative": ()},
-    "hidden_layers": {"show_default": False, "negative": (), "converter": wholes},
-}
+
+def help_of(base: type[Any], section: str | None = None) -> dict[str, Help]:
+    """The help of each field of a dataclass that has one, in `section` where it names no other."""
+    hints = get_type_hints(base, include_extras=True)
+    found = {name: part for name, hint in hints.items() for part in get_args(hint) if isinstance(part, Help)}
+    return {name: replace(part, section=part.section or section) for name, part in found.items()}
+
+
+ENGINE_HELP = help_of(EngineConfig, "Engine")
+SAMPLING_HELP = help_of(SamplingParams, "Generation")
 
 
 def options_type(
-    base: type[Any],
-    name: str,
-    texts: Mapping[str, tuple[Group, str]],
-    hidden: Sequence[str] = (),
-    **defaults: Any,
+    base: type[Any], name: str, texts: Mapping[str, Help], hidden: Sequence[str] = (), **defaults: Any
 ) -> type[Any]:
-    """A subclass of the dataclass `base` whose fields carry help texts, for `Parameter(name="*")`.
+    """A subclass of the dataclass `base` whose fields are options of a command, for `Parameter(name="*")`.
 
     Fields in `hidden` or without a text are no options; `defaults` replace the dataclass's own.
     """
     hints = get_type_hints(base)
     specs: list[tuple[str, Any, Any]] = []
     for entry in fields(base):
-        shown = entry.name in texts and entry.name not in hidden
-        group, text = texts[entry.name] if shown else (None, None)
-        parameter = Parameter(group=group, help=text, **_EXTRA.get(entry.name, {})) if shown else Parameter(parse=False)
         hint = _TYPES.get(entry.name, hints[entry.name])
-        if int in (hint, *get_args(hint)):
-            parameter = Parameter.combine(Parameter(converter=whole), parameter)
+        shown = entry.name in texts and entry.name not in hidden
+        parameter = _parameter(entry, hint, texts[entry.name]) if shown else Parameter(parse=False)
         specs.append((entry.name, Annotated[hint, parameter], _default(entry, defaults)))
     module = {"__module__": __name__}
     return make_dataclass(name, specs, bases=(base,), frozen=True, kw_only=True, namespace=module)
+
+
+def _parameter(entry: Field[Any], hint: Any, help_: Help) -> Parameter:
+    """Flags that are off have no --no-NAME; of what is repeated or in parts the help tells the default, if any."""
+    is_many = get_origin(hint) in (tuple, dict)
+    made = Parameter(group=GROUPS[help_.section or ""], help=help_.text, show_default=False if is_many else None)
+    if get_origin(hint) is tuple or entry.default is False:
+        made = Parameter.combine(made, Parameter(negative=()))
+    if int in (hint, *get_args(hint)):
+        made = Parameter.combine(made, Parameter(converter=wholes if get_origin(hint) is tuple else whole))
+    return made
 
 
 def _default(entry: Field[Any], defaults: Mapping[str, Any]) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from specserve.errors import ConfigError
 from specserve.files import read_json
+from specserve.help import Help
 
 KINDS = ("eagle", "block", "medusa")
 _MOST_IDENTITY_BYTES = 2**20
@@ -27,34 +28,59 @@ class TrainingOptions:
     Raises ConfigError naming the option, what it was and what is allowed.
     """
 
-    prompts: Path
-    out: Path
-    text: Path | None = None  # None: out/text
-    tokens: int | None = None
-    max_tokens: int = 256
-    max_length: int = 1024
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    streams: int = 32
-    seed: int = 0
-    layers: int = 1
-    depth: int = 5
-    hidden_layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 8192
-    qk_norm: bool = True
-    causal: bool = False
-    bigram_rank: int = 128
-    anchors: int = 32
-    cache_hidden: bool = False
-    epochs: float = 3.0
-    batch_tokens: int = 2048
-    learning_rate: float = 1e-3
-    decay: Literal["cosine", "linear"] = "cosine"
-    warmup: float = 0.04
-    clip: float = 1.0
-    cross_entropy: float = 0.1
-    evaluate_every: int = 200
-    checkpoint_minutes: float = 10.0
-    int8: bool = False
+    prompts: Annotated[
+        Path, Help("JSON lines with prompt or turns (the first is asked), perhaps category; may be gzipped.", "Text")
+    ]
+    out: Annotated[
+        Path,
+        Help("Folder for the head, its recipe and curve; a run that it holds is continued.", "Output"),
+    ]
+    text: Annotated[
+        Path | None,
+        Help("Folder of the text that the target writes; several heads may share one [default: OUT/text].", "Text"),
+    ] = None
+    tokens: Annotated[
+        int | None, Help("Stop writing at so many output tokens [default: each prompt at each temperature].", "Text")
+    ] = None
+    max_tokens: Annotated[int, Help("Most output tokens of an answer.", "Text")] = 256
+    max_length: Annotated[int, Help("Most tokens of a prompt and its answer; longer prompts are left out.", "Text")] = (
+        1024
+    )
+    temperatures: Annotated[
+        tuple[float, ...],
+        Help("0 is greedy; may be repeated: each prompt is answered at each [default: 0, 0.7, 1].", "Text"),
+    ] = (0.0, 0.7, 1.0)
+    streams: Annotated[int, Help("Answers that are written at once.", "Text")] = 32
+    seed: Annotated[int, Help("Seed of sampled answers, the order of data and the head's first weights.")] = 0
+    layers: Annotated[int, Help("Decoder layers; medusa: residual blocks of each head.", "Head")] = 1
+    depth: Annotated[
+        int, Help("Tokens of a draft: steps of the training-time test, rows of a block, or Medusa heads.", "Head")
+    ] = 5
+    hidden_layers: Annotated[
+        tuple[int, ...],
+        Help("Layer of the target that the head reads, from 0; may be repeated [default: by kind].", "Head"),
+    ] = ()
+    draft_vocab_size: Annotated[int, Help("Ids that the head proposes from: the most frequent ones.", "Head")] = 8192
+    qk_norm: Annotated[bool, Help("Norm queries and keys.", "Head")] = True
+    causal: Annotated[bool, Help("block: rows see only those before them.", "Head")] = False
+    bigram_rank: Annotated[int, Help("block: rank of the bias on the token before; 0 is none.", "Head")] = 128
+    anchors: Annotated[int, Help("block: blocks that each answer of a step trains.")] = 32
+    cache_hidden: Annotated[
+        bool, Help("Keep the target's hidden states on disk: 2 bytes a number, not computed each epoch.")
+    ] = False
+    epochs: Annotated[float, Help("How often each answer is read.")] = 3.0
+    batch_tokens: Annotated[int, Help("Most tokens of a step's answers, padding included.")] = 2048
+    learning_rate: Annotated[float, Help("The highest; of Muon and AdamW alike.")] = 1e-3
+    decay: Annotated[Literal["cosine", "linear"], Help("How the learning rate falls to 0.")] = "cosine"
+    warmup: Annotated[float, Help("Share of the steps in which the learning rate rises.")] = 0.04
+    clip: Annotated[float, Help("Largest norm of the gradients.")] = 1.0
+    cross_entropy: Annotated[float, Help("Its part of the loss; the rest is total variation.")] = 0.1
+    evaluate_every: Annotated[int, Help("Steps between two measurements of acceptance.")] = 200
+    checkpoint_minutes: Annotated[float, Help("Minutes between two checkpoints.")] = 10.0
+    int8: Annotated[
+        bool,
+        Help("Store int8 matrices without those of the target: a quarter of the size, for specserve alone.", "Output"),
+    ] = False
 
     def __post_init__(self) -> None:
         counts = ("max_tokens", "max_length", "streams", "layers", "depth", "draft_vocab_size", "anchors")

@@ -12,18 +12,29 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import pytest
+from cyclopts import App, Parameter
 
 from specserve import llm
 from specserve.bench import compare, replay
 from specserve.cli import answer as cli_answer, chat as cli_chat, generate as cli_generate
 from specserve.cli.main import COMMANDS, build_app, run
-from specserve.cli.options import ENGINE_HELP, SAMPLING_HELP, EngineOptions, SamplingOptions, engine_options
+from specserve.cli.options import (
+    ENGINE_HELP,
+    SAMPLING_HELP,
+    SECTIONS,
+    EngineOptions,
+    SamplingOptions,
+    engine_options,
+    help_of,
+    options_type,
+)
 from specserve.config import EngineConfig
 from specserve.doctor import examine
 from specserve.errors import EngineError
+from specserve.help import Help
 from specserve.structured import library
 from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
@@ -97,7 +108,41 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, Sampling
 
 def test_every_engine_option_has_a_flag_and_a_text() -> None:
     assert {field.name for field in dataclasses.fields(EngineConfig)} == set(ENGINE_HELP)
-    assert {field.name for field in dataclasses.fields(SamplingParams)} >= set(SAMPLING_HELP)
+    assert {field.name for field in dataclasses.fields(SamplingParams)} > set(SAMPLING_HELP) > {"seed", "max_tokens"}
+    assert all(text.text.endswith((".", "].")) and text.section in SECTIONS for text in ENGINE_HELP.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain:
+    size: Annotated[int | None, Help("How large.", "Model")] = 3
+    is_round: Annotated[bool, Help("Round.")] = False
+    names: Annotated[tuple[str, ...], Help("How it is called.")] = ()
+    inner: int = 0
+
+
+def test_help_stands_beside_the_fields_and_their_types_stay_what_they_were() -> None:
+    help_ = help_of(Plain, "Engine")
+    assert help_ == {
+        "size": Help("How large.", "Model"),
+        "is_round": Help("Round.", "Engine"),
+        "names": Help("How it is called.", "Engine"),
+    }
+    made = App(name="made", result_action="return_value")
+
+    kind = options_type(Plain, "Options", help_)
+
+    def command(options: Plain = kind()) -> Plain:  # noqa: B008
+        return options
+
+    command.__annotations__["options"] = Annotated[kind, Parameter(name="*")]
+    made.default(command)
+    arguments = made.assemble_argument_collection()
+    shown = {argument.name: argument.parameter for argument in arguments if argument.show and argument.name != "*"}
+    assert set(shown) == {"--size", "--is-round", "--names"}
+    assert shown["--size"].help == "How large."
+    assert [group.name for group in shown["--size"].group] == ["Model"]
+    found = made(["--size", "5", "--is-round", "--names", "a", "--names", "b"])
+    assert (found.size, found.is_round, found.names, found.inner) == (5, True, ("a", "b"), 0)
 
 
 def test_engine_defaults_are_those_of_the_config() -> None:

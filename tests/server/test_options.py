@@ -132,6 +132,6 @@ def test_options_cannot_be_changed() -> None:
 
 def test_the_help_names_every_route_that_is_open() -> None:
     """What --api-key closes, and what it does not."""
-    for text in (SERVE_HELP["api_key"][1], str(ServeOptions.__doc__)):
+    for text in (SERVE_HELP["api_key"].text, str(ServeOptions.__doc__)):
         (told,) = re.findall(r"(?:only|all routes but) ([^.;]*?) (?:are open|need one)", " ".join(text.split()))
         assert set(re.findall(r"/\w*", told)) == {route.path for route in ROUTES if not route.needs_key}
