@@ -1,29 +1,26 @@
-"""Shows a grid: a table for each drafter, the worst cell in words, and a heat map as SVG."""
+"""Shows a grid: a table for each drafter, the worst cell in words, and a heat map (with matplotlib, an extra)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, TypeAlias
-from xml.sax.saxutils import escape
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.table import Table
 
 from specserve.bench.report import table_of
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Column: TypeAlias = tuple[int, float]  # concurrency and temperature
 
-WIDTH, HEIGHT, HEAD = 58, 26, 64  # pixels: a cell, and what stands above the cells
-SLOWER, EVEN, FASTER = (240, 138, 75), (238, 238, 238), (94, 170, 220)  # dark text can be read on all of them
-# Grey can be read on any page, also where a viewer does not know the page's scheme.
-_STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#768390}@media(prefers-color-scheme:light){text{fill:#1f2328}}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}}"
-    ".cell{fill:#111;text-anchor:middle}.head{text-anchor:middle}.name{text-anchor:end}.title{font-weight:600}"
-)
+COLOURS = ("#f08a4b", "#eeeeee", "#5eaadc")  # slower, equal, faster; dark text can be read on all of them
+CELL = (0.62, 0.28)  # inches
 
 
-def grid_tables(figures: dict[str, Any]) -> Iterator[Table]:
+def grid_tables(figures: Mapping[str, Any]) -> Iterator[Table]:
     """One table a drafter: categories in rows, concurrency and temperature in columns."""
     for drafter, overall in figures["overall"].items():
         ratios, rows, columns = _axes(figures, drafter)
@@ -35,7 +32,7 @@ def grid_tables(figures: dict[str, Any]) -> Iterator[Table]:
         yield table
 
 
-def worst_line(figures: dict[str, Any]) -> str:
+def worst_line(figures: Mapping[str, Any]) -> str:
     """The cell of the lowest ratio, in words."""
     cell = figures["worst"]
     return (
@@ -44,45 +41,44 @@ def worst_line(figures: dict[str, Any]) -> str:
     )
 
 
-def heat_map(figures: dict[str, Any]) -> str:
-    """The tables as a picture: blue is faster than plain decoding, orange slower. For light and dark pages."""
-    parts: list[str] = []
-    start = 24 + 8 * max(20, *(len(cell["category"]) for cell in figures["cells"]))
-    width = top = 0
-    for drafter, overall in figures["overall"].items():
-        ratios, rows, columns = _axes(figures, drafter)
-        parts.append(_text(12, top + 22, "title", f"{drafter}: {overall:.2f}x plain decoding"))
-        parts.append(_text(start - 8, top + HEAD - 10, "name", "at once, temperature"))
-        for x, (concurrency, temperature) in enumerate(columns):
-            left = start + x * WIDTH
-            parts.append(_text(left + WIDTH // 2, top + HEAD - 10, "head", f"{concurrency}, {temperature:g}"))
-            for y, category in enumerate(rows):
-                if (ratio := ratios.get((category, (concurrency, temperature)))) is not None:
-                    above = top + HEAD + y * HEIGHT
-                    box = f'x="{left}" y="{above}" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="3"'
-                    parts.append(f'<rect {box} fill="{_colour(ratio)}"/>')
-                    parts.append(_text(left + WIDTH // 2 - 1, above + 17, "cell", f"{ratio:.2f}"))
-        parts += [_text(start - 8, top + HEAD + y * HEIGHT + 17, "name", category) for y, category in enumerate(rows)]
-        width, top = max(width, start + len(columns) * WIDTH), top + HEAD + len(rows) * HEIGHT
-    parts.append(_text(12, top + 24, "", worst_line(figures)))
-    size = f"{max(width, 560) + 12} {top + 36}"
-    body = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}">\n<style>{_STYLE}</style>\n{body}\n</svg>\n'
+def heat_map(path: Path, figures: Mapping[str, Any]) -> None:
+    """Draw the tables: blue is faster than plain decoding, orange slower, in full colour from twice and half on."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    drafters = {name: _axes(figures, name) for name in figures["overall"]}
+    num_rows = [len(rows) for _, rows, _ in drafters.values()]
+    num_columns = max(len(columns) for _, _, columns in drafters.values())
+    size = (4 + CELL[0] * num_columns, 0.8 + sum(0.9 + CELL[1] * rows for rows in num_rows))
+    figure = Figure(figsize=size, layout="constrained")
+    found = figure.subplots(len(drafters), 1, squeeze=False, height_ratios=num_rows)[:, 0]
+    for axes, (name, (ratios, rows, columns)) in zip(found, drafters.items(), strict=True):
+        _draw(axes, ratios, rows, columns)
+        axes.set_title(f"{name}: {figures['overall'][name]:.2f}x plain decoding", loc="left", fontweight="bold")
+    figure.supxlabel(worst_line(figures), fontsize=10, parse_math=False)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text, for search and screen readers
+        figure.savefig(path)
 
 
-def _axes(figures: dict[str, Any], drafter: str) -> tuple[dict[tuple[str, Column], float], list[str], list[Column]]:
+def _draw(axes: Axes, ratios: Mapping[tuple[str, Column], float], rows: list[str], columns: list[Column]) -> None:
+    """One drafter's table; a cell that was not measured stays white."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    table = [[ratios.get((row, column), math.nan) for column in columns] for row in rows]
+    colours = LinearSegmentedColormap.from_list("speed-up", COLOURS)
+    axes.imshow([[math.log2(ratio) for ratio in line] for line in table], cmap=colours, vmin=-1, vmax=1, aspect="auto")
+    for y, line in enumerate(table):
+        for x, ratio in enumerate(line):
+            if not math.isnan(ratio):
+                axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", color="#111111")
+    names = [f"{concurrency}, {temperature:g}" for concurrency, temperature in columns]
+    axes.set_xticks(range(len(columns)), labels=names)
+    axes.set_yticks(range(len(rows)), labels=rows, parse_math=False)
+    axes.set_xlabel("prompts at once, temperature")
+
+
+def _axes(figures: Mapping[str, Any], drafter: str) -> tuple[dict[tuple[str, Column], float], list[str], list[Column]]:
     """A drafter's ratios by category and column, and both in their order."""
     cells = [cell for cell in figures["cells"] if cell["drafter"] == drafter]
     ratios = {(cell["category"], (cell["concurrency"], cell["temperature"])): cell["ratio"] for cell in cells}
     return ratios, list(dict.fromkeys(row for row, _ in ratios)), list(dict.fromkeys(column for _, column in ratios))
-
-
-def _text(x: int, y: int, kind: str, text: str) -> str:
-    return f'<text x="{x}" y="{y}" class="{kind}">{escape(text)}</text>'
-
-
-def _colour(ratio: float) -> str:
-    """Full colour at twice and at half of plain decoding's speed."""
-    share = min(1.0, abs(math.log2(ratio)))
-    mixed = (round(a + (b - a) * share) for a, b in zip(EVEN, FASTER if ratio > 1 else SLOWER, strict=True))
-    return "#" + "".join(f"{part:02x}" for part in mixed)

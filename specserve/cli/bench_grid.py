@@ -83,13 +83,17 @@ def grid(
     *,
     asked: Annotated[GridOptions, Parameter(name="*")],
     json_file: JsonFile = None,
-    plot: Annotated[Path | None, Parameter(group=OUTPUT, help="Draw a heat map of the cells: FILE.svg.")] = None,
+    plot: Annotated[
+        Path | None,
+        Parameter(group=OUTPUT, help="Draw a heat map of the cells: FILE.svg, .png or .pdf (needs matplotlib)."),
+    ] = None,
     engine: Annotated[GridEngineOptions, Parameter(name="*")] = _ENGINE,
 ) -> None:
     """Measure drafters in every combination of category, concurrency and temperature. On Ctrl-C, and when an output
     differs, what was measured before is written and printed all the same."""
     from specserve.bench.compare import Plan, check_concurrency
     from specserve.bench.grid import groups
+    from specserve.bench.plot import check_plot
     from specserve.bench.prompts import load_prompts
     from specserve.speculation.lookup import makers
 
@@ -106,8 +110,8 @@ def grid(
     for path in (json_file, plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
-    if plot is not None and plot.suffix != ".svg":
-        raise ConfigError(f"The plot {plot} needs a name that ends in .svg.")
+    if plot is not None:
+        check_plot(plot)
     prompts = load_prompts(asked.prompts)
     categories = [prompt.category for prompt in prompts]
     made = groups(categories, asked.categories, plan, asked.concurrency, asked.temperature, asked.limit)
@@ -156,7 +160,7 @@ def _report(llm: LLM, made: list[Group], settings: dict[str, Any], json_file: Pa
     found = figures(made, {**described(llm), "machine": processor()[0], "version": __version__, **settings})
     write_json(json_file, found)
     if plot is not None:
-        plot.write_text(heat_map(found), "utf-8")
+        heat_map(plot, found)
     console = Console()
     for table in grid_tables(found):
         console.print(table, "")

@@ -170,7 +170,8 @@ def serve(
     ] = None,
 ) -> None:
     """Measure a running server over HTTP; raises ConfigError before anything is sent, ServerError without a server."""
-    from specserve.bench.serve.plot import check_plot, plot as draw
+    from specserve.bench.plot import check_plot
+    from specserve.bench.serve.plot import plot as draw
     from specserve.bench.serve.report import Goodput, summary
     from specserve.bench.serve.run import Target
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,13 +13,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from specserve.bench import grid as module
 from specserve.bench.compare import Plan, Question, Reply
 from specserve.bench.grid import Group, cells, figures, groups, measure
-from specserve.bench.heatmap import grid_tables, heat_map, worst_line
+from specserve.bench.heatmap import COLOURS, grid_tables, heat_map, worst_line
 from specserve.cli.main import run
 from specserve.errors import ConfigError, EngineError, InputError
 from specserve.llm import LLM
@@ -294,21 +297,35 @@ def test_tables_of_a_whole_grid_fit_a_terminal() -> None:
     assert text.count("11.11") == 9
 
 
-def test_the_picture_has_every_figure_and_is_well_formed(grid: list[Group]) -> None:
+def test_the_picture_has_every_figure_where_it_belongs(grid: list[Group], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="Plots are an extra.")
     found = figures(grid, {})
-    root = ElementTree.fromstring(heat_map(found))
-    texts = [element.text for element in root.iter(f"{SVG}text")]
-    boxes = [element.attrib for element in root.iter(f"{SVG}rect")]
-    figures_shown = [element.text for element in root.iter(f"{SVG}text") if element.get("class") == "cell"]
-    assert Counter(figures_shown) == Counter(f"{cell['ratio']:.2f}" for cell in found["cells"])
-    assert texts.count("<&") == texts.count("b") == 2
-    assert texts.count("1, 0.5") == 2
+    heat_map(tmp_path / "o.svg", found)
+    texts = ["".join(element.itertext()) for element in ElementTree.parse(tmp_path / "o.svg").iter(f"{SVG}text")]
+    shown = [text for text in texts if re.fullmatch(r"\d+\.\d\d", text)]
+    assert Counter(shown) == Counter(f"{cell['ratio']:.2f}" for cell in found["cells"])
+    assert texts.count("<&") == texts.count("b") == texts.count("1, 0.5") == 2
+    assert [text for text in texts if "plain decoding" in text] == [
+        "x: 2.00x plain decoding",
+        "y: 0.79x plain decoding",
+    ]
     assert worst_line(found) in texts
-    assert len({(box["x"], box["y"]) for box in boxes}) == len(boxes) == 6
-    width, height = map(int, root.attrib["viewBox"].split()[2:])
-    assert all(int(box["x"]) + int(box["width"]) <= width and int(box["y"]) + 24 < height for box in boxes)
-    colours = dict(zip(figures_shown, (box["fill"] for box in boxes), strict=True))
-    assert len({colours["2.00"], colours["0.50"], colours["1.00"]}) == 3
+
+
+def test_colours_tell_faster_from_slower(tmp_path: Path) -> None:
+    """What a cell is filled with, read back from the pixels of a picture."""
+    image = pytest.importorskip("matplotlib.image", reason="Plots are an extra.")
+    made = groups(["$a$", "b", "c"], ["all"], plan("x"), [1], [0.0], 1)
+    for group, seconds in zip(made, (0.4, 1.0, 5.0), strict=True):
+        group.repeats.append(taken(0, none=1, x=seconds))
+    heat_map(tmp_path / "o.png", figures(made, {}))
+    pixels = (image.imread(tmp_path / "o.png")[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    counts = Counter(map(tuple, pixels.tolist()))
+    slow, even, fast = (tuple(bytes.fromhex(colour[1:])) for colour in COLOURS)
+    areas = [sum(counts[near] for near in counts if max(map(abs, np.subtract(near, colour))) <= 2)
+             for colour in (fast, even, slow)]  # fmt: skip
+    assert min(areas) > 500
+    assert max(areas) < 1.3 * min(areas), "one cell each"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -337,7 +354,7 @@ def test_the_command_writes_figures_and_a_picture(here: Path, folder: Path, caps
     assert (settings["model"], settings["max_tokens"], settings["complete"]) == (str(folder), 8, True)
     assert all(word in out for word in ("ngram: ", "suffix: ", "2 T1", "Worst cell: "))
     assert "1/1 rag, 2 at once, temperature 0: ngram " in err
-    assert ElementTree.parse(here / "o.svg").getroot().tag.endswith("svg")
+    assert found["cells"][0]["category"] in (here / "o.svg").read_text()
 
 
 def test_the_command_measures_drafters_that_run_a_model(here: Path, folder: Path) -> None:
@@ -396,7 +413,7 @@ def test_the_command_says_nothing_when_interrupted_before_the_first_cell(
         (("--max-tokens", "0"), "--max-tokens"),
         (("--prompts", "none.jsonl"), "none.jsonl"),
         (("--json", "nowhere/o.json"), "no folder nowhere"),
-        (("--plot", "o.png"), "ends in .svg"),
+        (("--plot", "o.gif"), "ends in .svg, .png, .pdf"),
         (("--model", "smollm-135m"), "Did you mean 'smollm2-135m'"),
         (("--verification", "block"), "--verification"),  # sampled texts would differ
     ],
@@ -411,6 +428,17 @@ def test_errors_are_one_line_and_nothing_is_loaded(
     assert (status, out) == (2, "")
     assert complaint in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("here")
+def test_a_plot_needs_matplotlib_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(("bench", "grid", "--model", "nowhere", "--prompts", "demo", "--plot", "o.svg")) == 2
+    assert capsys.readouterr().err == "specserve: Plots need matplotlib. Install it: pip install 'specserve[plot]'.\n"
 
 
 def test_the_real_model_says_the_same_in_every_cell(smollm2: Path, here: Path, tmp_path: Path) -> None:

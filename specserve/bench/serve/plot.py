@@ -1,4 +1,4 @@
-"""Pictures of a served load, with matplotlib, which is an extra. Knows figures and axes; measures nothing."""
+"""Pictures of a served load, with matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -6,23 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specserve.errors import ConfigError
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".svg", ".png", ".pdf")
 _LATENCIES = {"ttft_ms": "time to first token", "tpot_ms": "time per output token", "e2e_ms": "end to end"}
-
-
-def check_plot(path: Path) -> None:
-    """Raise ConfigError for what could not be drawn, before anything is measured."""
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"The plot {path} needs a name that ends in {', '.join(FORMATS)}.")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("Plots need matplotlib. Install it: pip install 'specserve[plot]'.") from error
 
 
 def plot(path: Path, title: str, points: Sequence[Mapping[str, Any]]) -> None:
