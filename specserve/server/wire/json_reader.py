@@ -1,36 +1,31 @@
-"""Reads a long JSON text as json.loads does, in short steps: that one keeps every other thread from running until it
-has read all, for half a second where there are fifteen megabytes. Knows JSON and no fields."""
+"""Reads a JSON text in short steps, and says of one that cannot be taken what is wrong and where. It is for what
+msgspec does not do: one call of it keeps every other thread from running until all is read, fills the memory with what
+the text says, whatever that is, and names no field; half of a surrogate pair it does not read."""
 
 from __future__ import annotations
 
 import codecs
 import json
+import math
 import re
 from collections.abc import Callable
 from json.decoder import scanstring  # type: ignore[attr-defined]
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
+
+MAX_DEPTH = 64  # of lists and objects inside each other
+MAX_DIGITS = 20  # of an integer; 2^64 has 20
 MOST_IDS = 2**20  # of one list: to let go of as many takes some milliseconds, too
 MOST_VALUES = 2**18  # names too; of numbers, those that are no ids
 
-# All of these are bounded, so that no match takes more than a few milliseconds. The text is bytes read as Latin-1.
-_BLANKS = re.compile(r"[ \t\n\r]{0,65536}+")
-_UNIT = r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})'
-_SLICE = re.compile(rf'(?:[^"\\\x00-\x1f]{{1,64}}+|{_UNIT}){{0,32768}}+')
-_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
-_NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-_LONG_NUMBER = re.compile(r"-?[0-9][-+.eE0-9]{1000,}+")
-_IDS = re.compile(r"(?:(?:0|[1-9][0-9]{0,17}+)[ \t\n\r]{0,8}+,[ \t\n\r]{0,8}+){1,1024}+")
-_WORDS = {"true": True, "false": False, "null": None}
-_CONSTANTS = ("NaN", "Infinity", "-Infinity")
-
-
-class Numbers(Protocol):
-    """How numbers are read."""
-
-    def integer(self, text: str) -> Any: ...
-    def float(self, text: str) -> Any: ...
-    def constant(self, text: str) -> Any: ...
+# All of these are bounded, so that no match takes more than a few milliseconds.
+_BLANKS = re.compile(rb"[ \t\n\r]{0,65536}+")
+_PAIR = rb"\\u[dD][89abAB][0-9A-Fa-f]{2}\\u[dD][c-fC-F][0-9A-Fa-f]{2}"  # the halves of one character
+_SLICE = re.compile(rb'(?:[^"\\\x00-\x1f]{1,64}+|%b|\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})){0,32768}+' % _PAIR)
+_WORD = re.compile(rb"[-+.0-9A-Za-z]{0,65536}+")  # a number, true, false or null
+_IDS = re.compile(rb"(?:(?:0|[1-9][0-9]{0,17}+)[ \t\n\r]{0,8}+,[ \t\n\r]{0,8}+){1,1024}+")
+_NO_NUMBERS = (b"NaN", b"Infinity", b"-Infinity")
 
 
 class TooManyError(ValueError):
@@ -43,18 +38,24 @@ class TooManyError(ValueError):
 
 
 class TooDeepError(ValueError):
-    """The text is nested too deep."""
+    """The text is nested deeper than MAX_DEPTH."""
+
+
+class BadNumberError(ValueError):
+    """A number of the outermost object is not taken; `path` are the names that lead to it."""
+
+    def __init__(self, path: list[str], reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
 
 
 class Reader:
-    """One text. `max_depth` counts lists and objects inside each other."""
+    """One text."""
 
-    def __init__(self, body: bytes, numbers: Numbers, max_depth: int) -> None:
-        self._text = body.decode("latin-1")
-        self._numbers = numbers
-        self._max_depth = max_depth
+    def __init__(self, text: bytes) -> None:
+        self._text = text
         self._num_values = 0
-        self._field: str | None = None  # of the outermost object
+        self._path: list[str] = []
         self._names: dict[str, str] = {}
 
     def read(self) -> Any:
@@ -69,97 +70,95 @@ class Reader:
     def _value(self, at: int, depth: int) -> tuple[Any, int]:
         self._count()
         first = self._text[at : at + 1]
-        if first == '"':
+        if first == b'"':
             return self._string(at + 1)
-        if first == "{":
-            return self._members(at + 1, depth + 1, {}, "}", self._member)
-        if first == "[":
-            return self._members(at + 1, depth + 1, [], "]", self._entry)
-        if match := _LONG_NUMBER.match(self._text, at):
-            return self._numbers.integer(match.group()), match.end()
-        if match := _NUMBER.match(self._text, at):
-            integer, fraction, exponent = match.groups("")
-            is_whole = not fraction and not exponent
-            made = self._numbers.integer(integer) if is_whole else self._numbers.float(match.group())
-            return made, match.end()
-        for word, value in _WORDS.items():
-            if self._text.startswith(word, at):
-                return value, at + len(word)
-        for word in _CONSTANTS:
-            if self._text.startswith(word, at):
-                return self._numbers.constant(word), at + len(word)
-        raise self._wrong("Expecting value", at)
+        if first == b"{":
+            return self._members(at + 1, depth + 1, {}, b"}", self._member)
+        if first == b"[":
+            return self._members(at + 1, depth + 1, [], b"]", self._entry)
+        return self._word(at)
 
     def _members(
-        self, at: int, depth: int, found: Any, close: str, read: Callable[[int, int, Any], int]
+        self, at: int, depth: int, found: Any, close: bytes, read: Callable[[int, int, Any], int]
     ) -> tuple[Any, int]:
         """The members of a list or an object, put into `found`."""
-        if depth > self._max_depth:
+        if depth > MAX_DEPTH:
             raise TooDeepError
         at = self._skip(at)
         if self._text.startswith(close, at):
             return found, at + 1
         while True:
             at = self._skip(read(at, depth, found))
-            follows = self._text[at : at + 1]
-            if follows == close:
+            if self._text.startswith(close, at):
                 return found, at + 1
-            if follows != ",":
+            if not self._text.startswith(b",", at):
                 raise self._wrong("Expecting ',' delimiter", at)
             at = self._skip(at + 1)
 
     def _entry(self, at: int, depth: int, found: list[Any]) -> int:
         if ids := _IDS.match(self._text, at):  # as many at once as go: prompts of ids are lists of a million
-            found += map(int, ids.group().rstrip(", \t\n\r").split(","))
+            found += msgspec.json.decode(b"[%b]" % ids.group().rstrip(b", \t\n\r"))
             at = ids.end()
             if len(found) > MOST_IDS:
-                raise TooManyError(self._field)
+                raise TooManyError(self._path[0] if self._path else None)
         value, end = self._value(at, depth)
         found.append(value)
         return end
 
     def _member(self, at: int, depth: int, found: dict[str, Any]) -> int:
-        if not self._text.startswith('"', at):
+        if not self._text.startswith(b'"', at):
             raise self._wrong("Expecting property name enclosed in double quotes", at)
-        self._count()
         name, at = self._string(at + 1)
-        self._field = name if depth == 1 else self._field
+        name = self._names.setdefault(name, name)
+        self._path.append(name)
+        self._count()
         at = self._skip(at)
-        if not self._text.startswith(":", at):
+        if not self._text.startswith(b":", at):
             raise self._wrong("Expecting ':' delimiter", at)
-        value, end = self._value(self._skip(at + 1), depth)
-        found[self._names.setdefault(name, name)] = value
+        found[name], end = self._value(self._skip(at + 1), depth)
+        self._path.pop()
         return end
 
     def _string(self, begin: int) -> tuple[str, int]:
-        text, at = self._text, begin
-        pieces: list[str] = []
-        utf8 = codecs.getincrementaldecoder("utf-8")()
-        while not text.startswith('"', at):
-            match = _SLICE.match(text, at)
+        at, pieces = begin, []
+        utf8 = codecs.getincrementaldecoder("utf-8")()  # a slice may end within a character
+        while not self._text.startswith(b'"', at):
+            match = _SLICE.match(self._text, at)
             assert match is not None, "it may be empty"
-            end = match.end()
-            if end == at:
-                raise self._broken(at, begin)
-            piece = scanstring(utf8.decode(text[at:end].encode("latin-1")) + '"', 0)[0]
-            if pieces and _PAIR.match(pair := pieces[-1][-1:] + piece[:1]):  # the halves of one character
-                pieces[-1] = pieces[-1][:-1]
-                piece = pair.encode("utf-16", "surrogatepass").decode("utf-16") + piece[1:]
-            pieces.append(piece)
-            at = end
+            if match.end() == at:
+                found = self._text[at : at + 2]
+                if found in (b"", b"\\"):
+                    raise self._wrong("Unterminated string", begin - 1)
+                raise self._wrong("Invalid escape" if found[:1] == b"\\" else "Invalid control character", at)
+            pieces.append(scanstring(utf8.decode(match.group()) + '"', 0)[0])
+            at = match.end()
         utf8.decode(b"", final=True)
         return pieces[0] if len(pieces) == 1 else "".join(pieces), at + 1
 
-    def _broken(self, at: int, begin: int) -> json.JSONDecodeError:
-        found = self._text[at : at + 2]
-        if len(found) < 2 and found in ("", "\\"):
-            return self._wrong("Unterminated string starting", begin - 1)
-        if found[0] != "\\":
-            return self._wrong("Invalid control character", at)
-        return self._wrong("Invalid \\uXXXX escape" if found[1] == "u" else "Invalid \\escape", at)
+    def _word(self, at: int) -> tuple[Any, int]:
+        match = _WORD.match(self._text, at)
+        assert match is not None, "it may be empty"
+        word = match.group()
+        digits = word.removeprefix(b"-")
+        if word in _NO_NUMBERS:
+            return self._refuse(f"is {word.decode()}; it must be a finite number"), match.end()
+        if digits.isdigit() and len(digits) > MAX_DIGITS:
+            return self._refuse(f"has {len(digits)} digits; at most {MAX_DIGITS} are taken"), match.end()
+        try:
+            return msgspec.json.decode(word), match.end()
+        except msgspec.ValidationError:
+            return self._refuse("is too large for a number"), match.end()
+        except msgspec.DecodeError:
+            raise self._wrong("Expecting value", at) from None
+
+    def _refuse(self, reason: str) -> float:
+        """What stands for the number in a text that holds no object, which is refused for that."""
+        if self._path:
+            raise BadNumberError(self._path, reason)
+        return math.nan
 
     def _skip(self, at: int) -> int:
-        """Behind blanks."""
+        """After blanks."""
         while (match := _BLANKS.match(self._text, at)) and match.end() > at:
             at = match.end()
         return at
@@ -167,7 +166,9 @@ class Reader:
     def _count(self) -> None:
         self._num_values += 1
         if self._num_values > MOST_VALUES:
-            raise TooManyError(self._field)
+            raise TooManyError(self._path[0] if self._path else None)
 
     def _wrong(self, what: str, at: int) -> json.JSONDecodeError:
+        """Raises UnicodeDecodeError for bytes there that are no UTF-8."""
+        codecs.getincrementaldecoder("utf-8")().decode(self._text[at : at + 4])
         return json.JSONDecodeError(what, "", at)

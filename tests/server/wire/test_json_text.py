@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tracemalloc
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
@@ -13,7 +12,8 @@ from hypothesis import given, strategies as st
 
 from specserve.errors import InputError
 from specserve.server.wire import json_reader, json_text
-from specserve.server.wire.json_text import _BRACKET, LONG, MAX_DEPTH, json_object
+from specserve.server.wire.json_reader import MAX_DEPTH
+from specserve.server.wire.json_text import LONG, json_object
 
 SCALARS = (
     st.none() | st.booleans() | st.integers(1 - 10**20, 10**20 - 1) | st.floats(-1e300, 1e300) | st.text(max_size=5)
@@ -102,10 +102,8 @@ def test_what_is_whole_but_too_deep_is_refused(depth: int) -> None:
 
 @pytest.mark.parametrize("tail", ["", "\\"])
 def test_hostile_quotes_are_read_once(tail: str) -> None:
-    """A string that never closes is one piece. Were it looked at anew from each quote, a body of a megabyte would take
-    hours."""
-    text = '"\\' * 1000 + tail
-    assert [match.span() for match in _BRACKET.finditer(text)] == [(0, len(text))]
+    """Were a string that never closes looked at anew from each quote, a body of a megabyte would take hours."""
+    text = '"\\' * 500_000 + tail
     with pytest.raises(InputError, match="not valid JSON"):
         json_object(b'{"a": ' + text.encode())
 
@@ -123,10 +121,7 @@ def both(body: str | bytes) -> list[Any]:
         try:
             found.append(json_object(padded))
         except InputError as error:
-            said = str(error).split(" at ")[0]
-            found.append(
-                (re.sub(r" (name|starting|escape.*|control.*|end.*)$", "", said.replace("\\", "")), error.param)
-            )
+            found.append((str(error).split(" at byte")[0], error.param))
     return found
 
 
@@ -166,10 +161,7 @@ SPELLINGS = [
 @pytest.mark.parametrize("value", SPELLINGS)
 def test_long_texts_say_of_a_value_what_short_ones_say(value: str) -> None:
     short, long = both(f'{{"a": {value}}}')
-    if "Illegal trailing comma" in str(short):  # what Python 3.13 and later say
-        assert "Expecting" in str(long)
-    else:
-        assert short == long
+    assert short == long
 
 
 @given(st.text(st.sampled_from('a\u00e9\U0001f600\\"\n\ud83d'), max_size=12), st.booleans(), st.integers(0, 3))
