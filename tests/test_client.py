@@ -25,10 +25,10 @@ from specserve.client import transport
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import ConfigError, InputError, ServerError
 from specserve.server.wire.errors import WireError, overloaded, unauthorized, unavailable
-from specserve.server.wire.json_pieces import json_text
-from specserve.server.wire.responses import Reply, chat_body, completion_body, model_list
-from specserve.server.wire.stream import ChatStream, CompletionStream, Stream
-from specserve.server.wire.tokenization import detokenize_body, tokenize_body
+from specserve.server.wire.json.pieces import json_text
+from specserve.server.wire.openai.replies import Reply, chat_body, completion_body, model_list
+from specserve.server.wire.openai.stream import ChatStream, CompletionStream, Stream
+from specserve.server.wire.openai.tokenization import detokenize_body, tokenize_body
 from specserve.types import SequenceStats
 
 InVirtualTime = Callable[[Awaitable[Any]], Any]

@@ -18,9 +18,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.cli.main import COMMANDS
+from specserve.server.http.routes import ROUTES
 from specserve.server.metrics import Metrics
 from specserve.server.options import ServeOptions
-from specserve.server.routes import ROUTES
 from specserve.types import Event, SequenceStats
 
 ROOT = Path(__file__).resolve().parents[1]

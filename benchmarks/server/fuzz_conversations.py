@@ -28,10 +28,10 @@ import aiohttp
 from findings import Findings, count, finish, note, parser
 from served import serving
 
-from specserve.server.wire.anthropic import MessagesRequest
+from specserve.server.wire.anthropic_api.requests import MessagesRequest
 from specserve.server.wire.fields import Limits
-from specserve.server.wire.openai_responses import ResponsesRequest
-from specserve.server.wire.requests import ChatCompletionRequest, read
+from specserve.server.wire.openai.requests import ChatCompletionRequest, read
+from specserve.server.wire.openai.responses import ResponsesRequest
 from specserve.server.wire.translated import read_translated
 from specserve.testing import write_tiny_model
 

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from specserve.server.wire.explained import DraftToken, ExplainedStep, explained_step
+from specserve.server.wire.openai.explained import DraftToken, ExplainedStep, explained_step
 from specserve.types import JUMP_FORWARD
 
 if TYPE_CHECKING:

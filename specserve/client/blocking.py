@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from specserve.client.calls import AsyncClient, AsyncStream, Messages, Prompt
 from specserve.errors import InputError
-from specserve.server.wire.bodies import (
+from specserve.server.wire.openai.bodies import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,

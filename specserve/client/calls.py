@@ -10,7 +10,8 @@ import aiohttp
 
 from specserve.client.transport import Transport, broken, load, read_to_end
 from specserve.errors import InputError, unknown
-from specserve.server.wire.bodies import (
+from specserve.server.wire.fields import Wire
+from specserve.server.wire.openai.bodies import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -20,12 +21,11 @@ from specserve.server.wire.bodies import (
     ModelList,
     TokenizeReply,
 )
-from specserve.server.wire.fields import Wire
-from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest
-from specserve.server.wire.sampling_fields import SamplingFields
-from specserve.server.wire.stream import DONE
-from specserve.server.wire.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from specserve.server.wire.unsupported import REFUSED
+from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest
+from specserve.server.wire.openai.sampling_fields import SamplingFields
+from specserve.server.wire.openai.stream import DONE
+from specserve.server.wire.openai.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from specserve.server.wire.openai.unsupported import REFUSED
 
 T = TypeVar("T")
 Messages: TypeAlias = Sequence[Mapping[str, Any]]

@@ -1,24 +1,26 @@
-"""The OpenAPI 3.1 document, made of the types that requests are validated with and responses are written in. Knows no
-field by name: the types say it all, and routes.py what there is."""
+"""The OpenAPI 3.1 document of routes, made of the types that requests are validated with and answers are written in."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeAlias
 
+from aiohttp.typedefs import Handler
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
-from specserve.server.routes import EVENTS, JSON, ROUTES, Route
 from specserve.server.wire.fields import Limits
-from specserve.server.wire.sampling_fields import defaults
+from specserve.server.wire.openai.bodies import ErrorBody
+from specserve.server.wire.openai.sampling_fields import defaults
 from specserve.version import __version__
 
-__all__ = ["ROUTES", "document"]
-
 Json: TypeAlias = dict[str, Any]
+
+JSON, EVENTS, HTML = "application/json", "text/event-stream", "text/html"
+METRICS = "text/plain"
 
 _PLACE = "#/components/schemas/{model}"
 
@@ -60,6 +62,32 @@ A path that is not in this document is answered with status 404, another method 
 does not know with 403, in the same error body."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One method of one path, and what answers it. Types are what pydantic.TypeAdapter takes.
+
+    `request` is a POST's body, and `example` one that works, the model's name aside. `replies` has the type of the body
+    by HTTP status, JSON where `media` says nothing else; `event` is what `data:` holds when the answer is streamed.
+    `errors` are the statuses, besides 401, that come with an `error`. `needs_key` is false for what is open even where
+    keys are asked for.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    name: str
+    summary: str
+    group: str
+    replies: Mapping[int, Any] = field(default_factory=dict)
+    media: str = JSON
+    request: Any = None
+    example: Mapping[str, Any] = field(default_factory=dict)
+    event: Any = None
+    error: Any = ErrorBody
+    errors: tuple[int, ...] = ()
+    needs_key: bool = True
+
+
 class _Plain(GenerateJsonSchema):
     """Without a title for every field, which would only say its name again."""
 
@@ -67,23 +95,31 @@ class _Plain(GenerateJsonSchema):
         return False
 
 
-def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: bool, root_path: str = "") -> Json:
-    """The document of one server, as JSON. `model` is the name it serves; `drafters` are `limits.drafters` in the order
-    to list them; `requires_key`: it was started with API keys; `root_path`: what clients put before its paths."""
-    schemas, components = _schemas()
+def document(
+    routes: Sequence[Route],
+    model: str,
+    limits: Limits,
+    drafters: Iterable[str],
+    requires_key: bool,
+    root_path: str = "",
+) -> Json:
+    """The document of a server with these routes, as JSON. `model` is the name it serves; `drafters` are
+    `limits.drafters` in the order to list them; `requires_key`: it was started with API keys; `root_path`: what clients
+    put before its paths."""
+    schemas, components = _schemas(routes)
     paths: dict[str, Json] = {}
-    for route in ROUTES:
+    for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, model, schemas, requires_key)
     made = {
         "openapi": "3.1.0",
         "info": {"title": "specserve", "version": __version__, "description": _ABOUT},
         "servers": [{"url": root_path or "/"}],
-        "tags": [{"name": group} for group in dict.fromkeys(route.group for route in ROUTES)],
+        "tags": [{"name": group} for group in dict.fromkeys(route.group for route in routes)],
         "security": [{name: []} for name in _KEYS] if requires_key else [],
         "paths": paths,
         "components": {
             "schemas": components,
-            "responses": _error_replies(schemas),
+            "responses": _error_replies(routes, schemas),
             **({"securitySchemes": _KEYS} if requires_key else {}),
         },
     }
@@ -96,10 +132,10 @@ def document(model: str, limits: Limits, drafters: Iterable[str], requires_key: 
 # --- schemas ----------------------------------------------------------------------------------------------------------
 
 
-def _schemas() -> tuple[dict[str, Json], Json]:
-    """The schema of every type in ROUTES by `_part`, and the schemas that these refer to."""
+def _schemas(routes: Sequence[Route]) -> tuple[dict[str, Json], Json]:
+    """The schema of every type in the routes by `_part`, and the schemas that these refer to."""
     types: dict[str, Any] = {}
-    for route in ROUTES:
+    for route in routes:
         parts: list[tuple[str | int, Any]] = [
             ("request", route.request),
             ("event", route.event),
@@ -179,11 +215,11 @@ def _in_path(name: str) -> Json:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-def _error_replies(schemas: Mapping[str, Json]) -> Json:
+def _error_replies(routes: Sequence[Route], schemas: Mapping[str, Json]) -> Json:
     """Every status that a route fails with, for each shape of errors."""
     return {
         _error_name(route, status): _error(status, schemas[_part(route, "error")])
-        for route in ROUTES
+        for route in routes
         for status in (401, *route.errors)
     }
 

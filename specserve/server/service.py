@@ -23,7 +23,7 @@ from specserve.server.tool_use import ToolUse, constraint, format_for, reader
 from specserve.server.trials import Trials
 from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.errors import unavailable
-from specserve.server.wire.tool_calls import keeping_delimiters
+from specserve.server.wire.tools.calls import keeping_delimiters
 from specserve.structured.base import RefusedError as StructureRefusedError
 from specserve.structured.spec import Structured
 from specserve.structured.tags import ignored_formats

@@ -8,7 +8,7 @@ from pathlib import Path
 from specserve.errors import ConfigError
 from specserve.files import read_text
 from specserve.server.options import ServeOptions
-from specserve.server.wire.requests import template_values
+from specserve.server.wire.openai.requests import template_values
 from specserve.text.chat import MOST_TEMPLATE_BYTES, ChatTemplate, TemplateOptions
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from specserve.errors import InputError
 from specserve.server.wire.answer import AnswerParser
-from specserve.server.wire.enforced_calls import EnforcedCalls
-from specserve.server.wire.tool_calls import ToolCalling, ids_of_calls
+from specserve.server.wire.tools.calls import ToolCalling, ids_of_calls
+from specserve.server.wire.tools.enforced import EnforcedCalls
 from specserve.structured.spec import Structured
 from specserve.text.reasoning import Beginning
 from specserve.text.tool_tags import HERMES, CallStyle, is_strict

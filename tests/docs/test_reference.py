@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specserve import EngineConfig, SamplingParams, errors
 from specserve.cli.main import build_app
+from specserve.server.http.routes import ROUTES
 from specserve.server.metrics import Metrics
-from specserve.server.routes import ROUTES
-from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest
-from specserve.server.wire.unsupported import REFUSED
+from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest
+from specserve.server.wire.openai.unsupported import REFUSED
 from specserve.speculation.base import Drafter
 from specserve.structured import library
 from specserve.types import Event, SequenceStats

@@ -17,10 +17,10 @@ from pydantic.json_schema import SkipJsonSchema
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import InputError
-from specserve.server.openapi import ROUTES, document
-from specserve.server.routes import Route
-from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest, anthropic_error
-from specserve.server.wire.anthropic_stream import count_tokens_body, message_body
+from specserve.server.http.routes import ROUTES
+from specserve.server.openapi import Route, document
+from specserve.server.wire.anthropic_api.requests import CountTokensRequest, MessagesRequest, anthropic_error
+from specserve.server.wire.anthropic_api.stream import count_tokens_body, message_body
 from specserve.server.wire.errors import (
     WireError,
     model_not_found,
@@ -31,23 +31,28 @@ from specserve.server.wire.errors import (
     wire_error,
 )
 from specserve.server.wire.fields import Limits, Wire
-from specserve.server.wire.json_pieces import json_text
-from specserve.server.wire.openai_responses import LOGPROBS, ResponsesRequest
-from specserve.server.wire.openai_responses_stream import response_body
-from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, ResetPrefixCacheRequest, read
-from specserve.server.wire.responses import Reply, chat_body, completion_body, model_card, model_list
-from specserve.server.wire.sampling_fields import SamplingFields
-from specserve.server.wire.stream import DONE, ChatStream, CompletionStream
-from specserve.server.wire.tokenization import DetokenizeRequest, detokenize_body, read_tokenize, tokenize_body
+from specserve.server.wire.json.pieces import json_text
+from specserve.server.wire.openai.replies import Reply, chat_body, completion_body, model_card, model_list
+from specserve.server.wire.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResetPrefixCacheRequest,
+    read,
+)
+from specserve.server.wire.openai.responses import LOGPROBS, ResponsesRequest
+from specserve.server.wire.openai.responses_stream import response_body
+from specserve.server.wire.openai.sampling_fields import SamplingFields
+from specserve.server.wire.openai.stream import DONE, ChatStream, CompletionStream
+from specserve.server.wire.openai.tokenization import DetokenizeRequest, detokenize_body, read_tokenize, tokenize_body
+from specserve.server.wire.openai.unsupported import REFUSED
 from specserve.server.wire.translated import read_translated
-from specserve.server.wire.unsupported import REFUSED
 from specserve.types import SequenceStats, TokenLogprobs
 
 Json = dict[str, Any]
 
 LIMITS = Limits(vocab_size=1000, max_model_len=256, max_completions=8, drafters=frozenset({"ngram", "prediction"}))
-DOCUMENT = document("tiny", LIMITS, ["ngram", "prediction"], True)
-PLAIN = document("tiny", Limits(vocab_size=10, max_model_len=8), [], False)
+DOCUMENT = document(ROUTES, "tiny", LIMITS, ["ngram", "prediction"], True)
+PLAIN = document(ROUTES, "tiny", Limits(vocab_size=10, max_model_len=8), [], False)
 
 READ: dict[str, Callable[[bytes], Wire]] = {
     "/v1/chat/completions": lambda body: read(ChatCompletionRequest, body, LIMITS),
@@ -506,7 +511,7 @@ def test_bounds_are_those_of_this_server() -> None:
         assert schemas["Speculative"]["properties"]["drafter"]["enum"] == [*names, "none", None]
         assert (fields["priority"]["minimum"], fields["priority"]["maximum"]) == (0, 0)
     assert fields["min_tokens"]["exclusiveMaximum"] == 8
-    ranked = document("tiny", dataclasses.replace(LIMITS, max_priority=9), [], False)
+    ranked = document(ROUTES, "tiny", dataclasses.replace(LIMITS, max_priority=9), [], False)
     priority = ranked["components"]["schemas"]["CompletionRequest"]["properties"]["priority"]
     assert (priority["minimum"], priority["maximum"]) == (-9, 9)
     assert (fields["temperature"]["minimum"], fields["temperature"]["maximum"]) == (0.0, 100.0)

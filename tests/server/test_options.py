@@ -12,8 +12,8 @@ import pytest
 
 from specserve.cli.serve import SERVE_HELP
 from specserve.errors import ConfigError
+from specserve.server.http.routes import ROUTES
 from specserve.server.options import ServeOptions
-from specserve.server.routes import ROUTES
 
 WAITS = ("header_timeout_s", "body_timeout_s", "write_timeout_s", "stall_timeout_s", "start_timeout_s")
 LIMITS = ("queue_timeout_s", "request_timeout_s", "drain_timeout_s", "status_interval_s")  # 0 is none

@@ -21,10 +21,10 @@ from specserve.explained import Explained
 from specserve.server.pages import page
 from specserve.server.wire.errors import overloaded, timed_out, unauthorized
 from specserve.server.wire.fields import Limits
-from specserve.server.wire.json_pieces import json_text
-from specserve.server.wire.requests import ChatCompletionRequest, read
-from specserve.server.wire.responses import Reply, model_list
-from specserve.server.wire.stream import ChatStream
+from specserve.server.wire.json.pieces import json_text
+from specserve.server.wire.openai.replies import Reply, model_list
+from specserve.server.wire.openai.requests import ChatCompletionRequest, read
+from specserve.server.wire.openai.stream import ChatStream
 from specserve.types import SequenceStats
 
 Json = dict[str, Any]

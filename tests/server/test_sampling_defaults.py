@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from specserve.errors import ConfigError
+from specserve.server.http.routes import ROUTES
 from specserve.server.openapi import document
 from specserve.server.sampling_defaults import sampling_defaults
-from specserve.server.wire.anthropic import MessagesRequest
+from specserve.server.wire.anthropic_api.requests import MessagesRequest
 from specserve.server.wire.fields import Limits
-from specserve.server.wire.openai_responses import ResponsesRequest
-from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
+from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest, read
+from specserve.server.wire.openai.responses import ResponsesRequest
 from specserve.server.wire.translated import read_translated
 from specserve.types import SamplingParams
 
@@ -89,7 +90,7 @@ def test_a_response_tells_what_was_used() -> None:
 
 
 def test_the_document_has_them_as_defaults() -> None:
-    schemas = document("tiny", LIMITS, [], False)["components"]["schemas"]
+    schemas = document(ROUTES, "tiny", LIMITS, [], False)["components"]["schemas"]
     for kind in ("ChatCompletionRequest", "CompletionRequest"):
         fields = schemas[kind]["properties"]
         assert {name: fields[name]["default"] for name in STATED} == STATED

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specserve.server.wire.answer import CallItem, items_of
-from specserve.server.wire.tool_calls import ToolCalling
+from specserve.server.wire.tools.calls import ToolCalling
 from specserve.structured import tags
 from specserve.text.tool_tags import HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_TAGS, CallStyle, style_of
 from specserve.text.tools import call_format

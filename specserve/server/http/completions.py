@@ -21,10 +21,10 @@ from specserve.server.http.respond import Call, ignore, respond
 from specserve.server.tool_use import ToolUse, describe_tools
 from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.fields import Limits
-from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, TemplateFields, read
-from specserve.server.wire.responses import chat_body, completion_body
-from specserve.server.wire.sampling_fields import SamplingFields
-from specserve.server.wire.stream import ChatStream, CompletionStream
+from specserve.server.wire.openai.replies import chat_body, completion_body
+from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest, TemplateFields, read
+from specserve.server.wire.openai.sampling_fields import SamplingFields
+from specserve.server.wire.openai.stream import ChatStream, CompletionStream
 from specserve.server.wire.translated import in_own_words, own_names
 
 _AS_SENT: Mapping[str, str] = MappingProxyType({})

@@ -14,8 +14,8 @@ from specserve.server.options import PRIORITY, ServeOptions
 from specserve.server.service import Service
 from specserve.server.wire.errors import model_not_found
 from specserve.server.wire.fields import MAX_COUNT, Limits
-from specserve.server.wire.responses import Reply
-from specserve.server.wire.sampling_fields import SamplingFields
+from specserve.server.wire.openai.replies import Reply
+from specserve.server.wire.openai.sampling_fields import SamplingFields
 
 _MOST_BODIES = 8  # of the largest size that are in memory at once
 

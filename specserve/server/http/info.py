@@ -17,8 +17,8 @@ from specserve.server.http.origin import check_origin
 from specserve.server.http.respond import json_response
 from specserve.server.metrics import CONTENT_TYPE
 from specserve.server.wire.errors import route_not_found, unavailable
-from specserve.server.wire.requests import ResetPrefixCacheRequest, read
-from specserve.server.wire.responses import model_card, model_list
+from specserve.server.wire.openai.replies import model_card, model_list
+from specserve.server.wire.openai.requests import ResetPrefixCacheRequest, read
 from specserve.version import __version__
 
 _read_reset = functools.partial(read, ResetPrefixCacheRequest)

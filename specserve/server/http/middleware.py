@@ -16,7 +16,7 @@ from aiohttp.typedefs import Middleware
 from specserve.server.http.context import context, route_path
 from specserve.server.http.respond import CHUNKED, FAILURE, IGNORED, OUTPUTS, TENANT, json_response, public_error
 from specserve.server.logs import log_request, request_id
-from specserve.server.wire.anthropic import anthropic_error
+from specserve.server.wire.anthropic_api.requests import anthropic_error
 from specserve.server.wire.errors import (
     WireError,
     body_too_large,

@@ -19,8 +19,8 @@ from specserve.server.answers import Answers, Prepared
 from specserve.server.http.context import ARRIVED, context
 from specserve.server.wire.errors import INTERNAL_ERROR, WireError, unavailable, wire_error
 from specserve.server.wire.fields import header_names
-from specserve.server.wire.json_pieces import json_pieces, json_text
-from specserve.server.wire.stream import Stream
+from specserve.server.wire.json.pieces import json_pieces, json_text
+from specserve.server.wire.openai.stream import Stream
 
 _SMALL = 4096  # characters of an answer that is written sooner than a thread would begin to
 _SCORE_CHARACTERS = 512  # that take as long as the log-probabilities of a token

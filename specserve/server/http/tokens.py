@@ -12,8 +12,8 @@ from specserve.server.http.completions import conversation_of
 from specserve.server.http.context import context
 from specserve.server.http.respond import ignore, json_response, sized_response
 from specserve.server.wire.fields import Limits
-from specserve.server.wire.requests import read
-from specserve.server.wire.tokenization import (
+from specserve.server.wire.openai.requests import read
+from specserve.server.wire.openai.tokenization import (
     DetokenizeRequest,
     TokenizeChatRequest,
     TokenizeRequest,

@@ -12,12 +12,12 @@ from specserve.server.http.bodies import parsed
 from specserve.server.http.completions import conversation_of, ignore_untold_tools, prepare_chat
 from specserve.server.http.context import context
 from specserve.server.http.respond import Call, ignore, json_response, respond
-from specserve.server.wire.anthropic import CountTokensRequest, MessagesRequest
-from specserve.server.wire.anthropic_stream import MessageStream, count_tokens_body, message_body
-from specserve.server.wire.json_text import LONG
-from specserve.server.wire.openai_responses import ResponsesRequest
-from specserve.server.wire.openai_responses_stream import ResponseStream, response_body
-from specserve.server.wire.requests import ChatCompletionRequest
+from specserve.server.wire.anthropic_api.requests import CountTokensRequest, MessagesRequest
+from specserve.server.wire.anthropic_api.stream import MessageStream, count_tokens_body, message_body
+from specserve.server.wire.json.text import LONG
+from specserve.server.wire.openai.requests import ChatCompletionRequest
+from specserve.server.wire.openai.responses import ResponsesRequest
+from specserve.server.wire.openai.responses_stream import ResponseStream, response_body
 from specserve.server.wire.translated import TranslatedRequest, own_names, read_translated
 
 _read_messages = functools.partial(read_translated, MessagesRequest)

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from specserve.errors import CapacityError, EngineError, FailureCode, InputError, SpecserveError, TextError, unknown
-from specserve.server.wire.bodies import ErrorBody, ErrorType
 from specserve.server.wire.fields import well_formed
+from specserve.server.wire.openai.bodies import ErrorBody, ErrorType
 from specserve.server.wire.sentences import as_input_error
 
 INTERNAL_ERROR = "internal_error"  # the code of what nobody foresaw

@@ -22,9 +22,9 @@ from specserve.server.wire.answer import (
     begun,
     parts_of,
 )
-from specserve.server.wire.json_pieces import LongText
-from specserve.server.wire.responses import Reply
-from specserve.server.wire.stream import Event, Stream
+from specserve.server.wire.json.pieces import LongText
+from specserve.server.wire.openai.replies import Reply
+from specserve.server.wire.openai.stream import Event, Stream
 
 _NAME_FIRST = '{"type":"'
 

@@ -15,10 +15,10 @@ from pydantic.json_schema import SkipJsonSchema
 
 from specserve.errors import InputError
 from specserve.server.wire.fields import Limits, Name, Wire, well_formed
-from specserve.server.wire.json_text import json_object
-from specserve.server.wire.messages import TOOL_NAME
-from specserve.server.wire.requests import ChatCompletionRequest, checked
-from specserve.server.wire.sampling_fields import Speculative, with_defaults
+from specserve.server.wire.json.text import json_object
+from specserve.server.wire.openai.messages import TOOL_NAME
+from specserve.server.wire.openai.requests import ChatCompletionRequest, checked
+from specserve.server.wire.openai.sampling_fields import Speculative, with_defaults
 from specserve.server.wire.sentences import as_input_error, shown
 
 AnyTranslated = TypeVar("AnyTranslated", bound="TranslatedRequest")

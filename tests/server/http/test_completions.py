@@ -9,7 +9,7 @@ from typing import Any
 
 from specserve.server.http import completions
 from specserve.server.wire.fields import Limits
-from specserve.server.wire.requests import ChatCompletionRequest, CompletionRequest, read
+from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest, read
 from specserve.text.tokenizer import ChatPrompt
 
 LIMITS = Limits(vocab_size=300, max_model_len=512)

@@ -25,10 +25,10 @@ from specserve.server.http.context import CONTEXT
 from specserve.server.http.respond import Call, respond
 from specserve.server.options import ServeOptions
 from specserve.server.wire.answer import PlainText
-from specserve.server.wire.openai_responses import LOGPROBS, ResponsesRequest
-from specserve.server.wire.openai_responses_stream import ResponseStream, response_body
-from specserve.server.wire.responses import Reply, chat_body, completion_body
-from specserve.server.wire.stream import ChatStream, CompletionStream
+from specserve.server.wire.openai.replies import Reply, chat_body, completion_body
+from specserve.server.wire.openai.responses import LOGPROBS, ResponsesRequest
+from specserve.server.wire.openai.responses_stream import ResponseStream, response_body
+from specserve.server.wire.openai.stream import ChatStream, CompletionStream
 from specserve.types import SequenceStats, TokenLogprobs
 
 NUM_TOKENS = 2048

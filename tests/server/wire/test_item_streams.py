@@ -16,15 +16,15 @@ from hypothesis import given, strategies as st
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.server.wire.answer import Arguments, Call, Part, Text, items_of
-from specserve.server.wire.anthropic import MessagesRequest
-from specserve.server.wire.anthropic_stream import MessageStream, count_tokens_body, message_body
+from specserve.server.wire.anthropic_api.requests import MessagesRequest
+from specserve.server.wire.anthropic_api.stream import MessageStream, count_tokens_body, message_body
 from specserve.server.wire.errors import WireError, overloaded, unavailable
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.item_stream import ItemStream
-from specserve.server.wire.json_pieces import json_text
-from specserve.server.wire.openai_responses import LOGPROBS, ResponsesRequest
-from specserve.server.wire.openai_responses_stream import ResponseStream, response_body
-from specserve.server.wire.responses import Reply
+from specserve.server.wire.json.pieces import json_text
+from specserve.server.wire.openai.replies import Reply
+from specserve.server.wire.openai.responses import LOGPROBS, ResponsesRequest
+from specserve.server.wire.openai.responses_stream import ResponseStream, response_body
 from specserve.server.wire.translated import read_translated
 from specserve.types import SequenceStats, TokenLogprobs
 
