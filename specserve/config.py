@@ -24,19 +24,22 @@ DRAFT_MODEL = "draft_model"
 class EngineConfig:
     """Everything an engine is told at start. Sizes are tokens, sequences or GiB as their names say.
 
-    `drafter` is a file name in drafters/ or an entry point of the group `specserve.drafters`; "auto" is all files that
-    state a PRIORITY, together; "none" is plain decoding, but for what grammars force, which is drafted unless a request
-    itself names "none". With `adaptive` drafts are as long as pays by what steps take and drafts were worth, and there
-    are none where nothing does; without it they are as long as they may be.
-    `drafter_options` go to that drafter unread. `draft_model`, named as `model` is, is option "model" of the drafter
-    "draft_model", which is the drafter then. A request may name another drafter for itself, which drafts
-    `num_speculative_tokens` as well, or 5 where that is 0. `quantization="auto"` is int8 where native kernels serve the
-    CPU and no dtype is asked for, else none. `isa` is the instruction set of the CPU kernels; "auto" is what the
-    environment variable SPECSERVE_ISA names, or else the fastest. `threads=None` is what SPECSERVE_THREADS says, or as
-    many as cores may be used. `kv_cache_gib=None` sizes the cache from free memory.
-    `max_number_digits` is what a number in JSON gets at most, where its schema asks for no more.
-    `max_step_ms` is what a step aims at that computes chunks of prompts while others decode; None: 2.5 times a step
-    without them for each token that a sequence gets, and at most 6 ms more for each sequence.
+    - `drafter`: a file name in drafters/ or an entry point of the group `specserve.drafters`. "auto" merges the drafts
+      of all files that state a PRIORITY. "none" is plain decoding; only tokens that a grammar determines are drafted,
+      unless a request itself names "none". A request may name another drafter, whose drafts have up to
+      `num_speculative_tokens` tokens as well, or 5 where that is 0.
+    - `drafter_options`: passed to that drafter unread. `draft_model` sets `drafter` to "draft_model" and its option
+      "model", with the same names as the field `model`.
+    - `adaptive`: drafts are as long as pays by measured cost and acceptance, and none are made where none pay. Without
+      it they are as long as `num_speculative_tokens` allows.
+    - `quantization`: "auto" is int8 where native kernels serve the CPU and no dtype is asked for, else none.
+    - `isa`: instruction set of the CPU kernels; "auto" is the environment variable SPECSERVE_ISA, else the fastest.
+    - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use.
+    - `kv_cache_gib`: None sizes the cache from free memory.
+    - `max_number_digits`: most digits of a number in JSON, where its schema asks for no more.
+    - `max_step_ms`: target time of a step that computes chunks of prompts while other sequences decode. None is 2.5
+      times a step without the chunks for each token that a sequence gets, and at most 6 ms more for each sequence.
+
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
