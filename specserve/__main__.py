@@ -1,4 +1,4 @@
-"""`python -m specserve` is the command line. Knows nothing else."""
+"""`python -m specserve` is the command line."""
 
 from specserve.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the near-miss hint they share. Knows nothing of engines or models.
+"""Every error a user can meet, and the near-miss hint they share.
 
 SpecserveError
 ├── InputError (ValueError)    one request is wrong: names the parameter, what is allowed and what to do

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes that arrive in any pieces. Knows the format, and nothing of what an event says."""
+"""Server-sent events out of bytes that arrive in any pieces."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Where a verify step's time goes: op by op inside the kernels, phase by phase outside. Knows the engine's phases and
-the parts of a watched forward pass; knows no backend."""
+"""Where a verify step's time goes: op by op inside the kernels, phase by phase outside."""
 
 from __future__ import annotations
 

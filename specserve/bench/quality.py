@@ -1,5 +1,4 @@
-"""What rounding the weights costs in quality: perplexity of a text, and how often the likeliest token is another. Knows
-the SDK; knows nothing of files."""
+"""What rounding the weights costs in quality: perplexity of a text, and how often the likeliest token is another."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a constraint cost a run, and whether its answers fit. Knows runs and JSON Schemas; asks no grammar, so that it
-can find one wrong."""
+"""What a constraint cost a run, and whether its answers fit, checked without the grammar, which may be wrong."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The text that measurements read: real prose that every installation has, or the user's own. Knows files and tokens;
-knows no engine."""
+"""The text that measurements read: real prose that every installation has, or the user's own."""
 
 from __future__ import annotations
 

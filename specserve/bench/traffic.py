@@ -1,5 +1,4 @@
-"""What a step must read from memory, op by op, how long each op takes, and how fast memory can be read. Knows the op
-contract and the runner; knows no scheduling and no table."""
+"""What a step must read from memory, op by op, how long each op takes, and how fast memory can be read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a verify step costs by its number of rows, on the engine's own path. Knows the engine and what it counts; knows
-no kernels. `VerifySteps` makes the steps, for other measurements too."""
+"""What a verify step costs by its number of rows, on the engine's own path. `VerifySteps` makes the steps, for other
+measurements too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The KV cache of all sequences: block tables, prefix sharing, copy on write, and which KV of a verified draft stays.
-Knows tokens only as what prefixes are named after; nothing of models, drafters or scheduling."""
+"""The KV cache of all sequences: block tables, prefix sharing, copy on write, and which KV of a verified draft
+stays."""
 
 from __future__ import annotations
 

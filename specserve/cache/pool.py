@@ -1,5 +1,4 @@
-"""Who holds which block: a free list, reference counts, and the digests blocks are published under. Knows no tokens
-and no device memory."""
+"""Who holds which block: a free list, reference counts, and the digests blocks are published under."""
 
 from __future__ import annotations
 

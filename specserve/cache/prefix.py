@@ -1,4 +1,4 @@
-"""The names of prefixes: a chained digest for each full block of tokens. Knows no blocks and no sequences.
+"""The names of prefixes: a chained digest for each full block of tokens.
 
 A digest names a block's tokens *and everything before them*, so equal digests mean equal KV. The chain starts at the
 sequence's salt: sequences with different salts never share a digest, whatever their tokens.

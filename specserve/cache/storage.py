@@ -1,4 +1,4 @@
-"""The device memory behind the KV cache: one tensor a layer, addressed by slots. Knows nothing of who owns a slot."""
+"""The device memory behind the KV cache: one tensor a layer, addressed by slots."""
 
 from __future__ import annotations
 

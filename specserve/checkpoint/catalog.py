@@ -1,5 +1,4 @@
-"""Turns a model's name into a folder on this machine: the catalog, the cache, downloads. Knows where models come from;
-knows nothing of how one is loaded, and imports no torch.
+"""Turns a model's name into a folder on this machine: the catalog, the cache, downloads. Imports no torch.
 
 Whatever is fetched or converted is made in a temporary folder inside the cache, under a lock, and renamed when it is
 whole: a folder that has its final name is complete, whoever was killed when.

@@ -1,5 +1,5 @@
 """Checks a Hugging Face model folder before anything is loaded from it: config.json, which weight files, their sizes.
-Imports no torch; knows nothing of what the tensors are for."""
+Imports no torch."""
 
 from __future__ import annotations
 

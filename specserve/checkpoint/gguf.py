@@ -1,5 +1,4 @@
-"""Converts a GGUF file into a Hugging Face folder: config.json, model.safetensors, tokenizer. Knows the naming and
-the layout of each architecture in both formats; knows nothing of where files come from or how a model is run.
+"""Converts a GGUF file into a Hugging Face folder: config.json, model.safetensors, tokenizer.
 
 What llama.cpp's converter does to a checkpoint is undone here: names, the row order of Llama's q and k (its rotary
 embedding pairs neighbours, Hugging Face's pairs halves), and Gemma's norm weights (stored as 1 + w there).

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file and maps its tensors: names, types, shapes, bytes. Knows nothing of what they mean.
+"""Reads the header of a GGUF file and maps its tensors: names, types, shapes, bytes.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every length is checked against the file before
 it is used, so a truncated or garbage file is an error in one line, found before any tensor is read.

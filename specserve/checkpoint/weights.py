@@ -1,4 +1,4 @@
-"""Tensors of a model folder by name, memory-mapped. Knows files and names; knows nothing of architectures."""
+"""Tensors of a model folder by name, memory-mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer on the terminal: its text as it comes, how it ended, how fast it was. Knows no command."""
+"""An answer on the terminal: its text as it comes, how it ended, how fast it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specserve bench serve`. Knows options, progress and where figures go; specserve.bench.serve measures."""
+"""`specserve bench serve`: options, progress and where figures go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TOML file as a source of options. Knows its layout and which keys exist; knows no command's code."""
+"""The TOML file as a source of options."""
 
 from __future__ import annotations
 

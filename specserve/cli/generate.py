@@ -1,4 +1,4 @@
-"""`specserve generate`: prompts in, text out. Knows prompts and printing; the SDK does the rest."""
+"""`specserve generate`: prompts in, text out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`specserve grammar`: what the grammar backends can enforce, and the grammars that come along. Knows how to read, to
-print and to write; the check is not its own."""
+"""`specserve grammar`: what the grammar backends can enforce, and the grammars that come along."""
 
 from __future__ import annotations
 

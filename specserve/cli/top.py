@@ -1,5 +1,4 @@
-"""`specserve top`: a running server in the terminal, from its GET /stats. Knows what the figures are called there and
-how to draw them; measures nothing."""
+"""`specserve top`: a running server in the terminal, from its GET /stats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python clients of a running server, for code with and without asyncio. Knows the API's calls; knows no engine.
+"""Python clients of a running server, for code with and without asyncio.
 
 with specserve.Client() as client:
     for chunk in client.stream_chat([{"role": "user", "content": "Hello"}], max_tokens=64):

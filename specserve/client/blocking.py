@@ -1,4 +1,4 @@
-"""`Client`: AsyncClient for code that does not use asyncio. Knows a thread with an event loop; knows no HTTP."""
+"""`Client`: AsyncClient for code that does not use asyncio, with an event loop on a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AsyncClient`: each call of the API as a method. Knows paths and the fields of requests; knows no sockets."""
+"""`AsyncClient`: each call of the API as a method."""
 
 from __future__ import annotations
 

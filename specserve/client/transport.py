@@ -1,5 +1,4 @@
-"""Requests over HTTP: where the server is, what becomes of failures, and when a request is sent again. Knows JSON and
-server-sent events; knows no fields."""
+"""Requests over HTTP: where the server is, what becomes of failures, and when a request is sent again."""
 
 from __future__ import annotations
 

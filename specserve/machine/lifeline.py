@@ -1,5 +1,5 @@
 """Processes that end when they should: with the one that started them, however that one ends, or when a job of theirs
-takes too long. Knows Linux."""
+takes too long. Linux only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory this process may have, and how it gives it back to the system. Knows Linux and glibc."""
+"""How much memory this process may have, and how it gives it back to the system. Linux with glibc only."""
 
 from __future__ import annotations
 

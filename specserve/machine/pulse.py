@@ -1,5 +1,5 @@
 """Counters in memory that two processes share: the engine counts up inside its steps, and whoever watches it can tell
-a long step from one that hangs. Knows Linux."""
+a long step from one that hangs. Linux only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Finite automata over the bytes of a text, and the tokens that may follow each of their states, computed once for a
-vocabulary. Knows states and tokens; knows neither expressions nor who makes automata of them.
+vocabulary.
 
 A table of tokens would take states x vocabulary entries. Tokens are bytes, so the state after one is found by walking
 them: a few look-ups in a table of states x 256.

@@ -1,5 +1,5 @@
 """Grammars that come with the package, by name: a text in grammars/library and, beside it, what it is for with examples
-that fit and that do not. Knows files; what a kind means is not its own."""
+that fit and that do not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Grammars of models that reason first: everything may come until the reasoning is closed, and behind that what the
-grammar says. Knows grammars' states and the tokens around reasoning; knows no backend.
+grammar says.
 
 The tokens of a draft are walked one by one, so reasoning may end anywhere in one.
 """

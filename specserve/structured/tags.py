@@ -1,5 +1,5 @@
-"""Structural tags: free text with constrained stretches in it. Knows their JSON, as xgrammar's StructuralTag and vLLM's
-older `structures` spell it, and makes a typed tree of it; knows no backend and no vocabulary.
+"""Structural tags: free text with constrained stretches in it. The JSON is that of xgrammar's StructuralTag and of
+vLLM's older `structures`.
 
 What is not listed here (formats made of token ids, XML styles, budgets of characters) is refused with its name.
 """

@@ -1,5 +1,4 @@
-"""Tries constraints in a process that can be killed: compiling one takes what time and memory its author likes. Knows
-processes; knows no backend."""
+"""Tries constraints in a process that can be killed: compiling one takes what time and memory its author likes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A draft walked node by node, with the grammar's state moved over each token and taken back: the plain form of what
-some backends do in one call. Knows states and drafts; knows no backend."""
+some backends do in one call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A process that compiles what nobody may wait for, and says what it would accept: it may hang, or die, and is then
-killed and started anew by a Trial. Knows the tokenizer and the backends; imports neither torch nor transformers.
+killed and started anew by a Trial. Imports neither torch nor transformers.
 
     python -m specserve.structured.worker FOLDER SIZE BACKEND BYTES PARENT
 

@@ -1,4 +1,4 @@
-"""Renders chat messages with a model's own template. Knows template files and message shapes; knows no token ids.
+"""Renders chat messages with a model's own template.
 
 Templates are Jinja as transformers' apply_chat_template runs them, in a sandbox that cannot change its inputs.
 """

@@ -1,4 +1,4 @@
-"""Keeps what a caller wrote from being read as control tokens. Knows a tokenizer's added tokens; knows no template.
+"""Keeps what a caller wrote from being read as control tokens.
 
 A template's text and a caller's become one text before it is tokenized, and there `<|im_end|>` is a control token
 whoever wrote it. So a caller's control texts go through the template as one-time marks. What comes out is tokenized by

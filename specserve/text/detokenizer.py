@@ -1,5 +1,4 @@
-"""Turns one completion's tokens into text as they come, and ends it at a stop string. Knows bytes and characters; knows
-nothing of batches, requests or models.
+"""Turns one completion's tokens into text as they come, and ends it at a stop string.
 
 A token is a piece of a byte string, so text is that string read as UTF-8 while it grows: a character appears with its
 last byte, bytes that can never become one appear as U+FFFD. Decoding again from a little before (what tokenizers'

@@ -1,5 +1,4 @@
-"""The fewest tokens that a text can have, from the parts of a tokenizer. Knows tokenizers' own JSON of them; tokenizes
-nothing."""
+"""The fewest tokens that a text can have, from the parts of a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which tokens open and close a model's reasoning, told by its own files, and whether a prompt ends inside it. Knows
-texts and ids; knows no grammar and no request."""
+"""Which tokens open and close a model's reasoning, told by its own files, and whether a prompt ends inside it."""
 
 from __future__ import annotations
 

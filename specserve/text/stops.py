@@ -1,4 +1,4 @@
-"""Finds stop strings in text that grows. Knows characters; knows nothing of tokens.
+"""Finds stop strings in text that grows.
 
 Knuth, Morris and Pratt, "Fast pattern matching in strings" (SIAM J. Comput. 6, 1977): how much of a stop string the
 text ends with is carried along, so every character is looked at once for each of them, however long they are.

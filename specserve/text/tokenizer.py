@@ -1,5 +1,5 @@
 """Text to token ids and back, and chat messages to text, from the files of a model folder. Imports neither torch nor
-transformers; knows nothing of requests or streams."""
+transformers."""
 
 from __future__ import annotations
 

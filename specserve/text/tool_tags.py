@@ -1,5 +1,4 @@
-"""How calls of tools are written that must be right: as a structural tag, from which a grammar is made. Knows the ways
-of writing calls that tools.py knows; compiles nothing.
+"""How calls of tools are written that must be right: as a structural tag, from which a grammar is made.
 
 A tag says where a call begins and ends and which schema its arguments fit:
     {"type": "tag", "begin": '<tool_call>\\n{"name": "add", "arguments": ', "content": {...}, "end": "}\\n</tool_call>"}

@@ -1,5 +1,5 @@
 """A process that turns conversations, and long texts, into tokens: a model's chat template is its author's program, and
-may take what time and memory it likes. Knows the tokenizer; imports neither torch nor transformers.
+may take what time and memory it likes. Imports neither torch nor transformers.
 
     python -m specserve.text.worker FOLDER DESCRIPTOR PARENT
 

@@ -1,4 +1,4 @@
-"""When requests are sent: on a schedule, or when others have ended. Knows times and counts; knows no HTTP."""
+"""When requests are sent: on a schedule, or when others have ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One streamed request: sent, read and timed. Knows the events of OpenAI's streams; knows no load and no figures over
-several requests."""
+"""One streamed request: sent, read and timed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A measurement of a running server: which requests, and one load after the other. Knows the API's paths and fields;
-knows no figures."""
+"""A measurement of a running server: which requests, and one load after the other."""
 
 from __future__ import annotations
 

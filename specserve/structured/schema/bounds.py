@@ -1,7 +1,6 @@
 """Bounds of numbers: how many digits they ask for; bounds for multiples, which would have to go on at the digit where
 other numbers end; and those that are nearer to each other than 1, the nearer one excluded and whole, as expressions for
-intervals are easily wrong there. Knows which bounds apply to one number; knows no backend.
-"""
+intervals are easily wrong there."""
 
 from __future__ import annotations
 

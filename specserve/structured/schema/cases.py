@@ -1,5 +1,4 @@
 """A schema as cases: whatever fits it fits one of them, and in a case nothing applies but facts about single types.
-Knows what the keywords mean that apply schemas in the same place, or turn them round; spells no schemas.
 
 A case keeps which members and items its schemas have looked at, for `unevaluatedProperties` and `unevaluatedItems`:
 more schemas that fit never look at less, so each set of fitting branches is a case of its own where it matters.

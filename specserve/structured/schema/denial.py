@@ -1,5 +1,4 @@
-"""Facts turned round: the cases of a type's values for which a fact does not hold. Knows no references, and no choices
-between schemas."""
+"""Facts turned round: the cases of a type's values for which a fact does not hold."""
 
 from __future__ import annotations
 

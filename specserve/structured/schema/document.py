@@ -1,5 +1,4 @@
-"""Where the schemas in a JSON Schema document are, and what its references lead to. Knows keywords by where they hold
-schemas, and that their values have the right shape; not what they ask for.
+"""Where the schemas in a JSON Schema document are, and what its references lead to.
 
 Sources: JSON Schema 2020-12, core sections 8 and 9; the older array form of `items` is understood as well.
 """

@@ -1,5 +1,5 @@
-"""What one type of JSON values may have to fulfil, as facts that can be put together in cases and looked up for values.
-Knows no references, and no choices between schemas."""
+"""What one type of JSON values may have to fulfil, as facts that can be put together in cases and looked up for
+values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Formats: which of them the standard knows, and what the usual regular expressions of those let through although their
-own rules do not, as patterns to stand beside them. Knows no backend.
+own rules do not, as patterns to stand beside them.
 
 Sources: JSON Schema 2020-12, Validation, section 7 (formats that it does not define may be annotations); RFC 3339
 (dates; leap seconds are rare, and are left out), RFC 1123 and 5890 (labels of hosts), RFC 5321 section 4.5.3.1 (lengths

@@ -1,5 +1,5 @@
 """Facts about objects spelled as schemas: layers of members laid over each other, names that are patterns, counts as
-choices of which members there are. Knows no references."""
+choices of which members there are."""
 
 from __future__ import annotations
 

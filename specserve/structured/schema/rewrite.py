@@ -1,5 +1,4 @@
-"""A JSON Schema as another one that allows the same texts and asks only for what grammars are made of. Knows JSON
-Schema; knows no backend.
+"""A JSON Schema as another one that allows the same texts and asks only for what grammars are made of.
 
 A place whose own keywords are plain is copied, and only what is inside it is looked at; another is spelled as its
 cases. What cannot be told exactly is refused, with the keyword. Narrower than asked are only: `contains` in an array

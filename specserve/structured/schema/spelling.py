@@ -1,5 +1,5 @@
 """Cases spelled as schemas again, in keywords that grammars are made of: bounds, lengths, patterns, constants, items in
-their order. Knows how facts about one type go together; knows no references.
+their order.
 
 Whatever cannot be spelled exactly is refused, with two exceptions that are narrower than asked: `contains` (see
 `_WINDOW`), and numbers next to a whole one that is excluded (see `_STEP`).
