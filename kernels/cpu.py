@@ -70,8 +70,8 @@ class Recording:
         self.buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self.used: list[object] = []  # what else the program points into
 
-    def start(self, num_rows: int, num_collected: int, plan: _native.Plan | None) -> None:
-        self.program.start(num_rows, num_collected, plan)
+    def start(self, num_rows: int, num_gathered: int, plan: _native.Plan | None) -> None:
+        self.program.start(num_rows, num_gathered, plan)
 
     def finish(self) -> None:
         self.program.finish()
@@ -80,9 +80,9 @@ class Recording:
     def num_ops(self) -> int:
         return len(self.program.names())
 
-    def profile(self, num_rows: int, num_collected: int, plan: _native.Plan | None) -> list[tuple[str, float]]:
+    def profile(self, num_rows: int, num_gathered: int, plan: _native.Plan | None) -> list[tuple[str, float]]:
         """As run; the name of each op in order, and the seconds it took with waiting for its last thread."""
-        seconds = self.program.profile(num_rows, num_collected, plan)
+        seconds = self.program.profile(num_rows, num_gathered, plan)
         return list(zip(self.program.names(), seconds, strict=True))
 
 
@@ -96,7 +96,7 @@ class Kernels:
 
     name = "cpu"
     row_multiple = 1
-    has_own_threads = True
+    has_own_threads = records = True
     device = torch.device("cpu")
 
     @classmethod
@@ -218,7 +218,7 @@ class Kernels:
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         hidden = residual.shape[1]
         out = self._floats("gather_rows", len(rows), hidden)
-        with self._program(0, rows, residual, delta, post, collected=len(rows)) as program:
+        with self._program(0, rows, residual, delta, post, gathered=len(rows)) as program:
             program.gather_rows(at(rows), at(residual), at(delta), at(post), eps, hidden, at(out))
         return out[:, :hidden]
 
@@ -366,7 +366,7 @@ class Kernels:
 
     @contextmanager
     def _program(
-        self, rows: int, *uses: object, collected: int = 0, plan: _native.Plan | None = None
+        self, rows: int, *uses: object, gathered: int = 0, plan: _native.Plan | None = None
     ) -> Iterator[_native.Program]:
         """Where an op goes: into the recording, or into a program of its own that runs at once. It points into `uses`,
         which live as long."""
@@ -376,7 +376,7 @@ class Kernels:
             return
         program = _native.Program(self._thread_pool, self.instruction_set)
         yield program
-        program.run(rows, collected, plan)
+        program.run(rows, gathered, plan)
 
     def _buffer(self, op: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Zeros [rows, columns]. A recording has one buffer for each op and width: no op's result outlives its next."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 
 import specserve.kernels._torch_sampling as _sampling
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, DrawArrays, HeadNorms, Rotation, RowScores, SamplingArrays
+from specserve.ops import AttentionRows, DrawArrays, HeadNorms, Recording, Rotation, RowScores, SamplingArrays
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import PackedCache, Source, uncached
@@ -108,6 +109,7 @@ class Kernels:
     row_multiple = 4
     quantization = "none"
     has_own_threads = False
+    records = False
     layout = None
 
     @classmethod
@@ -274,8 +276,8 @@ class Kernels:
         kv.index_copy_(1, plan.write_slots, written.masked_fill_(~finite, 0))
         return qk[:, :-kv_heads]
 
-    def recording(self) -> None:
-        """torch runs op by op."""
+    def recording(self) -> AbstractContextManager[Recording]:
+        raise NotImplementedError("torch runs op by op")
 
     def plan(self, rows: AttentionRows, block_size: int) -> _Plan:
         runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]

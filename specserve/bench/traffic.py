@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from time import perf_counter
@@ -98,13 +98,9 @@ class WatchedOps:
         value = getattr(self._ops, name)
         return partial(self._note, name, value) if name in OPS else value
 
-    def recording(self) -> AbstractContextManager[_Profiled] | None:
-        plain = self._ops.recording()
-        return None if plain is None else self._profiled(plain)
-
     @contextmanager
-    def _profiled(self, plain: AbstractContextManager[Any]) -> Iterator[_Profiled]:
-        with plain as recording:
+    def recording(self) -> Iterator[_Profiled]:
+        with self._ops.recording() as recording:
             self._recording = _Profiled(recording)
             yield self._recording
 
@@ -163,9 +159,9 @@ class _Profiled:
         """A call begins here."""
         self._starts.append(self._recording.num_ops)
 
-    def start(self, num_rows: int, num_collected: int, plan: Any) -> None:
+    def start(self, num_rows: int, num_gathered: int, plan: Any) -> None:
         begun = perf_counter()
-        self._timed = self._recording.profile(num_rows, num_collected, plan)
+        self._timed = self._recording.profile(num_rows, num_gathered, plan)
         self.seconds = perf_counter() - begun
 
     def finish(self) -> None:

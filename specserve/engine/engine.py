@@ -12,7 +12,7 @@ from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError
-from specserve.runtime.pack import ScoredPrompt, Step, StepInput, num_logit_rows, pack
+from specserve.runtime.pack import ScoredPrompt, Step, StepInput, num_logit_rows, pack_step
 from specserve.runtime.runner import Output, Runner
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.adaptive import Adaptive
@@ -94,7 +94,7 @@ class Engine:
         with timed("total"):
             step = self.scheduler.pick()
             self.policy.draft(step)
-            inputs, scored = pack(step, self.runner.ops.row_multiple)
+            inputs, scored = pack_step(step, self.runner.ops.row_multiple)
             out, allowed = self._forward(step, inputs)
             with timed("sample"):
                 results = self._sample(step, scored, out, allowed) | _broken(step, out)

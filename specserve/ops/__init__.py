@@ -72,8 +72,8 @@ def fraction_bits(vocab_size: int) -> int:
 class Recording(Protocol):
     """Ops that were recorded once, to be run on what their tensors hold now."""
 
-    def start(self, num_rows: int, num_collected: int, plan: Any) -> None:
-        """Begin to run them on the first `num_rows` rows, and those after `gather_rows` on `num_collected` rows."""
+    def start(self, num_rows: int, num_gathered: int, plan: Any) -> None:
+        """Begin to run them on the first `num_rows` rows, and those after `gather_rows` on `num_gathered` rows."""
 
     def finish(self) -> None:
         """Run what is left of them. Until then nobody may touch their tensors."""
@@ -114,6 +114,7 @@ class Ops(Protocol):
     weight_dtype: torch.dtype  # of matrices in memory that are not quantised: float32 where bfloat16 has no products
     instruction_set: str  # as in config.ISAS; "" where there is no choice, as on a GPU
     quantization: str  # how weights are stored, as in config.QUANTIZATIONS
+    records: bool  # whether ops can be recorded; else a device runs them one by one
     has_own_threads: bool  # torch's would spin beside them for what little is left to torch
 
     @property
@@ -231,6 +232,6 @@ class Ops(Protocol):
     def broken_rows(self, plan: Any) -> list[int]:
         """The rows of a step that has run whose keys or values were NaN or infinite in any layer, ascending."""
 
-    def recording(self) -> AbstractContextManager[Recording] | None:
+    def recording(self) -> AbstractContextManager[Recording]:
         """Within it ops are recorded rather than run; their plan is None, their tensors have as many rows as will ever
-        be run. None where a device runs them one by one."""
+        be run. Only for ops that record; see ops.capture for all."""

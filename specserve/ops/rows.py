@@ -34,13 +34,23 @@ class AttentionRows:
         multiple: int,
     ) -> AttentionRows:
         """Of lists; a block table is as long as its sequence needs."""
+        num_seqs, num_rows = len(cached), len(parents)
+        numbers = np.array(
+            [*query_starts, *cached, *parents], np.int32
+        )  # one call for all, as it takes as long as each
         return cls(
-            num_rows=len(parents) + -len(parents) % multiple,
-            query_starts=np.array(query_starts, np.int32),
-            cached=np.array(cached, np.int32),
+            num_rows=num_rows + -num_rows % multiple,
+            query_starts=numbers[: num_seqs + 1],
+            cached=numbers[num_seqs + 1 : 2 * num_seqs + 1],
             block_tables=padded_tables(block_tables),
-            parents=np.array(parents, np.int32),
+            parents=numbers[2 * num_seqs + 1 :],
         )
+
+    @classmethod
+    def one_each(cls, cached: NDArray[np.int32], block_tables: NDArray[np.int32]) -> AttentionRows:
+        """A row of each sequence: of arrays, as a pass of a small head takes hardly longer than lists of its rows."""
+        n = len(cached)
+        return cls(n, np.arange(n + 1, dtype=np.int32), cached, block_tables, np.full(n, -1, np.int32))
 
     def is_block(self, s: int) -> bool:
         """Whether the rows of sequence s see each other."""
@@ -49,8 +59,10 @@ class AttentionRows:
 
 
 def padded_tables(block_tables: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Side by side, int32 [tables, blocks of the longest], with zeros behind the shorter ones."""
-    tables = np.zeros((len(block_tables), max(map(len, block_tables))), np.int32)
-    for row, blocks in zip(tables, block_tables, strict=True):
-        row[: len(blocks)] = blocks
-    return tables
+    """Side by side, int32 [tables, blocks of the longest], with zeros after the shorter ones."""
+    longest = max(map(len, block_tables))
+    padded: list[int] = []  # one list, as numpy takes as long for each call as for twenty numbers
+    for blocks in block_tables:
+        padded += blocks
+        padded += [0] * (longest - len(blocks))
+    return np.array(padded, np.int32).reshape(len(block_tables), longest)

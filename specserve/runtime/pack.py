@@ -1,15 +1,16 @@
-"""Packs scheduled sequences into the arrays of one step."""
+"""Packs rows of sequences into the arrays of one step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as Many
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specserve.ops import AttentionRows
-from specserve.types import Ids, ScheduledSeq, Sequence
+from specserve.types import ScheduledSeq, Sequence
 
 
 @dataclass(slots=True)
@@ -36,6 +37,18 @@ def num_logit_rows(sampled: Iterable[ScheduledSeq]) -> int:
     return sum(len(each.draft) + 1 for each in sampled)
 
 
+class SequenceRows(NamedTuple):
+    """What one sequence gives to a step, by value."""
+
+    tokens: Many[int]
+    start: int  # the logical index of the first row; so many tokens have KV before the step
+    blocks: Many[int]  # that hold the KV of these, and will hold the rows'
+    parents: Many[int] | None = None  # [tokens] the row that each follows, -1: the token before `start`; None: a chain
+    num_logits: int = 0  # rows that have logits, the last ones
+    scored: range = range(0)  # rows that have logits, too, which come after those of all sequences' last ones
+    is_block: bool = False  # whether the rows of a chain see each other
+
+
 @dataclass(slots=True)
 class StepInput:
     """One step as plain arrays, without live objects: it may be copied to a device's static buffers, or sent. Rows are
@@ -43,8 +56,49 @@ class StepInput:
 
     token_ids: NDArray[np.int64]  # [num_rows]
     positions: NDArray[np.int64]  # [num_rows]
-    logit_rows: NDArray[np.int64]  # [rows to be sampled, then rows to be scored, padded]
+    logit_rows: NDArray[np.int64]  # [rows of all sequences' `num_logits`, then of all `scored`, padded]
     rows: AttentionRows
+
+
+def pack(seqs: Iterable[SequenceRows], multiple: int) -> StepInput:
+    """Lay out one step: sequence after sequence, padded to a multiple of rows. A tree node's position is that of its
+    depth, whatever its row."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    logit_rows: list[int] = []
+    scored_rows: list[int] = []
+    starts, cached, tables = [0], [], []
+    parents: list[int] = []
+    for tokens, start, blocks, own_parents, num_logits, scored, is_block in seqs:
+        row, count = starts[-1], len(tokens)
+        token_ids += tokens
+        if own_parents is None:
+            positions += range(start, start + count)
+            parents += range(-1, count - 1)
+            if is_block and count > 1:
+                parents[row] = count - 1
+        else:
+            for parent in own_parents:
+                positions.append(positions[row + parent] + 1 if parent >= 0 else start)
+            parents += own_parents
+        logit_rows += range(row + count - num_logits, row + count)
+        if scored:
+            scored_rows += range(row + scored.start, row + scored.stop)
+        starts.append(row + count)
+        cached.append(start)
+        tables.append(blocks)
+    padding = [0] * (-len(token_ids) % multiple)
+    logit_rows += scored_rows
+    logit_rows += [0] * (-len(logit_rows) % multiple)
+    num_rows = len(token_ids) + len(padding)
+    # One array, as numpy takes as long for each as for twenty numbers.
+    numbers = np.array(token_ids + padding + positions + padding + logit_rows, np.int64)
+    return StepInput(
+        token_ids=numbers[:num_rows],
+        positions=numbers[num_rows : 2 * num_rows],
+        logit_rows=numbers[2 * num_rows :],
+        rows=AttentionRows.pack(starts, cached, tables, parents, multiple),
+    )
 
 
 @dataclass(slots=True)
@@ -55,51 +109,32 @@ class ScoredPrompt:
     tokens: list[int]
 
 
-def pack(step: Step, multiple: int) -> tuple[StepInput, list[ScoredPrompt]]:
-    """Lay out one step: sequence after sequence its own tokens, then its draft, padded to a multiple of rows. Sets
-    first_row and logits_start. The prompts that are scored have the rows of logits behind those that are sampled, in
-    their order; every row whose next token is in the prompt is scored.
-
-    A tree node's position is that of its depth, whatever its row.
-    """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    sampled: list[int] = []
-    scored_rows: list[int] = []
-    starts = [0]
-    parents: list[int] = []
+def pack_step(step: Step, multiple: int) -> tuple[StepInput, list[ScoredPrompt]]:
+    """Pack what is scheduled: of each sequence its own tokens, then its draft. Sets first_row and logits_start. The
+    prompts that are scored have the rows of logits after those that are sampled, in their order; every row whose next
+    token is in the prompt is scored."""
+    rows: list[SequenceRows] = []
     scored: list[ScoredPrompt] = []
+    num_rows = num_logits = 0
+    no_rows = range(0)
     for each in step.seqs:
-        seq, draft, row = each.seq, each.draft, starts[-1]
-        stop = each.start + each.num_new
-        token_ids += seq.tokens[each.start : stop]
-        positions += range(each.start, stop)
+        seq, draft, start, num_new = each.seq, each.draft, each.start, each.num_new
+        tokens, parents = seq.tokens[start : start + num_new], None
         if len(draft):
-            token_ids += draft.tokens.tolist()
-            positions += range(stop, stop + len(draft)) if draft.is_chain else (draft.depths + stop).tolist()
-        rows = each.num_new + len(draft)
-        parents += range(-1, rows - 1) if draft.is_chain else tree_rows(each.num_new, draft.parents).tolist()
-        each.first_row = row
-        if each.sampled:
-            each.logits_start = len(sampled)
-            sampled += range(row + each.num_new - 1, row + rows)
-        if unscored := _unscored(seq, each.num_new):
+            tokens += draft.tokens.tolist()
+            if not draft.is_chain:
+                parents = [*range(-1, num_new - 1), *(num_new + parent for parent in draft.parents.tolist())]
+        count = len(tokens)
+        own_logits = count - num_new + 1 if each.sampled else 0
+        score = no_rows
+        if seq.params.prompt_logprobs is not None and (unscored := _unscored(seq, num_new)):
             scored.append(ScoredPrompt(seq, seq.tokens[unscored.start : unscored.stop]))
-            scored_rows += range(row + unscored.start - 1 - each.start, row + unscored.stop - 1 - each.start)
-        starts.append(len(token_ids))
-    inputs = StepInput(
-        token_ids=padded(token_ids, multiple),
-        positions=padded(positions, multiple),
-        logit_rows=padded(sampled + scored_rows, multiple),
-        rows=AttentionRows.pack(
-            starts,
-            [each.start for each in step.seqs],
-            [each.seq.blocks.ids for each in step.seqs],
-            parents,
-            multiple,
-        ),
-    )
-    return inputs, scored
+            score = range(unscored.start - 1 - start, unscored.stop - 1 - start)
+        rows.append(SequenceRows(tokens, start, seq.blocks.ids, parents, own_logits, score))
+        each.first_row, each.logits_start = num_rows, num_logits
+        num_rows += count
+        num_logits += own_logits
+    return pack(rows, multiple), scored
 
 
 def _unscored(seq: Sequence, count: int) -> range:
@@ -123,15 +158,3 @@ def most_tokens(seq: Sequence, shared_rows: int) -> int:
     first = max(seq.cached + 1, len(seq.prompt_logprobs))
     scores = seq.params.prompt_logprobs is not None and first < seq.num_prompt
     return shared_rows + first - seq.cached if scores else len(seq.tokens)
-
-
-def tree_rows(num_before: int, parents: Ids) -> Ids:
-    """Parent rows of a chain of `num_before` tokens and a tree behind its last one, whose own parents, -1 for that
-    token, count its nodes."""
-    own = np.arange(-1, num_before - 1, dtype=np.int32)
-    return np.concatenate((own, np.where(parents < 0, num_before - 1, parents + num_before))).astype(np.int32)
-
-
-def padded(values: list[int], multiple: int) -> NDArray[np.int64]:
-    """As many zeros after the values as make a multiple."""
-    return np.array(values + [0] * (-len(values) % multiple), np.int64)

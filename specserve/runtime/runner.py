@@ -4,16 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.ops import Ops
-from specserve.runtime.graph import Forward, Model, captured
+from specserve.ops.capture import Captured
 from specserve.runtime.pack import StepInput
 from specserve.types import Ids
+
+_MOST_VIEWS = 256  # 4 KB each; steps of a load have few sizes, chunks of prompts have all
+
+
+class Model(Protocol):
+    """What a Runner can run; models.decoder.Decoder is one, whose `forward` says what is what. A model that reads more
+    than tokens says how many numbers each row has, and may overwrite these `features`. Its `spec` has at least
+    num_layers, num_kv_heads, head_dim, max_len and vocab_size."""
+
+    spec: Any
+    features_width: int
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...] = (),
+        features: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 
 @dataclass(slots=True)
@@ -21,11 +44,26 @@ class Output:
     """One row for each of the step's logit_rows; valid until the next step."""
 
     logits: Tensor  # float32 [logit rows, vocab]
-    hidden: Tensor  # float32 [logit rows, hidden], behind the final norm
+    hidden: Tensor  # float32 [logit rows, hidden], after the final norm
     best: Tensor  # int64 [logit rows], the best token of each row, -1 where the logits are broken
     broken: list[int] = field(default_factory=list)  # rows of the step whose KV is not what the model computed
-    taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer float32 [rows, hidden], the residual behind it
+    taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer float32 [rows, hidden], the residual after it
     top: Ids | None = None  # int32 [logit rows, k], the k best tokens of each row, -1 where the logits are broken
+
+
+class _Computed(NamedTuple):
+    """As in Output, of all rows that a step may have or of those that it has."""
+
+    hidden: Tensor
+    logits: Tensor
+    best: Tensor
+    taps: tuple[Tensor, ...]
+    top: Tensor | None
+
+    def of(self, num_rows: int, num_logit_rows: int) -> _Computed:
+        hidden, logits, best = (each[:num_logit_rows] for each in self[:3])
+        taps = tuple(tap[:num_rows] for tap in self.taps)
+        return _Computed(hidden, logits, best, taps, None if self.top is None else self.top[:num_logit_rows])
 
 
 class Runner:
@@ -50,24 +88,25 @@ class Runner:
         self.max_rows = max_rows
         self.max_logit_rows = max_logit_rows
         self.kv = kv
-        self._plan: Any = None  # of the newest step
-        self._logit_rows = np.zeros(0, np.int64)
         self.taps, self.top_k = taps, top_k
-        self._forward: Forward = self._captured()
+        self._capture()
 
     def show(self, taps: tuple[int, ...], top_k: int) -> None:
-        """Show the residual stream behind these layers, of all rows, and so many of the best tokens of each row of
+        """Show the residual stream after these layers, of all rows, and so many of the best tokens of each row of
         logits, with every step from now on. Between steps."""
         if (taps, top_k) != (self.taps, self.top_k):
             self.taps, self.top_k = taps, top_k
-            self._forward = self._captured()
+            self._capture()
 
     def start(self, inputs: StepInput, features: Tensor | None = None) -> None:
         """Begin a forward pass; the LM head sees only the rows that are sampled or scored. `features` are those of the
         first rows, float32 [rows, model.features_width], for a model that reads any."""
         self._logit_rows = inputs.logit_rows
+        self._num_rows = inputs.rows.num_rows
         self._plan = self.ops.plan(inputs.rows, self.block_size)
-        self._forward.start(inputs, self._plan, features)
+        arrays: list[Any] = [inputs.token_ids, inputs.positions, inputs.logit_rows]
+        arrays += () if features is None else (features,)
+        self._captured.start(arrays, self._num_rows, len(self._logit_rows), self._plan)
 
     def finish(self) -> Output:
         """What came of it. Whatever the host does before this call takes the device no time.
@@ -75,7 +114,16 @@ class Runner:
         A row whose keys or values are NaN or infinite has broken logits, whatever the model says of it: the KV that
         later rows would read is not what it computed.
         """
-        hidden, logits, best, taps, top = self._forward.finish()
+        computed = self._captured.finish()
+        size = self._num_rows if self.taps else 0, len(self._logit_rows)
+        found = self._views.get(size)
+        if found is None:
+            found = computed.of(*size)
+            if self.ops.records:  # into the same tensors each time, and slicing takes time
+                if len(self._views) == _MOST_VIEWS:
+                    self._views.clear()
+                self._views[size] = found
+        hidden, logits, best, taps, top = found
         broken = self.ops.broken_rows(self._plan)
         if broken:
             at = np.flatnonzero(np.isin(self._logit_rows, broken)).tolist()
@@ -86,6 +134,22 @@ class Runner:
         shown = dict(zip(self.taps, taps, strict=True))
         return Output(logits, hidden, best, broken, shown, None if top is None else top.cpu().numpy())
 
-    def _captured(self) -> Forward:
-        shown = self.taps, self.top_k
-        return captured(self.model, self.ops, self.kv, *shown, self.max_rows, self.max_logit_rows)
+    def _capture(self) -> None:
+        # Of values alone, not of the runner: who lets go of it lets go of the weights at once.
+        compute = partial(_compute, self.model, self.ops, self.kv, self.taps, self.top_k)
+        buffers = partial(_buffers, self.ops, self.max_logit_rows, self.model.features_width)
+        self._captured = Captured(self.ops, compute, buffers, self.max_rows)
+        self._views: dict[tuple[int, int], _Computed] = {}
+
+
+def _compute(
+    model: Model, ops: Ops, kv: list[Tensor], taps: tuple[int, ...], top_k: int, plan: Any, *inputs: Tensor
+) -> _Computed:
+    ids, positions, logit_rows, *features = inputs
+    outputs = model.forward(ids, positions, logit_rows, kv, plan, taps, *features)
+    return _Computed(*outputs, ops.top_k(outputs[1], outputs[2], top_k) if top_k else None)
+
+
+def _buffers(ops: Ops, max_logit_rows: int, features_width: int, max_rows: int) -> list[Tensor]:
+    numbers = [torch.zeros(size, dtype=torch.int64) for size in (max_rows, max_rows, max_logit_rows)]
+    return numbers + ([ops.input_rows(max_rows, features_width)] if features_width else [])

@@ -9,8 +9,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.ops import AttentionRows
-from specserve.runtime.pack import StepInput, padded
+from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
 
 _REPEATS = 3  # the fastest counts: whatever else runs only makes a step longer
@@ -38,14 +37,8 @@ def step_seconds(runner: Runner, sizes: Many[int], budget_s: float) -> NDArray[n
 
 
 def _run(runner: Runner, rows: int) -> float:
-    multiple = runner.ops.row_multiple
-    blocks = -(-rows // runner.block_size)
-    inputs = StepInput(
-        token_ids=padded([0] * rows, multiple),
-        positions=padded(list(range(rows)), multiple),
-        logit_rows=padded(list(range(rows)), multiple),
-        rows=AttentionRows.pack([0, rows], [0], [[0] * blocks], range(-1, rows - 1), multiple),
-    )
+    blocks = [0] * -(-rows // runner.block_size)
+    inputs = pack([SequenceRows([0] * rows, 0, blocks, num_logits=rows)], runner.ops.row_multiple)
     begun = time.perf_counter()
     runner.start(inputs)
     runner.finish()

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from specserve.ops import Ops
+from specserve.runtime.runner import Model
 from specserve.types import Draft, Ids, Sequence, Verdict
 
 MOST_MISSING = 16  # tokens of a sequence without KV of a head that drafts all the same
@@ -184,25 +185,6 @@ class Drafter(Protocol):
     def end(self, seq: SequenceView) -> None: ...
 
 
-class DraftModel(Protocol):
-    """A model that a DraftRunner can run; models.decoder.Decoder is one. `features_width`: numbers that each row reads
-    beside its token."""
-
-    spec: Any
-    features_width: int
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        kv: list[Tensor],
-        plan: Any,
-        taps: tuple[int, ...] = (),
-        features: Tensor | None = None,
-    ) -> Any: ...
-
-
 class DraftInput(NamedTuple):
     """Tokens to run through a drafter's model at logical positions from `start` on, behind all that is there:
     start <= num_draft_cached. Tokens behind the sequence's end are nodes of the draft that will be proposed, in its
@@ -281,7 +263,7 @@ class DraftContext(Protocol):
     memory_bytes: int | None  # that Needs may ask for; None: any number, as the KV cache is yet to be sized beside it
     ops: Ops
 
-    def load(self, model: str) -> tuple[DraftModel, Any]:
+    def load(self, model: str) -> tuple[Model, Any]:
         """A model, named as the target is, and how its vocabulary stands to the target's: a
         text.vocabularies.SharedVocabulary. Raises ModelError for a model that is not there or cannot be run,
         ConfigError for a vocabulary that shares too little."""
@@ -305,7 +287,7 @@ class DraftContext(Protocol):
         """The target's final norm and LM head over the residual stream behind its last layer, float32 [n, hidden] ->
         float32 [n, vocab]."""
 
-    def runner(self, model: DraftModel, reads: Tensor | None = None) -> DraftRunner:
+    def runner(self, model: Model, reads: Tensor | None = None) -> DraftRunner:
         """A runner for a model made with `ops`, to be called in the drafter's constructor. Raises ConfigError where no
         KV can be had for it any more: for a second model, for a drafter that a request names, or that replaces
         another."""

@@ -14,7 +14,7 @@ from specserve.models.decoder import Decoder
 from specserve.models.heads.loading import HeadLoader
 from specserve.models.loader import load_model
 from specserve.ops import Ops
-from specserve.speculation.base import DraftModel
+from specserve.runtime.runner import Model
 from specserve.speculation.model_runner import ModelRunner
 from specserve.text.tokenizer import Tokenizer
 from specserve.text.vocabularies import SharedVocabulary, shared_vocabulary
@@ -59,7 +59,7 @@ class TargetContext:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.head(hidden)
 
-    def load(self, model: str) -> tuple[DraftModel, SharedVocabulary]:
+    def load(self, model: str) -> tuple[Model, SharedVocabulary]:
         folder = catalog.resolve(model)
         loaded = load_model(folder, self.ops)
         sizes = self.vocab_size, loaded.spec.vocab_size
@@ -71,7 +71,7 @@ class TargetContext:
     def has_head(self, name: str | None, kind: str) -> bool:
         return self._heads.has(name, kind)
 
-    def runner(self, model: DraftModel, reads: Tensor | None = None) -> ModelRunner:
+    def runner(self, model: Model, reads: Tensor | None = None) -> ModelRunner:
         num_ids = min(self.vocab_size, model.spec.vocab_size) if isinstance(model, Decoder) else self.vocab_size
         runner = ModelRunner(model, self.ops, *self._sizes, num_ids if reads is None else len(reads), reads)
         if self._layers is None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from specserve.cache.storage import KVShape
-from specserve.models.heads.recorded import ChainWriter
-from specserve.ops import AttentionRows, Ops
+from specserve.models.heads.chain_writer import ChainWriter
+from specserve.ops import Ops
 from specserve.ops.rows import padded_tables
-from specserve.runtime.pack import StepInput, padded
+from specserve.runtime.pack import SequenceRows, StepInput, pack
 from specserve.runtime.runner import Runner
 from specserve.speculation.asking import ON_THE_WAY
 from specserve.speculation.base import MOST_MISSING, DraftInput, DraftOutput, HiddenInput, SequenceView
@@ -44,7 +44,7 @@ class ModelRunner:
     def write_chains(
         self, texts: Many[DraftText], out: DraftOutput, drawing: Drawing, min_probability: float = 0.0
     ) -> bool:
-        if self._ops.recording() is None:
+        if not self._ops.records:
             return False
         if self._writer is None:
             assert self._runner is not None, "a drafter's model runs once the engine has its cache"
@@ -130,42 +130,24 @@ class ModelRunner:
         return parents
 
     def _packed(self, inputs: Many[DraftInput]) -> StepInput:
-        multiple = self._ops.row_multiple
-        token_ids: list[int] = []
-        positions: list[int] = []
-        logit_rows: list[int] = []
-        starts = [0]
-        parents: list[int] = []
-        for each in inputs:
-            own, count = self._placed(each), len(each.tokens)
-            token_ids += each.tokens
-            if own is None:
-                positions += range(each.start, each.start + count)
-                parents += [count - 1 if each.is_block and count > 1 else -1, *range(count - 1)]
-            else:
-                at: list[int] = []
-                for parent in own:
-                    at.append(at[parent] + 1 if parent >= 0 else each.start)
-                positions += at
-                parents += own
-            starts.append(len(token_ids))
-            logit_rows += range(starts[-1] - each.num_logits, starts[-1])
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._num_ids):
+        rows = [
+            SequenceRows(
+                each.tokens,
+                each.start,
+                each.seq._seq.blocks.ids,
+                self._placed(each),
+                each.num_logits,
+                is_block=each.is_block,
+            )
+            for each in inputs
+        ]
+        if any(each.tokens and not 0 <= min(each.tokens) <= max(each.tokens) < self._num_ids for each in rows):
             raise ValueError(f"A drafter's model reads tokens from 0 to {self._num_ids - 1}, no others.")
-        if not len(token_ids) == len(positions) == len(parents) <= self.most_rows:
+        if sum(len(each.tokens) for each in rows) > self.most_rows:
             raise ValueError(f"A drafter's model reads at most {self.most_rows} tokens at once.")
-        if len(logit_rows) > self._max_logit_rows:
+        if sum(each.num_logits for each in rows) > self._max_logit_rows:
             raise ValueError(f"A drafter's model gives logits of at most {self._max_logit_rows} tokens at once.")
-        tokens = padded(token_ids, multiple)
-        return StepInput(
-            token_ids=tokens if self._reads is None else self._reads[tokens],
-            positions=padded(positions, multiple),
-            logit_rows=padded(logit_rows, multiple),
-            rows=AttentionRows.pack(
-                starts,
-                [each.start for each in inputs],
-                [each.seq._seq.blocks.ids for each in inputs],
-                parents,
-                multiple,
-            ),
-        )
+        packed = pack(rows, self._ops.row_multiple)
+        if self._reads is not None:
+            packed.token_ids = self._reads[packed.token_ids]
+        return packed

@@ -12,8 +12,7 @@ from torch import Tensor
 from specserve.models.decoder import Decoder
 from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
 from specserve.models.spec import DecoderSpec, Rope
-from specserve.ops import AttentionRows
-from specserve.runtime.pack import StepInput, padded
+from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
 
 Weights = Mapping[str, Tensor]
@@ -285,8 +284,7 @@ def hidden_states(target: Decoder, tokens: list[int], layers: tuple[int, ...]) -
         for _ in range(spec.num_layers)
     ]
     multiple = ops.row_multiple
-    rows = AttentionRows.pack([0, len(tokens)], [0], [list(range(1, count + 1))], range(-1, len(tokens) - 1), multiple)
-    ids, places = padded(tokens, multiple), padded(list(range(len(tokens))), multiple)
-    runner = Runner(target, ops, kv, block, len(ids), multiple, taps=layers)
-    runner.start(StepInput(token_ids=ids, positions=places, logit_rows=padded([0], multiple), rows=rows))
+    inputs = pack([SequenceRows(tokens, 0, range(1, count + 1), num_logits=1)], multiple)
+    runner = Runner(target, ops, kv, block, len(inputs.token_ids), multiple, taps=layers)
+    runner.start(inputs)
     return [x[: len(tokens)].clone() for x in runner.finish().taps.values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence as Many
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -20,8 +18,7 @@ from specserve.errors import ConfigError, unknown
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
 from specserve.models.spec import DecoderSpec
-from specserve.ops import AttentionRows
-from specserve.types import Draft
+from specserve.runtime.pack import SequenceRows, pack
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|pad|>")
 CHAT_TEMPLATE = (
@@ -153,18 +150,6 @@ class Feed:
     tokens: Many[int]
     parents: Many[int] | None = None
 
-    @property
-    def parent_rows(self) -> Many[int]:
-        return range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
-
-    @property
-    def depths(self) -> list[int]:
-        """How far each token lies behind the last cached one; 0 is the next position."""
-        if self.parents is None:
-            return list(range(len(self.tokens)))
-        draft = Draft(np.asarray(self.tokens, np.int32), np.asarray(self.parents, np.int32))
-        return [int(depth) for depth in draft.depths]
-
 
 class PagedDecoder:
     """A Decoder driven by hand: `num_seqs` sequences of up to `capacity` tokens, on blocks in shuffled order over a KV
@@ -185,31 +170,27 @@ class PagedDecoder:
 
     def step(self, *feeds: Feed) -> list[Tensor]:
         """Run the feeds together -> for each its logits, float32 [tokens, vocab]."""
-        rows, ops = self._rows(feeds), self.model.ops
-        token_ids = [token for feed in feeds for token in feed.tokens]
-        positions = [self.cached[feed.seq] + depth for feed in feeds for depth in feed.depths]
-        padding = [0] * (rows.num_rows - len(token_ids))
-        ids = torch.tensor([token_ids + padding, positions + padding], device=ops.device)
-        every = torch.arange(rows.num_rows, device=ops.device)
+        ops = self.model.ops
+        inputs = pack(
+            [
+                SequenceRows(feed.tokens, self.cached[feed.seq], self.block_tables[feed.seq], feed.parents)
+                for feed in feeds
+            ],
+            ops.row_multiple,
+        )
+        ids, positions = (torch.from_numpy(each).to(ops.device) for each in (inputs.token_ids, inputs.positions))
+        every, plan = torch.arange(len(ids), device=ops.device), ops.plan(inputs.rows, self.block_size)
         with torch.inference_mode():
-            _, logits, *_ = self.model.forward(ids[0], ids[1], every, self.kv, ops.plan(rows, self.block_size))
+            _, logits, *_ = self.model.forward(ids, positions, every, self.kv, plan)
         for feed in feeds:
             self.cached[feed.seq] += len(feed.tokens) if feed.parents is None else 0
-        return list(torch.split(logits[: len(token_ids)], [len(feed.tokens) for feed in feeds]))
+        lengths = [len(feed.tokens) for feed in feeds]
+        return list(torch.split(logits[: sum(lengths)], lengths))
 
     def chunks(self, seq: int, tokens: Many[int], size: int) -> Tensor:
         """Feed one sequence a chain, `size` tokens a step -> its logits, float32 [tokens, vocab]."""
         parts = [self.step(Feed(seq, tokens[start : start + size]))[0] for start in range(0, len(tokens), size)]
         return torch.cat(parts)
-
-    def _rows(self, feeds: Many[Feed]) -> AttentionRows:
-        return AttentionRows.pack(
-            [0, *itertools.accumulate(len(feed.tokens) for feed in feeds)],
-            [self.cached[feed.seq] for feed in feeds],
-            [self.block_tables[feed.seq] for feed in feeds],
-            list(itertools.chain.from_iterable(feed.parent_rows for feed in feeds)),
-            self.model.ops.row_multiple,
-        )
 
 
 def unequal_rows(model: Decoder) -> list[str]:

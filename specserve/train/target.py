@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,7 +16,8 @@ from specserve.machine.cores import default_threads
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import TargetShape
 from specserve.models.loader import check_tensors, load_model
-from specserve.ops import AttentionRows
+from specserve.runtime.pack import SequenceRows, pack
+from specserve.runtime.runner import Runner
 
 _BLOCK_SIZE = 16
 _LOGITS_BYTES = 2**27  # of one piece
@@ -52,7 +52,8 @@ class Target:
         # Every sequence begins a block, so that rounding up takes less than a block each.
         slots = (2 * self._max_rows // _BLOCK_SIZE + 2) * _BLOCK_SIZE
         kv = (2, slots, self.spec.num_kv_heads, self.spec.head_dim)
-        self._kv = [torch.zeros(kv, dtype=ops.kv_dtype, device=ops.device) for _ in range(self.spec.num_layers)]
+        layers = [torch.zeros(kv, dtype=ops.kv_dtype, device=ops.device) for _ in range(self.spec.num_layers)]
+        self._runner = Runner(self._model, ops, layers, _BLOCK_SIZE, self._max_rows, ops.row_multiple)
 
     @property
     def last_layer(self) -> int:
@@ -101,21 +102,11 @@ class Target:
         if group:
             yield group
 
-    def _forward(self, group: list[NDArray[Any]], layers: tuple[int, ...]) -> dict[int, Tensor]:
-        ops, lengths = self._ops, list(map(len, group))
+    def _forward(self, group: list[NDArray[Any]], layers: tuple[int, ...]) -> Mapping[int, Tensor]:
+        """The residual stream behind each of `layers`, float32 [rows, hidden], valid until the next call."""
         numbers = itertools.count(1)  # block 0 is where padding is written
-        rows = AttentionRows.pack(
-            [0, *itertools.accumulate(lengths)],
-            [0] * len(group),
-            [[next(numbers) for _ in range(-(-length // _BLOCK_SIZE))] for length in lengths],
-            [row - 1 for length in lengths for row in range(length)],
-            ops.row_multiple,
-        )
-        inputs = np.zeros((2, rows.num_rows), np.int64)
-        inputs[0, : sum(lengths)] = np.concatenate(group)
-        inputs[1, : sum(lengths)] = np.concatenate([np.arange(length) for length in lengths])
-        ids, positions = torch.from_numpy(inputs).to(self.device)
-        few = torch.zeros(ops.row_multiple, dtype=torch.int64, device=self.device)  # rows with logits: not wanted here
-        plan = ops.plan(rows, _BLOCK_SIZE)
-        *_, taps = self._model.forward(ids, positions, few, self._kv, plan, layers)
-        return dict(zip(layers, taps, strict=True))
+        blocks = ([next(numbers) for _ in range(-(-len(tokens) // _BLOCK_SIZE))] for tokens in group)
+        rows = [SequenceRows(tokens.tolist(), 0, own) for tokens, own in zip(group, blocks, strict=True)]
+        self._runner.show(layers, 0)
+        self._runner.start(pack(rows, self._ops.row_multiple))
+        return self._runner.finish().taps

@@ -273,11 +273,11 @@ def test_the_best_tokens_behind_every_node(tiny: Path, kernels: str, decoys: int
 
 def test_best_tokens_are_found_only_for_those_that_need_them(tiny: Path) -> None:
     engine = make(tiny)
-    num_ops = engine.runner._forward._recording.num_ops  # type: ignore[attr-defined]
+    num_ops = engine.runner._captured._recording.num_ops  # type: ignore[attr-defined]
     engine.use(DraftHost(TopDrafter({}), VOCAB, 30.0), 5)
-    assert engine.runner._forward._recording.num_ops == num_ops + 1  # type: ignore[attr-defined]
+    assert engine.runner._captured._recording.num_ops == num_ops + 1  # type: ignore[attr-defined]
     engine.use(DraftHost(ScriptedDrafter({}, VOCAB), VOCAB, 30.0), 5)
-    assert engine.runner._forward._recording.num_ops == num_ops  # type: ignore[attr-defined]
+    assert engine.runner._captured._recording.num_ops == num_ops  # type: ignore[attr-defined]
     drive(engine, mixed(2))
 
 

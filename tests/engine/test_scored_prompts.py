@@ -143,7 +143,7 @@ def test_what_a_step_holds_is_reckoned_with_when_the_cache_is_sized(tiny: Path, 
     """All buffers of a recorded step, and a second set of logits."""
     config = EngineConfig(model=str(tiny), quantization=quantization, dtype="float32", max_model_len=160)
     runner = build(config).engine.runner
-    recording = getattr(runner._forward, "_recording", None)
+    recording = runner._captured._recording
     if recording is None:
         pytest.skip("Only native kernels hold a step's buffers.")
     held = sum(buffer.nbytes for buffer in recording.buffers.values())

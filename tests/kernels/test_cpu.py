@@ -32,8 +32,8 @@ from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
 from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation, SamplingArrays
 from specserve.ops.isa import choose_isa
-from specserve.runtime.graph import EagerForward, Outputs, RecordedForward
 from specserve.runtime.pack import StepInput
+from specserve.runtime.runner import Output, Runner, _Computed
 from specserve.sampling.noise import hash_tokens
 from specserve.testing import Feed, PagedDecoder, random_weights, tiny_config, unequal_rows
 
@@ -1022,10 +1022,10 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
     shape = (2, 10 * 16, spec.num_kv_heads, spec.head_dim)
     eager_kv = [torch.randn(shape).to(model.ops.dtype) for _ in range(spec.num_layers)]
     recorded_kv = [layer.clone() for layer in eager_kv]
-    eager, recorded = (
-        EagerForward(model, model.ops, eager_kv, TAPS, TOP_K),
-        RecordedForward(model, model.ops, model.ops.recording(), recorded_kv, TAPS, TOP_K, 40, 40),
-    )
+    one_by_one = make(isa, weights, threads)
+    one_by_one.records = False
+    eager = Runner(model, one_by_one, eager_kv, 16, 40, 40, TAPS, TOP_K)
+    recorded = Runner(model, model.ops, recorded_kv, 16, 40, 40, TAPS, TOP_K)
     for lengths, cached, seqs, parents, num_judged in SCRIPT:
         rows = layout(lengths, cached, [tables[s] for s in seqs], parents)
         tokens = torch.randint(10, spec.vocab_size, (rows.num_rows,)).tolist()
@@ -1034,36 +1034,41 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
         positions = [c + depth for c, own in zip(cached, depths, strict=True) for depth in own]
         one = batch(rows, tokens, positions, num_judged)
         for step in (eager, recorded):
-            step.start(one, model.ops.plan(rows, 16))
+            step.start(one)
         wanted, found = eager.finish(), recorded.finish()
         assert found.top is not None
         assert wanted.top is not None
-        assert [len(part) for part in (*found[:3], found.top)] == [num_judged] * 4
-        assert [len(tap) for tap in found.taps] == [rows.num_rows] * 2
-        assert all(same(x, y) for x, y in zip([*found[:3], *found.taps], [*wanted[:3], *wanted.taps], strict=True))
-        assert torch.equal(found.top, wanted.top)
-        assert torch.equal(found.top[:, 0], found.best)
-        assert bool(found[1].isfinite().all()) == (rows.num_rows < 40)
+        assert [len(part) for part in (*tensors(found)[:3], found.top)] == [num_judged] * 4
+        assert [len(tap) for tap in found.taps.values()] == [rows.num_rows] * 2
+        assert all(same(x, y) for x, y in zip(tensors(found), tensors(wanted), strict=True))
+        assert found.broken == wanted.broken
+        assert found.top.tolist() == wanted.top.tolist()
+        assert found.top[:, 0].tolist() == found.best.tolist()
+        assert bool(found.logits.isfinite().all()) == (rows.num_rows < 40)
         assert all(same(x, y) for x, y in zip(recorded_kv, eager_kv, strict=True))
+
+
+def tensors(output: Output) -> list[Tensor]:
+    return [output.hidden, output.logits, output.best, *output.taps.values()]
 
 
 def test_steps_of_all_sizes_keep_few_views_of_a_recordings_outputs() -> None:
     """Each is 4 KB, and with taps there are as many sizes as numbers of rows times those of judged ones."""
 
     def num_views() -> int:
-        return sum(type(each) is Outputs for each in gc.get_objects())
+        return sum(type(each) is _Computed for each in gc.get_objects())
 
     model = tiny(make(SETS[0]), "llama")
     kv = [torch.zeros(2, 64, model.spec.num_kv_heads, model.spec.head_dim) for _ in range(model.spec.num_layers)]
-    step, before = RecordedForward(model, model.ops, model.ops.recording(), kv, (0,), 0, 40, 40), num_views()
+    step, before = Runner(model, model.ops, kv, 16, 40, 40, (0,)), num_views()
     first: dict[int, Tensor] = {}
     for n in range(1, 41):
         rows = layout([n], [0], [[1, 2, 3]], [None])
         for num_judged in range(1, n + 1):
             one = batch(rows, [10] * n, list(range(n)), num_judged)
-            step.start(one, model.ops.plan(rows, 16))
+            step.start(one)
             found = step.finish()
-            assert [len(part) for part in (*found[:3], *found.taps)] == [num_judged] * 3 + [n]
+            assert [len(part) for part in tensors(found)] == [num_judged] * 3 + [n]
             last = first.setdefault(n, found.logits[0].clone())
             assert torch.equal(found.logits[0], last)
     assert num_views() - before <= 300

@@ -20,7 +20,7 @@ from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops import AttentionRows, Ops, Rotation
 from specserve.ops.backend import KernelOptions
 from specserve.registry import KERNELS
-from specserve.runtime.pack import StepInput, padded
+from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Output, Runner
 from specserve.sampling.noise import hash_tokens
 from specserve.testing import write_tiny_model
@@ -67,19 +67,13 @@ class Chain:
         self._runner, self._multiple = Runner(head, ops, kv, BLOCK, rows, rows), ops.row_multiple
 
     def write(self, start: int, hidden: list[Tensor]) -> None:
-        count, runner = len(hidden[0]), self._runner
-        rows = AttentionRows.pack([0, count], [start], [list(range(1, 8))], range(-1, count - 1), self._multiple)
-        places = torch.from_numpy(padded(list(range(start, start + count)), self._multiple))
-        runner.model.write(hidden, places.numpy(), runner.kv, runner.ops.plan(rows, BLOCK), runner.max_rows)
+        runner = self._runner
+        packed = pack([SequenceRows([0] * len(hidden[0]), start, range(1, 8))], self._multiple)
+        runner.model.write(hidden, packed.positions, runner.kv, runner.ops.plan(packed.rows, BLOCK), runner.max_rows)
 
     def run(self, start: int, tokens: Tensor, features: Tensor | None, is_block: bool = False) -> Output:
-        count, multiple = len(tokens), self._multiple
-        parents = [count - 1 if is_block else -1, *range(count - 1)]
-        rows = AttentionRows.pack([0, count], [start], [list(range(1, 8))], parents, multiple)
-        ids = padded(tokens.tolist(), multiple)
-        places = padded(list(range(start, start + count)), multiple)
-        every = padded(list(range(count)), multiple)
-        self._runner.start(StepInput(token_ids=ids, positions=places, logit_rows=every, rows=rows), features)
+        rows = SequenceRows(tokens.tolist(), start, range(1, 8), num_logits=len(tokens), is_block=is_block)
+        self._runner.start(pack([rows], self._multiple), features)
         return self._runner.finish()
 
 

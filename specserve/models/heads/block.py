@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specserve.errors import ModelError
 from specserve.models.decoder import Decoder, WeightReader, read_layer, rotary_tables
-from specserve.models.heads.recorded import HeadDraws, RecordedWrite
+from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import BlockSpec
 from specserve.ops import Ops, Rotation
+from specserve.ops.capture import Captured
 
 
 class BlockHead:
@@ -43,7 +44,7 @@ class BlockHead:
         self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
         if head.has_mask_embedding and not head.has_embedding:
             raise ModelError("This head has a mask_embedding and no embed_tokens, which is not supported.")
-        self._written: RecordedWrite | None = None
+        self._written: Captured[None] | None = None
         self._bigram = None
         if head.bigram_rank:
             table = ops.pack_table(read.named("bigram_in")[0])
@@ -62,19 +63,20 @@ class BlockHead:
         """Keys and values of rows that the target has computed, from the outputs of the layers that the head reads,
         float32 [rows, target's hidden] each, at `positions` [rows padded to ops.row_multiple]. They are never more than
         `most_rows`, and `kv` is always the same."""
-        if self._written is None and (recording := self.ops.recording()) is not None:
-            self._written = RecordedWrite(
-                self._write, self.ops, recording, kv, len(hidden), hidden[0].shape[1], most_rows
+        if self._written is None:
+            width, parts = hidden[0].shape[1], len(hidden)
+            self._written = Captured(
+                self.ops,
+                partial(self._write, kv),
+                lambda rows: [
+                    torch.zeros(rows, dtype=torch.int64),
+                    *(self.ops.input_rows(rows, width) for _ in range(parts)),
+                ],
+                most_rows,
             )
-        if self._written is not None:
-            self._written(hidden, positions, plan)
-            return
-        short = len(positions) - len(hidden[0])
-        padded = [pad(part, (0, 0, 0, short)) if short else part for part in hidden]
-        self._write(padded, torch.from_numpy(positions).to(self.ops.device), kv, plan)
+        self._written((positions, *hidden), len(positions), plan)
 
-    @torch.inference_mode()
-    def _write(self, hidden: list[Tensor], positions: Tensor, kv: list[Tensor], plan: Any) -> None:
+    def _write(self, kv: list[Tensor], plan: Any, positions: Tensor, *hidden: Tensor) -> None:
         ops, eps = self.ops, self.spec.norm_eps
         states = ops.linear(ops.joined_norms([(part, None) for part in hidden], eps), self._fc).float()
         x = ops.joined_norms([(states, self._hidden_norm)], eps)

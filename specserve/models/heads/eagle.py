@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from specserve.models.decoder import Decoder, WeightReader, read_layer, rotary_tables
-from specserve.models.heads.recorded import HeadDraws, RecordedRows
+from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import EagleSpec
 from specserve.ops import Ops, Rotation
+from specserve.ops.capture import Captured
 
 
 class EagleHead:
@@ -29,7 +30,9 @@ class EagleHead:
         read = WeightReader(self.spec, shapes, weights, ops)
         self._layers = [read_layer(read, i, prefix="") for i in range(self.spec.num_layers)]
         self._fc = read.linear(head.fc_bias, "fc")
-        self._states = RecordedRows(self._make_states, ops)
+        width, parts = head.target.hidden_size, len(head.hidden_layers) or 1
+        widths = [width * parts] if head.norm_before_fc else [width] * parts
+        self._states = Captured(ops, self._make_states, lambda rows: [ops.input_rows(rows, each) for each in widths])
         self._embedding = ops.pack_table(read.named("embed_tokens")[0]) if head.has_embedding else None
         self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
         self._hidden_norm = read.norm("layers.0.hidden_norm", head.version == 3)
@@ -48,9 +51,10 @@ class EagleHead:
         as it is. Valid until the next call."""
         if self.head.version == 1:
             return hidden[0]
-        return self._states(*(hidden if self._input_norm is None else [torch.cat(hidden, -1)]))
+        rows = len(hidden[0])
+        return self._states(hidden if self._input_norm is None else [torch.cat(hidden, -1)], rows)[:rows]
 
-    def _make_states(self, *parts: Tensor) -> Tensor:
+    def _make_states(self, plan: None, *parts: Tensor) -> Tensor:
         norms = self._fc_norms if self._input_norm is None else [self._input_norm]
         x = self.ops.joined_norms(list(zip(parts, norms, strict=True)), self.spec.norm_eps)
         return self.ops.linear(x, self._fc).float()

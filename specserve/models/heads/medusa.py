@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from specserve.models.decoder import Decoder
-from specserve.models.heads.recorded import RecordedRows
 from specserve.models.heads.spec import MedusaSpec
 from specserve.ops import Ops
+from specserve.ops.capture import Captured
 
 
 class MedusaHead:
@@ -23,7 +23,7 @@ class MedusaHead:
         self, head: MedusaSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: Decoder
     ) -> None:
         self.head, self.ops = head, ops
-        self._norm = RecordedRows(target.final_norm, ops)
+        self._norm = self._captured(target.final_norm)
         self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)
         heads, layers = range(head.num_heads), range(head.num_layers)
         # The first blocks of all heads read the same, so they are one product.
@@ -41,16 +41,22 @@ class MedusaHead:
     def logits(self, residual: Tensor, count: int) -> Tensor:
         """Of the first `count` heads, float32 [count, rows, draft vocabulary], from the residual stream behind the
         target's last layer, float32 [rows, hidden]."""
-        hidden = self._norm(residual)
+        rows = len(residual)
+        hidden = self._norm([residual], rows)[:rows]
         states = [hidden] * count
         if self._blocks:
-            changes = self._blocks[0](hidden).chunk(self.head.num_heads, -1)
+            changes = self._blocks[0]([hidden], rows)[:rows].chunk(self.head.num_heads, -1)
             states = [hidden + silu(change) for change in changes[:count]]
         for i in range(1, self.head.num_layers):
             blocks = self._blocks[1 + (i - 1) * self.head.num_heads :]
-            states = [x + silu(block(x)) for x, block in zip(states, blocks, strict=False)]
-        return torch.stack([lm_head(x) for x, lm_head in zip(states, self._lm_heads, strict=False)])
+            states = [x + silu(block([x], rows)[:rows]) for x, block in zip(states, blocks, strict=False)]
+        return torch.stack([lm_head([x], rows)[:rows] for x, lm_head in zip(states, self._lm_heads, strict=False)])
 
-    def _product(self, weight: Any) -> RecordedRows:
+    def _product(self, weight: Any) -> Captured[Tensor]:
         ops = self.ops
-        return RecordedRows(lambda x: ops.linear(ops.quantize_activation(x), weight).float(), ops)
+        return self._captured(lambda x: ops.linear(ops.quantize_activation(x), weight).float())
+
+    def _captured(self, function: Callable[[Tensor], Tensor]) -> Captured[Tensor]:
+        """Of rows as wide as the target's hidden states."""
+        ops, width = self.ops, self.head.target.hidden_size
+        return Captured(ops, lambda plan, x: function(x), lambda rows: [ops.input_rows(rows, width)])
