@@ -1,5 +1,4 @@
-"""Runs a pre-norm decoder described by a DecoderSpec on any backend of the op contract. Knows no model family, no file
-and no scheduling; the KV cache and the attention plan are handed in."""
+"""Runs a pre-norm decoder described by a DecoderSpec on any backend of the op contract."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from specserve.models.spec import DecoderSpec, Rope
 from specserve.ops import HeadNorms, Ops, Rotation
 from specserve.ops.packing import Lazy, PackedCache, below, uncached
 
-__all__ = ["Decoder", "DecoderSpec", "Layer", "WeightReader", "read_layer", "rotary_tables"]
+__all__ = ["Decoder", "DecoderSpec", "Layer", "LayerStack", "WeightReader", "rotary_tables"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,45 @@ class Layer:
         return ops.linear(ops.gated(x, self.gate_up, spec.activation), self.down)
 
 
+class LayerStack:
+    """Layers one after the other, whose tensors are named `prefix`layers.N.*, with the tables of their rotations."""
+
+    def __init__(self, read: WeightReader, prefix: str) -> None:
+        spec = self._spec = read.spec
+        self.layers = [_read_layer(read, i, prefix) for i in range(spec.num_layers)]
+        device = read.ops.device
+        self.tables = {rope: rotary_tables(rope, spec.head_dim, spec.max_len, device) for rope in set(spec.ropes)}
+
+    def run(
+        self,
+        ops: Ops,
+        residual: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...] = (),
+        x: Any = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The residual stream through all layers, float32 [rows of the step, hidden], which is overwritten. Returns
+        what stands after them in the `rows` asked for, float32 [n, hidden], and after each of `taps` in all rows. `x`
+        is what the first layer's attention reads where that is not the layer's norm of the stream."""
+        eps = self._spec.norm_eps
+        rotations = {rope: Rotation(positions, *tables) for rope, tables in self.tables.items()}
+        delta: Tensor | None = None  # of the layer before, yet to be added through its norm `post`
+        post: Any = None
+        tapped: dict[int, Tensor] = {}
+        for i, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
+            if i or x is None:
+                x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, eps)
+            delta = layer.run(ops, self._spec, x, residual, rotations[layer.rope], layer_kv, plan)
+            post = layer.post_mlp_norm
+            if i in taps:
+                tapped[i] = ops.tap(i, residual, delta, post, eps)
+        assert delta is not None, "there are layers"
+        return ops.gather_rows(rows, residual, delta, post, eps), tuple(tapped[i] for i in taps)
+
+
 class Decoder:
     """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype; they are
     copied, and only those read that `cached` does not have in their packed form. The number of rows given to `forward`
@@ -64,8 +102,7 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))
         self._head = ops.pack_head(*read.named("model.embed_tokens" if spec.tied_embeddings else "lm_head"))
         self._norm = read.norm("model.norm")
-        self._layers = [read_layer(read, i) for i in range(spec.num_layers)]
-        self._tables = {rope: rotary_tables(rope, spec.head_dim, spec.max_len, ops.device) for rope in set(spec.ropes)}
+        self._stack = LayerStack(read, "model.")
 
     def forward(
         self,
@@ -84,24 +121,13 @@ class Decoder:
         all rows and each layer of `taps`, the residual stream behind it, float32 [rows, hidden]. The keys and values of
         all rows are written to `kv`.
         """
-        ops, spec = self.ops, self.spec
+        ops = self.ops
         assert len(token_ids) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
         assert len(rows) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
-        rotations = {rope: Rotation(positions, *tables) for rope, tables in self._tables.items()}
-        residual = self.embed(token_ids)  # [rows, hidden], through all layers
-        delta: Tensor | None = None
-        post: Any = None
-        tapped: dict[int, Tensor] = {}
-        for i, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
-            x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, spec.norm_eps)
-            delta = layer.run(ops, spec, x, residual, rotations[layer.rope], layer_kv, plan)
-            post = layer.post_mlp_norm
-            if i in taps:
-                tapped[i] = ops.tap(i, residual, delta, post, spec.norm_eps)
-        assert delta is not None, "a decoder has layers"
-        hidden = ops.norm(ops.gather_rows(rows, residual, delta, post, spec.norm_eps), self._norm, spec.norm_eps)
+        residual, tapped = self._stack.run(ops, self.embed(token_ids), positions, rows, kv, plan, taps)
+        hidden = ops.norm(residual, self._norm, self.spec.norm_eps)
         logits = self.lm_head(hidden)
-        return hidden, logits, ops.argmax(logits), tuple(tapped[i] for i in taps)
+        return hidden, logits, ops.argmax(logits), tapped
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The scaled embedding of int64 [n], float32 [n, hidden]."""
@@ -171,8 +197,8 @@ class WeightReader:
         return Lazy(shape, lambda: torch.cat([self._weights[name] for name in full]))
 
 
-def read_layer(read: WeightReader, index: int, prefix: str = "model.") -> Layer:
-    """The layer whose tensors are named `prefix`layers.`index`.*. `norm` is None where attention has no norm before."""
+def _read_layer(read: WeightReader, index: int, prefix: str) -> Layer:
+    """`norm` is None where attention has no norm before."""
     spec, layer = read.spec, f"{prefix}layers.{index}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     # Where a layer has four norms, the one named post_attention follows attention; where it has two, it opens the MLP.

@@ -180,7 +180,7 @@ def test_mapped_weights_are_aligned_and_what_is_written_to_them_stays_here(tmp_p
     folder = write(tmp_path / "model", "gemma3")  # whose table does not end where the next part may begin
     load_model(folder, make_ops())
     model: Any = load_model(folder, make_ops())
-    layer = model._layers[1]
+    layer = model._stack.layers[1]
     tensors = [
         model._embedding,
         model._head.memory,
@@ -641,12 +641,12 @@ def test_memory_is_counted_to_the_byte(weights: str, case: str, tmp_path: Path) 
     ops: Any = make_ops(weights)
     model: Any = load_model(write(tmp_path / "model", case), ops)
     parts = [model._embedding, model._norm, *_memory(model._head)]
-    for layer in model._layers:
+    for layer in model._stack.layers:
         vectors = (layer.norm, layer.mlp_norm, layer.post_norm, layer.post_mlp_norm)
         norms = layer.head_norms
         parts += [*vectors, *((norms.q, norms.k) if norms else ())]
         parts += [part for weight in (layer.qkv, layer.out, layer.gate_up, layer.down) for part in _memory(weight)]
-    parts += [table for tables in model._tables.values() for table in tables]
+    parts += [table for tables in model._stack.tables.values() for table in tables]
     needed = sum(part.nbytes for part in parts if part is not None)
     assert num_packed_bytes(model.spec, ops) == needed
     check_memory(model.spec, ops, needed)

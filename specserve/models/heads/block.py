@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.errors import ModelError
-from specserve.models.decoder import Decoder, WeightReader, read_layer, rotary_tables
+from specserve.models.decoder import Decoder, LayerStack, WeightReader
 from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import BlockSpec
 from specserve.ops import Ops, Rotation
@@ -32,7 +32,7 @@ class BlockHead:
         self.head, self.spec, self.ops, self._target = head, head.layers, ops, target
         self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)
         read = WeightReader(self.spec, head.shapes(), weights, ops)
-        self._layers = [read_layer(read, i, prefix="") for i in range(self.spec.num_layers)]
+        self._stack = LayerStack(read, "")
         self._context_kv = [  # a product of their own: what is written has no queries
             read.linear(self.spec.qkv_bias, f"layers.{i}.self_attn.k_proj", f"layers.{i}.self_attn.v_proj")
             for i in range(self.spec.num_layers)
@@ -54,8 +54,6 @@ class BlockHead:
             if head.has_confidence
             else None
         )
-        ropes = set(self.spec.ropes)
-        self._tables = {rope: rotary_tables(rope, self.spec.head_dim, self.spec.max_len, ops.device) for rope in ropes}
 
     def write(
         self, hidden: list[Tensor], positions: NDArray[np.int64], kv: list[Tensor], plan: Any, most_rows: int
@@ -80,8 +78,8 @@ class BlockHead:
         ops, eps = self.ops, self.spec.norm_eps
         states = ops.linear(ops.joined_norms([(part, None) for part in hidden], eps), self._fc).float()
         x = ops.joined_norms([(states, self._hidden_norm)], eps)
-        for layer, weight, layer_kv in zip(self._layers, self._context_kv, kv, strict=True):
-            rotation = Rotation(positions, *self._tables[layer.rope])
+        for layer, weight, layer_kv in zip(self._stack.layers, self._context_kv, kv, strict=True):
+            rotation = Rotation(positions, *self._stack.tables[layer.rope])
             ops.rope_and_cache(ops.linear(x, weight), layer.head_norms, rotation, layer_kv, plan)
 
     def forward(
@@ -95,17 +93,9 @@ class BlockHead:
         features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """As Decoder.forward."""
-        ops, spec = self.ops, self.spec
-        rotations = {rope: Rotation(positions, *tables) for rope, tables in self._tables.items()}
-        residual = self._embedded(token_ids)
-        delta: Tensor | None = None
-        post: Any = None
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
-            x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, spec.norm_eps)
-            delta = layer.run(ops, spec, x, residual, rotations[layer.rope], layer_kv, plan)
-            post = layer.post_mlp_norm
-        assert delta is not None, "a head has layers"
-        hidden = ops.norm(ops.gather_rows(rows, residual, delta, post, spec.norm_eps), self._norm, spec.norm_eps)
+        ops = self.ops
+        residual, _ = self._stack.run(ops, self._embedded(token_ids), positions, rows, kv, plan)
+        hidden = ops.norm(residual, self._norm, self.spec.norm_eps)
         if self._lm_head is None:
             logits = self._target.lm_head(hidden)
         else:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specserve.models.decoder import Decoder, WeightReader, read_layer, rotary_tables
+from specserve.models.decoder import Decoder, LayerStack, WeightReader
 from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import EagleSpec
-from specserve.ops import Ops, Rotation
+from specserve.ops import Ops
 from specserve.ops.capture import Captured
 
 
@@ -28,7 +28,7 @@ class EagleHead:
         self.features_width = self.spec.hidden_size
         shapes = head.shapes()
         read = WeightReader(self.spec, shapes, weights, ops)
-        self._layers = [read_layer(read, i, prefix="") for i in range(self.spec.num_layers)]
+        self._stack = LayerStack(read, "")
         self._fc = read.linear(head.fc_bias, "fc")
         width, parts = head.target.hidden_size, len(head.hidden_layers) or 1
         widths = [width * parts] if head.norm_before_fc else [width] * parts
@@ -41,8 +41,6 @@ class EagleHead:
         self._fc_norms = [
             read.norm(f"fc_norm.{i}", True) if head.fc_norms else None for i in range(len(head.hidden_layers))
         ]
-        ropes = set(self.spec.ropes)
-        self._tables = {rope: rotary_tables(rope, self.spec.head_dim, self.spec.max_len, ops.device) for rope in ropes}
 
     @torch.inference_mode()
     def states(self, hidden: list[Tensor]) -> Tensor:
@@ -76,19 +74,10 @@ class EagleHead:
         """As Decoder.forward, over `features` float32 [rows, hidden], which are overwritten. In place of the hidden
         states behind the final norm it returns those that the next pass reads."""
         assert features is not None and not taps, "a head reads hidden states, and nobody reads those of its layers"
-        ops, spec = self.ops, self.spec
-        rotations = {rope: Rotation(positions, *tables) for rope, tables in self._tables.items()}
+        ops = self.ops
         residual, x = self._entered(self._embedded(token_ids), features)
-        delta: Tensor | None = None
-        post: Any = None
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
-            if delta is not None:
-                x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, spec.norm_eps)
-            delta = layer.run(ops, spec, x, residual, rotations[layer.rope], layer_kv, plan)
-            post = layer.post_mlp_norm
-        assert delta is not None, "a head has layers"
-        hidden = ops.gather_rows(rows, residual, delta, post, spec.norm_eps)
-        normed = hidden if self._norm is None else ops.norm(hidden, self._norm, spec.norm_eps)
+        hidden, _ = self._stack.run(ops, residual, positions, rows, kv, plan, x=x)
+        normed = hidden if self._norm is None else ops.norm(hidden, self._norm, self.spec.norm_eps)
         if self._lm_head is None:
             logits = self._target.lm_head(normed)
         else:
@@ -97,7 +86,7 @@ class EagleHead:
 
     def _entered(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Any]:
         """The residual stream that enters the first layer, and what its attention reads."""
-        ops, eps, first = self.ops, self.spec.norm_eps, self._layers[0]
+        ops, eps, first = self.ops, self.spec.norm_eps, self._stack.layers[0]
         if self.head.version == 3:
             x = ops.joined_norms([(embedded, first.norm), (features, self._hidden_norm)], eps)
             if self.head.norm_before_residual:
