@@ -137,6 +137,32 @@ def test_every_command_and_option_is_documented() -> None:
     assert documented_options() == dict(commands(build_app()))
 
 
+def documented_texts(text: str) -> dict[str, str]:
+    """By option, what the tables of a section say of it."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return {name: cells[2].replace("`", "") for cells in lines for name in re.findall(r"--[\w-]+", cells[0])}
+
+
+def test_the_page_says_of_an_option_what_its_help_says() -> None:
+    """But for defaults, which have a column, and choices, which the help lists by itself."""
+    page = sections(read("docs/cli.md"), 3)
+    num_texts = 0
+    for path, _ in commands(build_app()):
+        command = build_app()
+        for part in path.split():
+            command = command[part]
+        told = documented_texts(page[path])
+        for group in re.findall(r"\(#(\w+)-options\)", page[path]):
+            told = documented_texts(page[f"{group.capitalize()} options"]) | told
+        for argument in command.assemble_argument_collection() if command.default_command is not None else ():
+            if argument.parameter.help and argument.names[0] in told:
+                text = re.sub(r" \[default: .*\]", "", argument.parameter.help).replace("`", "")
+                found = told[argument.names[0]]
+                assert text in (found, re.sub(r": [\w, ]+\.$", ".", found)), f"{path} {argument.names[0]}"
+                num_texts += 1
+    assert num_texts > 300
+
+
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
