@@ -1,5 +1,5 @@
-"""Which part of JSON Schema a backend enforces exactly, and what a schema asks for beyond it. Knows JSON Schema, and no
-backend: what each enforces is data.
+"""Which part of JSON Schema a backend enforces exactly, and what a schema asks for beyond it. What each
+backend enforces is data.
 
 For a backend that ignores what it does not know. Whatever is not listed is refused, with its keyword and place.
 """

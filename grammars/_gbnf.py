@@ -1,5 +1,5 @@
 """Grammars in GBNF, the EBNF of llama.cpp, brought into one form that all backends read alike: a rule a line, rules
-under names of ours, each escape and set spelled in one way. Knows the syntax; knows no backend.
+under names of ours, each escape and set spelled in one way.
 
     root ::= "yes" | "no" | list
     list ::= "[" [a-z]+ ("," [a-z]+)* "]"   # a comment

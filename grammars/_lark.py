@@ -1,5 +1,4 @@
-"""Lark grammars in the part of the syntax that backends read alike: rules, texts, expressions, repetitions. Knows the
-syntax; knows no backend."""
+"""Lark grammars in the part of the syntax that backends read alike: rules, texts, expressions, repetitions."""
 
 from __future__ import annotations
 

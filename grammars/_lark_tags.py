@@ -1,4 +1,4 @@
-"""Writes structural tags as llguidance's Lark. Knows its lexer; knows neither schemas nor tokenizers.
+"""Writes structural tags as llguidance's Lark.
 
 A lexeme of llguidance is as long as it can be, so free text would never end. What free text is followed by therefore
 becomes part of its lexeme, and that one is lazy: it ends where it first may. A control token is no text and ends any

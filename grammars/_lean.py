@@ -1,5 +1,4 @@
-"""Imports xgrammar without the packages that it names and that nothing here needs of it: torch and transformers. Knows
-how it imports them; knows nothing of grammars.
+"""Imports xgrammar without the packages that it names and that nothing here needs of it: torch and transformers.
 
 With them it takes seconds and a quarter of a GiB, in a process that has neither (a third of a second and 30 MiB
 without). Its masks are written to numpy arrays, so what it says about tensors is never called.

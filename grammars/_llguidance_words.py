@@ -1,5 +1,5 @@
 """What llguidance is told: constraints as the grammars that it reads, without what it knows and gets wrong, which is
-refused. Knows its formats and options; makes no matcher."""
+refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """GBNF as Lark, for a lexer that always takes the longest text that a terminal fits, also where a shorter one alone
-leads to an end. Knows where that makes a difference, and writes the grammar so that it makes none.
+leads to an end. Where that makes a difference, the grammar is written so that it makes none.
 
 A grammar without recursion becomes one terminal. Else what is not recursive becomes terminals, if nothing that may
 follow one could also prolong it or another that began with it; if something could, terminals are single characters,

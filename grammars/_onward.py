@@ -1,4 +1,4 @@
-"""Which way to try a grammar: a token of its mask that leads further into it. Knows bytes; knows no backend."""
+"""Which way to try a grammar: a token of its mask that leads further into it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Regular expressions in the part of their language that means the same everywhere. Knows what differs; knows no
-backend.
+"""Regular expressions in the part of their language that means the same everywhere.
 
 For a backend that ignores anchors in the midst and look-around, and takes a dot for any character.
 """

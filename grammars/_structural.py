@@ -1,5 +1,5 @@
-"""Structural tags, as xgrammar documents them, in the part that xgrammar enforces exactly. Knows the formats; schemas,
-expressions and grammars inside are checked by who calls."""
+"""Structural tags, as xgrammar documents them, in the part that xgrammar enforces exactly. The caller checks
+schemas, expressions and grammars inside."""
 
 from __future__ import annotations
 

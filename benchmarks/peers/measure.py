@@ -1,4 +1,4 @@
-"""Engines in turns on the same prompts, and what each run took. Knows runners; knows no peer by name and no tables."""
+"""Engines in turns on the same prompts, and what each run took."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""OpenVINO GenAI's continuous batching pipeline on a GGUF file; its speculation is prompt lookup. Knows nothing of the
-other engines."""
+"""OpenVINO GenAI's continuous batching pipeline on a GGUF file; its speculation is prompt lookup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' `generate`; its speculation is prompt lookup. Knows nothing of the other engines."""
+"""transformers' `generate`; its speculation is prompt lookup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's offline engine; its speculation is n-gram lookup. Knows nothing of the other engines."""
+"""vLLM's offline engine; its speculation is n-gram lookup."""
 
 from __future__ import annotations
 

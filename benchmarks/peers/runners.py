@@ -1,5 +1,4 @@
-"""The comparison's side of a runner: start it, ask it, hold it still while others run. Knows processes and the
-protocol of `wire`; measures nothing."""
+"""The comparison's side of a runner: start it, ask it, hold it still while others run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GGUF files that peers read: the catalog's own, and others made of it. Knows files, no engine.
+"""The GGUF files that peers read: the catalog's own, and others made of it.
 
 All of them hold the numbers specserve loads: the catalog's model folder is that GGUF file, dequantized.
 """

@@ -1,5 +1,5 @@
-"""How a runner talks to the comparison: one JSON object a line on stdin and stdout. Knows the protocol; knows no
-engine. Standard library only: every peer runs it in an environment of its own.
+"""How a runner talks to the comparison: one JSON object a line on stdin and stdout. Standard library only: every peer
+runs it in an environment of its own.
 
 A runner is started with a `Setup` as JSON in its only argument and first says `{"ready": {...}}` or
 `{"unsupported": "why"}`. Then it answers `{"prompts": [[ids], ...], "max_tokens": n, "ignore_eos": bool}` with an

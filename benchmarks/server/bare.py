@@ -1,5 +1,5 @@
 """A client that does nothing but read: what a client's library costs is no cost of the server's. One connection, one
-request at a time, streams in chunks; knows as much of HTTP."""
+request at a time, streams in chunks."""
 
 from __future__ import annotations
 

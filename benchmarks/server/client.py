@@ -1,5 +1,4 @@
-"""Requests to a running server: what is asked, and what came back when. Knows HTTP and the events of a stream; starts
-no server."""
+"""Requests to a running server: what is asked, and what came back when."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a program found: its command line, figures with marks, and broken promises. Prints and writes them; knows no
-server."""
+"""What a program found: its command line, figures with marks, and broken promises."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Random requests of all endpoints and dialects, right ones and ones that are wrong somewhere. The same numbers give
-the same requests. Knows no server."""
+the same requests."""
 
 from __future__ import annotations
 

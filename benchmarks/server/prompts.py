@@ -1,4 +1,4 @@
-"""Prompts of chosen lengths, cut from real texts, and the canary among them. Knows ids; knows no figures."""
+"""Prompts of chosen lengths, cut from real texts, and the canary among them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The SDK's side of overhead.py: AsyncLLM in a process of its own answers conversations one after another, and tells
-when their chunks came. Knows no server.
+when their chunks came.
 
 A turn as JSON on stdin: {"model", "engine": {...}, "warm_up", "prompts": [...], "max_tokens"}. On stdout, a line for
 each prompt: {"first_s", "outside_s", "per_token_s", "tokens"}; outside_s is what first_s has outside of the engine.

@@ -1,4 +1,4 @@
-"""What structured output is tried on: tool calls and schemas, each with a prompt. Knows files; starts no engine.
+"""What structured output is tried on: tool calls and schemas, each with a prompt.
 
 A file of tool calls has a line for each, as BFCL does: {"question": [[message]], "function": [{"name", "description",
 "parameters"}]}; "dict" there means object.

@@ -1,6 +1,6 @@
 """Random JSON Schemas against an oracle: what a grammar lets through must be valid for jsonschema-rs (draft 2020-12,
-formats asserted), and what is valid should be let through. Knows one backend and no model: texts are random walks
-under a grammar's own masks.
+formats asserted), and what is valid should be let through. No model runs: texts are random walks under a
+grammar's own masks.
 
     python benchmarks/structured/fuzz.py --seconds 600 --seed 1 --seeds suite.json tools.jsonl
 

@@ -3,7 +3,7 @@ in bytes, and in the process that tries them; resident memory of both is read as
 
     python benchmarks/structured/memory.py --schemas 20000
 
-Knows Linux's /proc and no model. The exit status is 1 if memory grew by more than `--most-mib` between a fifth of the
+Linux only. The exit status is 1 if memory grew by more than `--most-mib` between a fifth of the
 way, when the caches are full, and the end.
 """
 
