@@ -7,6 +7,7 @@ a draft that was accepted whole; *keep* the KV of what was accepted; *cached* ho
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Container, Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -157,7 +158,7 @@ class BlockTable:
     """The blocks of one sequence in order. `ids[i]` holds tokens [16 i, 16 i + 16); `hashes` has one chained digest for
     each leading block that the prefix cache knows; the first `num_drafted` have all KV of the drafter's model, too."""
 
-    ids: list[int] = field(default_factory=list)
+    ids: array[int] = field(default_factory=lambda: array("i"))  # as packed: a step copies all of it
     hashes: list[bytes] = field(default_factory=list)
     num_drafted: int = 0
 

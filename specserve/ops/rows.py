@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,10 +60,12 @@ class AttentionRows:
 
 
 def padded_tables(block_tables: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Side by side, int32 [tables, blocks of the longest], with zeros after the shorter ones."""
+    """Side by side, int32 [tables, blocks of the longest], with zeros after the shorter ones. Tables that are arrays of
+    the type "i" are copied at once, other ones number by number."""
     longest = max(map(len, block_tables))
-    padded: list[int] = []  # one list, as numpy takes as long for each call as for twenty numbers
+    padded = array("i")
     for blocks in block_tables:
-        padded += blocks
-        padded += [0] * (longest - len(blocks))
+        padded.extend(blocks)
+        if len(blocks) < longest:
+            padded.frombytes(bytes(padded.itemsize * (longest - len(blocks))))
     return np.array(padded, np.int32).reshape(len(block_tables), longest)
