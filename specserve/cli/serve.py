@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from specserve.cli.options import ENGINE_HELP, MODEL, engine_options, options_type
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.help import Help
-from specserve.server.engine.spawn import Nest
+from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.options import ServeOptions
 
 SERVE_HELP: dict[str, Help] = {
@@ -92,14 +92,14 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, until SIGINT or SIGTERM."""
     begun = _process_start()
-    with Nest() as nest:
-        nest.prepare()  # before the imports below, which take as long as its own
+    with EngineSpawner() as spawner:
+        spawner.prepare()  # before the imports below, which take as long as its own
         from specserve.server.http.run import serve as run
         from specserve.server.logs import configure
 
         options = ServeOptions(**{entry.name: getattr(listen, entry.name) for entry in fields(ServeOptions)})
         configure(options.log_format, options.log_level)
-        run({**engine_options(replace(engine)), "model": model}, options, begun, nest)
+        run({**engine_options(replace(engine)), "model": model}, options, begun, spawner)
 
 
 def _process_start() -> float:

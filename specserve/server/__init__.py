@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server. This package file knows nothing: each module says what it knows."""
+"""The OpenAI-compatible server."""

@@ -1,4 +1,4 @@
-"""How much is let in at once. Knows numbers of completions and bytes; knows no requests."""
+"""How much is let in at once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Place:
             admission.num_unread += 1
 
 
-class Bodies:
+class BodyBudget:
     """Counts the bytes of all bodies that were read and not yet checked, and of what they are parsed to. Large ones
     share `capacity`; small ones always find room."""
 
@@ -77,20 +77,20 @@ class Bodies:
         self.num_bytes = 0
 
     @contextmanager
-    def hold(self) -> Iterator[Held]:
+    def reserve(self) -> Iterator[BodyReservation]:
         """One body's share, given back at the end of the block."""
-        held = Held(self)
+        reservation = BodyReservation(self)
         try:
-            yield held
+            yield reservation
         finally:
-            self.num_bytes -= held.num_bytes
+            self.num_bytes -= reservation.num_bytes
 
 
-class Held:
+class BodyReservation:
     """What one body takes of the room for bodies."""
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
         self.num_bytes = 0
 
     def grow_to(self, num_bytes: int) -> None:
@@ -98,7 +98,7 @@ class Held:
         if num_bytes <= SMALL_BYTES:
             return
         more = num_bytes - self.num_bytes
-        if self._bodies.num_bytes + more > self._bodies.capacity:
+        if self._budget.num_bytes + more > self._budget.capacity:
             raise overloaded("The server is reading as many large requests as it can. Send this one again in a moment.")
-        self._bodies.num_bytes += more
+        self._budget.num_bytes += more
         self.num_bytes = num_bytes

@@ -1,4 +1,4 @@
-"""Requests while they run: the engine's events become chunks of text. Knows the engine's port; knows no prompts."""
+"""Requests while they run: the engine's events become chunks of text."""
 
 from __future__ import annotations
 

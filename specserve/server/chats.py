@@ -1,5 +1,5 @@
 """Conversations, and long texts, become tokens in a process that can be stopped: what a model's chat template takes of
-time and memory harms no other request. Knows its copies; knows no HTTP."""
+time and memory harms no other request."""
 
 from __future__ import annotations
 

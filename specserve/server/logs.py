@@ -1,5 +1,5 @@
-"""The process's log: one record a line, as text or JSON, with the request it belongs to. Knows the standard library's
-logging; knows no HTTP framework. Whatever a client sent can neither break a line nor fill the log."""
+"""The process's log: one record a line, as text or JSON, with the request it belongs to. Whatever a client sent can
+neither break a line nor fill the log."""
 
 from __future__ import annotations
 

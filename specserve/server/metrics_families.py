@@ -1,4 +1,4 @@
-"""The exposition: names, types, texts and labels of every metric. Knows Prometheus' text format; counts nothing itself.
+"""The exposition: names, types, texts and labels of every metric.
 
 What vLLM has as well is there under both names, for its dashboards and benchmarks read theirs:
 https://docs.vllm.ai/en/latest/usage/metrics.html

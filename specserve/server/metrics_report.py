@@ -1,5 +1,4 @@
-"""What people read of the server's state: the parts of GET /stats, and the line in the log. Knows totals and words;
-counts nothing itself."""
+"""What people read of the server's state: the parts of GET /stats, and the line in the log."""
 
 from __future__ import annotations
 

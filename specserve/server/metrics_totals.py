@@ -1,5 +1,4 @@
-"""What /metrics, /stats and the log count and time: histograms, rates, windows, totals. Knows numbers and how to add
-them; knows no requests and no formats."""
+"""What /metrics, /stats and the log count and time: histograms, rates, windows, totals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server is told at start, besides what its engine is told. Knows no sockets."""
+"""What a server is told at start, besides what its engine is told."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The pages for people: GET /, where one talks with the model, and GET /docs, which shows /openapi.json. Knows what a
-browser may do with them; the pages themselves are static/NAME.html."""
+"""The pages for people: GET /, where one talks with the model, and GET /docs, which shows /openapi.json. They are
+static/NAME.html."""
 
 from __future__ import annotations
 

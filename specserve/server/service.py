@@ -18,9 +18,9 @@ from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import QUICK, Chats, listed
 from specserve.server.engine.messages import Ready
 from specserve.server.engine.supervisor import State, Supervisor
+from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
 from specserve.server.tool_use import ToolUse, constraint, format_for, reader
-from specserve.server.trials import Trials
 from specserve.server.wire.answer import AnswerParser
 from specserve.server.wire.errors import unavailable
 from specserve.server.wire.tools.calls import keeping_delimiters
@@ -48,7 +48,7 @@ class Service:
         supervisor: Supervisor,
         tokenizer: Tokenizer,
         metrics: Metrics,
-        trials: Trials,
+        validator: GrammarValidator,
         chats: Chats,
         max_characters: int,
         reasoning_apart: bool = True,
@@ -58,7 +58,7 @@ class Service:
         self._max_characters = max_characters
         self._reasoning_apart = reasoning_apart
         self._knows_reasoning = False  # of the model; to find it out takes a while
-        self.trials, self.chats = trials, chats
+        self.validator, self.chats = validator, chats
         self.supervisor = supervisor
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -85,10 +85,10 @@ class Service:
         await self.chats.prepare()
         await self._know_reasoning()
 
-    def expect(self) -> None:
+    def wake_engine(self) -> None:
         """Have an engine that rests ready for a request whose prompt is to be tokenized: it would take 0.1 ms to wake
         up. Raises EngineError while there is none."""
-        self.supervisor.client.expect()
+        self.supervisor.client.wake_engine()
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, which is first to be held to `check_length` or `check_characters`."""
@@ -138,11 +138,11 @@ class Service:
             return prepared, None
         params = prepared.request.params
         written = format_for(use, self.tokenizer.call_format, self.tokenizer.takes_tools)
-        asked = constraint(use, written, params.structured)
+        structured = constraint(use, written, params.structured)
         await self._know_reasoning()
         make = await self.on_thread(self._reader, use, written, prepared)
-        prepared = prepared.having(params=replace(keeping_delimiters(written, params), structured=asked))
-        return replace(prepared, source="tools" if asked else prepared.source), make
+        prepared = prepared.having(params=replace(keeping_delimiters(written, params), structured=structured))
+        return replace(prepared, source="tools" if structured else prepared.source), make
 
     def _reader(self, use: ToolUse, written: CallFormat, prepared: Prepared) -> Callable[[], AnswerParser]:
         """The first loads a parser."""
@@ -192,9 +192,9 @@ class Service:
         tenant and salt, drafts by itself unless all `shares_drafts`. Raises InputError for a constraint that cannot be
         enforced, and WireError, 429, where too many wait."""
         request = prepared.request
-        asked, words = request.params.structured, request.params.bad_words
-        if asked is not None:
-            is_slow = await self._try(asked, prepared.source, tenant or client)
+        structured, words = request.params.structured, request.params.bad_words
+        if structured is not None:
+            is_slow = await self._try(structured, prepared.source, tenant or client)
             await self._know_reasoning()
             begins = await self.run(len(request.prompt_ids), self.tokenizer.beginning, request.prompt_ids)
             prepared = prepared.having(compiles_slowly=is_slow, beginning=begins)
@@ -203,9 +203,9 @@ class Service:
         private = not salt and not shares_drafts
         return prepared.having(bad_words=ids, salt=salt, private=private)
 
-    async def _try(self, asked: Structured, source: str, client: bytes) -> bool:
+    async def _try(self, structured: Structured, source: str, client: bytes) -> bool:
         try:
-            return await self.trials.check(asked, self.ready.vocab_size, client)
+            return await self.validator.check(structured, self.ready.vocab_size, client)
         except StructureRefusedError as error:
             raise InputError(f"{source}{str(error).removeprefix('structured')}", source) from error
 
@@ -213,9 +213,9 @@ class Service:
         """What of prepared requests says nothing to the model, by name: what no chat template reads, and in constraints
         formats that JSON Schema does not define."""
         found: list[str] = []
-        for asked in dict.fromkeys(prepared.request.params.structured for prepared in requests):
-            if asked is not None and _FORMAT.search(asked.text):
-                found += await self.run(len(asked.text), ignored_formats, asked)
+        for structured in dict.fromkeys(prepared.request.params.structured for prepared in requests):
+            if structured is not None and _FORMAT.search(structured.text):
+                found += await self.run(len(structured.text), ignored_formats, structured)
         unread = (name for prepared in requests for name in prepared.ignored)
         return [*dict.fromkeys(unread), *(f"format.{name}" for name in dict.fromkeys(found))]
 
@@ -232,7 +232,7 @@ class Service:
         return Answers(requests, self.supervisor.client, self.tokenizer, self.metrics, end_one)
 
     def close(self) -> None:
-        self.trials.close()
+        self.validator.close()
         self.chats.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

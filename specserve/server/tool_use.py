@@ -1,5 +1,4 @@
-"""What becomes of a request that brings tools: what its answer must be, and who reads the calls in it. Knows ways of
-writing calls and structural tags; knows no engine and no HTTP."""
+"""What becomes of a request that brings tools: what its answer must be, and who reads the calls in it."""
 
 from __future__ import annotations
 
@@ -49,10 +48,10 @@ def format_for(use: ToolUse, known: CallFormat | None, takes_tools: bool) -> Cal
     return known or PLAIN
 
 
-def constraint(use: ToolUse, written: CallFormat, asked: Structured | None) -> Structured | None:
-    """What the answer must be: calls where some must be made, else what is `asked` or calls, or text in which calls of
-    strict tools are exact. Raises InputError for what has no exact form."""
-    if not use.must_call and asked is None and not any(map(is_strict, use.tools)):
+def constraint(use: ToolUse, written: CallFormat, structured: Structured | None) -> Structured | None:
+    """What the answer must be: calls where some must be made, else what is `structured` or calls, or text in which
+    calls of strict tools are exact. Raises InputError for what has no exact form."""
+    if not use.must_call and structured is None and not any(map(is_strict, use.tools)):
         return None
     style = written.style
     if style is None:
@@ -62,36 +61,36 @@ def constraint(use: ToolUse, written: CallFormat, asked: Structured | None) -> S
             "tools",
         )
     try:
-        return Structured.structural_tag({"type": "structural_tag", "format": _format(use, style, asked)})
+        return Structured.structural_tag({"type": "structural_tag", "format": _format(use, style, structured)})
     except ValueError as error:
         raise error if isinstance(error, InputError) else InputError(f"tools: {error}.", "tools") from error
 
 
-def _format(use: ToolUse, style: CallStyle, asked: Structured | None) -> dict[str, Any]:
+def _format(use: ToolUse, style: CallStyle, structured: Structured | None) -> dict[str, Any]:
     parallel = use.parallel and not isinstance(use.must_call, str)
     if use.must_call:
         return style.calls(use.chosen, parallel)
-    if asked is None:
+    if structured is None:
         return style.text_with_calls(use.tools, parallel)
-    return {"type": "or", "elements": [style.calls(use.tools, parallel, must=False), _element(asked)]}
+    return {"type": "or", "elements": [style.calls(use.tools, parallel, must=False), _element(structured)]}
 
 
-def _element(asked: Structured) -> dict[str, Any]:
+def _element(structured: Structured) -> dict[str, Any]:
     """A constraint inside a structural tag."""
-    match asked.kind:
+    match structured.kind:
         case "json_schema":
-            return {"type": "json_schema", "json_schema": json.loads(asked.text)}
+            return {"type": "json_schema", "json_schema": json.loads(structured.text)}
         case "regex":
-            return {"type": "regex", "pattern": asked.text}
+            return {"type": "regex", "pattern": structured.text}
         case "choice":
-            texts = [{"type": "const_string", "value": option} for option in json.loads(asked.text)]
+            texts = [{"type": "const_string", "value": option} for option in json.loads(structured.text)]
             return {"type": "or", "elements": texts}
         case "ebnf":
-            return {"type": "grammar", "grammar": asked.text}
-        case "structural_tag" if "format" in (tag := json.loads(asked.text)):
+            return {"type": "grammar", "grammar": structured.text}
+        case "structural_tag" if "format" in (tag := json.loads(structured.text)):
             found: dict[str, Any] = tag["format"]
             return found
-    raise InputError(f'tools: beside a {asked.kind} they cannot be called. Send tool_choice "none".', "tools")
+    raise InputError(f'tools: beside a {structured.kind} they cannot be called. Send tool_choice "none".', "tools")
 
 
 def reader(

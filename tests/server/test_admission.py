@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 from hypothesis import given, strategies as st
 
-from specserve.server.admission import SMALL_BYTES, Admission, Bodies
+from specserve.server.admission import SMALL_BYTES, Admission, BodyBudget
 from specserve.server.wire.errors import WireError
 
 
@@ -101,36 +101,36 @@ def test_never_more_than_the_capacity(capacity: int, requests: list[tuple[int, i
 
 
 def test_large_bodies_share_what_there_is() -> None:
-    bodies = Bodies(3 * SMALL_BYTES)
-    with bodies.hold() as first, bodies.hold() as second, bodies.hold() as small:
+    budget = BodyBudget(3 * SMALL_BYTES)
+    with budget.reserve() as first, budget.reserve() as second, budget.reserve() as small:
         first.grow_to(2 * SMALL_BYTES)
         second.grow_to(SMALL_BYTES)  # small as yet, and not counted
-        assert bodies.num_bytes == 2 * SMALL_BYTES
+        assert budget.num_bytes == 2 * SMALL_BYTES
         with pytest.raises(WireError) as caught:
             second.grow_to(SMALL_BYTES + 1)
         assert (caught.value.status, caught.value.code) == (429, "overloaded")
         assert caught.value.headers == {"Retry-After": "1"}
         small.grow_to(SMALL_BYTES)
         first.grow_to(3 * SMALL_BYTES)
-        assert bodies.num_bytes == 3 * SMALL_BYTES
-    assert bodies.num_bytes == 0
+        assert budget.num_bytes == 3 * SMALL_BYTES
+    assert budget.num_bytes == 0
 
 
 @given(st.lists(st.lists(st.integers(1, 4 * SMALL_BYTES), max_size=6), max_size=6))
 def test_what_bodies_take_is_what_they_have(pieces: list[list[int]]) -> None:
     capacity = 8 * SMALL_BYTES
-    bodies, counted = Bodies(capacity), 0
+    budget, counted = BodyBudget(capacity), 0
     with ExitStack() as stack:
         for body in pieces:
-            held, size, before = stack.enter_context(bodies.hold()), 0, 0
+            reservation, size, before = stack.enter_context(budget.reserve()), 0, 0
             for piece in body:
                 size += piece
                 try:
-                    held.grow_to(size)
+                    reservation.grow_to(size)
                 except WireError:
                     assert counted - before + size > capacity
                     break
                 now = size if size > SMALL_BYTES else 0
                 counted, before = counted - before + now, now
-                assert bodies.num_bytes == counted <= capacity
-    assert bodies.num_bytes == 0
+                assert budget.num_bytes == counted <= capacity
+    assert budget.num_bytes == 0

@@ -17,10 +17,10 @@ from specserve.errors import EngineError, InputError
 from specserve.server.answers import Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.supervisor import State
+from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
 from specserve.server.service import Service, num_characters
 from specserve.server.tool_use import ToolUse
-from specserve.server.trials import Trials
 from specserve.server.wire.answer import Arguments, Call, Text
 from specserve.testing import write_tiny_model
 from specserve.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def service(folder: Path, template: str, **stated: Any) -> Service:
     path = write_tiny_model(folder, "llama") / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template, **stated}))
     supervisor: Any = SimpleNamespace(state=State.READY, ready=SimpleNamespace(max_model_len=256))
-    return Service(supervisor, Tokenizer(folder), Metrics("tiny"), Trials(folder), Chats(folder), 2**20)
+    return Service(supervisor, Tokenizer(folder), Metrics("tiny"), GrammarValidator(folder), Chats(folder), 2**20)
 
 
 def prepared(prompt: str = "") -> Prepared:

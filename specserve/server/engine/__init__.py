@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and what keeps it running. Knows no HTTP."""
+"""The engine in a process of its own, and what keeps it running."""

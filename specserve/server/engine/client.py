@@ -17,7 +17,6 @@ from specserve.server.engine.messages import (
     Abort,
     Command,
     Configure,
-    Expect,
     Expire,
     Failed,
     Gauges,
@@ -27,6 +26,7 @@ from specserve.server.engine.messages import (
     ResetPrefixCache,
     Stepped,
     Stop,
+    Wake,
 )  # fmt: skip
 from specserve.server.engine.pipe import Pipe
 from specserve.types import Event
@@ -93,10 +93,10 @@ class EngineClient:
         self._open.add(request, listener)
         self._write(message)
 
-    def expect(self) -> None:
+    def wake_engine(self) -> None:
         """Tell an engine that rests of a request that is about to come."""
         if not self._open:
-            self._send(Expect())
+            self._send(Wake())
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Of a request that is aborted whole the listener gets nothing more."""

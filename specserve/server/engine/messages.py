@@ -22,7 +22,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     options: dict[str, Any]
 
 
-class Expect(msgspec.Struct, frozen=True, tag="expect"):
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
     """A request is about to come: its prompt is being tokenized."""
 
 
@@ -45,7 +45,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-Command: TypeAlias = Configure | Request | Expect | Abort | Expire | ResetPrefixCache | Stop
+Command: TypeAlias = Configure | Request | Wake | Abort | Expire | ResetPrefixCache | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""An end of the socket between the API process and an engine's: messages as bytes, each behind its length. Knows
-nothing of what is in them.
+"""An end of the socket between the API process and an engine's: messages as bytes, each behind its length.
 
 A plain pair of sockets: with ZeroMQ, whose threads are on the way in both processes, a first token took 0.2 ms more.
 """
@@ -60,10 +59,10 @@ class Pipe:
         self._unread += piece
         return self._whole()
 
-    def close(self, patience_s: float = 0.0) -> None:
+    def close(self, wait_s: float = 0.0) -> None:
         """What is unsent may take so long."""
-        if self._unsent and patience_s:
-            self._end.settimeout(patience_s)
+        if self._unsent and wait_s:
+            self._end.settimeout(wait_s)
             with suppress(OSError):
                 self._end.sendall(self._unsent)
         self._end.close()

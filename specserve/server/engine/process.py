@@ -33,7 +33,6 @@ from specserve.server.engine.messages import (
     Abort,
     Command,
     Configure,
-    Expect,
     Expire,
     Failed,
     Gauges,
@@ -43,6 +42,7 @@ from specserve.server.engine.messages import (
     ResetPrefixCache,
     Stepped,
     Stop,
+    Wake,
 )  # fmt: skip
 from specserve.server.engine.pipe import Pipe
 from specserve.types import Event, SamplingParams
@@ -136,7 +136,7 @@ class EngineProcess:
         match command:
             case Request():
                 self._port.submit(command, partial(self._notify, command.id))
-            case Expect():
+            case Wake():
                 self._awake_until = time.monotonic() + _EXPECTING_S
             case Abort():
                 self._port.abort(command.id, command.index)

@@ -22,7 +22,7 @@ class Child:
     pulse: Pulse
 
 
-class Nest:
+class EngineSpawner:
     """Where engines come from: one process after another. A context manager; at its end the process is gone."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Nest:
             self._prepared.end.close()
             self._prepared = None
 
-    def __enter__(self) -> Nest:
+    def __enter__(self) -> EngineSpawner:
         return self
 
     def __exit__(self, *exception: object) -> None:

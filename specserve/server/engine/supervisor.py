@@ -1,5 +1,5 @@
 """Keeps an engine running: starts its process, notices when it has died or no longer moves, tells who waits, and starts
-another. Knows processes; knows no HTTP and nothing of what is asked."""
+another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specserve.errors import EngineError, SpecserveError
 from specserve.machine.pulse import Pulse
 from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.messages import Ready
-from specserve.server.engine.spawn import Nest
+from specserve.server.engine.spawn import EngineSpawner
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25  # between two looks at whether the engine moves
@@ -36,7 +36,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """Seconds and numbers of attempts after which a supervisor gives up on something."""
 
     start_s: float = 900.0  # until the engine is ready
@@ -49,7 +49,7 @@ class Supervisor:
     """One engine after another, in processes of their own that die with this one.
 
     `observer` gets the events of all of them, and is told when one is gone. `options` are EngineConfig's fields; the
-    processes come from `nest`.
+    processes come from `spawner`.
 
     `finished` is done when there will be no engine any more: its exception says why, None after `close`.
     """
@@ -58,17 +58,17 @@ class Supervisor:
         self,
         options: Mapping[str, Any],
         observer: Observer,
-        patience: Patience | None = None,
-        nest: Nest | None = None,
+        timeouts: Timeouts | None = None,
+        spawner: EngineSpawner | None = None,
     ) -> None:
         self.state = State.LOADING
         self.ready: Ready | None = None  # of the engine that runs, or of the last one
         self.num_restarts = 0
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or Timeouts()
         self._observer = observer
         self._options = dict(options)
-        self._nest = nest or Nest()
+        self._spawner = spawner or EngineSpawner()
         self._client: EngineClient | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._num_beats = 0  # of the running engine's pulse, at the last look
@@ -102,7 +102,7 @@ class Supervisor:
         with suppress(asyncio.CancelledError):
             await self._keeper
         await self._end()
-        self._nest.close()
+        self._spawner.close()
         if not self.finished.done():
             self.finished.set_result(None)
 
@@ -128,7 +128,7 @@ class Supervisor:
                 return
             if failure is not None:  # what it said is for the log: it may name files of this machine
                 cause = f"{cause} It said: {failure.message}"
-            if failures >= self._patience.attempts:
+            if failures >= self._timeouts.attempts:
                 self._give_up(EngineError(cause))
                 return
             pause = min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S)
@@ -139,7 +139,7 @@ class Supervisor:
     async def _run_one(self) -> str:
         """Start an engine and watch it until it is gone; why it is."""
         try:
-            child = self._nest.take()
+            child = self._spawner.take()
             self._client = EngineClient(child.end, self._observer)
         except OSError as error:  # no descriptors, no memory
             return f"The engine's process cannot be started: {error}."
@@ -185,18 +185,18 @@ class Supervisor:
     def _trouble(self, begun: float) -> str | None:
         """Why the running engine has to go, if it has."""
         assert self._client is not None, "an engine is running"
-        now, patience = time.monotonic(), self._patience
+        now, timeouts = time.monotonic(), self._timeouts
         if self.state is not State.READY:
-            late = now - begun > patience.start_s
-            return f"The engine was not ready after {patience.start_s:.0f} s." if late else None
+            late = now - begun > timeouts.start_s
+            return f"The engine was not ready after {timeouts.start_s:.0f} s." if late else None
         if self._client.is_broken:
             return "What the engine says cannot be read."
         if not self._client.num_open:
             return None
-        if now - self._client.last_progress > patience.stall_s:
-            return f"The engine made no progress for {patience.stall_s:.0f} s."
-        if now - self._client.last_advanced > patience.loop_s:
-            return f"The engine ran for {patience.loop_s:.0f} s and brought no request further."
+        if now - self._client.last_progress > timeouts.stall_s:
+            return f"The engine made no progress for {timeouts.stall_s:.0f} s."
+        if now - self._client.last_advanced > timeouts.loop_s:
+            return f"The engine ran for {timeouts.loop_s:.0f} s and brought no request further."
         return None
 
     async def _drop(self, cause: str) -> None:
@@ -215,9 +215,9 @@ class Supervisor:
     async def _end(self) -> None:
         if self._client is not None and self._process is not None and self._process.poll() is None:
             self._client.stop()
-            patience = _END_S if self._client.ready.done() else 0  # one that loads does not listen yet
+            timeouts = _END_S if self._client.ready.done() else 0  # one that loads does not listen yet
             try:
-                await asyncio.to_thread(self._process.wait, patience)
+                await asyncio.to_thread(self._process.wait, timeouts)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 await asyncio.to_thread(self._process.wait)

@@ -7,7 +7,7 @@ from aiohttp.typedefs import Middleware
 
 from specserve.errors import ConfigError
 from specserve.server.http.context import CONTEXT, Context
-from specserve.server.http.middleware import add_headers, cross_origin, keys_required, tell
+from specserve.server.http.middleware import add_headers, cross_origin, keys_required, translate_errors
 from specserve.server.http.origin import known_hosts_only
 from specserve.server.http.routes import ROUTES
 
@@ -28,7 +28,7 @@ def check_root_path(root: str) -> None:
 def make_app(server: Context) -> web.Application:
     """Raises ConfigError for a file of keys that cannot be read."""
     options = server.options
-    middlewares: list[Middleware] = [tell]
+    middlewares: list[Middleware] = [translate_errors]
     if (hosts := known_hosts_only(options)) is not None:
         middlewares.append(hosts)
     if options.cors_origin:

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests within limits of size, time and memory. Knows HTTP; knows no fields."""
+"""Reads the bodies of requests within limits of size, time and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from specserve.server.admission import SMALL_BYTES, Held
+from specserve.server.admission import SMALL_BYTES, BodyReservation
 from specserve.server.http.context import ARRIVED, context
 from specserve.server.wire.errors import body_too_large, timed_out, unsupported_media_type
 from specserve.server.wire.fields import Limits
@@ -26,18 +26,18 @@ async def parsed(request: web.Request, read: Callable[[bytes, Limits], T]) -> T:
     that there is for them; InputError for what is wrong in it.
     """
     server = context(request)
-    with server.bodies.hold() as held:
-        body = await _read(request, held)
+    with server.body_budget.reserve() as reservation:
+        body = await _read(request, reservation)
         request[ARRIVED] = asyncio.get_running_loop().time()
         if len(body) > SMALL_BYTES:
             is_quick = len(body) <= _AT_ONCE
             size = _parsed_size(body) if is_quick else await server.service.on_thread(_parsed_size, body)
-            held.grow_to(min(len(body) + size, server.bodies.capacity))
+            reservation.grow_to(min(len(body) + size, server.body_budget.capacity))
             return await server.service.in_turn(read, body, server.limits)
         return await server.service.run(len(body), read, body, server.limits)
 
 
-async def _read(request: web.Request, held: Held) -> bytes:
+async def _read(request: web.Request, reservation: BodyReservation) -> bytes:
     """All of the body. Compressed ones are not taken: a small one could fill the memory."""
     options = context(request).options
     encoding = request.headers.get("Content-Encoding", "identity")
@@ -49,29 +49,29 @@ async def _read(request: web.Request, held: Held) -> bytes:
         raise body_too_large(options.max_body_bytes)
     if request.content.is_eof():  # all of it came with the head, as small ones do
         body = request.content.read_nowait()
-        _count(len(body), held, options.max_body_bytes)
+        _count(len(body), reservation, options.max_body_bytes)
         return body
     try:
         async with asyncio.timeout(options.body_timeout_s):
-            return await _gather(request, held, options.max_body_bytes)
+            return await _gather(request, reservation, options.max_body_bytes)
     except TimeoutError:
         raise timed_out(408, f"The body did not arrive within {options.body_timeout_s:g} s.") from None
 
 
-async def _gather(request: web.Request, held: Held, limit: int) -> bytes:
+async def _gather(request: web.Request, reservation: BodyReservation, limit: int) -> bytes:
     """The body's pieces, of `limit` bytes at most, each counted when it comes: what a client only announces costs
     nothing."""
     body = bytearray()
     async for piece in request.content.iter_any():
         body += piece
-        _count(len(body), held, limit)
+        _count(len(body), reservation, limit)
     return bytes(body)
 
 
-def _count(num_bytes: int, held: Held, limit: int) -> None:
+def _count(num_bytes: int, reservation: BodyReservation, limit: int) -> None:
     if num_bytes > limit:
         raise body_too_large(limit)
-    held.grow_to(num_bytes)
+    reservation.grow_to(num_bytes)
 
 
 def _parsed_size(body: bytes) -> int:

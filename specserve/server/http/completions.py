@@ -36,14 +36,14 @@ async def chat(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     server = context(request)
     server.admission.check()
-    asked: ChatCompletionRequest = await parsed(request, _read_chat)
-    accept(request, asked)
-    with server.admission.enter(asked.num_choices) as place:
-        prepared, parser = await prepare_chat(server, asked)
-        reply = server.reply(response_id("chatcmpl", asked), asked, tool_parser=parser)
+    body: ChatCompletionRequest = await parsed(request, _read_chat)
+    accept(request, body)
+    with server.admission.enter(body.num_choices) as place:
+        prepared, parser = await prepare_chat(server, body)
+        reply = server.reply(response_id("chatcmpl", body), body, tool_parser=parser)
         call = Call(
             requests=[prepared],
-            stream=asked.stream,
+            stream=body.stream,
             place=place,
             body=lambda outputs, now: chat_body(reply, outputs[0], now),
             events=lambda outputs: ChatStream(reply, outputs[0]),
@@ -55,13 +55,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
     server = context(request)
     server.admission.check()
-    asked: CompletionRequest = await parsed(request, _read_completion)
-    accept(request, asked)
-    with server.admission.enter(asked.num_choices) as place:
-        reply = server.reply(response_id("cmpl", asked), asked, echo=asked.echo, echoes_only=asked.echoes_only)
+    body: CompletionRequest = await parsed(request, _read_completion)
+    accept(request, body)
+    with server.admission.enter(body.num_choices) as place:
+        reply = server.reply(response_id("cmpl", body), body, echo=body.echo, echoes_only=body.echoes_only)
         call = Call(
-            requests=await _prepare_completions(server, asked),
-            stream=asked.stream,
+            requests=await _prepare_completions(server, body),
+            stream=body.stream,
             place=place,
             body=functools.partial(completion_body, reply),
             events=functools.partial(CompletionStream, reply),
@@ -69,59 +69,59 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return await respond(request, call)
 
 
-def accept(request: web.Request, asked: SamplingFields) -> None:
+def accept(request: web.Request, body: SamplingFields) -> None:
     """Checks what only a server knows of a request, and keeps for the answer's headers what of it is ignored."""
     server = context(request)
-    server.check_model(asked.model)
+    server.check_model(body.model)
     limits: Limits = server.limits
-    if names := asked.ignored(limits):
+    if names := body.ignored(limits):
         ignore(request, names)
-    if isinstance(asked, ChatCompletionRequest):
-        ignore_untold_tools(request, asked)
+    if isinstance(body, ChatCompletionRequest):
+        ignore_unrendered_tools(request, body)
 
 
-def ignore_untold_tools(request: web.Request, asked: ChatCompletionRequest) -> None:
+def ignore_unrendered_tools(request: web.Request, body: ChatCompletionRequest) -> None:
     """Tools that none may call mean nothing to a model whose chat template takes none."""
-    if asked.tools and not asked.callable_tools and not context(request).service.tokenizer.takes_tools:
+    if body.tools and not body.callable_tools and not context(request).service.tokenizer.takes_tools:
         ignore(request, ["tools"])
 
 
-def response_id(prefix: str, asked: SamplingFields) -> str:
+def response_id(prefix: str, body: SamplingFields) -> str:
     """The request's own id where it has one, behind OpenAI's prefix."""
-    return f"{prefix}-{asked.request_id or secrets.token_hex(12)}"
+    return f"{prefix}-{body.request_id or secrets.token_hex(12)}"
 
 
 async def prepare_chat(
-    server: Context, asked: ChatCompletionRequest, names: Mapping[str, str] = _AS_SENT
+    server: Context, body: ChatCompletionRequest, names: Mapping[str, str] = _AS_SENT
 ) -> tuple[Prepared, Callable[[], AnswerParser] | None]:
     """The request for a conversation's next message, and what finds calls of tools in it. `names` are those of fields
     as they were sent, where they are not chat's."""
-    server.service.expect()
-    conversation, template = conversation_of(server, asked)
+    server.service.wake_engine()
+    conversation, template = conversation_of(server, body)
     try:
         prompt, ids, unread = await server.service.chat_prompt(conversation, **template)
     except InputError as error:
         if not names or type(error) is not InputError:
             raise
         raise in_own_words(error, names) from error
-    predicted = asked.prediction.content if asked.prediction else ""
+    predicted = body.prediction.content if body.prediction else ""
     prediction = await _prediction_ids(server, predicted) if predicted else []
-    prepared = _prepare(server, asked, ids, prompt, prediction)
-    ignored = tuple(own_names(asked.as_sent(unread), names))
+    prepared = _prepare(server, body, ids, prompt, prediction)
+    ignored = tuple(own_names(body.as_sent(unread), names))
     prepared = replace(prepared, source=names.get(prepared.source, prepared.source), ignored=ignored)
-    tools = ToolUse(asked.callable_tools, asked.must_call, asked.parallel_tool_calls)
+    tools = ToolUse(body.callable_tools, body.must_call, body.parallel_tool_calls)
     prepared, parser = await server.service.with_tools(prepared, tools)
     return await server.service.with_reasoning_apart(prepared), parser
 
 
-def conversation_of(server: Context, asked: TemplateFields) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def conversation_of(server: Context, body: TemplateFields) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The messages and the keyword arguments of Service.chat_ids. A model whose chat template takes no tools hears in
     words of those that it may call, and nothing of others."""
-    conversation, template, tokenizer = asked.conversation(), asked.template_options(), server.service.tokenizer
-    if not asked.tools or tokenizer.takes_tools:
+    conversation, template, tokenizer = body.conversation(), body.template_options(), server.service.tokenizer
+    if not body.tools or tokenizer.takes_tools:
         return conversation, template
-    if asked.callable_tools:
-        use = ToolUse(asked.callable_tools, asked.must_call)
+    if body.callable_tools:
+        use = ToolUse(body.callable_tools, body.must_call)
         conversation = describe_tools(conversation, use, tokenizer.call_format)
     return conversation, {**template, "tools": None}
 
@@ -138,28 +138,28 @@ async def _prediction_ids(server: Context, text: str) -> list[int]:
     return await server.service.encode(text, add_special_tokens=False)
 
 
-async def _prepare_completions(server: Context, asked: CompletionRequest) -> list[Prepared]:
-    prompts = [prompt for prompt in asked.prompt if isinstance(prompt, str)]
+async def _prepare_completions(server: Context, body: CompletionRequest) -> list[Prepared]:
+    prompts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     if not prompts:
-        return [_prepare(server, asked, ids, None) for ids in asked.prompt if not isinstance(ids, str)]
-    server.service.expect()
+        return [_prepare(server, body, ids, None) for ids in body.prompt if not isinstance(ids, str)]
+    server.service.wake_engine()
     for prompt in prompts:
         await server.service.check_length(prompt)
     encoded = await asyncio.gather(*map(server.service.encode, prompts))
-    return [_prepare(server, asked, ids, prompt) for ids, prompt in zip(encoded, prompts, strict=True)]
+    return [_prepare(server, body, ids, prompt) for ids, prompt in zip(encoded, prompts, strict=True)]
 
 
 def _prepare(
-    server: Context, asked: SamplingFields, ids: list[int], prompt: str | None, prediction: Sequence[int] = ()
+    server: Context, body: SamplingFields, ids: list[int], prompt: str | None, prediction: Sequence[int] = ()
 ) -> Prepared:
     request = Request(
         id=server.service.new_id(),
         prompt_ids=ids,
-        params=asked.sampling_params,
-        priority=asked.priority,
-        salt=asked.salt,
-        drafter=asked.speculative.drafter if asked.speculative else None,
+        params=body.sampling_params,
+        priority=body.priority,
+        salt=body.salt,
+        drafter=body.speculative.drafter if body.speculative else None,
         prediction=tuple(prediction),
-        explain=bool(asked.speculative and asked.speculative.explain),
+        explain=bool(body.speculative and body.speculative.explain),
     )
-    return Prepared(request, prompt, asked.constraint[0] if asked.constraint else "structured")
+    return Prepared(request, prompt, body.constraint[0] if body.constraint else "structured")

@@ -14,7 +14,7 @@ from aiohttp.http_exceptions import (
     PayloadEncodingError,
 )
 
-from specserve.server.http.middleware import Handler, identify, own_headers, tell
+from specserve.server.http.middleware import Handler, identify, own_headers, translate_errors
 from specserve.server.http.respond import json_response
 from specserve.server.wire.errors import WireError, bad_http, wire_error
 
@@ -56,9 +56,10 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Sends the response; where aiohttp raised before any middleware ran, the one that `tell` makes of it."""
+        """Sends the response; where aiohttp raised before any middleware ran, the one that
+        `translate_errors` makes of it."""
         if isinstance(resp, web.HTTPException) and isinstance(request, web.Request):
-            resp = await tell(request, _raising(resp))
+            resp = await translate_errors(request, _raising(resp))
         return await super().finish_response(request, resp, start_time)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from specserve.server.admission import Admission, Bodies
+from specserve.server.admission import Admission, BodyBudget
 from specserve.server.options import PRIORITY, ServeOptions
 from specserve.server.service import Service
 from specserve.server.wire.errors import model_not_found
@@ -33,10 +33,10 @@ class Context:
     sampling: Mapping[str, float] = field(default_factory=dict)
     timeline: dict[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
-    bodies: Bodies = field(init=False)
+    body_budget: BodyBudget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bodies = Bodies(_MOST_BODIES * self.options.max_body_bytes)
+        self.body_budget = BodyBudget(_MOST_BODIES * self.options.max_body_bytes)
 
     @property
     def needs_key(self) -> bool:
@@ -60,16 +60,16 @@ class Context:
         if name is not None and name not in self.names:
             raise model_not_found(name, self.names)
 
-    def reply(self, response_id: str, asked: SamplingFields, **own: Any) -> Reply:
+    def reply(self, response_id: str, body: SamplingFields, **own: Any) -> Reply:
         """What the bodies of the response to these fields share."""
         return Reply(
             id=response_id,
             created=int(time.time()),
             model=self.names[0],
             vocabulary=self.service.tokenizer,
-            return_token_ids=asked.return_token_ids,
-            include_usage=asked.include_usage,
-            skip_special_tokens=asked.skip_special_tokens,
+            return_token_ids=body.return_token_ids,
+            include_usage=body.include_usage,
+            skip_special_tokens=body.skip_special_tokens,
             **own,
         )
 

@@ -1,5 +1,5 @@
 """What a server says of itself: health, models, versions, metrics, the live view's figures; and what an operator may
-tell it. Knows no prompts."""
+tell it."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     if not server.options.admin:
         raise route_not_found(request.path)
     check_origin(request)
-    asked: ResetPrefixCacheRequest = await parsed(request, _read_reset)
-    server.check_model(asked.model)
+    body: ResetPrefixCacheRequest = await parsed(request, _read_reset)
+    server.check_model(body.model)
     if server.service.supervisor.state is not State.READY:
         raise unavailable("There is no engine now. Try again in a moment.")
     server.service.supervisor.client.reset_prefix_cache()

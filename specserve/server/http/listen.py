@@ -1,4 +1,4 @@
-"""The sockets: TCP or Unix, TLS. Knows no routes."""
+"""The sockets: TCP or Unix, TLS."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Listener:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None, "there is one after setup"
-        patience = None if context is None else options.header_timeout_s
+        header_s = None if context is None else options.header_timeout_s
         loop = asyncio.get_running_loop()
         connect = functools.partial(
             Connection,
             server,
             loop=loop,
-            access_log=None,  # type: ignore[arg-type]  # which turns it off: `tell` has its own
+            access_log=None,  # type: ignore[arg-type]  # which turns it off: `translate_errors` has its own
             keepalive_timeout=_KEEPALIVE_S,
             lingering_time=min(options.body_timeout_s, _LINGER_S),
             auto_decompress=False,  # nobody reads compressed bodies, so nobody has to unpack them to skip them
@@ -68,11 +68,11 @@ class Listener:
         try:
             if options.uds is not None:
                 self._server = await loop.create_unix_server(
-                    connect, sock=_unix_socket(options.uds), ssl=context, ssl_handshake_timeout=patience
+                    connect, sock=_unix_socket(options.uds), ssl=context, ssl_handshake_timeout=header_s
                 )
             else:
                 self._server = await loop.create_server(
-                    connect, options.host, options.port, ssl=context, ssl_handshake_timeout=patience
+                    connect, options.host, options.port, ssl=context, ssl_handshake_timeout=header_s
                 )
         except OSError as error:
             await self._runner.cleanup()
@@ -91,7 +91,7 @@ class Listener:
 
     @web.middleware
     async def _note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self._watch.has_asked(request.protocol)
+        self._watch.note_head(request.protocol)
         return await handler(request)
 
 

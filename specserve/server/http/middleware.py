@@ -1,5 +1,4 @@
-"""What happens to every request, whatever its route: an id, a line in the log, the right to be here, errors as JSON.
-Knows no bodies."""
+"""What happens to every request, whatever its route: an id, a line in the log, the right to be here, errors as JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _PRINTABLE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @web.middleware
-async def tell(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def translate_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Gives the request an id, its errors the shape that clients read, and the log a line."""
     begun = time.perf_counter()
     token = request_id.set(identify(request))

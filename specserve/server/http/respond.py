@@ -203,9 +203,9 @@ class _Streaming:
         self._request[CHUNKED] = self._request.version >= HttpVersion11
 
     async def _follow(self) -> None:
-        async for said in self._answers:
+        async for chunks in self._answers:
             frames, size, is_silent = [], 0, True
-            for frame in self._frames(said):
+            for frame in self._frames(chunks):
                 frames.append(frame)
                 size += len(frame)
                 if size >= _AT_ONCE:
@@ -218,9 +218,9 @@ class _Streaming:
                 self._response.force_close()
                 return
 
-    def _frames(self, said: Sequence[tuple[int, Chunk]]) -> Iterator[bytes]:
+    def _frames(self, chunks: Sequence[tuple[int, Chunk]]) -> Iterator[bytes]:
         """What these chunks put on the wire, made when it is wanted."""
-        for prompt, chunk in said:
+        for prompt, chunk in chunks:
             if self._stream.failed:  # nothing follows an error, though several may end in one step
                 return
             for event in self._stream.events(chunk, prompt):

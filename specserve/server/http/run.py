@@ -1,4 +1,4 @@
-"""A server from start to end: engine, socket, signals, drain. Knows no routes."""
+"""A server from start to end: engine, socket, signals, drain."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from specserve.machine.memory import return_large_blocks
 from specserve.registry import DRAFTERS
 from specserve.server.admission import Admission
 from specserve.server.chats import Chats
-from specserve.server.engine.spawn import Nest
-from specserve.server.engine.supervisor import Patience, State, Supervisor
+from specserve.server.engine.spawn import EngineSpawner
+from specserve.server.engine.supervisor import State, Supervisor, Timeouts
+from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.http.app import check_root_path, make_app
 from specserve.server.http.context import Context
 from specserve.server.http.listen import Listener
@@ -28,7 +29,6 @@ from specserve.server.options import ServeOptions
 from specserve.server.sampling_defaults import sampling_defaults
 from specserve.server.service import Service
 from specserve.server.template_options import template_options
-from specserve.server.trials import Trials
 from specserve.structured.compiler import AUTO
 from specserve.text.encoding import use_own_threads_only
 from specserve.text.tokenizer import Tokenizer
@@ -38,11 +38,11 @@ _SWITCH_S = 0.0005  # for Python's 0.005, so long would every stream wait each t
 _LOOK_S = 0.05  # between two looks at whether all requests have ended, while draining
 
 
-def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, nest: Nest) -> None:
+def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, spawner: EngineSpawner) -> None:
     """Serve until a signal ends it. `engine` are EngineConfig's fields; `begun` is when the process started, in seconds
-    of time.perf_counter(); the engine's processes come from `nest`. Raises EngineError with the cause when the engine
-    cannot be kept running, ConfigError, ModelError or CapacityError for what the engine cannot start with, as far as it
-    can be told before anything listens; KeyboardInterrupt after SIGINT."""
+    of time.perf_counter(); the engine's processes come from `spawner`. Raises EngineError with the cause when the
+    engine cannot be kept running, ConfigError, ModelError or CapacityError for what the engine cannot start with, as
+    far as that is known before anything listens; KeyboardInterrupt after SIGINT."""
     imported = time.perf_counter()
     sys.setswitchinterval(_SWITCH_S)
     use_own_threads_only()
@@ -54,7 +54,7 @@ def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, nest: 
     timeline = {"process and imports": imported - begun, "model folder": time.perf_counter() - imported}
 
     async def live() -> int | None:
-        return await _Life(engine, options, folder, timeline, begun, nest).run()
+        return await _Life(engine, options, folder, timeline, begun, spawner).run()
 
     if asyncio.run(live()) == signal.SIGINT:
         raise KeyboardInterrupt
@@ -70,22 +70,22 @@ class _Life:
         folder: Path,
         timeline: dict[str, float],
         begun: float,
-        nest: Nest,
+        spawner: EngineSpawner,
     ) -> None:
         sampling = sampling_defaults(options.generation_config, folder)
         template = template_options(options)
         names = options.served_model_name or (str(engine["model"]),)
         metrics = Metrics(names[0])
-        patience = Patience(options.start_timeout_s, options.stall_timeout_s)
+        timeouts = Timeouts(options.start_timeout_s, options.stall_timeout_s)
         self._options = options
         self._begun = begun
-        self._supervisor = Supervisor({**engine, "model": str(folder)}, metrics, patience, nest)
+        self._supervisor = Supervisor({**engine, "model": str(folder)}, metrics, timeouts, spawner)
         self._spawned = time.perf_counter()
-        trials = Trials(folder, engine.get("grammar_backend", AUTO))
+        validator = GrammarValidator(folder, engine.get("grammar_backend", AUTO))
         most = options.max_tokenize_characters
         apart = options.reasoning_format == "auto"
         chats, tokenizer = Chats(folder, template=template), Tokenizer(folder, template)
-        self._service = Service(self._supervisor, tokenizer, metrics, trials, chats, most, apart)
+        self._service = Service(self._supervisor, tokenizer, metrics, validator, chats, most, apart)
         admission = Admission(engine["max_num_seqs"] + options.max_queue)
         self._context = Context(
             options=options,
@@ -152,7 +152,7 @@ class _Life:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._context.timeline.items())
         _log.info("%s", ready.summary)
         _log.info("Ready on %s (seconds: %s).", self._listener.address, phases)
-        self._service.trials.prepare(ready.vocab_size)
+        self._service.validator.prepare(ready.vocab_size)
         while self._options.status_interval_s:
             await asyncio.sleep(self._options.status_interval_s)
             gauges = self._supervisor.client.gauges if self._supervisor.state is State.READY else None

@@ -30,29 +30,29 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     """POST /tokenize."""
     server = context(request)
     server.admission.check()
-    asked: TokenizeRequest = await parsed(request, read_tokenize)
-    server.check_model(asked.model)
-    if isinstance(asked, TokenizeChatRequest):
-        conversation, template = conversation_of(server, asked)
+    body: TokenizeRequest = await parsed(request, read_tokenize)
+    server.check_model(body.model)
+    if isinstance(body, TokenizeChatRequest):
+        conversation, template = conversation_of(server, body)
         text, ids, unread = await server.service.chat_ids(conversation, **template)
-        ignore(request, asked.as_sent(unread))
-        if asked.add_special_tokens:
+        ignore(request, body.as_sent(unread))
+        if body.add_special_tokens:
             server.service.check_characters(len(text), "messages")
             ids = await server.service.encode(text)
     else:
-        server.service.check_characters(len(asked.prompt), "prompt")
-        ids = await server.service.encode(asked.prompt, asked.add_special_tokens)
-    spell = functools.partial(_spelled, server.service.tokenizer) if asked.return_token_strs else None
-    body = functools.partial(tokenize_body, ids, server.limits.max_model_len, spell)
-    return await sized_response(request, len(ids), body)
+        server.service.check_characters(len(body.prompt), "prompt")
+        ids = await server.service.encode(body.prompt, body.add_special_tokens)
+    spell = functools.partial(_spelled, server.service.tokenizer) if body.return_token_strs else None
+    reply = functools.partial(tokenize_body, ids, server.limits.max_model_len, spell)
+    return await sized_response(request, len(ids), reply)
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
     """POST /detokenize."""
     server = context(request)
-    asked: DetokenizeRequest = await parsed(request, _read_detokenize)
-    server.check_model(asked.model)
-    text = await server.service.run(len(asked.tokens), server.service.tokenizer.decode, asked.tokens, False)
+    body: DetokenizeRequest = await parsed(request, _read_detokenize)
+    server.check_model(body.model)
+    text = await server.service.run(len(body.tokens), server.service.tokenizer.decode, body.tokens, False)
     return await sized_response(request, len(text), functools.partial(detokenize_body, text))
 
 

@@ -1,5 +1,4 @@
-"""POST /v1/messages, /v1/messages/count_tokens and /v1/responses: other APIs' words for a chat completion. Knows
-Anthropic's endpoints and OpenAI's newer one."""
+"""POST /v1/messages, /v1/messages/count_tokens and /v1/responses: other APIs' words for a chat completion."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import secrets
 from aiohttp import web
 
 from specserve.server.http.bodies import parsed
-from specserve.server.http.completions import conversation_of, ignore_untold_tools, prepare_chat
+from specserve.server.http.completions import conversation_of, ignore_unrendered_tools, prepare_chat
 from specserve.server.http.context import context
 from specserve.server.http.respond import Call, ignore, json_response, respond
 from specserve.server.wire.anthropic_api.requests import CountTokensRequest, MessagesRequest
@@ -29,14 +28,14 @@ async def messages(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages."""
     server = context(request)
     server.admission.check()
-    asked: MessagesRequest = await parsed(request, _read_messages)
-    chat = await _accepted(request, asked)
+    body: MessagesRequest = await parsed(request, _read_messages)
+    chat = await _accepted(request, body)
     with server.admission.enter(chat.num_choices) as place:
-        prepared, parser = await prepare_chat(server, chat, asked.own_names)
+        prepared, parser = await prepare_chat(server, chat, body.own_names)
         reply = server.reply(f"msg_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             requests=[prepared],
-            stream=asked.stream,
+            stream=body.stream,
             place=place,
             body=lambda outputs, now: message_body(reply, outputs[0], now, reply.answer_parser()),
             events=lambda outputs: MessageStream(reply, outputs[0], reply.answer_parser()),
@@ -48,11 +47,11 @@ async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens."""
     server = context(request)
     server.admission.check()
-    asked: CountTokensRequest = await parsed(request, _read_count)
-    chat = await _accepted(request, asked)
+    body: CountTokensRequest = await parsed(request, _read_count)
+    chat = await _accepted(request, body)
     conversation, template = conversation_of(server, chat)
     _, ids, unread = await server.service.chat_ids(conversation, **template)
-    ignore(request, own_names(chat.as_sent(unread), asked.own_names))
+    ignore(request, own_names(chat.as_sent(unread), body.own_names))
     return json_response(count_tokens_body(len(ids)))
 
 
@@ -60,29 +59,29 @@ async def responses(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses."""
     server = context(request)
     server.admission.check()
-    asked: ResponsesRequest = await parsed(request, _read_responses)
-    chat = await _accepted(request, asked)
+    body: ResponsesRequest = await parsed(request, _read_responses)
+    chat = await _accepted(request, body)
     with server.admission.enter(chat.num_choices) as place:
-        prepared, parser = await prepare_chat(server, chat, asked.own_names)
+        prepared, parser = await prepare_chat(server, chat, body.own_names)
         reply = server.reply(f"resp_{secrets.token_hex(12)}", chat, tool_parser=parser)
         call = Call(
             requests=[prepared],
-            stream=asked.stream,
+            stream=body.stream,
             place=place,
-            body=lambda outputs, now: response_body(reply, asked, outputs[0], now, reply.answer_parser()),
-            events=lambda outputs: ResponseStream(reply, asked, outputs[0], reply.answer_parser()),
+            body=lambda outputs, now: response_body(reply, body, outputs[0], now, reply.answer_parser()),
+            events=lambda outputs: ResponseStream(reply, body, outputs[0], reply.answer_parser()),
         )
         return await respond(request, call)
 
 
-async def _accepted(request: web.Request, asked: TranslatedRequest) -> ChatCompletionRequest:
+async def _accepted(request: web.Request, body: TranslatedRequest) -> ChatCompletionRequest:
     """The same request as chat's, checked; what of it is ignored is kept for the answer's headers."""
     server = context(request)
-    server.check_model(asked.model)
+    server.check_model(body.model)
     limits = server.limits
-    if names := asked.ignored(limits):
+    if names := body.ignored(limits):
         ignore(request, names)
     size = request.content_length or LONG  # unknown where it came in chunks
-    chat = await server.service.run(size, asked.as_chat, limits)
-    ignore_untold_tools(request, chat)
+    chat = await server.service.run(size, body.as_chat, limits)
+    ignore_unrendered_tools(request, chat)
     return chat

@@ -1,4 +1,4 @@
-"""Ends connections whose clients neither ask nor read. Knows aiohttp's connections; knows no requests."""
+"""Ends connections whose clients neither ask nor read."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Watch:
         self._header_s = header_s
         self._write_s = write_s
         self._clock = clock
-        self._asked: set[web.RequestHandler] = set()
+        self._heads: set[web.RequestHandler] = set()
         self._silent: dict[web.RequestHandler, float] = {}  # since when
         self._unread: dict[web.RequestHandler, tuple[int, float]] = {}  # bytes that wait, and since when so many
 
-    def has_asked(self, connection: web.RequestHandler) -> None:
+    def note_head(self, connection: web.RequestHandler) -> None:
         """The head of a request has come."""
-        self._asked.add(connection)
+        self._heads.add(connection)
 
     async def run(self, connections: Callable[[], Iterable[web.RequestHandler]]) -> None:
         """Look at what `connections` gives until cancelled."""
@@ -46,8 +46,8 @@ class Watch:
     def look(self, connections: Iterable[web.RequestHandler]) -> None:
         """End those that are too slow; whoever is not among the connections has gone and is forgotten."""
         now, open_ = self._clock(), set(connections)
-        self._asked &= open_
-        self._silent = {each: self._silent.get(each, now) for each in open_ - self._asked}
+        self._heads &= open_
+        self._silent = {each: self._silent.get(each, now) for each in open_ - self._heads}
         unread = {each: each.transport for each in open_ if each.transport and each.transport.get_write_buffer_size()}
         self._unread = {each: self._waiting(each, transport, now) for each, transport in unread.items()}
         for connection, since in self._silent.items():

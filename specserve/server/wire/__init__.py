@@ -1,1 +1,1 @@
-"""What goes over the wire: bodies, events and errors in the shapes of OpenAI and vLLM. No sockets, no processes."""
+"""What goes over the wire: bodies, events and errors in the shapes of OpenAI, vLLM and Anthropic."""

@@ -1,5 +1,4 @@
-"""An answer's text as what it is made of: reasoning, texts, and calls of tools. Knows how they grow; parses nothing
-itself.
+"""An answer's text as what it is made of: reasoning, texts, and calls of tools.
 
 Reasoning, where it is told apart, comes before all else. Whoever can tell calls from text gives an `AnswerParser`. It
 turns growing text into parts, and the shapes of the APIs that have content blocks or output items are made of those;

@@ -1,4 +1,4 @@
-"""Every failure as the client sees it: HTTP status, headers and OpenAI's error object. Knows no routes and no sockets.
+"""Every failure as the client sees it: HTTP status, headers and OpenAI's error object.
 
 Types: invalid_request_error (400, 403, 404, 405, 413, 415, 417), authentication_error (401), rate_limit_error (429),
 server_error (500), service_unavailable (503), timeout_error (408, 504). What an unforeseen exception says stays in the

@@ -1,5 +1,5 @@
-"""The field types that requests share, strict and bounded before anything is expanded, and the limits they are held to.
-Knows no endpoint."""
+"""The field types that requests share, strict and bounded before anything is expanded, and the limits they are held
+to."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Streams whose events have names and tell of items: content blocks, output items. Knows when an item begins and ends;
-knows no API's shapes."""
+"""Streams whose events have names and tell of items: content blocks, output items."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class ItemStream(Stream):
         yield f"event: {event.body['type']}\n".encode()
         yield from super().long_frame(event)
 
-    def _news(self, index: int, chunk: Chunk) -> list[Event]:
+    def _chunk_events(self, index: int, chunk: Chunk) -> list[Event]:
         events: list[Event] = []
         scores = self._output.outputs[0].logprobs
         if chunk.num_reasoning_tokens < 0 and scores is not None:  # so many of the first tokens are text after all

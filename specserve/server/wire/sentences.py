@@ -1,4 +1,4 @@
-"""Turns pydantic's findings into one sentence that names the field, what it was and what is allowed. Knows no field."""
+"""Turns pydantic's findings into one sentence that names the field, what it was and what is allowed."""
 
 from __future__ import annotations
 

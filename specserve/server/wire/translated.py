@@ -1,5 +1,4 @@
-"""Requests in another API's words that ask for a chat completion. Knows how they are read and refused, and how a
-conversation is put together; knows neither API."""
+"""Requests in another API's words that ask for a chat completion."""
 
 from __future__ import annotations
 
@@ -175,8 +174,8 @@ def combined(messages: Iterable[dict[str, Any]], roles: Collection[str]) -> list
     to alternate, and a call belongs to the text before it."""
     whole: list[dict[str, Any]] = []
     for role, group in groupby(messages, itemgetter("role")):
-        said = list(group)
-        whole += [_joined(said)] if role in roles and len(said) > 1 else said
+        turn = list(group)
+        whole += [_joined(turn)] if role in roles and len(turn) > 1 else turn
     return whole
 
 

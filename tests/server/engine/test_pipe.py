@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, EngineError, ModelError, NotFetchedError, SpecserveError
 from specserve.server.engine.client import EngineClient
-from specserve.server.engine.messages import Expect, Failed, Gauges, ResetPrefixCache, Stepped, Stop
+from specserve.server.engine.messages import Failed, Gauges, ResetPrefixCache, Stepped, Stop, Wake
 from specserve.server.engine.pipe import Pipe
 from specserve.server.engine.process import Wire
 from specserve.types import Event, SamplingParams
@@ -125,7 +125,7 @@ def test_closing_waits_no_longer_than_it_may(ends: tuple[Pipe, Pipe]) -> None:
     one, _ = ends
     one.send(b"x" * LARGE)
     begun = time.monotonic()
-    one.close(patience_s=0.05)
+    one.close(wait_s=0.05)
     assert time.monotonic() - begun < 5
 
 
@@ -177,15 +177,15 @@ def test_an_engine_that_rests_is_told_of_what_is_about_to_come() -> None:
     async def play() -> None:
         ours, theirs = socket.socketpair()
         client, wire = EngineClient(ours, Silent()), Wire(theirs)
-        client.expect()
-        assert wire.commands(0) == [Expect()]
+        client.wake_engine()
+        assert wire.commands(0) == [Wake()]
         request = Request(id="7", prompt_ids=[1], params=SamplingParams())
         client.submit(request, [].append)
-        client.expect()
+        client.wake_engine()
         assert [type(command).__name__ for command in wire.commands(0)] == ["Request"]
         client.abort("7")
-        client.expect()
-        assert [type(command).__name__ for command in wire.commands(0)] == ["Abort", "Expect"]
+        client.wake_engine()
+        assert [type(command).__name__ for command in wire.commands(0)] == ["Abort", "Wake"]
         client.close()
         wire.close()
 

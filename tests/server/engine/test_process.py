@@ -14,7 +14,7 @@ from specserve.engine.compiling import Compiling
 from specserve.engine.port import LocalPort
 from specserve.engine.request import Request
 from specserve.server.engine import process
-from specserve.server.engine.messages import Command, Expect, Stop
+from specserve.server.engine.messages import Command, Stop, Wake
 from specserve.server.engine.process import EngineProcess
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
@@ -55,7 +55,7 @@ def test_after_the_warm_up_everything_is_counted_and_the_warm_up_is_not(tmp_path
 
 def test_it_stays_awake_for_a_request_that_is_about_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """For 3 ms. What grammars need was made before the first command: Python does nothing else for 0.1 s of it."""
-    wire = Script(Expect())
+    wire = Script(Wake())
     prepared: list[float] = []
     monkeypatch.setattr(process.time, "monotonic", lambda: wire.now)
     port: Any = SimpleNamespace(wait_s=None, step=lambda: False, prepare=lambda: prepared.append(wire.now))

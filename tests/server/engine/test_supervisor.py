@@ -19,18 +19,18 @@ from specserve.errors import EngineError, ModelError
 from specserve.llm import LLM
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
-from specserve.server.engine.spawn import Nest
-from specserve.server.engine.supervisor import Patience, State, Supervisor
+from specserve.server.engine.spawn import EngineSpawner
+from specserve.server.engine.supervisor import State, Supervisor, Timeouts
+from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
 from specserve.server.service import Service
-from specserve.server.trials import Trials
 from specserve.server.wire.errors import WireError
 from specserve.testing import write_tiny_model
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
 
 OPTIONS: dict[str, Any] = {"threads": 1, "max_num_seqs": 4, "kv_cache_gib": 0.01, "max_model_len": 256}
-PATIENCE = Patience(stall_s=1.5)
+TIMEOUTS = Timeouts(stall_s=1.5)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 PROMPT = [5, 6, 7, 8]
@@ -48,10 +48,10 @@ def expected(folder: Path) -> list[int]:
 
 
 @asynccontextmanager
-async def running(folder: Path, patience: Patience = PATIENCE, **options: Any) -> AsyncIterator[Service]:
+async def running(folder: Path, timeouts: Timeouts = TIMEOUTS, **options: Any) -> AsyncIterator[Service]:
     metrics = Metrics("tiny")
-    supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, metrics, patience)
-    service = Service(supervisor, Tokenizer(folder), metrics, Trials(folder), Chats(folder), 2**20)
+    supervisor = Supervisor({"model": str(folder), **OPTIONS, **options}, metrics, timeouts)
+    service = Service(supervisor, Tokenizer(folder), metrics, GrammarValidator(folder), Chats(folder), 2**20)
     try:
         await supervisor.wait_until_ready()
         yield service
@@ -174,14 +174,14 @@ def test_a_request_that_was_told_of_and_never_comes(shared: Shared, expected: li
     async def play(service: Service) -> None:
         pid = service.supervisor.pid
         assert await answer(service) == expected
-        await asyncio.sleep(2 * PATIENCE.stall_s)  # in which it makes use of its first pause
+        await asyncio.sleep(2 * TIMEOUTS.stall_s)  # in which it makes use of its first pause
         for _ in range(5):
-            service.expect()
+            service.wake_engine()
         await asyncio.sleep(0.1)
         before = processor_s(pid)
         await asyncio.sleep(1)
         assert processor_s(pid) - before <= 0.05
-        service.expect()
+        service.wake_engine()
         assert await answer(service) == expected
 
     shared(play)
@@ -226,9 +226,9 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def patient(folder: Path, patience: Patience, **options: Any) -> AsyncIterator[Service]:
+async def patient(folder: Path, timeouts: Timeouts, **options: Any) -> AsyncIterator[Service]:
     """A server for long prompts that is as patient as it is told to be."""
-    async with running(folder, patience, max_model_len=16384, kv_cache_gib=0.3, **options) as service:
+    async with running(folder, timeouts, max_model_len=16384, kv_cache_gib=0.3, **options) as service:
         yield service
 
 
@@ -259,12 +259,12 @@ def test_steps_that_lead_nowhere_are_told_from_many_silent_ones(
 
     async def play() -> None:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        patience = Patience(loop_s=0.3)
+        timeouts = Timeouts(loop_s=0.3)
         options = {"max_num_batched_tokens": 4, "prefix_caching": False}
-        async with patient(long_folder, patience, **options) as service:
+        async with patient(long_folder, timeouts, **options) as service:
             pid, begun = service.supervisor.pid, time.monotonic()
             await start(service, PROMPT * 1000, GREEDY).whole()
-            assert time.monotonic() - begun > 2 * patience.loop_s, "or it was not silent for long"
+            assert time.monotonic() - begun > 2 * timeouts.loop_s, "or it was not silent for long"
             assert service.supervisor.num_restarts == 0
             file.touch()
             with pytest.raises(EngineError, match="brought no request further"):
@@ -277,14 +277,14 @@ def test_steps_that_lead_nowhere_are_told_from_many_silent_ones(
 def test_a_hang_is_told_from_a_long_step(long_folder: Path) -> None:
     """All but the first tokens of a prompt in one step, which takes longer than an engine may stand still, and is no
     hang. One inside of it is noticed, and its engine replaced."""
-    patience = Patience(stall_s=1.2)
+    timeouts = Timeouts(stall_s=1.2)
 
     async def play() -> None:
         options = {"max_num_batched_tokens": 16384, "max_step_ms": 1e6}
-        async with patient(long_folder, patience, **options) as service:
+        async with patient(long_folder, timeouts, **options) as service:
             pid, begun, before = service.supervisor.pid, time.monotonic(), processor_s(service.supervisor.pid)
             long = start(service, PROMPT * 4000, GREEDY)
-            await until(lambda: time.monotonic() - begun > 1.5 * patience.stall_s)
+            await until(lambda: time.monotonic() - begun > 1.5 * timeouts.stall_s)
             await until(lambda: processor_s(pid) > before + 0.3)
             gauges = service.supervisor.client.gauges
             assert gauges is None or gauges.num_steps < 2, "or the step was not long"
@@ -309,7 +309,7 @@ def test_a_pause_of_everything_is_no_hang(shared: Shared) -> None:
                 break
             os.kill(pid or 0, signal.SIGSTOP)
             await asyncio.sleep(0.3)  # in which its last beat is seen
-            time.sleep(PATIENCE.stall_s + 0.25)
+            time.sleep(TIMEOUTS.stall_s + 0.25)
             os.kill(pid or 0, signal.SIGCONT)
             assert len((await paused.whole())[0].outputs[0].token_ids) == 200
 
@@ -334,7 +334,7 @@ def test_an_engine_that_cannot_be_understood_is_replaced(shared: Shared, expecte
     shared(play, restarts=1)
 
 
-class Barren(Nest):
+class Barren(EngineSpawner):
     """Has no process to give."""
 
     def __init__(self, error: Exception) -> None:
@@ -349,7 +349,7 @@ class Barren(Nest):
 @pytest.mark.parametrize(
     ("error", "attempts", "words"),
     [
-        pytest.param(OSError(24, "Too many open files"), PATIENCE.attempts, "Too many open files", id="without-means"),
+        pytest.param(OSError(24, "Too many open files"), TIMEOUTS.attempts, "Too many open files", id="without-means"),
         pytest.param(ZeroDivisionError("a slip"), 1, "ZeroDivisionError: a slip", id="a-slip"),
     ],
 )
@@ -357,13 +357,13 @@ def test_a_start_that_fails(error: Exception, attempts: int, words: str) -> None
     """Without means for it, it is tried again; nothing makes who looks after engines die in silence."""
 
     async def play() -> None:
-        nest = Barren(error)
-        supervisor = Supervisor(OPTIONS, Metrics("none"), PATIENCE, nest)
+        spawner = Barren(error)
+        supervisor = Supervisor(OPTIONS, Metrics("none"), TIMEOUTS, spawner)
         with pytest.raises(EngineError, match=words):
             await asyncio.wait_for(asyncio.shield(supervisor.finished), 60)
         with pytest.raises(EngineError, match=words):
             await supervisor.wait_until_ready()
-        assert (supervisor.state, nest.num_asked) == (State.FAILED, attempts)
+        assert (supervisor.state, spawner.num_asked) == (State.FAILED, attempts)
         assert supervisor.num_restarts == attempts - 1
         await supervisor.close()
 
@@ -374,7 +374,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     """It may name files: the one who started the server hears it, and no client."""
 
     async def play() -> None:
-        supervisor = Supervisor({"model": str(tmp_path / "nothing"), **OPTIONS}, Metrics("none"), PATIENCE)
+        supervisor = Supervisor({"model": str(tmp_path / "nothing"), **OPTIONS}, Metrics("none"), TIMEOUTS)
         client = supervisor._client
         while client is None:
             await asyncio.sleep(0.01)

@@ -32,8 +32,8 @@ class Service:
     async def with_reasoning_apart(self, prepared: Any) -> Any:
         return prepared
 
-    def expect(self) -> None:
-        self.calls.append("expect")
+    def wake_engine(self) -> None:
+        self.calls.append("wake")
 
     async def chat_prompt(self, messages: Any, **template: Any) -> ChatPrompt:
         self.calls.append("tokenize")
@@ -55,7 +55,7 @@ def test_a_conversation() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
     told = server()
     asyncio.run(completions.prepare_chat(told, read(ChatCompletionRequest, body, LIMITS)))
-    assert told.service.calls == ["expect", "tokenize"]
+    assert told.service.calls == ["wake", "tokenize"]
 
 
 def test_texts() -> None:
@@ -63,7 +63,7 @@ def test_texts() -> None:
     told = server()
     request = read(CompletionRequest, b'{"prompt": ["x", "y"]}', LIMITS)
     asyncio.run(completions._prepare_completions(told, request))
-    assert told.service.calls == ["expect", "tokenize", "tokenize"]
+    assert told.service.calls == ["wake", "tokenize", "tokenize"]
 
 
 def test_ids_are_there_already() -> None:

@@ -16,7 +16,7 @@ from aiohttp import web
 from specserve.server.http.connection import Connection
 from specserve.server.http.context import CONTEXT
 from specserve.server.http.listen import Listener
-from specserve.server.http.middleware import add_headers, keys_required, tell
+from specserve.server.http.middleware import add_headers, keys_required, translate_errors
 from specserve.server.options import ServeOptions
 from specserve.version import __version__
 
@@ -37,7 +37,7 @@ async def body(request: web.Request) -> web.Response:
 
 
 def application() -> web.Application:
-    app = web.Application(middlewares=[tell, keys_required(["other", KEY.decode()], set())])
+    app = web.Application(middlewares=[translate_errors, keys_required(["other", KEY.decode()], set())])
     options = ServeOptions(port=0, header_timeout_s=0.3)
     app[CONTEXT] = SimpleNamespace(  # type: ignore[misc]
         options=options, service=SimpleNamespace(metrics=SimpleNamespace(refused=lambda status: None))

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from specserve.errors import ModelError
-from specserve.server.engine.spawn import Nest
+from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.http.run import serve
 from specserve.server.options import ServeOptions
 
@@ -329,17 +329,17 @@ def test_nobody_else_can_reach_the_engine(case: Any) -> None:
 
 
 def test_one_process_after_another() -> None:
-    with Nest() as nest:
-        nest.prepare()
-        child = nest.take()
-        again = nest.take()
+    with EngineSpawner() as spawner:
+        spawner.prepare()
+        child = spawner.take()
+        again = spawner.take()
         assert child.process.poll() is not None
         assert child.end.recv(1) == b"", "the other end went with its process"
         child.end.close()
         again.end.close()
-        nest.prepare()
+        spawner.prepare()
         assert again.process.poll() is not None
-    prepared = nest.take()
+    prepared = spawner.take()
     prepared.end.close()
     assert prepared.process.wait(60) == 0, "nobody will ever tell it what to load"
 
@@ -423,12 +423,12 @@ def broken(padded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 )
 def test_folders_that_are_refused(broken: dict[str, Path], name: str, reason: str) -> None:
     """Before anything listens."""
-    with Nest() as nest, pytest.raises(ModelError) as refused:
+    with EngineSpawner() as spawner, pytest.raises(ModelError) as refused:
         serve(
             {"model": str(broken[name]), "max_num_seqs": 4, "drafter": "none"},
             ServeOptions(port=0),
             time.perf_counter(),
-            nest,
+            spawner,
         )
     assert reason in str(refused.value)
 

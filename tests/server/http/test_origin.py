@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from specserve.server.http.context import CONTEXT
-from specserve.server.http.middleware import tell
+from specserve.server.http.middleware import translate_errors
 from specserve.server.http.origin import check_origin, known_hosts_only
 from specserve.server.options import ServeOptions
 
@@ -38,7 +38,7 @@ def replies(options: ServeOptions, *requests: dict[str, str]) -> list[tuple[int,
 
     async def play() -> list[tuple[int, Any]]:
         hosts = known_hosts_only(options)
-        app = web.Application(middlewares=[tell, *([hosts] if hosts else [])])
+        app = web.Application(middlewares=[translate_errors, *([hosts] if hosts else [])])
         service = SimpleNamespace(metrics=SimpleNamespace(refused=lambda status: None))
         app[CONTEXT] = SimpleNamespace(options=options, service=service)  # type: ignore[misc]
         app.add_routes([web.get("/", handler)])

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from specserve.errors import EngineError
 from specserve.server.admission import Admission
 from specserve.server.http.context import CONTEXT
-from specserve.server.http.middleware import tell
+from specserve.server.http.middleware import translate_errors
 from specserve.server.http.respond import Call, respond
 from specserve.server.options import ServeOptions
 
@@ -76,7 +76,7 @@ def application(num_chunks: int, error: Exception) -> web.Application:
             return await respond(request, call)  # type: ignore[arg-type, return-value]
 
     admission = Admission(1)
-    app = web.Application(middlewares=[tell])
+    app = web.Application(middlewares=[translate_errors])
     service = SimpleNamespace(start=start, ignored=ignored, metrics=SimpleNamespace(refused=lambda status: None))
     app[CONTEXT] = SimpleNamespace(options=ServeOptions(), service=service)  # type: ignore[misc]
     app.add_routes([web.get("/", handler)])

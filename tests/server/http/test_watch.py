@@ -62,7 +62,7 @@ class Play:
 def test_who_says_nothing_is_left() -> None:
     play, silent, asking = Play(), Connection(), Connection()
     play.run(5, silent, asking)
-    play.watch.has_asked(asking)  # type: ignore[arg-type]
+    play.watch.note_head(asking)  # type: ignore[arg-type]
     play.run(6, silent, asking)
     assert not silent.closed
     play.run(1, silent, asking)
@@ -82,7 +82,7 @@ def test_who_comes_later_has_as_long() -> None:
 
 def test_who_asks_between_two_looks_is_known() -> None:
     play, quick = Play(), Connection()
-    play.watch.has_asked(quick)  # type: ignore[arg-type]
+    play.watch.note_head(quick)  # type: ignore[arg-type]
     play.run(50, quick)
     assert not quick.closed
 
@@ -90,7 +90,7 @@ def test_who_asks_between_two_looks_is_known() -> None:
 def test_who_does_not_read_is_cut() -> None:
     play, reader, still = Play(), Connection(), Connection()
     for each in (reader, still):
-        play.watch.has_asked(each)  # type: ignore[arg-type]
+        play.watch.note_head(each)  # type: ignore[arg-type]
         each.transport.waiting = 1000
     for step in range(31):
         reader.transport.waiting = 1000 - step
@@ -109,7 +109,7 @@ def test_who_takes_what_the_kernel_holds_is_not_cut() -> None:
             while True:
                 ours.send(bytes(100))
         play, each = Play(), Connection(Transport(1000, ours))
-        play.watch.has_asked(each)  # type: ignore[arg-type]
+        play.watch.note_head(each)  # type: ignore[arg-type]
         for _ in range(50):
             theirs.recv(200)
             play.run(2, each)
@@ -120,7 +120,7 @@ def test_who_takes_what_the_kernel_holds_is_not_cut() -> None:
 
 def test_what_waited_and_was_taken_does_not_count() -> None:
     play, each = Play(), Connection()
-    play.watch.has_asked(each)  # type: ignore[arg-type]
+    play.watch.note_head(each)  # type: ignore[arg-type]
     for waiting in (1000, 0, 1000, 0, 1000):
         each.transport.waiting = waiting
         play.run(20, each)
@@ -129,11 +129,11 @@ def test_what_waited_and_was_taken_does_not_count() -> None:
 
 def test_who_has_gone_is_forgotten() -> None:
     play, each = Play(), Connection()
-    play.watch.has_asked(each)  # type: ignore[arg-type]
+    play.watch.note_head(each)  # type: ignore[arg-type]
     each.transport.waiting = 1
     play.run(3, each)
     play.run(1)
-    assert not play.watch._asked
+    assert not play.watch._heads
     assert not play.watch._silent
     assert not play.watch._unread
 

@@ -1,8 +1,7 @@
-"""The bodies of Anthropic's Messages API as they are sent, and its shape of errors. Knows Anthropic's names and how
-each is said to chat; knows no answers.
+"""The bodies of Anthropic's Messages API as they are sent, and its shape of errors.
 
-    request = read_translated(MessagesRequest, body, limits)
-    request.as_chat(limits)
+request = read_translated(MessagesRequest, body, limits)
+request.as_chat(limits)
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ def _blocks(value: Any, info: ValidationInfo) -> Any:
         raise ValueError(f"is {shown(value)}; it must be text or a list of content blocks.")
     if len(value) > MAX_PARTS:
         raise ValueError(f"has {len(value)} blocks; it may have at most {MAX_PARTS}.")
-    said = [_said(mapping(block, "content blocks"), role) for block in value]
-    return tuple(combined(said or [{"role": role, "content": ""}], (role,)))
+    messages = [_block_message(mapping(block, "content blocks"), role) for block in value]
+    return tuple(combined(messages or [{"role": role, "content": ""}], (role,)))
 
 
-def _said(block: Mapping[str, Any], role: str) -> dict[str, Any]:
+def _block_message(block: Mapping[str, Any], role: str) -> dict[str, Any]:
     """One block as a chat message. What of it nobody reads is named in it."""
     kind = block.get("type")
     is_others = isinstance(kind, str) and kind.endswith(_OTHERS_RESULT)
@@ -264,8 +263,8 @@ class CountTokensRequest(TranslatedRequest):
 
     def ignored(self, limits: Limits) -> list[str]:
         """As TranslatedRequest; thinking too, which the model does as it likes."""
-        asked = self.thinking not in (None, {"type": "disabled"})
-        return [*super().ignored(limits), *(["thinking"] if asked else [])]
+        thinks = self.thinking not in (None, {"type": "disabled"})
+        return [*super().ignored(limits), *(["thinking"] if thinks else [])]
 
     def _chat_fields(self) -> dict[str, Any]:
         chosen = self.tool_choice
@@ -281,7 +280,7 @@ class CountTokensRequest(TranslatedRequest):
     def _conversation(self) -> dict[str, Any]:
         """The messages. An answer goes on where the last of them, if it is an assistant's, has stopped; one that says
         nothing is none."""
-        chat = combined((dict(said) for said in self._turns()), ("user", "assistant"))
+        chat = combined(map(dict, self._turns()), ("user", "assistant"))
         if chat[-1]["role"] != "assistant":
             return {"messages": chat}
         if chat[-1].get("tool_calls"):
@@ -301,12 +300,12 @@ class CountTokensRequest(TranslatedRequest):
     def _format(self) -> Any:
         """The one that says more, where both names are used."""
         named = [self.output_format, self.output_config and self.output_config.format]
-        said = [found for found in map(as_chat_format, named) if found not in (None, _PLAIN)]
-        if len(said) > 1 and said[0] != said[1]:
+        formats = [found for found in map(as_chat_format, named) if found not in (None, _PLAIN)]
+        if len(formats) > 1 and formats[0] != formats[1]:
             raise InputError(
                 "output_format and output_config.format mean the same and differ. Send one.", "output_format"
             )
-        return said[0] if said else None
+        return formats[0] if formats else None
 
 
 _PLAIN = {"type": "text"}

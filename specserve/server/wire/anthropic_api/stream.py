@@ -1,5 +1,4 @@
-"""Answers as Anthropic's clients read them, whole and as events. Knows messages and content blocks; knows no requests
-and puts no bytes on a wire.
+"""Answers as Anthropic's clients read them, whole and as events.
 
 Rules: message_start, then each content block with its start, deltas and stop, then message_delta with the reason and
 the counts, then message_stop. What was read from the cache is known at the end only, so message_start counts the whole

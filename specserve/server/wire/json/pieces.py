@@ -1,5 +1,5 @@
 """JSON as the server writes it: small values at once, and long lists piece by piece, so that no answer holds up others
-while it is written, nor is ever in memory as objects. Knows no fields."""
+while it is written, nor is ever in memory as objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Entries(Sized, Iterable[Any], Protocol):
     """What members are made of."""
 
 
-class Members:
+class LazyList:
     """A list in a body whose members are made when they are looked at: `make` of each of the entries, written
     `at_once` of them at a time."""
 
@@ -36,14 +36,14 @@ class Members:
     def __getitem__(self, place: Any) -> Any:
         return list(self)[place]
 
-    def __add__(self, other: Members) -> Members:
+    def __add__(self, other: LazyList) -> LazyList:
         """Both lists as one."""
-        joined = Members((), list)
+        joined = LazyList((), list)
         joined._parts = self._parts + other._parts
         return joined
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Members | list) and list(self) == list(other)
+        return isinstance(other, LazyList | list) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -56,7 +56,7 @@ class LongString:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Members):
+    if isinstance(value, LazyList):
         return list(value)
     if isinstance(value, LongString):
         return value.text
@@ -73,19 +73,19 @@ def json_text(body: Mapping[str, object]) -> str:
 
 
 def json_pieces(body: Mapping[str, object]) -> Iterator[bytes]:
-    """As `json_text`, in pieces: a list of Members is written a few of them at a time, and so is a LongString."""
+    """As `json_text`, in pieces: a LazyList is written a few of them at a time, and so is a LongString."""
     mark = secrets.token_hex(16)  # stands where those do; nobody can have put it into a text
-    found: list[Members | LongString] = []
+    found: list[LazyList | LongString] = []
 
     def stand_in(value: Any) -> str:
-        assert isinstance(value, Members | LongString), f"{type(value).__name__} is no JSON"
+        assert isinstance(value, LazyList | LongString), f"{type(value).__name__} is no JSON"
         found.append(value)
         return mark
 
     text = json.JSONEncoder(**_SMALL, default=stand_in).encode(body)
     for long, around in zip([None, *found], text.split(f'"{mark}"'), strict=True):
         if long is not None:
-            yield from _list(long) if isinstance(long, Members) else _string(long.text)
+            yield from _list(long) if isinstance(long, LazyList) else _string(long.text)
         yield around.encode()
 
 
@@ -99,7 +99,7 @@ class LongText:
         return json_pieces(self.body)
 
 
-def _list(members: Members) -> Iterator[bytes]:
+def _list(members: LazyList) -> Iterator[bytes]:
     left, before = iter(members), b"["
     while batch := list(islice(left, members.at_once)):
         yield before + msgspec.json.encode(batch)[1:-1]

@@ -1,5 +1,5 @@
-"""The JSON that the server sends, as types: every body and every event of a stream, field by field. Knows no values and
-no way to make them; where a text below a field is no comment, it is what /openapi.json says of that field."""
+"""The JSON that the server sends, as types: every body and every event of a stream, field by field. A text below a
+field is what /openapi.json says of that field."""
 
 from __future__ import annotations
 

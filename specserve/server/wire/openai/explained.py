@@ -93,10 +93,10 @@ def _rejected(chunk: Chunk, token_bytes: Callable[[int], bytes]) -> list[Rejecte
             leaf = step.parents[leaf]
         if nodes and places[leaf] < max(len(chunk.token_ids), 1):
             texts = [token_bytes(step.tokens[node]).decode("utf-8", "replace") for node in nodes]
-            said: list[DraftToken] = [
+            tokens: list[DraftToken] = [
                 {"text": text, "sources": list(step.sources[node])} for text, node in zip(texts, nodes, strict=True)
             ]
-            branches.append({"position": places[leaf], "tokens": said})
+            branches.append({"position": places[leaf], "tokens": tokens})
     return sorted(branches, key=lambda branch: branch["position"])
 
 

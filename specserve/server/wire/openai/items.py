@@ -1,5 +1,4 @@
-"""The input items of OpenAI's Responses API, and the chat messages they become. Knows items and their parts; knows no
-other field of a request."""
+"""The input items of OpenAI's Responses API, and the chat messages they become."""
 
 from __future__ import annotations
 
@@ -64,10 +63,10 @@ def _call_output(item: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reasoning(item: Mapping[str, Any]) -> dict[str, Any]:
     """Reasoning that was written down; what another server has encrypted cannot be read here."""
-    found = [said for name in ("content", "summary") if (said := item.get(name)) is not None]
-    if not all(isinstance(said, list) for said in found):
+    found = [texts for name in ("content", "summary") if (texts := item.get(name)) is not None]
+    if not all(isinstance(texts, list) for texts in found):
         raise ValueError("holds a reasoning item whose content or summary is no list of texts.")
-    parts = [part for said in found for part in said]
+    parts = [part for texts in found for part in texts]
     texts = [text_field(mapping(part, "texts"), "text", "a part of a reasoning item") for part in parts]
     made: dict[str, Any] = {"role": "assistant", "content": ""}
     for part in parts:
@@ -114,10 +113,10 @@ def _input(value: Any) -> Any:
         return ({"role": "user", "content": well_formed(value)},)
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_MESSAGES:
         raise ValueError(f"is {shown(value)}; it must be text or a list of 1 to {MAX_MESSAGES} items.")
-    return tuple(combined((_said(mapping(item, "items")) for item in value), ("assistant",)))
+    return tuple(combined((_item_message(mapping(item, "items")) for item in value), ("assistant",)))
 
 
-def _said(item: Mapping[str, Any]) -> dict[str, Any]:
+def _item_message(item: Mapping[str, Any]) -> dict[str, Any]:
     kind = "message" if item.get("type") is None else item["type"]
     if kind == "item_reference":
         raise ValueError("holds an item_reference, and this server keeps no items. Send the item itself.")

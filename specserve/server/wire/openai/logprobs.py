@@ -1,5 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes: of chat, with bytes, and of completions, with text offsets. Knows what
-bytes a token stands for; knows no responses."""
+"""Log-probabilities in OpenAI's two shapes: of chat, with bytes, and of completions, with text offsets."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from specserve.server.wire.json.pieces import AT_ONCE, Members
+from specserve.server.wire.json.pieces import AT_ONCE, LazyList
 from specserve.server.wire.openai.bodies import ChatLogprobs, ChatTokenLogprob, TextLogprobs, TokenLogprob
 from specserve.types import TokenLogprobs
 
@@ -30,7 +29,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], vocabulary: Vocabulary) -> C
         top = [_spelled(*each, vocabulary) for each in of.top.items()]
         return {**_spelled(of.token, of.logprob, vocabulary), "top_logprobs": top}
 
-    content: Any = Members(entries, entry)
+    content: Any = LazyList(entries, entry)
     return {"content": content, "refusal": None}
 
 
@@ -78,9 +77,9 @@ class CompletionLogprobs:
 
     def part(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> TextLogprobs:
         """Of the next tokens; all but the offsets is made when it is looked at."""
-        tokens: Any = Members(ids, self._name)
-        scores: Any = Members(entries, lambda e: None if e is None else max(e.logprob, LEAST))
-        top: Any = Members(entries, lambda e: None if e is None else self._top(e))
+        tokens: Any = LazyList(ids, self._name)
+        scores: Any = LazyList(entries, lambda e: None if e is None else max(e.logprob, LEAST))
+        top: Any = LazyList(entries, lambda e: None if e is None else self._top(e))
         offsets = [self._advance(token) for token in ids]
         return {"tokens": tokens, "token_logprobs": scores, "top_logprobs": top, "text_offset": offsets}
 

@@ -1,5 +1,4 @@
-"""A conversation as OpenAI's clients send it, and as a chat template reads it. Knows roles, content parts and tool
-calls; renders nothing."""
+"""A conversation as OpenAI's clients send it, and as a chat template reads it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The bodies of chat completions and completions, whole, and of the list of models. Knows what OpenAI's clients read;
-knows no sockets.
+"""The bodies of chat completions and completions, whole, and of the list of models.
 
 A completion that ended by an error, or because the server had to drop it, is an error of the whole response: a client
 that looks at `choices` alone shall not take it for an answer.
@@ -57,11 +56,11 @@ class Reply:
     def totals(self, outputs: Sequence[RequestOutput], now: float) -> Totals:
         """`usage` and `metrics`; `now` is time.perf_counter()."""
         if self.echoes_only:
-            outputs = [replace(output, outputs=list(map(self.told, output.outputs))) for output in outputs]
+            outputs = [replace(output, outputs=list(map(self.to_send, output.outputs))) for output in outputs]
         return {"usage": usage(outputs), "metrics": metrics(outputs, now)}
 
-    def told(self, answer: AnyAnswer) -> AnyAnswer:
-        """What is told of an answer: where the prompt is all that was asked for, its end."""
+    def to_send(self, answer: AnyAnswer) -> AnyAnswer:
+        """What is sent of an answer: where the request is for the prompt alone, its end."""
         if not self.echoes_only:
             return answer
         reason = answer.finish_reason and "length"
@@ -133,7 +132,7 @@ def completion_body(reply: Reply, outputs: Sequence[RequestOutput], now: float) 
     WireError for an output that did not end well."""
     for output in outputs:
         raise_failure(output.outputs)
-    choices = [_completion_choice(reply, output, reply.told(one)) for output in outputs for one in output.outputs]
+    choices = [_completion_choice(reply, output, reply.to_send(one)) for output in outputs for one in output.outputs]
     for index, choice in enumerate(choices):
         choice["index"] = index
     return {
@@ -147,11 +146,11 @@ def completion_body(reply: Reply, outputs: Sequence[RequestOutput], now: float) 
 
 
 def _completion_choice(reply: Reply, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
-    beginning = Beginning(reply, output)
+    echoed = EchoedPrompt(reply, output)
     choice: CompletionChoice = {
         "index": 0,
-        "text": beginning.text + completion.text,
-        "logprobs": beginning.logprobs_with(completion),
+        "text": echoed.text + completion.text,
+        "logprobs": echoed.logprobs_with(completion),
         "finish_reason": finish_reason(completion),
         "stop_reason": completion.stop_reason,
     }
@@ -161,7 +160,7 @@ def _completion_choice(reply: Reply, output: RequestOutput, completion: Completi
     return choice
 
 
-class Beginning:
+class EchoedPrompt:
     """What stands before a completion's own text: nothing, or the prompt if it was to be echoed. `scores` goes on with
     the completion's tokens."""
 

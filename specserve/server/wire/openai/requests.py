@@ -1,5 +1,5 @@
 """The bodies of chat completions and completions, and how they are read: every field with its type, its limits and its
-default. Knows OpenAI's and vLLM's names; knows no HTTP.
+default.
 
     request = read(ChatCompletionRequest, body, limits)
     request.conversation(), request.template_options(), request.sampling_params

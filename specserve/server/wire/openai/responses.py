@@ -1,8 +1,7 @@
-"""The body of OpenAI's Responses API as it is sent to a server that keeps nothing. Knows OpenAI's names and how each
-is said to chat; knows no answers.
+"""The body of OpenAI's Responses API as it is sent to a server that keeps nothing.
 
-    request = read_translated(ResponsesRequest, body, limits)
-    request.as_chat(limits)
+request = read_translated(ResponsesRequest, body, limits)
+request.as_chat(limits)
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Answers as clients of OpenAI's Responses API read them, whole and as events. Knows responses and output items; knows
-no conversations and puts no bytes on a wire.
+"""Answers as clients of OpenAI's Responses API read them, whole and as events.
 
 Rules: response.created and in_progress, then each item with added, its content, and done, then the whole response as
 completed, incomplete or failed. Events are numbered; nothing comes after the last, not even [DONE].
@@ -57,14 +56,14 @@ class ResponseStream(ItemStream):
     ) -> None:
         super().__init__(reply, output, parser)
         self._request = request
-        self._told: list[dict[str, Any]] = []  # items that have ended
+        self._ended_items: list[dict[str, Any]] = []  # items that have ended
         self._num_events = 0
         self._num_scores = 0  # log-probabilities so far: events that have all of them are long
 
     def end(self, now: float) -> list[Event]:
         assert self.finished and not self.failed, "end before the end"
         cut = is_cut(self._output.outputs[0], self._parser)
-        response = _ended(self._reply, self._request, self._output, self._told, cut, now)
+        response = _ended(self._reply, self._request, self._output, self._ended_items, cut, now)
         return [self._event(f"response.{response['status']}", response=response)]
 
     def fail(self, error: WireError) -> list[Event]:
@@ -72,7 +71,7 @@ class ResponseStream(ItemStream):
         OpenAI's clients want that first."""
         self.failure = error
         events = [] if self._begun else self._begin(0, self._output)
-        failed = {"status": "failed", "error": _error(error), "output": self._told}
+        failed = {"status": "failed", "error": _error(error), "output": self._ended_items}
         return [*events, self._event("response.failed", response=_response(self._reply, self._request, **failed))]
 
     def _begin(self, index: int, output: RequestOutput) -> list[Event]:
@@ -97,13 +96,13 @@ class ResponseStream(ItemStream):
 
     def _close(self, item: Item, cut: bool) -> list[Event]:
         whole = _item(self._reply, item, cut)
-        self._told.append(whole)
+        self._ended_items.append(whole)
         at = self._at(item)
         if not isinstance(item, CallItem):
             part = _part(self._reply, item)
-            said = {name: part[name] for name in ("text", "logprobs") if name in part}
+            content = {name: part[name] for name in ("text", "logprobs") if name in part}
             events = [
-                self._event(f"response.{part['type']}.done", **at, **said),
+                self._event(f"response.{part['type']}.done", **at, **content),
                 self._event("response.content_part.done", **at, part=part),
             ]
         else:
@@ -116,10 +115,10 @@ class ResponseStream(ItemStream):
         content = {} if isinstance(item, CallItem) else {"content_index": 0}
         return {"item_id": _item_id(self._reply, item), "output_index": item.index, **content}
 
-    def _event(self, kind: str, /, **said: Any) -> Event:
+    def _event(self, kind: str, /, **fields: Any) -> Event:
         number = self._num_events
         self._num_events += 1
-        body = {"type": kind, "sequence_number": number, **said}
+        body = {"type": kind, "sequence_number": number, **fields}
         is_long = self._num_scores > AT_ONCE and not kind.endswith(".delta")
         return LongText(body) if is_long else json_text(body)
 

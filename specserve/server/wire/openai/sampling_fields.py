@@ -1,5 +1,4 @@
-"""What both completion endpoints take besides their prompt, and how it becomes SamplingParams. Knows neither prompts
-nor messages."""
+"""What both completion endpoints take besides their prompt, and how it becomes SamplingParams."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A response as a sequence of events: what goes behind `data: ` of each, as JSON text. Knows chunks and OpenAI's rules
-for streams; puts no bytes on a wire.
+"""A response as a sequence of events: what goes behind `data: ` of each, as JSON text.
 
 Rules: a chat choice begins with an assistant's empty text; finish_reason is null until a choice's last chunk, which has
 no text; one chunk may carry several tokens. At the end comes usage, if asked for, with no choices, then [DONE]. After
@@ -19,7 +18,7 @@ from specserve.server.wire.errors import WireError
 from specserve.server.wire.json.pieces import LongText, json_text
 from specserve.server.wire.openai.explained import explained_step
 from specserve.server.wire.openai.logprobs import CompletionLogprobs, chat_logprobs
-from specserve.server.wire.openai.replies import Beginning, Reply, finish_reason, raise_failure
+from specserve.server.wire.openai.replies import EchoedPrompt, Reply, finish_reason, raise_failure
 
 DONE = "[DONE]"
 
@@ -84,7 +83,7 @@ class Stream(ABC):
         if index not in self._begun:
             yield from self._begin(index, self._outputs[prompt])
             self._begun.add(index)
-        yield from self._news(index, chunk)
+        yield from self._chunk_events(index, chunk)
         if chunk.finish_reason is not None:
             self._ended.add(index)
 
@@ -101,7 +100,7 @@ class Stream(ABC):
         """The events a choice begins with."""
 
     @abstractmethod
-    def _news(self, index: int, chunk: Chunk) -> list[Event]:
+    def _chunk_events(self, index: int, chunk: Chunk) -> list[Event]:
         """The events of one chunk of a choice that has begun."""
 
 
@@ -122,12 +121,12 @@ class ChoiceStream(Stream):
         self.failure = error
         return [json_text(error.body)]
 
-    def _news(self, index: int, chunk: Chunk) -> list[str]:
-        told = self._told(index, chunk)
+    def _chunk_events(self, index: int, chunk: Chunk) -> list[str]:
+        choices = self._choices(index, chunk)
         if chunk.explained is not None:
-            told = told or [self._choice(index, self._nothing)]
-            told[0]["explained"] = explained_step(chunk, self._reply.vocabulary.token_bytes)
-        events = [self._event([choice]) for choice in told]
+            choices = choices or [self._choice(index, self._nothing)]
+            choices[0]["explained"] = explained_step(chunk, self._reply.vocabulary.token_bytes)
+        events = [self._event([choice]) for choice in choices]
         if chunk.finish_reason is not None:
             events.append(self._event([self._ending(index, chunk)]))
         return events
@@ -136,13 +135,13 @@ class ChoiceStream(Stream):
         unknown = {"usage": None} if self._reply.include_usage else {}  # OpenAI: null until the last chunk
         return json_text({**self._reply.head(self.kind), "choices": choices, **unknown, **more})
 
-    def _choice(self, index: int, said: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, **said, "logprobs": None, "finish_reason": None}
+    def _choice(self, index: int, content: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, **content, "logprobs": None, "finish_reason": None}
 
-    def _told(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """What a chunk says of its choice before the end, an event for each; nothing if it says nothing."""
-        says = chunk.text or chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids)
-        return [self._tokens(index, chunk)] if says else []
+    def _choices(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """The choice with a chunk's content, once for each event that this takes; none where it has no content."""
+        has_content = chunk.text or chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids)
+        return [self._tokens(index, chunk)] if has_content else []
 
     def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(token_ids)} if self._reply.return_token_ids else {}
@@ -188,9 +187,9 @@ class ChatStream(ChoiceStream):
         ids = {"prompt_token_ids": output.prompt_token_ids} if with_ids else {}
         return self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})], **ids)
 
-    def _told(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+    def _choices(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         if not (self._parsers or chunk.reasoning):
-            return super()._told(index, chunk)
+            return super()._choices(index, chunk)
         parser = self._parsers[index] if self._parsers else PlainText()
         deltas = [self._delta(index, part) for part in parts_of(parser, replace(chunk, logprobs=None))]
         if chunk.logprobs or (self._reply.return_token_ids and chunk.token_ids):
@@ -240,16 +239,16 @@ class CompletionStream(ChoiceStream):
         return {"text": ""}
 
     def _begin(self, index: int, output: RequestOutput) -> Iterator[str]:
-        beginning = Beginning(self._reply, output)
-        self._scores[index] = beginning.scores
+        echoed = EchoedPrompt(self._reply, output)
+        self._scores[index] = echoed.scores
         ids = {"prompt_token_ids": output.prompt_token_ids} if self._reply.return_token_ids else {}
-        for text, logprobs in beginning.pieces():
+        for text, logprobs in echoed.pieces():
             if ids or self._reply.echo:
                 yield self._event([{**self._choice(index, {"text": text}), "logprobs": logprobs, **ids}])
             ids = {}
 
-    def _news(self, index: int, chunk: Chunk) -> list[str]:
-        return super()._news(index, self._reply.told(chunk))
+    def _chunk_events(self, index: int, chunk: Chunk) -> list[str]:
+        return super()._chunk_events(index, self._reply.to_send(chunk))
 
     def _tokens(self, index: int, chunk: Chunk) -> dict[str, Any]:
         choice = {**self._choice(index, {"text": chunk.text}), **self._ids(chunk.token_ids)}

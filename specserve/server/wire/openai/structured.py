@@ -1,5 +1,5 @@
 """What an answer must be, by every name that clients have for it: OpenAI's response_format, vLLM's structured_outputs
-and guided_*, SGLang's and llama.cpp's fields. Knows names and shapes; only compilers look into a grammar."""
+and guided_*, SGLang's and llama.cpp's fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json: TypeAlias = dict[str, Any]
 _MAX_CHOICES = 4096
 
 
-def _asked(make: Callable[[Any], Structured], value: Any) -> Structured:
+def _made(make: Callable[[Any], Structured], value: Any) -> Structured:
     """What a constructor of Structured makes of a field's value. The field's name will stand before the message."""
     try:
         return make(value)
@@ -31,14 +31,14 @@ def _schema(value: Any) -> Structured:
     """A JSON Schema, as an object, true, false, or JSON text."""
     if not isinstance(value, Mapping | bool | str):
         raise ValueError(f"is {shown(value)}; it must be a JSON Schema.")
-    return _asked(Structured.json, value)
+    return _made(Structured.json, value)
 
 
 def _text(make: Callable[[str], Structured], what: str) -> Callable[[Any], Structured]:
     def check(value: Any) -> Structured:
         if not isinstance(value, str) or not value:
             raise ValueError(f"is {shown(value)}; it must be {what} as text.")
-        return _asked(make, well_formed(value))
+        return _made(make, well_formed(value))
 
     return check
 
@@ -48,7 +48,7 @@ def _choice(value: Any) -> Structured:
         raise ValueError(f"is {shown(value)}; it must be a list of 1 to {_MAX_CHOICES} texts.")
     if not all(isinstance(option, str) and option for option in value):
         raise ValueError("holds what is no text, or is empty; an answer is one of these texts.")
-    return _asked(Structured.choice, [well_formed(option) for option in value])
+    return _made(Structured.choice, [well_formed(option) for option in value])
 
 
 def _of_syntax(text: str) -> Structured:
@@ -65,7 +65,7 @@ def _tag(value: Any) -> Structured:
             raise ValueError(f"is no JSON: {error}.") from error
     if not isinstance(value, Mapping):
         raise ValueError(f"is {shown(value)}; it must be a structural tag.")
-    return _asked(Structured.structural_tag, {"type": "structural_tag", **value})
+    return _made(Structured.structural_tag, {"type": "structural_tag", **value})
 
 
 _FORMATS = '"text", "json_object", "json_schema" or "structural_tag"'
@@ -218,9 +218,9 @@ class StructuredOutputs(ClosedWire):
     def _one(self) -> StructuredOutputs:
         stated = list(self._stated())
         if len(stated) != 1:
-            said = "nothing" if not stated else " and ".join(stated)
+            names = "nothing" if not stated else " and ".join(stated)
             raise InputError(
-                f"structured_outputs says {said}; it must have one of json, json_object, regex, choice, grammar and "
+                f"structured_outputs says {names}; it must have one of json, json_object, regex, choice, grammar and "
                 "structural_tag.",
                 "structured_outputs",
             )

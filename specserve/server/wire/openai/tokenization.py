@@ -1,5 +1,5 @@
-"""The bodies of /tokenize and /detokenize, both ways, as vLLM has them. Knows no tokenizer: whoever has one turns the
-text of `TokenizeTextRequest`, or the messages of `TokenizeChatRequest`, into ids."""
+"""The bodies of /tokenize and /detokenize, both ways, as vLLM has them. Whoever has a tokenizer turns the text of
+`TokenizeTextRequest`, or the messages of `TokenizeChatRequest`, into ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationInfo, WithJsonSc
 
 from specserve.errors import InputError
 from specserve.server.wire.fields import ID, Limits, Name, Wire, check_ids, limits_of, well_formed
-from specserve.server.wire.json.pieces import LongString, Members
+from specserve.server.wire.json.pieces import LazyList, LongString
 from specserve.server.wire.json.text import json_object
 from specserve.server.wire.openai.bodies import DetokenizeReply, TokenizeReply
 from specserve.server.wire.openai.requests import TemplateFields, checked
@@ -57,15 +57,15 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
 
 
 def tokenize_body(ids: Sequence[int], max_model_len: int, spell: Callable[[int], str] | None = None) -> TokenizeReply:
-    """The response of /tokenize; `spell` is how a token is spelled, if that was asked for. Long lists are Members, made
+    """The response of /tokenize; `spell` is how a token is spelled, if that was asked for. Long lists are made
     when they are written."""
-    strings = None if spell is None else Members(ids, spell, _AT_ONCE)
+    strings = None if spell is None else LazyList(ids, spell, _AT_ONCE)
     return cast(
         TokenizeReply,
         {
             "count": len(ids),
             "max_model_len": max_model_len,
-            "tokens": Members(ids, int, _AT_ONCE),
+            "tokens": LazyList(ids, int, _AT_ONCE),
             "token_strs": strings,
         },
     )

@@ -1,5 +1,5 @@
-"""The request fields that other servers know and this one refuses, each with what to do instead. Knows no types: it
-looks at a request before anything else does."""
+"""The request fields that other servers know and this one refuses, each with what to do instead. They are looked for
+before anything else is read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tells the calls of tools in an answer from its text: the AnswerParser (answer.py) of requests with tools. Knows
-formats of calls; knows no API's shape.
+"""Tells the calls of tools in an answer from its text: the AnswerParser (answer.py) of requests with tools.
 
     calling = ToolCalling(format, tools, prompt)    # once for a request
     parser = calling.parser()                       # once for each completion
@@ -124,7 +123,7 @@ class ToolCallParser:
     def __init__(self, calling: ToolCalling, begun: str = "") -> None:
         self._calling = calling
         self._text = begun  # all of it
-        self._said = 0  # what is before was told, or is left out
+        self._num_sent = 0  # characters that were sent, or are left out
         self._blank = 0  # what is from there to here is blank
         self._at = 0  # where to look on
         self._enough = 0  # characters that there must be for another look to be worth it
@@ -136,7 +135,7 @@ class ToolCallParser:
         self._after = 0  # where it ended
         self._cut = False  # in the midst of a call
         self._advance(final=False)
-        self._said, self._called, self._last = len(begun), False, None
+        self._num_sent, self._called, self._last = len(begun), False, None
 
     def push(self, text: str) -> list[Part]:
         """What is certain now."""
@@ -150,9 +149,9 @@ class ToolCallParser:
         parts = self._advance(final=True)
         if self._in_call:
             parts += self._unclosed_calls()
-        rest = self._text[self._said :]
+        rest = self._text[self._num_sent :]
         self._cut |= self._last is not None and self._calling.begins_in(self._text[self._after :])
-        self._said = len(self._text)
+        self._num_sent = len(self._text)
         return parts if not rest or (self._called and rest.isspace()) else [*parts, Text(rest)]
 
     @property
@@ -186,13 +185,13 @@ class ToolCallParser:
 
     def _visible(self, end: int) -> list[Part]:
         """The text before `end`, but for blanks: a call may come after them."""
-        begin = max(self._said, self._blank)
+        begin = max(self._num_sent, self._blank)
         self._blank = max(begin, end)
         new = self._text[begin:end].rstrip()
         if not new:
             return []
-        text = self._text[self._said : begin + len(new)]
-        self._said += len(text)
+        text = self._text[self._num_sent : begin + len(new)]
+        self._num_sent += len(text)
         return [Text(text)]
 
     def _calls(self, end: int) -> list[Part]:
@@ -201,7 +200,7 @@ class ToolCallParser:
         if not calls:
             return []
         parts = self._visible(self._start)
-        self._said = end
+        self._num_sent = end
         for name, arguments in calls:
             if self._calling.parallel or not self._called:
                 parts += [Call(self._calling.new_id(), name), Arguments(arguments)]
@@ -218,7 +217,7 @@ class ToolCallParser:
         self._cut = self._calling.is_cut(self._text[self._inside : end])
         parts = [] if self._cut else self._calls(end)
         if parts and self._open.close_literals is not None:
-            self._said = self._after = len(self._text)
+            self._num_sent = self._after = len(self._text)
         return parts
 
     def _scan(self, final: bool) -> tuple[tuple[Any, Any] | None, int]:

@@ -1,5 +1,5 @@
 """Reads an answer that is calls of tools and nothing else, as its grammar lets nothing else through: what a call is
-need not be found out, so its arguments are told while they come. Knows ways of writing calls; knows no API's shape.
+need not be found out, so its arguments are told while they come.
 
 An answer that is cut off ends in the midst of its arguments, as OpenAI's do.
 """

@@ -1,5 +1,4 @@
-"""Whether a constraint can be compiled, found out in processes that can be killed before the engine hears of it. Knows
-trials; knows no HTTP."""
+"""Whether a constraint can be compiled, found out in processes that can be killed before the engine hears of it."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from specserve.server.trial_lines import Finding, Job, Lines
+from specserve.server.tenant_queues import CachedOutcome, Job, TenantQueues
 from specserve.server.wire.errors import overloaded
 from specserve.structured.base import RefusedError
 from specserve.structured.compiler import AUTO
@@ -61,7 +60,7 @@ class Process:
         cancelled = threading.Event()
         trial = self._made(job.vocab_size)
         running = asyncio.get_running_loop().run_in_executor(
-            self._thread, functools.partial(trial.run, job.asked, limit_s=seconds, cancelled=cancelled)
+            self._thread, functools.partial(trial.run, job.structured, limit_s=seconds, cancelled=cancelled)
         )
         try:
             return await asyncio.shield(running)
@@ -84,7 +83,7 @@ class Process:
         return self.trial
 
 
-class Trials:
+class GrammarValidator:
     """Tries each constraint once, and remembers. `folder` is the tokenizer's; `limit_s` is what a trial may take, in
     seconds of CPU time.
 
@@ -99,18 +98,18 @@ class Trials:
         self._for_all: Worker = self.processes[1]
         self._busy: set[Worker] = set()
         self._limits = [*(seconds for seconds in _FIRST_S if seconds < limit_s), limit_s]  # by level
-        self._lines = Lines()
+        self._queues = TenantQueues()
         self._jobs: dict[Structured, Job] = {}  # what waits or is tried
-        self._known: OrderedDict[Structured, Finding] = OrderedDict()  # least recently used first
+        self._known: OrderedDict[Structured, CachedOutcome] = OrderedDict()  # least recently used first
         self._num_bytes = 0
 
-    async def check(self, asked: Structured, vocab_size: int, tenant: bytes = b"") -> bool:
+    async def check(self, structured: Structured, vocab_size: int, tenant: bytes = b"") -> bool:
         """Whether compiling it takes long. Raises RefusedError for what cannot be compiled within the limits, and
         WireError, 429, where too many expensive ones of this tenant wait already."""
-        finding = self._remembered(asked) or await self._tried(asked, vocab_size, tenant)
-        if finding.why is not None:
-            raise RefusedError(finding.why)
-        return finding.level > 0
+        cached = self._remembered(structured) or await self._tried(structured, vocab_size, tenant)
+        if cached.why is not None:
+            raise RefusedError(cached.why)
+        return cached.level > 0
 
     def prepare(self, vocab_size: int) -> None:
         """Start a process in the background, so that the first request does not wait for it."""
@@ -123,12 +122,12 @@ class Trials:
 
     # --- who waits ----------------------------------------------------------------------------------------------------
 
-    async def _tried(self, asked: Structured, vocab_size: int, tenant: bytes) -> Finding:
-        job = self._jobs.get(asked)
+    async def _tried(self, structured: Structured, vocab_size: int, tenant: bytes) -> CachedOutcome:
+        job = self._jobs.get(structured)
         if job is None:
-            found: asyncio.Future[Finding] = asyncio.get_running_loop().create_future()
-            level = min(len(asked.text) > _LONG, len(self._limits) - 1)
-            job = self._jobs[asked] = Job(asked, vocab_size, found, level)
+            found: asyncio.Future[CachedOutcome] = asyncio.get_running_loop().create_future()
+            level = min(len(structured.text) > _LONG, len(self._limits) - 1)
+            job = self._jobs[structured] = Job(structured, vocab_size, found, level)
         job.waiters[tenant] += 1
         try:
             if job.running is None:
@@ -138,15 +137,15 @@ class Trials:
             self._leave(job, tenant)
 
     def _wait(self, job: Job, tenants: Iterable[bytes]) -> None:
-        """Have it wait in the lines of these tenants. Raises WireError where none of them has room for it."""
-        lines = [tenant for tenant in tenants if not job.level or self._lines.num_expensive(tenant) < _MAX_EXPENSIVE]
-        if not lines:
+        """Have it wait in the queues of these tenants. Raises WireError where none of them has room for it."""
+        queues = [tenant for tenant in tenants if not job.level or self._queues.num_expensive(tenant) < _MAX_EXPENSIVE]
+        if not queues:
             raise overloaded(
                 f"{_MAX_EXPENSIVE} constraints of yours that take long to compile are waiting to be tried, the most "
                 "that may. Send the request again in a moment."
             )
-        for tenant in lines:
-            self._lines.add(job, tenant)
+        for tenant in queues:
+            self._queues.add(job, tenant)
         self._dispatch()
 
     def _leave(self, job: Job, tenant: bytes) -> None:
@@ -154,9 +153,9 @@ class Trials:
         if job.waiters[tenant]:
             return
         del job.waiters[tenant]
-        self._lines.remove(job, tenant)
+        self._queues.remove(job, tenant)
         if not job.waiters and not job.found.done():
-            del self._jobs[job.asked]
+            del self._jobs[job.structured]
             if job.running is not None:
                 job.running.cancel()
 
@@ -177,8 +176,8 @@ class Trials:
     def _next_for(self, worker: Worker) -> Job | None:
         cheap, expensive = range(1), range(1, len(self._limits))
         if worker is self._for_cheap:
-            return self._lines.take(cheap)
-        return self._lines.take(expensive) or (self._lines.take(cheap) if worker.is_ready else None)
+            return self._queues.take(cheap)
+        return self._queues.take(expensive) or (self._queues.take(cheap) if worker.is_ready else None)
 
     async def _try(self, job: Job, worker: Worker) -> None:
         try:
@@ -190,17 +189,17 @@ class Trials:
             else:
                 self._end(job, outcome)
         except Exception as error:
-            self._jobs.pop(job.asked)
+            self._jobs.pop(job.structured)
             job.found.set_exception(error)
 
     def _end(self, job: Job, outcome: Outcome) -> None:
-        del self._jobs[job.asked]
+        del self._jobs[job.structured]
         fails = outcome.timed_out or outcome.crashed is not None
         until = asyncio.get_running_loop().time() + _KEPT_S if fails else math.inf
-        finding = Finding(self._why(outcome), job.level, until)
-        job.found.set_result(finding)
-        self._known[job.asked] = finding
-        self._num_bytes += _size(job.asked, finding)
+        cached = CachedOutcome(self._why(outcome), job.level, until)
+        job.found.set_result(cached)
+        self._known[job.structured] = cached
+        self._num_bytes += _size(job.structured, cached)
         while self._num_bytes > _MAX_BYTES:
             self._forget(next(iter(self._known)))
 
@@ -214,20 +213,20 @@ class Trials:
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
-    def _remembered(self, asked: Structured) -> Finding | None:
-        finding = self._known.get(asked)
-        if finding is None:
+    def _remembered(self, structured: Structured) -> CachedOutcome | None:
+        cached = self._known.get(structured)
+        if cached is None:
             return None
-        if finding.until <= asyncio.get_running_loop().time():
-            self._forget(asked)
+        if cached.until <= asyncio.get_running_loop().time():
+            self._forget(structured)
             return None
-        self._known.move_to_end(asked)
-        return finding
+        self._known.move_to_end(structured)
+        return cached
 
-    def _forget(self, asked: Structured) -> None:
-        self._num_bytes -= _size(asked, self._known.pop(asked))
+    def _forget(self, structured: Structured) -> None:
+        self._num_bytes -= _size(structured, self._known.pop(structured))
 
 
-def _size(asked: Structured, finding: Finding) -> int:
+def _size(structured: Structured, cached: CachedOutcome) -> int:
     """Bytes that remembering it takes: texts beyond ASCII have several a character."""
-    return _ENTRY_BYTES + sys.getsizeof(asked.text) + sys.getsizeof(finding.why or "")
+    return _ENTRY_BYTES + sys.getsizeof(structured.text) + sys.getsizeof(cached.why or "")

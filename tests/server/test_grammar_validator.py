@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from specserve.server import trials as module
-from specserve.server.trial_lines import Job
-from specserve.server.trials import Trials
+from specserve.server import grammar_validator as module
+from specserve.server.grammar_validator import GrammarValidator
+from specserve.server.tenant_queues import Job
 from specserve.server.wire.errors import WireError
 from specserve.structured.base import RefusedError
 from specserve.structured.spec import Structured
@@ -38,33 +38,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trials(folder: Path) -> Iterator[Trials]:
-    made = Trials(folder, "llguidance", limit_s=30)
+def validator(folder: Path) -> Iterator[GrammarValidator]:
+    made = GrammarValidator(folder, "llguidance", limit_s=30)
     yield made
     made.close()
 
 
-def tried(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> list[Structured]:
+def tried(validator: GrammarValidator, monkeypatch: pytest.MonkeyPatch) -> list[Structured]:
     """What is tried from now on."""
     found: list[Structured] = []
     run = module.Trial.run
 
-    def counted(self: Any, asked: Structured, **how: Any) -> Any:
-        found.append(asked)
-        return run(self, asked, **how)
+    def counted(self: Any, structured: Structured, **how: Any) -> Any:
+        found.append(structured)
+        return run(self, structured, **how)
 
     monkeypatch.setattr(module.Trial, "run", counted)
     return found
 
 
-def test_each_is_tried_once(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = tried(trials, monkeypatch)
+def test_each_is_tried_once(validator: GrammarValidator, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tried(validator, monkeypatch)
     good, bad = Structured.regex("a+"), Structured.regex("a(?=b)")
 
     async def run() -> None:
         for _ in range(3):
-            await asyncio.gather(*(trials.check(good, SIZE) for _ in range(5)))
-            results = await asyncio.gather(*(trials.check(bad, SIZE) for _ in range(5)), return_exceptions=True)
+            await asyncio.gather(*(validator.check(good, SIZE) for _ in range(5)))
+            results = await asyncio.gather(*(validator.check(bad, SIZE) for _ in range(5)), return_exceptions=True)
             assert {str(error) for error in results} == {
                 "structured: look-around, including look-ahead and look-behind, is not supported."
             }
@@ -74,29 +74,29 @@ def test_each_is_tried_once(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> 
     assert found == [good, bad]
 
 
-def test_who_leaves_takes_nothing_from_the_others(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = tried(trials, monkeypatch)
+def test_who_leaves_takes_nothing_from_the_others(validator: GrammarValidator, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tried(validator, monkeypatch)
 
     async def run() -> None:
-        asked = Structured.regex("b+")
-        first, second = (asyncio.create_task(trials.check(asked, SIZE)) for _ in range(2))
+        structured = Structured.regex("b+")
+        first, second = (asyncio.create_task(validator.check(structured, SIZE)) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
         await second
-        await trials.check(asked, SIZE)
+        await validator.check(structured, SIZE)
 
     asyncio.run(run())
     assert len(found) == 1
 
 
-def test_what_is_remembered_is_bounded(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = tried(trials, monkeypatch)
+def test_what_is_remembered_is_bounded(validator: GrammarValidator, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tried(validator, monkeypatch)
     first, second, third = (Structured.regex(letter * 15) for letter in "abc")
-    monkeypatch.setattr(module, "_MAX_BYTES", 5 * module._size(first, module.Finding(None, 0, 0.0)) // 2)
+    monkeypatch.setattr(module, "_MAX_BYTES", 5 * module._size(first, module.CachedOutcome(None, 0, 0.0)) // 2)
 
     async def run() -> None:
-        for asked in (first, second, first, third, first, second):
-            await trials.check(asked, SIZE)
+        for structured in (first, second, first, third, first, second):
+            await validator.check(structured, SIZE)
 
     asyncio.run(run())
     assert found == [first, second, third, second], "the one that was not used for longest is forgotten"
@@ -107,13 +107,13 @@ def test_small_ones_are_counted_with_all_that_they_take(
     folder: Path, monkeypatch: pytest.MonkeyPatch, refused: str | None
 ) -> None:
     monkeypatch.setattr(module, "_MAX_BYTES", most := 2**21)
-    trials = Trials(folder)
+    validator = GrammarValidator(folder)
 
     async def run() -> None:
         for i in range(20_000):
-            asked = Structured.choice([f"{i}é"])
-            job = trials._jobs[asked] = Job(asked, SIZE, asyncio.get_running_loop().create_future())
-            trials._end(job, Outcome(refused=refused and refused.format(i)))
+            structured = Structured.choice([f"{i}é"])
+            job = validator._jobs[structured] = Job(structured, SIZE, asyncio.get_running_loop().create_future())
+            validator._end(job, Outcome(refused=refused and refused.format(i)))
 
     tracemalloc.start()
     try:
@@ -121,74 +121,76 @@ def test_small_ones_are_counted_with_all_that_they_take(
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-        trials.close()
-    assert 0.8 * most < trials._num_bytes <= most
+        validator.close()
+    assert 0.8 * most < validator._num_bytes <= most
     assert held <= 1.2 * most
 
 
 def test_a_worker_that_hangs_costs_time_only(folder: Path) -> None:
     """It is replaced, and what it had is tried again, whether the other one hangs as well."""
-    trials = Trials(folder)
+    validator = GrammarValidator(folder)
 
     async def run() -> None:
-        await trials.check(Structured.regex("a"), SIZE)
-        await trials.check(Structured.regex("a" * 9000), SIZE)  # long, so that both are ready
-        processes = [process.trial._process for process in trials.processes if process.trial]
+        await validator.check(Structured.regex("a"), SIZE)
+        await validator.check(Structured.regex("a" * 9000), SIZE)  # long, so that both are ready
+        processes = [process.trial._process for process in validator.processes if process.trial]
         for process in processes:
             assert process is not None
             os.kill(process.pid, signal.SIGSTOP)
-        await trials.check(Structured.regex("b"), SIZE)
-        first, second = trials.processes
+        await validator.check(Structured.regex("b"), SIZE)
+        first, second = validator.processes
         assert second.is_ready and not first.is_ready
         assert all(process is not None and process.poll() is not None for process in processes)
 
     asyncio.run(run())
-    trials.close()
+    validator.close()
 
 
 def test_what_takes_too_long_is_refused(folder: Path) -> None:
-    trials = Trials(folder, limit_s=0.2)
+    validator = GrammarValidator(folder, limit_s=0.2)
 
     async def run() -> None:
-        await trials.check(Structured.regex("a"), SIZE)
+        await validator.check(Structured.regex("a"), SIZE)
         for _ in range(2):  # the second is told from memory
             with pytest.raises(RefusedError, match=r"takes longer than 0\.2 s, the most that is allowed"):
-                await trials.check(endless("w"), SIZE)
+                await validator.check(endless("w"), SIZE)
 
     asyncio.run(run())
-    trials.close()
+    validator.close()
 
 
 def test_who_leaves_ends_the_trial_at_once(folder: Path) -> None:
     """The work as well as the waiting, and the process is there for the next one."""
-    trials = Trials(folder, limit_s=1000.0)
+    validator = GrammarValidator(folder, limit_s=1000.0)
 
     async def run() -> None:
-        await trials.check(Structured.regex("a"), SIZE)
-        await trials.check(Structured.regex("b" * 9000), SIZE)  # long, so that both are ready
-        asking = [asyncio.create_task(trials.check(endless(letter), SIZE)) for letter in "abcd"]
+        await validator.check(Structured.regex("a"), SIZE)
+        await validator.check(Structured.regex("b" * 9000), SIZE)  # long, so that both are ready
+        asking = [asyncio.create_task(validator.check(endless(letter), SIZE)) for letter in "abcd"]
         await asyncio.sleep(0.3)
-        workers = [process.trial._process for process in trials.processes if process.trial]
-        copies = [process.trial.process_id for process in trials.processes if process.trial]
+        workers = [process.trial._process for process in validator.processes if process.trial]
+        copies = [process.trial.process_id for process in validator.processes if process.trial]
         for task in asking:
             task.cancel()
         await asyncio.wait(asking)
-        await trials.check(Structured.regex("c"), SIZE)
-        await trials.check(Structured.regex("d" * 9000), SIZE)
-        assert [process.trial._process for process in trials.processes if process.trial] == workers, "none had to start"
-        assert trials.processes[1].trial is not None
-        assert trials.processes[1].trial.process_id != copies[1], "the one that was busy was killed"
-        assert not trials._busy and not trials._jobs
+        await validator.check(Structured.regex("c"), SIZE)
+        await validator.check(Structured.regex("d" * 9000), SIZE)
+        assert [process.trial._process for process in validator.processes if process.trial] == workers, (
+            "none had to start"
+        )
+        assert validator.processes[1].trial is not None
+        assert validator.processes[1].trial.process_id != copies[1], "the one that was busy was killed"
+        assert not validator._busy and not validator._jobs
 
     asyncio.run(run())
-    trials.close()
+    validator.close()
 
 
 def test_closing_ends_all_workers(folder: Path) -> None:
-    trials = Trials(folder)
-    trials.prepare(SIZE)
-    trials.close()
-    (trial,) = [process.trial for process in trials.processes if process.trial]
+    validator = GrammarValidator(folder)
+    validator.prepare(SIZE)
+    validator.close()
+    (trial,) = [process.trial for process in validator.processes if process.trial]
     assert trial._process is None
 
 
@@ -204,8 +206,8 @@ class Worker:
         self.begun: list[tuple[str, float]] = []
 
     async def run(self, job: Job, seconds: float) -> Outcome:
-        self.begun.append((job.asked.text, asyncio.get_running_loop().time()))
-        cost = float(job.asked.text.partition(" ")[0])
+        self.begun.append((job.structured.text, asyncio.get_running_loop().time()))
+        cost = float(job.structured.text.partition(" ")[0])
         await asyncio.sleep(min(cost, seconds))
         return Outcome(timed_out=cost > seconds)
 
@@ -222,31 +224,31 @@ def costing(seconds: str, name: object = "") -> Structured:
 
 
 class Tried:
-    """Trials by workers that only sleep; `ended` says when each request was answered."""
+    """A validator with workers that only sleep; `ended` says when each request was answered."""
 
     def __init__(self) -> None:
-        self.trials = Trials(Path("nowhere"))
+        self.validator = GrammarValidator(Path("nowhere"))
         self.workers = [Worker(), Worker()]
-        self.trials._for_cheap, self.trials._for_all = self.workers
+        self.validator._for_cheap, self.validator._for_all = self.workers
         self.ended: dict[str, float] = {}
 
-    async def ask(self, asked: Structured, tenant: bytes = b"") -> bool | Exception:
+    async def ask(self, structured: Structured, tenant: bytes = b"") -> bool | Exception:
         try:
-            return await self.trials.check(asked, SIZE, tenant)
+            return await self.validator.check(structured, SIZE, tenant)
         except (RefusedError, WireError) as error:
             return error
         finally:
-            self.ended[asked.text] = asyncio.get_running_loop().time()
+            self.ended[structured.text] = asyncio.get_running_loop().time()
 
-    def begin(self, asked: Structured, tenant: bytes = b"") -> asyncio.Task[bool | Exception]:
-        return asyncio.create_task(self.ask(asked, tenant))
+    def begin(self, structured: Structured, tenant: bytes = b"") -> asyncio.Task[bool | Exception]:
+        return asyncio.create_task(self.ask(structured, tenant))
 
     @property
     def num_begun(self) -> int:
         return sum(len(worker.begun) for worker in self.workers)
 
     def is_idle(self) -> bool:
-        return not (self.trials._busy or self.trials._jobs or self.trials._lines._lines)
+        return not (self.validator._busy or self.validator._jobs or self.validator._queues._queues)
 
 
 def test_cheap_ones_do_not_wait_for_expensive_ones(in_virtual_time: InVirtualTime) -> None:
@@ -349,7 +351,7 @@ def test_too_many_expensive_ones_are_told_to_come_again(in_virtual_time: InVirtu
             (429, "overloaded", "1")
         }
         assert len(refused) >= 70 - 64 - 2
-        waiting = tried.trials._lines.num_expensive(b"first")
+        waiting = tried.validator._queues.num_expensive(b"first")
         assert waiting <= 64
         assert await tried.ask(costing(CHEAP), b"first") is False, "what is cheap has room"
         assert await tried.ask(costing(EXPENSIVE, "mine"), b"second") is True, "and so has somebody else"
@@ -363,12 +365,12 @@ def test_a_failure_is_not_remembered_for_ever(in_virtual_time: InVirtualTime) ->
     """A moment in which the machine was busy condemns nothing."""
 
     async def run() -> None:
-        tried, asked = Tried(), costing(ENDLESS)
+        tried, structured = Tried(), costing(ENDLESS)
         for _ in range(2):
-            assert "longer than 2 s" in str(await tried.ask(asked))
+            assert "longer than 2 s" in str(await tried.ask(structured))
             before = tried.num_begun
             await asyncio.sleep(59)
-            assert "longer than 2 s" in str(await tried.ask(asked))
+            assert "longer than 2 s" in str(await tried.ask(structured))
             assert tried.num_begun == before
             await asyncio.sleep(2)
         assert await tried.ask(costing(CHEAP)) is False
@@ -376,7 +378,7 @@ def test_a_failure_is_not_remembered_for_ever(in_virtual_time: InVirtualTime) ->
         await asyncio.sleep(1e6)
         assert await tried.ask(costing(CHEAP)) is False
         assert tried.num_begun == before, "what is right stays so"
-        assert tried.trials._num_bytes == sum(starmap(module._size, tried.trials._known.items()))
+        assert tried.validator._num_bytes == sum(starmap(module._size, tried.validator._known.items()))
 
     in_virtual_time(run())
 
