@@ -125,11 +125,9 @@ def clip(text: str, limit: int = LONGEST_VALUE) -> str:
 def escape(text: str) -> str:
     r"""Text in which everything that a terminal would not print is written out: a newline as \n, an escape as \x1b.
     What is escaped already stays as it is."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else _written(each) for each in text)
-
-
-def _written(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
 
 
 def _time(record: logging.LogRecord) -> str:

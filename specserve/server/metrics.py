@@ -16,7 +16,6 @@ from specserve.server.metrics_totals import (
     REQUEST_BOUNDS,
     Acceptance,
     Engines,
-    Flow,
     Histogram,
     Traffic,
     Window,
@@ -183,14 +182,10 @@ class Metrics:
         request.last_event[index] = now
         request.num_tokens[index] += count
         if last is None:
-            self._count_prompt(request, flow)
+            flow.num_prompt_tokens += request.num_prompt_tokens  # once a request, whatever n is
+            request.num_prompt_tokens = 0
         else:
             self.times.inter_token_latency.observe(now - last)
-
-    def _count_prompt(self, request: _Open, flow: Flow) -> None:
-        """Once a request, whatever n is, when its prompt is computed."""
-        flow.num_prompt_tokens += request.num_prompt_tokens
-        request.num_prompt_tokens = 0
 
     def _end(self, request: _Open, event: Event) -> None:
         assert event.finish_reason is not None, "only an end ends"

@@ -175,16 +175,19 @@ def _fitted(value: Any, bounds: Mapping[str, Any]) -> Any:
 def _operation(route: Route, model: str, schemas: Mapping[str, Json], requires_key: bool) -> Json:
     errors = sorted({*route.errors, *([401] if requires_key and route.needs_key else [])})
     replies = {str(status): _reply(route, status, schemas) for status in route.replies}
+    replies |= {str(status): {"$ref": f"#/components/responses/{_error_name(route, status)}"} for status in errors}
     operation: Json = {
         "operationId": route.name,
         "summary": route.summary,
         "tags": [route.group],
-        "responses": {**replies, **{str(status): _at("responses", _error_name(route, status)) for status in errors}},
+        "responses": replies,
     }
     if not route.needs_key:
         operation["security"] = []
     if names := _NAME_IN_PATH.findall(route.path):
-        operation["parameters"] = [_in_path(name) for name in names]
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if route.request is not None:
         example = {"model": model, **route.example}
         content = {JSON: {"schema": schemas[_part(route, "request")], "example": example}}
@@ -211,10 +214,6 @@ def _events(event: Json) -> Json:
     }
 
 
-def _in_path(name: str) -> Json:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-
-
 def _error_replies(routes: Sequence[Route], schemas: Mapping[str, Json]) -> Json:
     """Every status that a route fails with, for each shape of errors."""
     return {
@@ -233,7 +232,3 @@ def _error(status: int, schema: Json) -> Json:
 
 def _error_name(route: Route, status: int) -> str:
     return f"{route.error.__name__}{status}"
-
-
-def _at(kind: str, name: str) -> Json:
-    return {"$ref": f"#/components/{kind}/{name}"}

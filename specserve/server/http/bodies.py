@@ -43,7 +43,8 @@ async def _read(request: web.Request, reservation: BodyReservation) -> bytes:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         raise unsupported_media_type(f"compressed ({encoding})")
-    if not _is_json(request.content_type) or "Content-Type" not in request.headers:
+    is_json = request.content_type == "application/json" or request.content_type.endswith("+json")
+    if not is_json or "Content-Type" not in request.headers:
         raise unsupported_media_type(request.headers.get("Content-Type", ""))
     if (request.content_length or 0) > options.max_body_bytes:
         raise body_too_large(options.max_body_bytes)
@@ -79,7 +80,3 @@ def _parsed_size(body: bytes) -> int:
     what the shortest are written with. What else there may be is bounded by the reader."""
     num_commas = sum(body.count(b",", at, at + _AT_ONCE) for at in range(0, len(body), _AT_ONCE))
     return min(40 * num_commas, 9 * len(body))
-
-
-def _is_json(content_type: str) -> bool:
-    return content_type == "application/json" or content_type.endswith("+json")

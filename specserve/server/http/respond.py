@@ -184,7 +184,8 @@ class _Streaming:
         try:
             with _pinging(self._answers):
                 async with asyncio.timeout_at(self._end):
-                    await self._make_head()
+                    await self._response.prepare(self._request)
+                    self._request[CHUNKED] = self._request.version >= HttpVersion11
                     await self._follow()
         except ConnectionError:
             raise  # nobody is there who could be told
@@ -197,10 +198,6 @@ class _Streaming:
             self._request[FAILURE] = self._stream.failure
         await self._response.write_eof()
         return self._response
-
-    async def _make_head(self) -> None:
-        await self._response.prepare(self._request)
-        self._request[CHUNKED] = self._request.version >= HttpVersion11
 
     async def _follow(self) -> None:
         async for chunks in self._answers:

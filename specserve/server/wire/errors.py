@@ -77,37 +77,17 @@ def _bad_request(error: Any) -> WireError:
     return WireError(400, "invalid_request_error", str(error), param=param, code=error.code)
 
 
-def _invalid_fields(error: Any) -> WireError:
-    return _bad_request(as_input_error(error))
-
-
-def _engine_failed(error: Any) -> WireError:
-    return WireError(500, "server_error", str(error), code="engine_error")
-
-
-def _text_failed(error: Any) -> WireError:
-    return WireError(500, "server_error", str(error), code=error.code)
-
-
-def _no_room(error: Any) -> WireError:
-    return unavailable(str(error), code="insufficient_capacity")
-
-
-def _timed_out(error: Any) -> WireError:
-    return timed_out(504, "The request took longer than this server allows.")
-
-
 # The engine's name for a field: what a request calls it.
 _FIELDS = {"drafter": "speculative.drafter", "num_speculative_tokens": "speculative.num_tokens"}
 
 # The more special first.
 _ANSWERS: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (
     (InputError, _bad_request),
-    (ValidationError, _invalid_fields),
-    (TextError, _text_failed),
-    (EngineError, _engine_failed),
-    (CapacityError, _no_room),
-    (TimeoutError, _timed_out),
+    (ValidationError, lambda error: _bad_request(as_input_error(error))),
+    (TextError, lambda error: WireError(500, "server_error", str(error), code=error.code)),
+    (EngineError, lambda error: WireError(500, "server_error", str(error), code="engine_error")),
+    (CapacityError, lambda error: unavailable(str(error), code="insufficient_capacity")),
+    (TimeoutError, lambda error: timed_out(504, "The request took longer than this server allows.")),
 )
 
 

@@ -114,17 +114,17 @@ def chat_message(parser: AnswerParser, completion: CompletionOutput) -> ChatMess
     """The assistant's message: its text, its reasoning if it is told apart, and its calls if it made any."""
     items = items_of(parts_of(parser, replace(completion, logprobs=None)))
     content = "".join(item.text for item in items if isinstance(item, TextItem))
-    calls = [_tool_call(item) for item in items if isinstance(item, CallItem)]
+    calls: list[ToolCall] = [
+        {"id": item.id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        for item in items
+        if isinstance(item, CallItem)
+    ]
     message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
     if completion.reasoning:
         message["reasoning_content"] = completion.reasoning
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
     return message
-
-
-def _tool_call(call: CallItem) -> ToolCall:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def completion_body(reply: Reply, outputs: Sequence[RequestOutput], now: float) -> Completion:

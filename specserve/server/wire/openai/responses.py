@@ -6,7 +6,7 @@ request.as_chat(limits)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -81,16 +81,16 @@ class NamedFunction(Wire):
         return {"type": "function", "name": self.name}
 
 
-def _without_others(value: Any) -> Any:
-    return other_tools(value, _KINDS_OF_TOOLS)[0]
-
-
 class AllowedFunctions(Wire):
     """Some of the tools; those that others run are no part of it."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS), BeforeValidator(_without_others)]
+    tools: Annotated[
+        list[NamedFunction],
+        Field(min_length=1, max_length=MAX_TOOLS),
+        BeforeValidator(lambda value: other_tools(value, _KINDS_OF_TOOLS)[0]),
+    ]
 
     def as_chat(self) -> dict[str, Any]:
         allowed = {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}
@@ -234,8 +234,9 @@ class ResponsesRequest(TranslatedRequest):
         }
 
     def _chat_fields(self) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return {
-            "messages": list(self._messages()),
+            "messages": [*system, *self.input],
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -244,11 +245,6 @@ class ResponsesRequest(TranslatedRequest):
             "response_format": self.text and self.text.as_chat(),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
-
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        if self.instructions:
-            yield {"role": "system", "content": self.instructions}
-        yield from self.input
 
     def _chat_logprobs(self) -> dict[str, Any]:
         if LOGPROBS not in self.include:

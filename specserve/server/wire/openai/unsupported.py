@@ -25,14 +25,13 @@ class _Refusal:
 _TEMPLATE = _Refusal("is not taken from requests: the server has one, its model's or that of --chat-template.")
 
 
-def _is_no_choice(value: Any) -> bool:
-    return value not in (None, "none", "auto")
-
-
 REFUSED: dict[str, _Refusal] = {
     # tools
     "functions": _Refusal("is OpenAI's old name for tools. Send tools."),
-    "function_call": _Refusal("is OpenAI's old name for tool_choice. Send tools and tool_choice.", _is_no_choice),
+    "function_call": _Refusal(
+        "is OpenAI's old name for tool_choice. Send tools and tool_choice.",
+        lambda value: value not in (None, "none", "auto"),
+    ),
     # other ways to search and to fill in
     "best_of": _Refusal("is not supported. Send n and choose among the answers.", lambda value: value not in (None, 1)),
     "use_beam_search": _Refusal("is not supported. Leave it out.", lambda value: value not in (None, False)),

@@ -58,7 +58,9 @@ def speculative_decoding(stats: Sequence[SequenceStats]) -> SpeculativeDecoding:
     num_spec_tokens = max(s.longest_draft for s in stats)
     num_steps = sum(s.num_steps for s in stats)
     num_drafted = sum(s.num_draft_tokens for s in stats)
-    accepted = [sum(_at(s.accepted_by_position, i) for s in stats) for i in range(num_spec_tokens)]
+    accepted = [
+        sum(s.accepted_by_position[i] for s in stats if i < len(s.accepted_by_position)) for i in range(num_spec_tokens)
+    ]
     at_least = [num_steps, *accepted, 0]  # steps that accepted at least j
     return {
         "mean_acceptance_length": 1.0 + sum(accepted) / num_steps if num_steps else 1.0,
@@ -86,7 +88,3 @@ def _completions(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
 def _num_cached(output: RequestOutput) -> int:
     """Of the first completion: the others take the prompt's KV from it. Output computed again does not count."""
     return min(output.outputs[0].stats.num_prefix_cached_tokens, len(output.prompt_token_ids))
-
-
-def _at(values: Sequence[int], i: int) -> int:
-    return values[i] if i < len(values) else 0
