@@ -19,7 +19,8 @@ from specserve.server.chats import Chats
 from specserve.server.engine.supervisor import State
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
-from specserve.server.service import Service, num_characters
+from specserve.server.prompts import num_characters
+from specserve.server.service import Service
 from specserve.server.tool_use import ToolUse
 from specserve.server.wire.answer import Arguments, Call, Text
 from specserve.testing import write_tiny_model
@@ -87,7 +88,7 @@ def test_calls_are_found_after_the_prompt_as_it_is(tmp_path: Path) -> None:
     answer = 'so <tool_call>{"name": "now"}</tool_call>'
 
     async def run() -> None:
-        chat = await made.chat_ids([{"role": "user", "content": "<|end|>"}], tools=None)
+        chat = await made.prompts.chat_ids([{"role": "user", "content": "<|end|>"}], tools=None)
         prompt = chat.text
         assert chat == made.tokenizer.chat_ids([{"role": "user", "content": "<|end|>"}])
         asked, parser = await made.with_tools(prepared(prompt), ToolUse(TOOLS))
@@ -133,7 +134,7 @@ def test_large_bodies_are_read_in_turn_and_for_half_of_the_time(tmp_path: Path) 
         return seconds
 
     async def many() -> list[float]:
-        return await asyncio.gather(*(made.in_turn(work, seconds) for seconds in (0.02, 0.01, 0.015)))
+        return await asyncio.gather(*(made.threads.in_turn(work, seconds) for seconds in (0.02, 0.01, 0.015)))
 
     try:
         assert asyncio.run(many()) == [0.02, 0.01, 0.015]
@@ -147,7 +148,9 @@ def test_a_failure_ends_its_turn(tmp_path: Path) -> None:
     made = service(tmp_path, TURN)
 
     async def two() -> list[object]:
-        return await asyncio.gather(made.in_turn(int, "x"), made.in_turn(int, "7"), return_exceptions=True)
+        return await asyncio.gather(
+            made.threads.in_turn(int, "x"), made.threads.in_turn(int, "7"), return_exceptions=True
+        )
 
     try:
         failure, number = asyncio.run(two())

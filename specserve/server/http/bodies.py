@@ -31,10 +31,10 @@ async def parsed(request: web.Request, read: Callable[[bytes, Limits], T]) -> T:
         request[ARRIVED] = asyncio.get_running_loop().time()
         if len(body) > SMALL_BYTES:
             is_quick = len(body) <= _AT_ONCE
-            size = _parsed_size(body) if is_quick else await server.service.on_thread(_parsed_size, body)
+            size = _parsed_size(body) if is_quick else await server.service.threads.on_thread(_parsed_size, body)
             reservation.grow_to(min(len(body) + size, server.body_budget.capacity))
-            return await server.service.in_turn(read, body, server.limits)
-        return await server.service.run(len(body), read, body, server.limits)
+            return await server.service.threads.in_turn(read, body, server.limits)
+        return await server.service.threads.run(len(body), read, body, server.limits)
 
 
 async def _read(request: web.Request, reservation: BodyReservation) -> bytes:

@@ -99,7 +99,7 @@ async def prepare_chat(
     server.service.wake_engine()
     conversation, template = conversation_of(server, body)
     try:
-        prompt, ids, unread = await server.service.chat_prompt(conversation, **template)
+        prompt, ids, unread = await server.service.prompts.chat_prompt(conversation, **template)
     except InputError as error:
         if not names or type(error) is not InputError:
             raise
@@ -128,14 +128,14 @@ def conversation_of(server: Context, body: TemplateFields) -> tuple[list[dict[st
 
 async def _prediction_ids(server: Context, text: str) -> list[int]:
     try:
-        await server.service.check_length(text)
+        await server.service.prompts.check_length(text)
     except PromptTooLongError as error:
         raise InputError(
             f"The prediction has at least {error.num_tokens} tokens and the context is {error.limit + 1}; an answer "
             "cannot be longer. Leave out what is not likely to come.",
             "prediction",
         ) from error
-    return await server.service.encode(text, add_special_tokens=False)
+    return await server.service.prompts.encode(text, add_special_tokens=False)
 
 
 async def _prepare_completions(server: Context, body: CompletionRequest) -> list[Prepared]:
@@ -144,8 +144,8 @@ async def _prepare_completions(server: Context, body: CompletionRequest) -> list
         return [_prepare(server, body, ids, None) for ids in body.prompt if not isinstance(ids, str)]
     server.service.wake_engine()
     for prompt in prompts:
-        await server.service.check_length(prompt)
-    encoded = await asyncio.gather(*map(server.service.encode, prompts))
+        await server.service.prompts.check_length(prompt)
+    encoded = await asyncio.gather(*map(server.service.prompts.encode, prompts))
     return [_prepare(server, body, ids, prompt) for ids, prompt in zip(encoded, prompts, strict=True)]
 
 

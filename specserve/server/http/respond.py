@@ -72,7 +72,7 @@ async def sized_response(request: web.Request, size: int, body: Callable[[], Map
     characters, is large."""
     if size <= _SMALL:
         return json_response(body())
-    return await _sent(request, await context(request).service.on_thread(lambda: list(json_pieces(body()))))
+    return await _sent(request, await context(request).service.threads.on_thread(lambda: list(json_pieces(body()))))
 
 
 def _size(output: RequestOutput) -> int:

@@ -31,7 +31,7 @@ async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json."""
     server = context(request)
     stated = (server.names[0], server.limits, server.needs_key, server.options.root_path)
-    return json_response(await server.service.run(_LONG, _document, *stated))
+    return json_response(await server.service.threads.run(_LONG, _document, *stated))
 
 
 @functools.lru_cache(maxsize=4)

@@ -34,14 +34,14 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     server.check_model(body.model)
     if isinstance(body, TokenizeChatRequest):
         conversation, template = conversation_of(server, body)
-        text, ids, unread = await server.service.chat_ids(conversation, **template)
+        text, ids, unread = await server.service.prompts.chat_ids(conversation, **template)
         ignore(request, body.as_sent(unread))
         if body.add_special_tokens:
-            server.service.check_characters(len(text), "messages")
-            ids = await server.service.encode(text)
+            server.service.prompts.check_characters(len(text), "messages")
+            ids = await server.service.prompts.encode(text)
     else:
-        server.service.check_characters(len(body.prompt), "prompt")
-        ids = await server.service.encode(body.prompt, body.add_special_tokens)
+        server.service.prompts.check_characters(len(body.prompt), "prompt")
+        ids = await server.service.prompts.encode(body.prompt, body.add_special_tokens)
     spell = functools.partial(_spelled, server.service.tokenizer) if body.return_token_strs else None
     reply = functools.partial(tokenize_body, ids, server.limits.max_model_len, spell)
     return await sized_response(request, len(ids), reply)
@@ -52,7 +52,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
     server = context(request)
     body: DetokenizeRequest = await parsed(request, _read_detokenize)
     server.check_model(body.model)
-    text = await server.service.run(len(body.tokens), server.service.tokenizer.decode, body.tokens, False)
+    text = await server.service.threads.run(len(body.tokens), server.service.tokenizer.decode, body.tokens, False)
     return await sized_response(request, len(text), functools.partial(detokenize_body, text))
 
 

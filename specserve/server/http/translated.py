@@ -50,7 +50,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     body: CountTokensRequest = await parsed(request, _read_count)
     chat = await _accepted(request, body)
     conversation, template = conversation_of(server, chat)
-    _, ids, unread = await server.service.chat_ids(conversation, **template)
+    _, ids, unread = await server.service.prompts.chat_ids(conversation, **template)
     ignore(request, own_names(chat.as_sent(unread), body.own_names))
     return json_response(count_tokens_body(len(ids)))
 
@@ -82,6 +82,6 @@ async def _accepted(request: web.Request, body: TranslatedRequest) -> ChatComple
     if names := body.ignored(limits):
         ignore(request, names)
     size = request.content_length or LONG  # unknown where it came in chunks
-    chat = await server.service.run(size, body.as_chat, limits)
+    chat = await server.service.threads.run(size, body.as_chat, limits)
     ignore_unrendered_tools(request, chat)
     return chat

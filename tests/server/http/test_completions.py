@@ -22,6 +22,7 @@ class Service:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.prompts = self
 
     def new_id(self) -> str:
         return "0"
