@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from specserve.runtime.pack import Step
 from specserve.speculation.asking import Asked, AskingCost, SharedCost
 from specserve.speculation.cost import DecodeCost
-from specserve.speculation.planner import Load, Planner
+from specserve.speculation.guard import Load
+from specserve.speculation.planner import Planner
 from specserve.speculation.stats import Acceptance, OwnAcceptance
 from specserve.speculation.tree import Proposals
 from specserve.types import ScheduledSeq, Sequence, Verdict
@@ -60,7 +61,7 @@ class _Late:
 
 class Adaptive:
     """Asks for proposals where they pay for the asking, verifies those that pay for their rows, and learns from what
-    comes: see Planner, Ledger and Acceptance."""
+    comes: see Planner, Guard and Acceptance."""
 
     def __init__(self, cost: DecodeCost) -> None:
         self.planner = Planner(cost)
@@ -82,7 +83,7 @@ class Adaptive:
     def end(self, seq: Sequence) -> None:
         record = self._records.pop(seq, None)
         if record is not None and record.owed:
-            self.planner.ledger.settle(0.0, record.owed, 0.0, self.planner.plain)
+            self.planner.guard.charge(record.owed)
         elif record is not None and record.gain == _HOPE and seq.drafter in self._gains:  # no draft of it was verified
             self._gains[seq.drafter] += _FORGETS * (_HOPE - self._gains[seq.drafter])
 
@@ -196,10 +197,10 @@ class Adaptive:
         """Whether a sequence's drafts are expected to save what reading it takes, and there is no debt. Of a drafter
         that has not shown it yet, one sequence at a time is tried."""
         is_tried = seq.drafter in self._gains or not self._debtors
-        gain, ledger = self._gains.get(seq.drafter, _HOPE), self.planner.ledger
+        gain = self._gains.get(seq.drafter, _HOPE)
         token = self.planner.plain / max(self.planner.load.rows, 1)
         steps = min(seq.max_tokens - seq.num_output, _LASTS)
-        if is_tried and ledger.affordable(self.planner.plain) > 0 and gain * token * steps > _SURELY * seconds:
+        if is_tried and self.planner.guard.allowance > 0 and gain * token * steps > _SURELY * seconds:
             self._debtors.add(seq)
             return True
         return False
@@ -273,9 +274,9 @@ class Adaptive:
             self._repaid += record.owed - owed
             record.owed = owed
 
-    def settle(self, drafted: int, seconds: float) -> None:
-        """The step with so many draft rows is over."""
-        self.planner.settle(drafted, self._accepted, self._drafting, seconds, self._reading, self._repaid)
+    def settle(self, drafted: int, seconds: float, telling: float = 0.0) -> None:
+        """The step with so many draft rows is over; telling drafters of it took `telling` of its seconds."""
+        self.planner.settle(drafted, self._accepted, self._drafting + telling, seconds, self._reading, self._repaid)
         if self._debtors:
             self._debtors = {seq for seq in self._debtors if seq in self._records and self._records[seq].owed}
         self._shadows = min(self._shadows + _SHADOW * seconds, _MOST_SHADOWS * self._asking)

@@ -57,7 +57,7 @@ class DecodeCost:
         if not self.is_known:
             self._shape[:] = seconds
             self._list()
-        load, at = _load(context), bisect_left(ROWS, rows, hi=len(ROWS) - 1)
+        load, at = _load(context), row_class(rows)
         ratio = seconds / self.seconds(rows, context)
         is_new = not self._num[at]
         ratio = math.log(ratio if is_new else min(ratio, _MOST))
@@ -78,7 +78,7 @@ class DecodeCost:
 
     def is_doubted(self, rows: int) -> bool:
         """Whether what so many rows take should be measured anew."""
-        return bool(self._num[bisect_left(ROWS, rows, hi=len(ROWS) - 1)] < _FEW)
+        return bool(self._num[row_class(rows)] < _FEW)
 
     def curve(self, rows: int, more: int, context: int = 0) -> list[float]:
         """Seconds of steps of `rows` to `rows` + `more` rows, [more + 1], never falling."""
@@ -113,6 +113,11 @@ def _rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArra
             value, weight, count = (mean * more + value * weight) / (more + weight), more + weight, count + others
         found.append((value, weight, count))
     return np.repeat([value for value, _, _ in found], [count for _, _, count in found])
+
+
+def row_class(rows: int) -> int:
+    """Which of ROWS stands for so many."""
+    return bisect_left(ROWS, rows, hi=len(ROWS) - 1)
 
 
 def _load(context: int) -> int:

@@ -4,36 +4,18 @@ more than drafts may lose."""
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence as Many
 from itertools import accumulate
-from statistics import median
-from typing import NamedTuple
 
 from specserve.speculation.cost import DecodeCost
-from specserve.speculation.ledger import Ledger
+from specserve.speculation.guard import Guard, Load
 from specserve.speculation.tree import Proposals
 
 _MARGIN = 1.01  # times as many tokens a second as without drafts: less is not worth the risk
-_PROBE = 64  # steps with drafts, at most, between two without, which tell what plain decoding takes; and
-_RARE_PROBE = 256  # where drafts make a step this much better:
-_CLEAR_GAIN = 1.3
 _FEW = 8  # nodes, as a sequence alone has
 _LOOKS_AGAIN, _LIKELY = 32, 0.1  # steps between two in which nodes of that survival are verified to see what they take,
 # where that is in doubt: up to as many rows as the step has anyway
-_ERRORS = 5  # steps with drafts, of which the middle one counts: pauses of the machine are not theirs
-_TRUST = 2.0  # times what was expected, which costs learn from; only what is beyond is a loss that nobody foresaw
 _WAIT_S = 0.008  # by which drafts may lengthen a step, for each sequence that decodes, where there are several
-_DOUBT = 1.0  # plain steps that drafts seem to have cost beyond what was expected, until a step without tells whether
-# it was they or the machine
-
-
-class Load(NamedTuple):
-    """A step without its drafts."""
-
-    rows: int  # sequences that decode
-    context: int = 0  # tokens they have in all
-    tokens: int = 0  # of chunks of prompts
 
 
 class Planner:
@@ -42,7 +24,7 @@ class Planner:
     save more time than its row takes. What was chosen before in the step counts: all of it together is affordable."""
 
     def __init__(self, cost: DecodeCost) -> None:
-        self.ledger = Ledger()
+        self.guard = Guard(cost)
         self._cost = cost
         self.load = Load(0)
         self.plain = 0.0  # seconds of the step without drafts and chunks; 0 while nothing is known
@@ -51,11 +33,7 @@ class Planner:
         self._expected = 0.0  # tokens of this step, with what was chosen
         self._promised = 0.0  # seconds that asking for chosen drafts will take
         self.is_probe = False  # a step without drafts, which tells what plain decoding takes
-        self._since_plain, self._since_look = 0, 1
-        self._errors: deque[float] = deque([1.0, 1.0], maxlen=_ERRORS)  # steps with drafts over what was expected
-        self._took = 0.0  # seconds of steps with drafts since the last without, and
-        self._foreseen = 0.0  # what was expected of them
-        self._gain = 1.0  # of the newest step: how many times the tokens a second of plain decoding were expected
+        self._since_look = 1
 
     def start(self, load: Load) -> None:
         """A step without drafts so far."""
@@ -63,9 +41,8 @@ class Planner:
         self._curve = self._cost.curve(load.rows + load.tokens, _FEW, load.context)
         self.plain = self._curve[0] if not load.tokens else self._cost.seconds(load.rows, load.context)
         self._num_chosen, self._expected, self._promised = 0, float(load.rows), 0.0
-        is_in_doubt = not load.tokens and abs(self._took - self._foreseen) > _DOUBT * self.plain
-        self.is_probe = is_in_doubt or self._since_plain >= (_RARE_PROBE if self._gain > _CLEAR_GAIN else _PROBE)
-        self._gain = 1.0
+        self.guard.begin(load)
+        self.is_probe = self.guard.wants_plain(load)
 
     def extra(self, count: int) -> float:
         """Seconds that so many nodes add to the step."""
@@ -76,7 +53,7 @@ class Planner:
 
     def can_draft(self, asking: float = 0.0) -> bool:
         """Whether a row more can be afforded, and `asking` seconds for what is in it."""
-        return self.ledger.affordable(self.plain) >= self.extra(self._num_chosen + 1) + self._promised + asking
+        return self.guard.affordable() >= self.extra(self._num_chosen + 1) + self._promised + asking
 
     def price(self, count: int) -> float:
         """What so many nodes cost, in tokens that plain decoding of one sequence emits in the time."""
@@ -91,9 +68,9 @@ class Planner:
 
     def forecast(self, count: int, asking: float) -> tuple[float | None, float | None, float]:
         """Seconds of the step without drafts, and with so many nodes for which drafters were asked so long; None while
-        nothing is known and beside chunks. And the ledger's allowance."""
+        nothing is known and beside chunks. And the guard's allowance."""
         with_nodes, known = self.plain + self.extra(count) + asking, self.plain and not self.load.tokens
-        return (self.plain, with_nodes, self.ledger.allowance) if known else (None, None, self.ledger.allowance)
+        return (self.plain, with_nodes, self.guard.allowance) if known else (None, None, self.guard.allowance)
 
     def choose(self, proposals: Many[Proposals], most: int, asking: Many[float] = ()) -> list[list[int]]:
         """For each of the proposals its nodes to verify, ascending: at most `most` together. asking[n] are the seconds
@@ -102,7 +79,7 @@ class Planner:
         load, plain = self.load, self.plain
         if not plain or self.is_probe:
             return chosen
-        affordable = min(self.ledger.affordable(plain), _WAIT_S * load.rows if load.rows > 1 else math.inf)
+        affordable = min(self.guard.affordable(), _WAIT_S * load.rows if load.rows > 1 else math.inf)
         nodes = sorted((-p, i, node) for i, each in enumerate(proposals) for node, p in enumerate(each.survival))
         before, expected = self._num_chosen, self._expected
         self.extra(before + min(len(nodes), most))
@@ -126,7 +103,6 @@ class Planner:
                 self._since_look = 0
         if taken:
             self._num_chosen, self._promised = before + taken, taken_promised
-            self._gain = self._expected / load.rows * curve[0] / (curve[self._num_chosen] + taken_promised)
         for _, i, node in nodes[:taken]:
             chosen[i].append(node)
         for each in chosen:
@@ -152,24 +128,12 @@ class Planner:
     def settle(
         self, drafted: int, accepted: int, drafting: float, seconds: float, reading: float = 0.0, repaid: float = 0.0
     ) -> None:
-        """The step took `seconds`, of these `drafting` for asking drafters; `accepted` of `drafted` nodes stood.
-        Seconds of `reading` are lent: drafts of their sequences pay them back, `repaid` of all in this step, and what
-        is left counts when these end."""
-        load, plain, extra = self.load, self.plain, drafting
-        seconds -= reading
-        if drafted:  # of what was in doubt no more than it took
-            took = math.inf if self._since_look else max(seconds - drafting - plain, 0.0)
-            extra += min(self.extra(drafted), took)
-        if drafted and not load.tokens:
-            self._errors.append((seconds - drafting) / self._curve[drafted])
-            self._took += median(self._errors) * self._curve[drafted]
-            self._foreseen += self._curve[drafted]
-        elif load.rows and not load.tokens:
-            slower = (seconds - drafting) / plain if plain else 1.0  # the machine, than was expected
-            if min(self._took, self._took / slower) > _TRUST * self._foreseen:
-                extra += min(self._took, self._took / slower) - self._foreseen
-            self._took = self._foreseen = 0.0
-        self._since_plain = self._since_plain + 1 if drafted else 0
+        """The step took `seconds`, of these `drafting` for asking drafters and telling them; `accepted` of `drafted`
+        nodes stood. Seconds of `reading` are lent: drafts of their sequences pay them back, `repaid` of all in this
+        step, and what is left counts when these end."""
+        load = self.load
         self._since_look += 1
-        if load.rows:
-            self.ledger.settle(seconds, extra, accepted * plain / load.rows - repaid, plain)
+        if drafted and load.tokens:
+            self.guard.charge(self.extra(drafted) - accepted * self.plain / load.rows)
+        self.guard.charge(repaid)
+        self.guard.took(load, drafted, accepted, seconds - reading, drafting)

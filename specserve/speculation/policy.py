@@ -58,7 +58,7 @@ class Policy:
         self.context = context  # for drafters that requests name
         self.adaptive = adaptive
         self.draft_seconds: defaultdict[str, float] = defaultdict(float)  # that asking and telling each drafter took
-        self._asking = 0.0  # seconds of this step
+        self._asking = self._telling = 0.0  # seconds of this step
         self._own = own
         self._cache = cache
         self._max_model_len = max_model_len
@@ -155,7 +155,7 @@ class Policy:
     def settle(self, step: Step, seconds: float) -> float:
         """The step is over and took so long. Returns what of it was not for asking drafters."""
         if self.adaptive is not None:
-            self.adaptive.settle(sum(len(each.draft) for each in step.seqs), seconds)
+            self.adaptive.settle(sum(len(each.draft) for each in step.seqs), seconds, self._telling)
         return seconds - self._asking
 
     def observe(
@@ -166,11 +166,14 @@ class Policy:
         top: Ids | None = None,
     ) -> None:
         """Tell the drafters what a step has done."""
+        self._telling = 0.0
         for host in (host for host in self._num_seqs if host.active):
             begun = time.perf_counter()
             own = [s for s in step.seqs if host in self._parts[s.seq]]
             host.observe(own, verdicts, hidden, step.preempted, top)
-            self.draft_seconds[host.name] += time.perf_counter() - begun
+            took = time.perf_counter() - begun
+            self.draft_seconds[host.name] += took
+            self._telling += took
         if self.adaptive is not None:
             self.adaptive.observe(verdicts)
 

@@ -1,0 +1,192 @@
+"""Bounds what drafts may cost by what steps took: nothing here rests on what anybody expected of them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+from specserve.speculation.cost import DecodeCost, row_class
+
+_SHARE = 0.01  # of the time may be lost, and
+_STEPS = 2  # plain steps, at first
+_GAINED = 4  # plain steps: what of gains counts for later; drafts that pay have unlucky stretches
+_MIDDLE_OF = 3  # plain steps of a load: the middle one tells what it takes, and no pause of the machine
+_STALE = 512  # steps after which a load's plain steps tell no more of it
+_PAUSE = 2.0  # times what steps with drafts of as many rows take: more is a pause of the machine
+_BLOCKS = ((1.3, 256), (1.1, 64), (0.0, 16))  # by measured speed: steps with drafts, at most, between two plain ones
+_TRIAL = 0.5  # plain steps that drafts may lose where nothing is left, to show that they pay again,
+_LEAST = 0.1  # plain steps: less is as good as nothing
+_TRIAL_AFTER = 32  # plain steps, or twice as many as the last time it failed
+
+
+class Load(NamedTuple):
+    """A step without its drafts."""
+
+    rows: int  # sequences that decode
+    context: int = 0  # tokens they have in all
+    tokens: int = 0  # of chunks of prompts
+
+
+@dataclass(slots=True)
+class _Plain:
+    """The newest plain steps of about one load."""
+
+    load: Load
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MIDDLE_OF))
+    at: int = 0  # the newest one's number
+
+
+@dataclass(slots=True)
+class _Block:
+    """Steps with drafts since the last plain one, all of one load."""
+
+    load: Load
+    before: float  # seconds of a plain step before it
+    seconds: float = 0.0
+    steps: float = 0.0  # plain steps that would have given as many tokens
+    num_steps: int = 0
+
+    def add(self, seconds: float, steps: float) -> None:
+        self.seconds += seconds
+        self.steps += steps
+        self.num_steps += 1
+
+    def lost(self, plain: float) -> float:
+        """Seconds, where a plain step takes `plain`."""
+        return self.seconds - self.steps * plain
+
+
+class Guard:
+    """What drafts may still cost, in seconds. It begins with two plain steps, grows by 1 % of all time and by what
+    drafts gain, up to four plain steps, and shrinks by what they lose. Only what it affords is drafted, so in any
+    stretch of time drafts lose at most 1 % of it and some plain steps, whatever the model of costs says.
+
+    Gains and losses are measured. Steps with drafts come in blocks between plain steps of the same load, the fewer at a
+    time the less they gain; a block's time is held against that of plain steps for as many tokens, which take the mean
+    of what they took before and after it: a machine that grows slower makes both slower. Where nothing is left, drafts
+    get short trials, ever more seldom while these fail. Beside chunks of prompts nothing can be compared: there what
+    rows are expected to take is charged.
+    """
+
+    def __init__(self, cost: DecodeCost) -> None:
+        self._cost = cost
+        self._allowance, self._is_new = 0.0, True
+        self._plain: dict[tuple[int, int], _Plain] = {}
+        self._by_rows: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=5))  # steps with drafts
+        self._block: _Block | None = None
+        self._speed = 1.0  # of blocks, times that of plain steps
+        self._num_steps = 0
+        self._trial: float | None = None  # what is left of one
+        self._trial_steps, self._blocked, self._wait = 0, 0, _TRIAL_AFTER
+
+    def begin(self, load: Load) -> None:
+        """A step of this load comes."""
+        if self._block is not None and self._key(self._block.load) != self._key(load) and load.rows:
+            self._settle(self._block.before)
+        if self._is_new and (plain := self.plain(load)):
+            self._allowance, self._is_new = _STEPS * plain, False
+
+    def plain(self, load: Load) -> float:
+        """Seconds of a plain step, by those of that load or else of the most similar one; 0 while nothing is known."""
+        expected = self._cost.seconds(load.rows, load.context)
+        fresh = [each for each in self._plain.values() if self._num_steps - each.at < _STALE]
+        if not fresh:
+            return expected
+        found = min(fresh, key=lambda each: _distance(each.load, load))
+        seconds = median(found.seconds)
+        if self._key(found.load) == self._key(load):
+            return seconds
+        return seconds * expected / (self._cost.seconds(found.load.rows, found.load.context) or 1.0)
+
+    @property
+    def allowance(self) -> float:
+        """Seconds that are left, by what is known of the block so far."""
+        return self._allowance - (0.0 if self._block is None else self._block.lost(self._block.before))
+
+    def affordable(self) -> float:
+        """Seconds that drafts of this step may lose."""
+        return self.allowance if self._trial is None else max(self.allowance, self._trial)
+
+    def wants_plain(self, load: Load) -> bool:
+        """Whether the step should be a plain one, so that it shows what these take."""
+        if self._block is None or load.tokens:
+            return False
+        most = next(most for speed, most in _BLOCKS if self._speed >= speed)
+        return self._block.num_steps >= most
+
+    def charge(self, seconds: float) -> None:
+        """Drafts cost so much, or gained it, beside what steps tell."""
+        self._allowance -= seconds
+
+    def took(self, load: Load, drafted: int, accepted: int, seconds: float, drafting: float) -> None:
+        """A step of that load, with so many draft rows of which some were accepted, took `seconds`; of these `drafting`
+        for asking drafters and telling them."""
+        self._num_steps += 1
+        plain = self.plain(load)
+        if drafted and not load.tokens:
+            if self._block is None:
+                self._block = _Block(load, plain)
+            calm, steps = self._calm(load.rows + drafted, seconds), 1 + accepted / load.rows
+            self._block.add(calm, steps)
+            if self._trial is not None:
+                self._trial -= calm - steps * plain
+        else:
+            self._allowance -= drafting
+            if load.rows and not load.tokens:
+                self._learn(load, seconds - drafting)
+                if self._block is not None:
+                    self._settle((self._block.before + self.plain(load)) / 2)
+        if load.rows:
+            self._allowance = min(self._allowance + _SHARE * seconds, _GAINED * plain)
+            self._try(drafted, plain)
+
+    def _try(self, drafted: int, plain: float) -> None:
+        """Begin a trial where too little is left, and end it when it has failed or has shown enough."""
+        if self.allowance > _TRIAL * plain:
+            self._trial, self._blocked, self._wait = None, 0, _TRIAL_AFTER
+            return
+        if self._trial is not None:
+            self._trial_steps += 1
+            if self._trial < _LEAST * plain or self._trial_steps == _TRIAL_AFTER:
+                is_better = self._trial > _TRIAL * plain
+                self._trial, self._blocked = None, self._wait if is_better else 0
+                self._wait = _TRIAL_AFTER if is_better else 2 * self._wait
+        else:
+            self._blocked += not drafted
+        if self._trial is None and self._blocked >= self._wait:
+            self._trial, self._trial_steps, self._blocked = _TRIAL * plain, 0, 0
+
+    def _settle(self, plain: float) -> None:
+        """The block is over; plain steps beside it took so long."""
+        block, self._block = self._block, None
+        assert block is not None, "it has begun"
+        self._allowance -= block.lost(plain)
+        weight = min(1.0, block.num_steps / _BLOCKS[-1][1])
+        self._speed += weight * (block.steps * plain / block.seconds - self._speed)
+
+    def _learn(self, load: Load, seconds: float) -> None:
+        """Of a plain step."""
+        key = self._key(load)
+        if key not in self._plain or self._num_steps - self._plain[key].at >= _STALE:
+            self._plain[key] = _Plain(load)
+        found = self._plain[key]
+        found.load, found.at = load, self._num_steps
+        found.seconds.append(seconds)
+
+    def _calm(self, rows: int, seconds: float) -> float:
+        """What of a step with drafts was no pause of the machine."""
+        recent = self._by_rows[row_class(rows)]
+        recent.append(seconds)
+        return min(seconds, _PAUSE * median(recent)) if len(recent) >= _MIDDLE_OF else seconds
+
+    @staticmethod
+    def _key(load: Load) -> tuple[int, int]:
+        return load.rows, load.context.bit_length()
+
+
+def _distance(one: Load, other: Load) -> float:
+    rows = abs(math.log(max(one.rows, 1) / max(other.rows, 1)))
+    return rows + 0.5 * abs(one.context.bit_length() - other.context.bit_length())
