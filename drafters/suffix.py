@@ -8,37 +8,23 @@ LZ77 family keep them (RFC 1951, section 4).
 from __future__ import annotations
 
 import heapq
-import logging
-import threading
-import time
-from array import array
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence as Many
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from specserve.checkpoint.textfile import TextFile, new_key, tenant_name
+from specserve.checkpoint.textstore import Place, Text, TextStore
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.ngrams import PerRequest, likelihood
-from specserve.types import Draft, Ids
+from specserve.types import Draft
 
 PRIORITY = 30  # part of "auto"
 
-_log = logging.getLogger(__name__)
-
 _STORE_MIB = 64.0
-_SAVE_EVERY_S = 180.0
-_PAUSE_S = 1e-3  # of a save beside steps, after a fraction of that
 _TAKEN_PER_STEP = 2**11  # tokens of prompts and of ended answers, for all sequences together: about 1 ms
-_MOST_PLACES = 12  # of one text that are looked at
 _LONGEST = 32  # tokens that two places are compared by
-_BYTES_PER_TOKEN = 160  # of a text of which no pair comes twice
-_TENANT_TOKENS = 10  # that a tenant counts for besides its texts': 1.6 KB
-_MOST_WAITING = 2**18  # tokens of ended answers
-_END = -1  # of an answer: no token
 
 
 class SuffixDrafter:
@@ -64,23 +50,15 @@ class SuffixDrafter:
         if store_path is not None and (not isinstance(store_path, (str, Path)) or not str(store_path)):
             raise ConfigError(f"store_path is {store_path!r}; it must be the path of a file.")
         self.needs = Needs(memory_bytes=int(store_mib * 2**20), observes=False)
-        self._prompts: PerRequest[_Text] = PerRequest()
+        self._prompts: PerRequest[Text] = PerRequest()
         self._texts: dict[SequenceView, _Sources] = {}
-        self._store = _Store(self.needs.memory_bytes // _BYTES_PER_TOKEN)
-        self._key = new_key()
-        self._file: TextFile | None = None
-        if store_path is not None:
-            target = {name: getattr(context, name) for name in ("vocab_size", "hidden_size", "num_layers")}
-            self._file = TextFile(Path(store_path).expanduser(), target)
-            self._key, texts = self._file.load()
-            self._store.restore(texts)
-        self._saver: threading.Thread | None = None
-        self._closing = threading.Event()
-        self._saved_at = time.monotonic()
+        path, names = None if store_path is None else Path(store_path), ("vocab_size", "hidden_size", "num_layers")
+        target = {name: getattr(context, name) for name in names if path is not None}
+        self._store = TextStore(self.needs.memory_bytes, path, target)
 
     def begin(self, seq: SequenceView) -> None:
-        output = _Text(max(0, seq.num_prompt - _LONGEST))
-        self._texts[seq] = _Sources(self._prompts.take(seq, _Text), output, tenant_name(self._key, seq.salt))
+        output = Text(max(0, seq.num_prompt - _LONGEST))
+        self._texts[seq] = _Sources(self._prompts.take(seq, Text), output, self._store.tenant(seq.salt))
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         left = _TAKEN_PER_STEP
@@ -99,29 +77,11 @@ class SuffixDrafter:
         self._prompts.give(seq)
         if not seq.is_private:
             self._store.add(tenant, seq.tokens[max(0, seq.num_prompt - 2) :])
-        if self._file is not None and time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
-            self._saved_at = time.monotonic()
-            if self._saver is None or not self._saver.is_alive():
-                texts = self._store.texts_of_all()
-                self._saver = threading.Thread(target=self._save, args=(texts,), name="specserve-suffix", daemon=True)
-                self._saver.start()
+        self._store.save_now_and_then()
 
     def close(self) -> None:
         """Save what there is, the answers that still wait to be taken in, too."""
-        self._closing.set()
-        if self._saver is not None:
-            self._saver.join()  # it pauses no more
-        self._store.take(_MOST_WAITING)
-        if self._file is not None and self._store.num_added:
-            self._file.save(self._key, self._store.texts_of_all(), lambda: None)
-
-    def _save(self, texts: Iterable[tuple[bytes, array[int]]]) -> None:
-        """On a thread of its own, which leaves the interpreter to the engine most of the time."""
-        assert self._file is not None
-        try:
-            self._file.save(self._key, texts, lambda: self._closing.wait(_PAUSE_S))
-        except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
-            _log.warning("%s could not be written; the next try is in some minutes: %s.", self._file.path, error)
+        self._store.close()
 
     def _propose(self, seq: SequenceView, most: int) -> Draft:
         newest = seq.tokens[-_LONGEST:]
@@ -135,13 +95,6 @@ class SuffixDrafter:
                 found = [_repeated(place, most)]
                 return tree((), most, found) if text in stored else tree(found, most)
         return tree(places, most, others)
-
-
-class Place(NamedTuple):
-    """An earlier place: how many tokens before it agree with the newest, and what followed."""
-
-    length: int
-    following: list[int]
 
 
 def _repeated(place: Place, most: int) -> Place:
@@ -191,153 +144,9 @@ def tree(places: Iterable[Place], most: int, others: Iterable[Place] = ()) -> Dr
     return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), confidence=sure, own=own)
 
 
-class _Text:
-    """A growing text, and for each pair of neighbours the place before that had the same."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.stop = start  # of the source, what was taken in
-        self.tokens = array("i")
-        self._before = array("i")  # of each token and the one before it, where they were last; -1: nowhere
-        self._last: dict[int, int] = {}
-        self._single: dict[int, int] = {}  # where each token was last, but for the newest
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def extend(self, source: Many[int], stop: int) -> int:
-        """Take in what the source has up to `stop`; returns how many tokens these were."""
-        new = source[self.stop : stop]
-        for token in new:
-            self._add(token)
-        self.stop += len(new)
-        return len(new)
-
-    def _add(self, token: int) -> None:
-        at = len(self.tokens)
-        pair = self.tokens[-1] << 32 | token if at else -1
-        if at:
-            self._single[self.tokens[-1]] = at - 1
-        self.tokens.append(token)
-        self._before.append(self._last.get(pair, -1))
-        self._last[pair] = at
-
-    def places(self, newest: list[int], most: int) -> Iterator[Place]:
-        """Where `newest` ends were before, the last first, with up to `most` tokens each that followed."""
-        at = self._last.get(newest[-2] << 32 | newest[-1], -1) if len(newest) > 1 else -1
-        for _ in range(_MOST_PLACES):
-            if at < 0:
-                return
-            if at + 1 < len(self.tokens):
-                yield Place(self._length(at, newest), self._following(at + 1, most))
-            at = self._before[at]
-
-    def single(self, token: int, most: int) -> Place | None:
-        """Where this one token was last."""
-        at = self._single.get(token)
-        return None if at is None else Place(1, self._following(at + 1, most))
-
-    def _length(self, at: int, newest: list[int]) -> int:
-        tokens, most = self.tokens, min(at + 1, len(newest))
-        for length in range(2, most):
-            if tokens[at - length] != newest[-1 - length]:
-                return length
-        return max(most, 2)
-
-    def _following(self, start: int, most: int) -> list[int]:
-        following = self.tokens[start : start + most].tolist()
-        return following[: following.index(_END)] if _END in following else following
-
-
 class _Sources(NamedTuple):
     """Where the drafts of a sequence come from."""
 
-    prompt: _Text
-    output: _Text
+    prompt: Text
+    output: Text
     tenant: bytes
-
-
-class _Tenant:
-    """What was answered to a tenant: two texts, of which the older one goes when the newer one is full."""
-
-    def __init__(self) -> None:
-        self.texts = [_Text(), _Text()]  # the newer one first
-
-    def __len__(self) -> int:
-        """The tokens that it counts for."""
-        return _TENANT_TOKENS + sum(len(text) for text in self.texts)
-
-
-class _Store:
-    """The texts of all tenants, at most `most` tokens. Answers wait until there is time to take them in."""
-
-    def __init__(self, most: int) -> None:
-        self.num_added = 0  # answers
-        self._most = most
-        self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()  # least recently used first
-        self._num_tokens = 0
-        self._waiting: deque[tuple[bytes, list[int]]] = deque()
-        self._num_waiting = 0
-
-    def add(self, tenant: bytes, answer: list[int]) -> None:
-        if not self._most:
-            return
-        self.num_added += 1
-        self._waiting.append((tenant, [*answer, _END]))
-        self._num_waiting += len(answer) + 1
-        while self._num_waiting > _MOST_WAITING:
-            self._num_waiting -= len(self._waiting.popleft()[1])
-
-    def take(self, num_tokens: int) -> None:
-        """Take in about so many tokens."""
-        while self._waiting and num_tokens > 0:
-            tenant, answer = self._waiting.popleft()
-            now, later = answer[:num_tokens], answer[num_tokens:]
-            if later:
-                self._waiting.appendleft((tenant, later))
-            self._num_waiting -= len(now)
-            num_tokens -= len(now)
-            self._extend(tenant, now)
-
-    def texts(self, tenant: bytes) -> list[_Text]:
-        found = self._tenants.get(tenant)
-        if found is None:
-            return []
-        self._tenants.move_to_end(tenant)
-        return found.texts
-
-    def texts_of_all(self) -> Iterator[tuple[bytes, array[int]]]:
-        """All tenants' texts, the least recently used tenant first, of each the older text first. Who is there is
-        settled by the call; the texts may grow while others walk over them, which takes little of the interpreter."""
-        tenants = list(self._tenants.items())
-        return ((name, text.tokens) for name, tenant in tenants for text in reversed(tenant.texts))
-
-    def restore(self, texts: list[tuple[bytes, Ids]]) -> None:
-        """Take in what `texts_of_all` gave, as far as there is room for the most recently used."""
-        first, room = len(texts), self._most
-        while first and room > 0:
-            first -= 1
-            room -= len(texts[first][1])
-        at_once = max(1, self._most // 16)
-        for name, found in texts[first:]:
-            tokens = found[-self._most :].tolist()
-            if tokens and tokens[-1] != _END:  # saved in the midst of an answer
-                tokens.append(_END)
-            for start in range(0, max(1, len(tokens)), at_once):
-                self._extend(name, tokens[start : start + at_once], is_new=start == 0)
-
-    def _extend(self, name: bytes, tokens: list[int], is_new: bool = False) -> None:
-        tenant = self._tenants.pop(name, None)
-        if tenant is None:
-            tenant = _Tenant()
-        else:
-            self._num_tokens -= len(tenant)
-        self._tenants[name] = tenant  # the most recently used one
-        newer = tenant.texts[0]
-        if is_new or len(newer) + len(tokens) > self._most // 2:
-            tenant.texts = [_Text(), newer]
-            newer = tenant.texts[0]
-        newer.stop = 0
-        newer.extend(tokens, len(tokens))
-        self._num_tokens += len(tenant)
-        while self._num_tokens > self._most:
-            self._num_tokens -= len(self._tenants.popitem(last=False)[1])

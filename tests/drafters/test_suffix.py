@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from specserve.bench.drive import Driver, NoTarget
+from specserve.checkpoint import textstore
 from specserve.drafters import suffix
 from specserve.drafters.suffix import Place, SuffixDrafter, tree
 from specserve.errors import ConfigError
@@ -103,11 +104,11 @@ def places_in(text: list[int], newest: list[int], most: int) -> list[Place]:
     most=st.integers(1, 5),
 )
 def test_places_are_those_of_a_scan(pieces: list[list[int]], newest: list[int], most: int) -> None:
-    text, source = suffix._Text(), []
+    text, source = textstore.Text(), []
     for piece in pieces:
         source += piece
         text.extend(source, len(source))
-    assert list(text.places(newest, most)) == places_in(source, newest, most)[: suffix._MOST_PLACES]
+    assert list(text.places(newest, most)) == places_in(source, newest, most)[: textstore._MOST_PLACES]
 
 
 def test_a_loop_is_continued_past_its_end() -> None:
@@ -148,7 +149,7 @@ def test_nothing_of_one_tenant_is_in_another_ones_drafts() -> None:
 
 
 def test_a_store_has_a_bound_and_forgets_what_was_not_used_for_longest() -> None:
-    store = suffix._Store(100)
+    store = textstore.TextStore(100 * textstore._BYTES_PER_TOKEN)
     for i in range(30):
         store.add(bytes([i % 3]), list(range(20)))
         store.take(1000)
@@ -169,8 +170,8 @@ def test_a_store_of_no_size_keeps_nothing() -> None:
 
 
 def test_what_waits_to_be_taken_in_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "_MOST_WAITING", 100)
-    store = suffix._Store(10_000)
+    monkeypatch.setattr(textstore, "_MOST_WAITING", 100)
+    store = textstore.TextStore(10_000 * textstore._BYTES_PER_TOKEN)
     for _ in range(50):
         store.add(b"", list(range(30)))
     assert sum(len(tokens) for _, tokens in store._waiting) == store._num_waiting <= 100

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from specserve.bench.drive import Driver
+from specserve.checkpoint import textstore
 from specserve.checkpoint.textfile import TextFile, new_key
 from specserve.config import EngineConfig
-from specserve.drafters import suffix
 from specserve.drafters.suffix import SuffixDrafter
 from specserve.engine.build import build
 from specserve.engine.request import Request
@@ -86,7 +86,7 @@ def test_what_was_saved_is_proposed_again(
     num_tokens: int,
 ) -> None:
     path = tmp_path_factory.mktemp("store") / "texts"
-    mib = num_tokens * suffix._BYTES_PER_TOKEN / 2**20
+    mib = num_tokens * textstore._BYTES_PER_TOKEN / 2**20
     before = make(path, store_mib=mib)
     for salt, output in answers:
         answer(before, output, salt)
@@ -170,12 +170,12 @@ def test_a_small_store_takes_the_newest_of_a_large_file(tmp_path: Path) -> None:
         answer(large, [i] * 30, bytes([i]))
     large.close()
     for num_tokens in (100, 500, 1000):
-        small = make(tmp_path / "texts", store_mib=num_tokens * suffix._BYTES_PER_TOKEN / 2**20)
+        small = make(tmp_path / "texts", store_mib=num_tokens * textstore._BYTES_PER_TOKEN / 2**20)
         store = small._store
         assert sum(len(tenant) for tenant in store._tenants.values()) == store._num_tokens <= num_tokens
         kept = list(held(small).values())
         assert kept == list(held(large).values())[-len(kept) :], "the last ones"
-        assert len(kept) == num_tokens // (33 + suffix._TENANT_TOKENS)
+        assert len(kept) == num_tokens // (33 + textstore._TENANT_TOKENS)
     assert held(make(tmp_path / "texts", store_mib=0)) == {}
 
 
@@ -184,7 +184,7 @@ def test_of_one_text_that_is_too_long_its_end_is_kept(tmp_path: Path) -> None:
     for _ in range(50):
         answer(large, [random.randrange(90) for _ in range(40)])
     large.close()
-    small = make(tmp_path / "texts", store_mib=300 * suffix._BYTES_PER_TOKEN / 2**20)
+    small = make(tmp_path / "texts", store_mib=300 * textstore._BYTES_PER_TOKEN / 2**20)
     assert 100 < small._store._num_tokens <= 300
     ((newer, older),) = held(small).values()
     ((whole, _),) = held(large).values()
@@ -314,12 +314,12 @@ def test_a_text_that_grows_while_it_is_saved_is_there_up_to_a_point(tmp_path: Pa
         answer(drafter, list(range(50)) * 20, b"c")
         drafter._store.take(1000)  # ends in the midst of an answer
 
-    TextFile(tmp_path / "texts", TARGET).save(drafter._key, texts, grow)
+    TextFile(tmp_path / "texts", TARGET).save(drafter._store._key, texts, grow)
     found = make(tmp_path / "texts")
     assert list(held(found)) == list(before), "those that were there"
     for name, (newer, _) in held(found).items():
         assert newer[:-1] == held(drafter)[name][0][: len(newer) - 1]
-        assert newer[-1] == suffix._END
+        assert newer[-1] == textstore._END
         assert len(newer) >= len(before[name][0])
 
 
@@ -329,22 +329,22 @@ def test_the_store_is_saved_beside_steps(
     """By a thread that somebody else's steps do not wait for; a failure is told and tried again."""
     drafter = make(tmp_path / "texts")
     answer(drafter, [1, 2, 3, 4, 5])
-    assert drafter._saver is None, "it is not time"
+    assert drafter._store._saver is None, "it is not time"
     drafter._store.take(100)
-    monkeypatch.setattr(suffix, "_SAVE_EVERY_S", 0.0)
-    monkeypatch.setattr(suffix, "_PAUSE_S", 60.0)  # of the thread alone
+    monkeypatch.setattr(textstore, "_SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(textstore, "_PAUSE_S", 60.0)  # of the thread alone
     answer(drafter, [5, 6, 7])
-    assert drafter._saver is not None
+    assert drafter._store._saver is not None
     drafter.close()
-    assert not drafter._saver.is_alive()
+    assert not drafter._store._saver.is_alive()
     assert proposed(make(tmp_path / "texts"), [1, 2])[:3] == [(3, -1), (4, 0), (5, 1)]
     (tmp_path / "gone").mkdir()
     drafter = make(tmp_path / "gone" / "texts")
     (tmp_path / "gone").rmdir()
     (tmp_path / "gone").touch()
     answer(drafter, [1, 2, 3, 4, 5])
-    assert drafter._saver is not None
-    drafter._saver.join(60)
+    assert drafter._store._saver is not None
+    drafter._store._saver.join(60)
     assert "could not be written; the next try is in some minutes" in caplog.text
     (tmp_path / "gone").unlink()
     (tmp_path / "gone").mkdir()
@@ -364,4 +364,4 @@ def test_tenants_who_say_little_are_counted_too() -> None:
     for i in range(5000):
         answer(drafter, [1], i.to_bytes(4, "little"))
         drafter._store.take(100)
-    assert len(drafter._store._tenants) <= 2**20 // suffix._BYTES_PER_TOKEN // suffix._TENANT_TOKENS
+    assert len(drafter._store._tenants) <= 2**20 // textstore._BYTES_PER_TOKEN // textstore._TENANT_TOKENS
