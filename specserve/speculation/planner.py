@@ -34,6 +34,7 @@ class Planner:
         self._promised = 0.0  # seconds that asking for chosen drafts will take
         self.is_probe = False  # a step without drafts, which tells what plain decoding takes
         self._since_look = 1
+        self._scale = 1.0  # what plain steps are expected to take, times what they took
 
     def start(self, load: Load) -> None:
         """A step without drafts so far."""
@@ -42,6 +43,8 @@ class Planner:
         self.plain = self._curve[0] if not load.tokens else self._cost.seconds(load.rows, load.context)
         self._num_chosen, self._expected, self._promised = 0, float(load.rows), 0.0
         self.guard.begin(load)
+        measured = self.guard.plain(load)
+        self._scale = self.plain / measured if measured else 1.0
         self.is_probe = self.guard.wants_plain(load)
 
     def extra(self, count: int) -> float:
@@ -53,7 +56,11 @@ class Planner:
 
     def can_draft(self, asking: float = 0.0) -> bool:
         """Whether a row more can be afforded, and `asking` seconds for what is in it."""
-        return self.guard.affordable() >= self.extra(self._num_chosen + 1) + self._promised + asking
+        return self._affordable() >= self.extra(self._num_chosen + 1) + self._promised + asking
+
+    def _affordable(self) -> float:
+        """Seconds, as they are expected, that drafts of this step may lose."""
+        return self.guard.affordable() * self._scale
 
     def price(self, count: int) -> float:
         """What so many nodes cost, in tokens that plain decoding of one sequence emits in the time."""
@@ -79,7 +86,7 @@ class Planner:
         load, plain = self.load, self.plain
         if not plain or self.is_probe:
             return chosen
-        affordable = min(self.guard.affordable(), _WAIT_S * load.rows if load.rows > 1 else math.inf)
+        affordable = min(self._affordable(), _WAIT_S * load.rows if load.rows > 1 else math.inf)
         nodes = sorted((-p, i, node) for i, each in enumerate(proposals) for node, p in enumerate(each.survival))
         before, expected = self._num_chosen, self._expected
         self.extra(before + min(len(nodes), most))

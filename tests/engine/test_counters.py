@@ -91,7 +91,7 @@ def test_masks_have_a_phase_of_their_own_and_forced_tokens_are_counted(tmp_path:
 def test_only_what_a_grammar_forced_is_counted_as_forced(tmp_path: Path) -> None:
     """N-grams draft what the text said before, and that is no forced token although the grammar lets it stand."""
     folder = write_tiny_model(tmp_path, "llama", seed=3)
-    built = build(EngineConfig(model=str(folder), dtype="float32", drafter="ngram"))
+    built = build(EngineConfig(model=str(folder), dtype="float32", drafter="ngram", adaptive=False))
     built.engine.add(*bound(built, [5, 6, 7] * 5, Structured.regex("[a-z ]{30,}")))
     (seq,) = built.engine.requests["bound"]
     while built.engine.has_work:

@@ -25,6 +25,7 @@ from specserve.errors import ConfigError, InputError, PromptTooLongError
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.cost import ROWS, DecodeCost
+from specserve.speculation.guard import Guard
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers, prepare
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
@@ -690,6 +691,7 @@ def test_weighed_drafts_change_nothing(
     """Where rows cost little and nothing else is learned of their cost, drafts are made; alone and in batches, with
     blocks that do not suffice and prompts in chunks, outputs are those of plain decoding."""
     monkeypatch.setattr(DecodeCost, "observe", lambda *args: None)
+    monkeypatch.setattr(Guard, "took", lambda *args: None)
     engine = make(tiny, blocks=24, adaptive=True, max_num_seqs=batch, max_num_batched_tokens=48, threads=2)
     engine.scheduler.cost.decoding.begin(np.linspace(1.0, 1.5, len(ROWS)))
     host = DraftHost(scripted(alone, accuracy=0.8, decoys=2), VOCAB, 10.0)
