@@ -61,7 +61,7 @@ CONTRACTS = (
 )
 CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
 # Drafters that run models, and what these alone use, are no part of it.
-WITH_MODELS = ("draft_model", "eagle", "block", "medusa", "asking", "model_runner", "drawing", "likeliest")
+WITH_MODELS = ("draft_model", "eagle", "block", "medusa", "draft_cost", "model_runner", "drawing", "likeliest")
 CORE_LIMIT = 4_990
 CONFIG_FIELDS_LIMIT = 22
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}

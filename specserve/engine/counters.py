@@ -84,7 +84,7 @@ class Counters:
         times = {name: getattr(self, name) + Times() for name in ("mask_per_step", "mask_per_row")}
         return replace(self, seconds=dict(self.seconds), draft_seconds=dict(self.draft_seconds), **times)
 
-    def settle(self, mask_s: float, num_masked_rows: int) -> None:
+    def end_step(self, mask_s: float, num_masked_rows: int) -> None:
         """After a step, whose masks took so long: the host's share is what the phases leave of the total."""
         if num_masked_rows:
             self.mask_per_step.add(mask_s)

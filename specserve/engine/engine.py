@@ -106,11 +106,11 @@ class Engine:
         for each in events:
             if each.explained is not None:
                 each.explained.seconds = seconds
-        without_asking = self.policy.settle(step, seconds)
+        without_asking = self.policy.end_step(step, seconds)
         decoding = [verdicts[each.seq] for each in step.decoding if each.seq in verdicts]
         self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
         self.scheduler.cost.observe(*_load(step), without_asking)
-        self.counters.settle(mask_s + self.counters.seconds["mask"], _num_masked(step))
+        self.counters.end_step(mask_s + self.counters.seconds["mask"], _num_masked(step))
         return events
 
     def _forward(self, step: Step, inputs: StepInput) -> tuple[Output, Ids | None]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence as Many
 from dataclasses import dataclass, field
 
 from specserve.runtime.pack import Step
-from specserve.speculation.asking import Asked, AskingCost, SharedCost
 from specserve.speculation.cost import DecodeCost
+from specserve.speculation.draft_cost import Asked, DraftCost, SharedDraftCost
 from specserve.speculation.guard import Load
 from specserve.speculation.planner import Planner
 from specserve.speculation.stats import Acceptance, OwnAcceptance
@@ -22,7 +22,7 @@ _HOPE = 0.5  # tokens a step that a new sequence is expected to gain
 _LOOKS_AGAIN = 32  # steps without a draft
 _HELD_UP = 8.0  # times what asking takes: more was a pause of the machine
 _LASTS = 64  # steps that a sequence is expected to go on, at most
-_MOST_OWED = 1.5  # times what was lent
+_MOST_UNPAID = 1.5  # times what catching up took
 _WORTH = 1.04  # times the tokens a second: a model that is asked slows other things down, too
 _SURELY = 2.0  # times what reading takes must be expected to come back
 
@@ -36,18 +36,18 @@ class _Record:
     waited: int = 0  # steps since it was asked
     proposals: Proposals | None = None  # of this step
     nodes: list[int] = field(default_factory=list)  # of these, those in the draft
-    late: dict[str, int] = field(default_factory=dict)  # who was asked late in this step, and for how many tokens
+    heads: dict[str, int] = field(default_factory=dict)  # which heads drafted in this step, and for how many tokens
     asking: float = 0.0  # seconds that asking for this step's draft took, where it is verified whole
-    lent: float = 0.0  # seconds that its drafter has read for it, and
-    owed: float = 0.0  # how many of these its drafts have yet to save
+    catch_up_cost: float = 0.0  # seconds that its drafter has read for it, and
+    unpaid: float = 0.0  # how many of these its drafts have yet to save
 
 
 @dataclass(slots=True)
-class _Late:
+class _Head:
     """What is known of a drafter that takes a while."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)  # by depth alone, as nothing else is known before
-    cost: SharedCost = field(default_factory=SharedCost)
+    cost: SharedDraftCost = field(default_factory=SharedDraftCost)
     num_answers: int = 0
     shadows: float = 0.0  # seconds for asking it where it gains nothing
 
@@ -68,10 +68,10 @@ class Adaptive:
         self._acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # by source
         self._records: dict[Sequence, _Record] = {}
         self._asking = 0.0  # seconds for one sequence
-        self._late: defaultdict[str, _Late] = defaultdict(_Late)  # by source
-        self._asking_whole: defaultdict[str, AskingCost] = defaultdict(AskingCost)  # of drafts that are verified whole
+        self._heads: defaultdict[str, _Head] = defaultdict(_Head)  # by source
+        self._asking_whole: defaultdict[str, DraftCost] = defaultdict(DraftCost)  # of drafts that are verified whole
         self._gains: dict[str, float] = {}  # of these, by drafter: tokens that a draft gained beyond what it took
-        self._debtors: set[Sequence] = set()
+        self._catching_up: set[Sequence] = set()
         self._shadows = 0.0  # seconds for asking those that gain nothing
         self._drafting = 0.0  # seconds in this step
         self._reading = self._repaid = 0.0
@@ -82,8 +82,8 @@ class Adaptive:
 
     def end(self, seq: Sequence) -> None:
         record = self._records.pop(seq, None)
-        if record is not None and record.owed:
-            self.planner.guard.charge(record.owed)
+        if record is not None and record.unpaid:
+            self.planner.guard.charge(record.unpaid)
         elif record is not None and record.gain == _HOPE and seq.drafter in self._gains:  # no draft of it was verified
             self._gains[seq.drafter] += _FORGETS * (_HOPE - self._gains[seq.drafter])
 
@@ -94,7 +94,7 @@ class Adaptive:
         self.planner.start(Load(len(decoding), sum(len(each.seq.tokens) for each in decoding), tokens))
         self._drafting = self._reading = self._repaid = 0.0
 
-    def asked(self, decoding: list[ScheduledSeq]) -> list[ScheduledSeq]:
+    def select(self, decoding: list[ScheduledSeq]) -> list[ScheduledSeq]:
         """Of sequences that could have a draft in this step, those whose drafters are asked for one."""
         if not decoding or not self.planner.plain:
             return []
@@ -114,7 +114,7 @@ class Adaptive:
             asked.append(each)
         return asked
 
-    def asked_late(
+    def select_for_head(
         self,
         source: str,
         proposals: Mapping[ScheduledSeq, Proposals],
@@ -124,45 +124,45 @@ class Adaptive:
         """Of sequences with what was proposed for them so far, those that are expected to gain by asking `source` too,
         which takes a while; with the length of the draft that gains most, or the longest of a drafter that makes all of
         a draft in one pass."""
-        planner, late, spent = self.planner, self._late[source], 0.0
+        planner, head, spent = self.planner, self._heads[source], 0.0
         asked: dict[ScheduledSeq, int] = {}
         if not planner.plain or planner.is_probe:
             return asked
         for each, found in proposals.items():
             record, limit = self._records[each.seq], limits[each]
-            found.settle(self._acceptance, record.own)
+            found.compute_survival(self._acceptance, record.own)
             there = found.by_depth()[:limit]
             survival, likely = 1.0, there + [0.0] * (limit - len(there))
             best, length = 0.0, 0
             for depth in range(limit):
-                survival *= record.own[source].probability(late.acceptance.rates[Acceptance.unsure(depth)])
+                survival *= record.own[source].probability(head.acceptance.rates[Acceptance.unsure(depth)])
                 likely[depth] = max(survival, likely[depth])
                 if depth + 1 == limit or not is_one_pass:
-                    speed = planner.speed(likely[: max(depth + 1, len(there))], late.cost.of(depth + 1, len(proposals)))
+                    speed = planner.speed(likely[: max(depth + 1, len(there))], head.cost.of(depth + 1, len(proposals)))
                     if speed > best:
                         best, length = speed, depth + 1
-            seconds, longest = (late.cost.of(count, len(proposals)) for count in (length, limit))
+            seconds, longest = (head.cost.of(count, len(proposals)) for count in (length, limit))
             if not planner.can_draft(spent + seconds):
                 break
             is_better = best > _WORTH * planner.speed(there)
             shadow = longest - (seconds if is_better else 0.0)  # all of it shows what longer ones would gain
-            if late.shadows > shadow > 0.0 and planner.can_draft(spent + longest):
-                late.shadows -= shadow
+            if head.shadows > shadow > 0.0 and planner.can_draft(spent + longest):
+                head.shadows -= shadow
                 length, seconds, is_better = limit, longest, True
             if is_better:
                 asked[each], spent = length, spent + seconds
         return asked
 
-    def answered_late(self, source: str, lengths: Mapping[ScheduledSeq, int], seconds: float) -> None:
+    def record_head_time(self, source: str, lengths: Mapping[ScheduledSeq, int], seconds: float) -> None:
         """Asking it for drafts of these lengths together took so long."""
-        late = self._late[source]
+        head = self._heads[source]
         for each, length in lengths.items():
-            self._records[each.seq].late[source] = length
-        late.num_answers += 1
-        if late.num_answers == 1:  # it takes many times longer, and nothing is known of it
+            self._records[each.seq].heads[source] = length
+        head.num_answers += 1
+        if head.num_answers == 1:  # it takes many times longer, and nothing is known of it
             self._drafting += seconds
         else:
-            self._drafting += late.cost.learn(list(lengths.values()), seconds)
+            self._drafting += head.cost.learn(list(lengths.values()), seconds)
 
     def choose(self, proposals: Many[tuple[Sequence, Proposals]], most: int, seconds: float) -> list[list[int]]:
         """Which nodes of each sequence's proposals this step shall verify, at most `most` together; asking for them
@@ -171,7 +171,7 @@ class Adaptive:
             return []
         self._asking = self._took(seconds, len(proposals), self._asking)
         for seq, each in proposals:
-            each.settle(self._acceptance, self._records[seq].own)
+            each.compute_survival(self._acceptance, self._records[seq].own)
         return self.planner.choose([each for _, each in proposals], most)
 
     def length(self, seq: Sequence, limit: int, unread: int = 0) -> int:
@@ -181,7 +181,7 @@ class Adaptive:
         record = self._records[seq]
         record.waited += 1
         asking = self._asking_whole[seq.drafter]
-        if asking.has_to_read(unread) and not self._may_lend(seq, asking.reading(unread)):
+        if asking.has_to_read(unread) and not self._may_catch_up(seq, asking.reading(unread)):
             return 0
         rates = self._acceptance[seq.drafter].rates
         chain = Proposals.chain(
@@ -193,19 +193,19 @@ class Adaptive:
             return 1
         return len(nodes)
 
-    def _may_lend(self, seq: Sequence, seconds: float) -> bool:
+    def _may_catch_up(self, seq: Sequence, seconds: float) -> bool:
         """Whether a sequence's drafts are expected to save what reading it takes, and there is no debt. Of a drafter
         that has not shown it yet, one sequence at a time is tried."""
-        is_tried = seq.drafter in self._gains or not self._debtors
+        is_tried = seq.drafter in self._gains or not self._catching_up
         gain = self._gains.get(seq.drafter, _HOPE)
         token = self.planner.plain / max(self.planner.load.rows, 1)
         steps = min(seq.max_tokens - seq.num_output, _LASTS)
         if is_tried and self.planner.guard.allowance > 0 and gain * token * steps > _SURELY * seconds:
-            self._debtors.add(seq)
+            self._catching_up.add(seq)
             return True
         return False
 
-    def asked_whole(self, drafter: str, asked: Mapping[Sequence, Asked], seconds: float) -> None:
+    def record_draft_time(self, drafter: str, asked: Mapping[Sequence, Asked], seconds: float) -> None:
         """That drafter was asked for these drafts, which took so long together."""
         counted, reading = self._asking_whole[drafter].learn(list(asked.values()), seconds)
         self._drafting += counted
@@ -214,8 +214,8 @@ class Adaptive:
             record = self._records[seq]
             record.asking = counted / len(asked)
             if read:
-                record.owed += read
-                record.lent += read
+                record.unpaid += read
+                record.catch_up_cost += read
 
     def _took(self, seconds: float, num_seqs: int, before: float) -> float:
         """What asking for one sequence takes, now that asking for some took so long."""
@@ -228,7 +228,7 @@ class Adaptive:
         """These nodes of the proposals are the draft; what comes will tell of all."""
         record = self._records[seq]
         if not proposals.survival:  # nobody has weighed it
-            proposals.settle(self._acceptance, record.own)
+            proposals.compute_survival(self._acceptance, record.own)
         record.proposals, record.nodes, record.waited = proposals, list(nodes), 0
 
     def observe(self, verdicts: Mapping[Sequence, Verdict]) -> None:
@@ -238,7 +238,7 @@ class Adaptive:
             record = self._records[seq]
             proposals, record.proposals = record.proposals, None
             asking, record.asking = record.asking, 0.0
-            asked_late, record.late = record.late, {}
+            select_for_head, record.heads = record.heads, {}
             judged: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
             found: dict[tuple[str, int], bool] = {}  # whether a node of a source at a depth was accepted
             for owners, depth, hit in () if proposals is None else proposals.judged(verdict.tokens):
@@ -248,12 +248,12 @@ class Adaptive:
                     judged[source][1] += acceptance.rates[cell]
                     acceptance.count(cell, hit)
                     found[source, depth] = found.get((source, depth), False) or hit
-            for source, length in asked_late.items():
+            for source, length in select_for_head.items():
                 if source in judged:
                     depths = range(min(length, len(verdict.tokens)))
-                    self._late[source].count([found.get((source, depth), False) for depth in depths])
+                    self._heads[source].count([found.get((source, depth), False) for depth in depths])
                 else:  # it has nothing to say of this sequence, perhaps for good
-                    judged[source] = [0.0, self._late[source].acceptance.rates[Acceptance.unsure(0)]]
+                    judged[source] = [0.0, self._heads[source].acceptance.rates[Acceptance.unsure(0)]]
             for source, (hits, expected) in judged.items():
                 record.own[source].count(hits, expected)
             if proposals is None:
@@ -269,16 +269,16 @@ class Adaptive:
         saved = gained * token - asking
         before = self._gains.get(seq.drafter, _HOPE)
         self._gains[seq.drafter] = before + _FORGETS * (saved / token - before)
-        if record.owed:  # what single drafts lose until it is paid back is owed too, up to a point
-            owed = min(max(record.owed - saved, 0.0), _MOST_OWED * record.lent)
-            self._repaid += record.owed - owed
-            record.owed = owed
+        if record.unpaid:  # what single drafts lose until it is paid back counts too, up to a point
+            unpaid = min(max(record.unpaid - saved, 0.0), _MOST_UNPAID * record.catch_up_cost)
+            self._repaid += record.unpaid - unpaid
+            record.unpaid = unpaid
 
-    def settle(self, drafted: int, seconds: float, telling: float = 0.0) -> None:
+    def end_step(self, drafted: int, seconds: float, telling: float = 0.0) -> None:
         """The step with so many draft rows is over; telling drafters of it took `telling` of its seconds."""
-        self.planner.settle(drafted, self._accepted, self._drafting + telling, seconds, self._reading, self._repaid)
-        if self._debtors:
-            self._debtors = {seq for seq in self._debtors if seq in self._records and self._records[seq].owed}
+        self.planner.end_step(drafted, self._accepted, self._drafting + telling, seconds, self._reading, self._repaid)
+        if self._catching_up:
+            self._catching_up = {seq for seq in self._catching_up if seq in self._records and self._records[seq].unpaid}
         self._shadows = min(self._shadows + _SHADOW * seconds, _MOST_SHADOWS * self._asking)
-        for late in self._late.values():
-            late.shadows = min(late.shadows + _SHADOW * seconds, _MOST_SHADOWS * late.cost.newest)
+        for head in self._heads.values():
+            head.shadows = min(head.shadows + _SHADOW * seconds, _MOST_SHADOWS * head.cost.newest)

@@ -39,8 +39,8 @@ class DraftHost:
     between threads a step cost a small model a tenth of its speed. Without a drafter every method returns at once.
 
     `name` is what requests and logs call the drafter; without one, "none" or the name of its class. `parts` are the
-    hosts of the drafters that draft under this name together: itself alone, but for "auto". `is_weighed`: whether
-    drafts may be cut and merged with others, `is_late`: whether asking takes long enough to think first; `is_fixed`
+    hosts of the drafters that draft under this name together: itself alone, but for "auto". `is_trimmable`: whether
+    drafts may be cut and merged with others, `is_head`: whether asking takes long enough to think first; `is_fixed`
     says that verification asks for no distribution that a model's drafts were drawn from. `active`: whether a proposal
     can come, as there is a drafter that was neither switched off nor closed. `dropped` counts lost drafts by reason:
     those of `check.checked`, "count" (not one draft for each sequence), "exception" and "timeout"; a begin, observe,
@@ -62,8 +62,8 @@ class DraftHost:
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
         self.needs: Needs = Needs.of([part.needs for part in parts] or [getattr(drafter, "needs", Needs())])
-        self.is_late = self.needs.cost_class in ("pass", "passes")
-        self.is_weighed: bool = all(part.is_weighed for part in parts)
+        self.is_head = self.needs.cost_class in ("pass", "passes")
+        self.is_trimmable: bool = all(part.is_trimmable for part in parts)
         self.dropped: Counter[str] = Counter()
         self.num_dropped = 0  # the sum of `dropped`
         self._drafter = drafter
@@ -74,7 +74,7 @@ class DraftHost:
         if drafter is not None:
             # What ours look up is one token for sure, at any length: it may be cut, and merged with what others found.
             # So is what a head guesses where verification asks for no distribution.
-            self.is_weighed = is_ours and (self.needs.cost_class == "free" or (self.is_late and is_fixed))
+            self.is_trimmable = is_ours and (self.needs.cost_class == "free" or (self.is_head and is_fixed))
             self._worker = (
                 Inline(self.needs.cost_class != "free") if is_ours else Worker("specserve-drafter", timeout_s)
             )
@@ -107,7 +107,7 @@ class DraftHost:
         if self._drafter is not None:
             self._expected.add(seq)
 
-    def meet(self, seqs: list[Sequence]) -> None:
+    def begin_pending(self, seqs: list[Sequence]) -> None:
         """Tell the drafter of those sequences of a step that it has not heard of. Before the step."""
         for seq in seqs if self._expected else ():
             if seq in self._expected and self._drafter is not None:
@@ -119,7 +119,7 @@ class DraftHost:
     def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
         """One draft for each sequence of a step, of at most budget[i] tokens; the drafter is asked for those with a
         budget."""
-        self.meet(seqs)
+        self.begin_pending(seqs)
         drafts = [Draft.empty()] * len(seqs)
         asked = [i for i, seq in enumerate(seqs) if budget[i] > 0 and seq in self._views]
         if self._drafter is None or not asked:

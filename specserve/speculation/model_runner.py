@@ -15,8 +15,8 @@ from specserve.ops import Ops
 from specserve.ops.rows import padded_tables
 from specserve.runtime.pack import SequenceRows, StepInput, pack
 from specserve.runtime.runner import Runner
-from specserve.speculation.asking import ON_THE_WAY
 from specserve.speculation.base import MOST_MISSING, DraftInput, DraftOutput, HiddenInput, SequenceView
+from specserve.speculation.draft_cost import ON_THE_WAY
 from specserve.speculation.drawing import DraftText, Drawing
 
 

@@ -132,7 +132,7 @@ class Planner:
         share = self.plain / load.rows + (extra / count if count else 0.0)
         return (expected - load.rows) * share / 2 - extra
 
-    def settle(
+    def end_step(
         self, drafted: int, accepted: int, drafting: float, seconds: float, reading: float = 0.0, repaid: float = 0.0
     ) -> None:
         """The step took `seconds`, of these `drafting` for asking drafters and telling them; `accepted` of `drafted`

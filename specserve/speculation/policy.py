@@ -17,8 +17,8 @@ from specserve.explained import Explained
 from specserve.registry import AUTO, DRAFTERS, NONE, RUNS_MODEL
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
-from specserve.speculation.asking import Asked
 from specserve.speculation.context import TargetContext
+from specserve.speculation.draft_cost import Asked
 from specserve.speculation.grammar import guide
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers
@@ -111,11 +111,11 @@ class Policy:
         whole: list[ScheduledSeq] = []
         weighed: list[ScheduledSeq] = []
         for each in limits:
-            (weighed if adaptive is not None and self._hosts[each.seq.drafter].is_weighed else whole).append(each)
+            (weighed if adaptive is not None and self._hosts[each.seq.drafter].is_trimmable else whole).append(each)
         budgets: dict[ScheduledSeq, int] = {}
         if adaptive is not None:
             adaptive.start(step)
-            heard = adaptive.asked([each for each in weighed if each.seq.draft_limit])
+            heard = adaptive.select([each for each in weighed if each.seq.draft_limit])
             budgets = {each: min(limits[each], each.seq.draft_limit) for each in heard}
         for each in whole:
             unread = self._unread(each.seq)
@@ -125,14 +125,14 @@ class Policy:
         begun = time.perf_counter()
         with self._timed("draft"):
             hosts = [host for host in self._num_seqs if host.active]
-            is_late = [adaptive is not None and host.is_weighed and host.is_late for host in hosts]
+            is_head = [adaptive is not None and host.is_trimmable and host.is_head for host in hosts]
             drafts, took = self._propose(
-                [h for h, late in zip(hosts, is_late, strict=True) if not late], step.seqs, budgets
+                [h for h, late in zip(hosts, is_head, strict=True) if not late], step.seqs, budgets
             )
             proposals = {each: Proposals(drafts.pop(each, ())) for each in weighed}
             seconds = time.perf_counter() - begun
             if adaptive is not None:
-                for host in (host for host, late in zip(hosts, is_late, strict=True) if late):
+                for host in (host for host, late in zip(hosts, is_head, strict=True) if late):
                     took[host.name] = self._ask_late(host, step, proposals, adaptive, limits)
         self._asking = time.perf_counter() - begun
         for each, found in drafts.items():
@@ -141,7 +141,7 @@ class Policy:
             for name, group in asked.items():
                 if group := {seq: each for seq, each in group.items() if each.length}:
                     spent = sum(took[part.name] for part in self._hosts[name].parts)
-                    adaptive.asked_whole(name, group, spent)
+                    adaptive.record_draft_time(name, group, spent)
                     seconds -= spent
         if adaptive is not None and proposals:
             self._weigh(step, proposals, adaptive, limits, seconds)
@@ -152,10 +152,10 @@ class Policy:
             costs = adaptive.planner.forecast(nodes, sum(took.values())) if adaptive is not None else ()
             each.seq.explained = Explained(budgets.get(each, 0), proposed, own + nodes, *costs)
 
-    def settle(self, step: Step, seconds: float) -> float:
+    def end_step(self, step: Step, seconds: float) -> float:
         """The step is over and took so long. Returns what of it was not for asking drafters."""
         if self.adaptive is not None:
-            self.adaptive.settle(sum(len(each.draft) for each in step.seqs), seconds, self._telling)
+            self.adaptive.end_step(sum(len(each.draft) for each in step.seqs), seconds, self._telling)
         return seconds - self._asking
 
     def observe(
@@ -244,10 +244,10 @@ class Policy:
         limits: Mapping[ScheduledSeq, int],
     ) -> float:
         """Add what a drafter that takes a while proposes, where that is worth asking it. Returns the seconds."""
-        host.meet([e.seq for e in step.seqs if host in self._parts[e.seq]])
+        host.begin_pending([e.seq for e in step.seqs if host in self._parts[e.seq]])
         own = {e: found for e, found in proposals.items() if e.seq.draft_limit and host in self._parts[e.seq]}
         longest = {e: min(limits[e], e.seq.draft_limit) for e in own}
-        asked = adaptive.asked_late(host.name, own, longest, host.needs.cost_class == "pass")
+        asked = adaptive.select_for_head(host.name, own, longest, host.needs.cost_class == "pass")
         budgets = {e: self._reserve(step, e, length) for e, length in asked.items()}
         if not any(budgets.values()):
             return 0.0
@@ -258,7 +258,7 @@ class Policy:
         for count in budgets.values():  # the step takes what it verifies
             step.num_tokens_left += count
             step.num_logits_left += count
-        adaptive.answered_late(host.name, {each: count for each, count in budgets.items() if count}, took[host.name])
+        adaptive.record_head_time(host.name, {each: count for each, count in budgets.items() if count}, took[host.name])
         return took[host.name]
 
     def _keep_whole(self, each: ScheduledSeq, found: list[tuple[str, Draft]], budget: int) -> None:

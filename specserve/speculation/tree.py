@@ -73,7 +73,7 @@ class Proposals:
         for above in followed:
             self._num_sources[above] = self._num_sources.get(above, 0) + 1
 
-    def settle(self, acceptance: Mapping[str, Acceptance], own: Mapping[str, OwnAcceptance]) -> None:
+    def compute_survival(self, acceptance: Mapping[str, Acceptance], own: Mapping[str, OwnAcceptance]) -> None:
         """Work out the survival of all nodes, with what is in so far. Siblings are never likelier together than what is
         certain: the likeliest keep their chances."""
         self.owners, self.survival, chances = [], [], list[float]()

@@ -31,7 +31,7 @@ from specserve.models.loader import load_model
 from specserve.ops.backend import KernelOptions
 from specserve.registry import DRAFTERS, KERNELS
 from specserve.speculation import policy
-from specserve.speculation.asking import SharedCost
+from specserve.speculation.draft_cost import SharedDraftCost
 from specserve.speculation.grammar import guide
 from specserve.speculation.planner import Planner
 from specserve.speculation.tree import Proposals
@@ -434,7 +434,7 @@ def test_drafts_of_passes_that_are_weighed(
 
     monkeypatch.setattr(Planner, "choose", some)
     monkeypatch.setattr(Planner, "can_draft", lambda *_: True)
-    monkeypatch.setattr(SharedCost, "of", lambda *_: 0.0)  # so that it is asked however long a tiny model takes
+    monkeypatch.setattr(SharedDraftCost, "of", lambda *_: 0.0)  # so that it is asked however long a tiny model takes
     options: dict[str, Any] = {"drafter": drafter, "drafter_options": {"head": str(heads["eagle3"])}, "adaptive": True}
     storage = make(tiny, options).cache.storage
     per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks

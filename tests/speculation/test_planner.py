@@ -13,8 +13,8 @@ import pytest
 
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
-from specserve.speculation.asking import Asked
 from specserve.speculation.cost import ROWS, StepCost
+from specserve.speculation.draft_cost import Asked
 from specserve.speculation.tree import Proposals
 from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
 
@@ -44,7 +44,7 @@ class Run:
 
 class Machine:
     """Decodes sequences that never end, with exact times. `asking` are the seconds that one proposal takes; with
-    `is_whole` drafts are verified as they are, so that their lengths are decided before; with `is_late` whether to ask
+    `is_whole` drafts are verified as they are, so that their lengths are decided before; with `is_head` whether to ask
     is, once there is what was `looked_up` at no cost, and with `passes` for how many tokens, each for `asking` seconds
     and less where sequences share a pass. What it `knows` of costs at first it believes for ever unless it `learns`."""
 
@@ -57,7 +57,7 @@ class Machine:
         confidence: float = 0.5,
         knows: Callable[[int], float] | None = None,
         is_whole: bool = False,
-        is_late: bool = False,
+        is_head: bool = False,
         passes: bool = False,
         shaped: Callable[[Draft], Draft] = lambda draft: draft,
         looked_up: Acceptance | None = None,
@@ -68,7 +68,7 @@ class Machine:
         self.cost.decoding.begin(np.array([(knows or takes)(rows) for rows in ROWS]))
         self.adaptive = Adaptive(self.cost.decoding)
         self.takes, self.is_right, self.asking, self.confidence = takes, is_right, asking, confidence
-        self.is_whole, self.is_late, self.passes = is_whole, is_late or passes, passes
+        self.is_whole, self.is_head, self.passes = is_whole, is_head or passes, passes
         self.shaped, self.looked_up, self.slower, self.learns = shaped, looked_up, slower, learns
         self.num_asked = 0  # of the late ones
         self.seqs = [Sequence(str(i), 0, [0] * 20, 10, SamplingParams(), 0, 10**9) for i in range(num_seqs)]
@@ -90,24 +90,24 @@ class Machine:
             asked = {seq: Asked(length, 0) for seq, length in lengths.items() if length}
             asking = self.asking * len(asked)
             if asked:
-                adaptive.asked_whole("none", asked, asking)
+                adaptive.record_draft_time("none", asked, asking)
             for seq in asked:
                 draft = self._draft(at, seq)
                 cut = Draft(draft.tokens[: lengths[seq]], draft.parents[: lengths[seq]])
                 adaptive.verify(seq, Proposals([("none", cut)]), range(lengths[seq]))
-        elif self.is_late:
+        elif self.is_head:
             there = {each: Proposals() for each in scheduled}
             if self.looked_up is not None:
-                for each in adaptive.asked(scheduled):
+                for each in adaptive.select(scheduled):
                     there[each].add("looked up", self._draft(at, each.seq, self.looked_up))
-            late = adaptive.asked_late("head", there, dict.fromkeys(scheduled, LENGTH), not self.passes)
+            late = adaptive.select_for_head("head", there, dict.fromkeys(scheduled, LENGTH), not self.passes)
             self.num_asked += len(late)
             for each, length in late.items():
                 draft = self.shaped(self._draft(at, each.seq))
                 there[each].add("head", _cut(draft, length))
             asking = self._passes(list(late.values())) if self.passes else self.asking * len(late)
             if late:
-                adaptive.answered_late("head", late, asking)
+                adaptive.record_head_time("head", late, asking)
             proposals = [(each.seq, found) for each, found in there.items() if len(found)]
             chosen = adaptive.choose(proposals, 512, 0.0)
             lengths = {}
@@ -115,7 +115,7 @@ class Machine:
                 adaptive.verify(seq, found, nodes)
                 lengths[seq] = len(nodes)
         else:
-            heard = adaptive.asked(scheduled)
+            heard = adaptive.select(scheduled)
             proposals = [(each.seq, Proposals([("source", self._draft(at, each.seq))])) for each in heard]
             asking = self.asking * len(heard)
             chosen = adaptive.choose(proposals, 512, asking)
@@ -126,7 +126,7 @@ class Machine:
         adaptive.observe(verdicts)
         drafted, num_seqs = sum(lengths.values()), len(self.seqs)
         seconds = self.slower(at) * self.takes(num_seqs + drafted) + asking
-        adaptive.settle(drafted, seconds)
+        adaptive.end_step(drafted, seconds)
         if self.learns:
             self.cost.observe(num_seqs + drafted, 20 * num_seqs, 0, 0.0, seconds - asking)
         num_tokens = sum(len(verdict.tokens) for verdict in verdicts.values())
@@ -204,7 +204,7 @@ def test_the_loss_is_bounded_where_drafts_are_verified_whole(name: str, num_seqs
 @pytest.mark.parametrize("num_seqs", [1, 12])
 @pytest.mark.parametrize("name", ["never", "ten and ten", "drifting", "one good among bad"])
 def test_the_loss_is_bounded_where_asking_takes_a_while(name: str, num_seqs: int, asking: float) -> None:
-    run = Machine(steep, ADVERSARIES[name], num_seqs, asking / num_seqs, is_late=True).run(800)
+    run = Machine(steep, ADVERSARIES[name], num_seqs, asking / num_seqs, is_head=True).run(800)
     assert run.seconds <= 1.02 * run.plain + 4 * asking + 8 * steep(num_seqs)
 
 
@@ -231,7 +231,7 @@ def test_drafts_of_passes_are_as_long_as_pays(num_seqs: int) -> None:
 def test_what_takes_a_while_is_asked_where_it_pays(num_seqs: int) -> None:
     """Nearly always if it is mostly right; seldom where it is wrong, or too slow, or what costs nothing is as good."""
     good: Acceptance = lambda at, seq, depth: chance(at, seq, depth) < 0.7  # noqa: E731
-    machine = Machine(flat, good, num_seqs, PLAIN / 4 / num_seqs, is_late=True)
+    machine = Machine(flat, good, num_seqs, PLAIN / 4 / num_seqs, is_head=True)
     run = machine.run(600)
     assert machine.num_asked > (0.9 if num_seqs == 1 else 0.75) * 600 * num_seqs
     assert run.seconds < (0.8 if num_seqs == 1 else 0.9) * run.plain
@@ -240,7 +240,7 @@ def test_what_takes_a_while_is_asked_where_it_pays(num_seqs: int) -> None:
         (good, 4 * PLAIN, None),
         (good, PLAIN / 4, good),
     ):
-        machine = Machine(flat, is_right, num_seqs, asking / num_seqs, is_late=True, looked_up=looked_up)
+        machine = Machine(flat, is_right, num_seqs, asking / num_seqs, is_head=True, looked_up=looked_up)
         machine.run(300)
         before = machine.num_asked
         machine.run(300, first=300)
@@ -250,7 +250,7 @@ def test_what_takes_a_while_is_asked_where_it_pays(num_seqs: int) -> None:
 def test_a_tree_is_as_good_as_its_best_branch() -> None:
     """Half of its nodes are wrong."""
     good: Acceptance = lambda at, seq, depth: chance(at, seq, depth) < 0.7  # noqa: E731
-    machine = Machine(flat, good, asking=PLAIN / 2, is_late=True, shaped=_with_siblings)
+    machine = Machine(flat, good, asking=PLAIN / 2, is_head=True, shaped=_with_siblings)
     machine.run(1000)
     before = machine.num_asked
     run = machine.run(400, first=1000)
@@ -259,7 +259,7 @@ def test_a_tree_is_as_good_as_its_best_branch() -> None:
 
 
 def test_what_takes_a_while_is_asked_again_when_it_has_become_good() -> None:
-    machine = Machine(flat, lambda at, seq, depth: at >= 600, asking=PLAIN / 4, is_late=True)
+    machine = Machine(flat, lambda at, seq, depth: at >= 600, asking=PLAIN / 4, is_head=True)
     machine.run(600)
     machine.run(400, first=600)
     before = machine.num_asked
@@ -296,7 +296,7 @@ SLOWER: dict[str, Callable[[int], float]] = {
 KINDS: dict[str, dict[str, Any]] = {
     "looked up": {},
     "whole": {"is_whole": True, "asking": PLAIN / 8},
-    "a pass": {"is_late": True, "asking": PLAIN / 8},
+    "a pass": {"is_head": True, "asking": PLAIN / 8},
     "passes": {"passes": True, "asking": PLAIN / 16},
 }
 

@@ -215,7 +215,7 @@ def test_how_much_of_a_sampled_draft_is_verified_does_not_hang_on_what_is_in_it(
             assert draft.q is not None or not len(draft)
             accepted = len(draft) if is_accepted else 0
             drafters.observe(step, {seq: Verdict([token] * accepted + [9], list(range(accepted)))}, {})
-            adaptive.settle(len(draft), 0.011 + 0.001 * len(draft))
+            adaptive.end_step(len(draft), 0.011 + 0.001 * len(draft))
         assert drafter.asked == [length for length in lengths[-1] if length]
     assert all(each == lengths[0] for each in lengths)
     assert (lengths[0][-1] == 5) == is_accepted

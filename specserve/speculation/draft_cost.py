@@ -19,7 +19,7 @@ class Asked(NamedTuple):
     unread: int  # tokens of the sequence that the drafter's own model had not computed
 
 
-class AskingCost:
+class DraftCost:
     """Seconds that one drafter takes for one sequence: per draft by its length, and per token that it has to read
     before its first one. Lengths nobody asked for yet are expected to take what the next longer one takes, or else
     proportionally more than the next shorter one."""
@@ -59,10 +59,10 @@ class AskingCost:
         return counted, [0.0] * len(asked)
 
 
-class SharedCost:
+class SharedDraftCost:
     """Seconds that one drafter takes for one sequence, by its draft's length and by how many share its passes: numbers
     of sequences are told apart by powers of two. What nobody asked for yet is expected to take what was measured of the
-    nearest number, by length as AskingCost does."""
+    nearest number, by length as DraftCost does."""
 
     def __init__(self) -> None:
         self._drafts: dict[int, dict[int, float]] = {}  # by power of two, then by length

@@ -11,8 +11,8 @@ import pytest
 
 from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
-from specserve.speculation.asking import Asked, AskingCost, SharedCost
 from specserve.speculation.cost import ROWS, StepCost
+from specserve.speculation.draft_cost import Asked, DraftCost, SharedDraftCost
 from specserve.speculation.tree import Proposals
 from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
 
@@ -68,7 +68,7 @@ def run(rate: Rate, num_seqs: int, at_once: int = 1, seed: int = 0) -> Outcome:
         reading = sum(each.unread for each in asked.values()) * PER_READ_TOKEN
         asking = reading + drafting([each.length for each in asked.values()])
         if asked:
-            adaptive.asked_whole("model", asked, asking)
+            adaptive.record_draft_time("model", asked, asking)
         verdicts, drafted = {}, sum(each.length for each in asked.values())
         for seq in unread:
             length, accepted = asked[seq].length if seq in asked else 0, 0
@@ -81,7 +81,7 @@ def run(rate: Rate, num_seqs: int, at_once: int = 1, seed: int = 0) -> Outcome:
         adaptive.observe(verdicts)
         rows = len(unread) + drafted
         seconds = takes(rows) + asking
-        adaptive.settle(drafted, seconds)
+        adaptive.end_step(drafted, seconds)
         cost.observe(rows, sum(len(seq.tokens) for seq in unread), 0, 0.0, seconds - asking)
         out.seconds += seconds
         for seq, verdict in verdicts.items():
@@ -121,7 +121,7 @@ def test_who_becomes_bad_is_soon_left_alone() -> None:
 
 
 def test_lengths_nobody_asked_for() -> None:
-    cost = AskingCost()
+    cost = DraftCost()
     assert (cost.of(3), cost.reading(100)) == (0.0, 0.0)
     assert cost.learn([Asked(2, 0)], 0.002) == (0.002, [0.0])
     assert cost.of(2) == 0.002
@@ -136,7 +136,7 @@ def test_lengths_nobody_asked_for() -> None:
 
 
 def test_passes_are_shared() -> None:
-    cost = SharedCost()
+    cost = SharedDraftCost()
     assert cost.of(3, 1) == 0.0, "nothing is known"
     assert cost.learn([2], 0.010) == 0.010
     for _ in range(3):
