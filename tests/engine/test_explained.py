@@ -64,7 +64,7 @@ def answer(built: Built) -> list[int]:
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is proposed is verified, however long steps take."""
-    monkeypatch.setattr(Adaptive, "asked", lambda self, decoding: decoding)
+    monkeypatch.setattr(Adaptive, "select", lambda self, decoding: decoding)
     all_nodes = lambda self, found, most, asking=0.0: [list(range(len(each))) for each in found]  # noqa: E731
     monkeypatch.setattr(Planner, "choose", all_nodes)
 

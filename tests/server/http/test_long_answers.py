@@ -24,6 +24,7 @@ from specserve.server.admission import Admission, Place
 from specserve.server.http.context import CONTEXT
 from specserve.server.http.respond import Call, respond
 from specserve.server.options import ServeOptions
+from specserve.server.threads import Threads
 from specserve.server.wire.answer import PlainText
 from specserve.server.wire.openai.replies import Reply, chat_body, completion_body
 from specserve.server.wire.openai.responses import LOGPROBS, ResponsesRequest
@@ -96,9 +97,6 @@ def application(output: RequestOutput, stream: bool, make: Callable[[Reply], dic
     def start(requests: Any, ended: Any) -> Iterator[Any]:
         yield Answers(output)
 
-    async def on_thread(function: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(None, function)
-
     async def ignored(requests: Any) -> list[str]:
         return []
 
@@ -106,8 +104,13 @@ def application(output: RequestOutput, stream: bool, make: Callable[[Reply], dic
         reply = Reply(id="x", created=1, model="tiny", vocabulary=Words(), echo=bool(output.prompt_token_ids))
         return await respond(request, Call(requests=[], place=Place(Admission(1), 1), stream=stream, **make(reply)))
 
+    async def close(app: web.Application) -> None:
+        threads.close()
+
     app = web.Application()
-    service = SimpleNamespace(start=start, on_thread=on_thread, ignored=ignored)
+    threads = Threads()
+    app.on_cleanup.append(close)
+    service = SimpleNamespace(start=start, threads=threads, ignored=ignored)
     app[CONTEXT] = SimpleNamespace(options=ServeOptions(queue_timeout_s=0), service=service)  # type: ignore[misc]
     app.add_routes([web.get("/", handler)])
     return app
