@@ -21,7 +21,13 @@ from specserve.speculation.base import (
     SequenceView,
     StepReport,
 )
-from specserve.speculation.drawing import Chains, DraftText, Drawing, checked_probability, named_for_auto
+from specserve.speculation.draft_sampler import (
+    ChainDraft,
+    DraftSampler,
+    GrowingChains,
+    checked_probability,
+    named_for_auto,
+)
 from specserve.types import Draft
 
 PRIORITY = 5
@@ -45,11 +51,11 @@ class BlockDrafter:
         self._head = context.load_head(head, "block")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="pass")
-        self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
+        self._sampler = DraftSampler(context.verification, context.vocab_size, context.ops)
         self._runner, self._ops = context.runner(self._head), context.ops
         self._waiting: dict[SequenceView, HiddenInput] = {}  # what the head is yet to be told
         self._most_waiting = min(MOST_MISSING, self._runner.most_rows // 2)  # tokens of a sequence
-        self._draws = self._head.draws(self._drawing.hashed(self._head.spec.vocab_size, self._head.ids))
+        self._draws = self._head.draws(self._sampler.hashed(self._head.spec.vocab_size, self._head.ids))
 
     @staticmethod
     def suits(context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> bool:
@@ -92,7 +98,7 @@ class BlockDrafter:
         together: list[HiddenInput] = []
         room = self._runner.most_rows
         for each in [self._waiting.pop(seq) for seq in seqs if seq in self._waiting]:
-            if not self._runner.pass_over(each.seq, each.start):
+            if not self._runner.skip_missing_kv(each.seq, each.start):
                 continue
             if len(each.hidden[0]) > room:
                 self._runner.write(together)
@@ -104,45 +110,45 @@ class BlockDrafter:
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         self._write(seq for seq, most in requests if most)
-        texts = [DraftText(seq, self._most(seq, most)) for seq, most in requests]
-        growing = [text for text in texts if text.most > 0]
+        chains = [ChainDraft(seq, self._most(seq, most)) for seq, most in requests]
+        growing = [chain for chain in chains if chain.most > 0]
         if not growing:
-            return [text.draft() for text in texts]
-        out = self._runner.run([self._block(text) for text in growing])
-        seqs = [text.seq for text in growing]
-        if self._drawing.is_chosen(seqs) and not any(seq.has_grammar for seq in seqs):
+            return [chain.draft() for chain in chains]
+        out = self._runner.run([self._block(chain) for chain in growing])
+        seqs = [chain.seq for chain in growing]
+        if self._sampler.is_chosen(seqs) and not any(seq.has_grammar for seq in seqs):
             self._draw(growing, out)
         else:
             self._draw_apart(growing, out)
-        return [text.draft() for text in texts]
+        return [chain.draft() for chain in chains]
 
-    def _draw(self, texts: list[DraftText], out: DraftOutput) -> None:
+    def _draw(self, chains: list[ChainDraft], out: DraftOutput) -> None:
         """All tokens of all drafts at once."""
-        lengths = np.array([text.most for text in texts])
+        lengths = np.array([chain.most for chain in chains])
         firsts, depth = np.cumsum(lengths) - lengths, int(lengths.max())
         rows = firsts + np.minimum(np.arange(depth)[:, None], lengths - 1)  # one that has ended goes on in vain
-        before = np.array([text.seq.tokens[-1] for text in texts])
+        before = np.array([chain.seq.tokens[-1] for chain in chains])
         tokens, confidence = self._draws.draw(
-            out.logits, before, rows, *self._drawing.arrays([text.seq for text in texts], range(depth))
+            out.logits, before, rows, *self._sampler.arrays([chain.seq for chain in chains], range(depth))
         )
         if self._head.head.has_confidence:
             behind = np.concatenate((before[None], tokens[:-1]))
             own = self._head.confidence(out.hidden[rows.ravel()], behind.ravel().tolist())
             confidence = np.array(own, np.float32).reshape(rows.shape)
-        for i, text in enumerate(texts):
-            shown = confidence[: text.most, i]
+        for i, chain in enumerate(chains):
+            shown = confidence[: chain.most, i]
             too_low = np.flatnonzero(shown < self._min_probability)
-            count = int(too_low[0]) if len(too_low) else text.most
-            text.tokens, text.confidence = tokens[:count, i].tolist(), np.minimum(shown[:count], 1).tolist()
+            count = int(too_low[0]) if len(too_low) else chain.most
+            chain.tokens, chain.confidence = tokens[:count, i].tolist(), np.minimum(shown[:count], 1).tolist()
 
-    def _draw_apart(self, texts: list[DraftText], out: DraftOutput) -> None:
+    def _draw_apart(self, chains: list[ChainDraft], out: DraftOutput) -> None:
         """Depth after depth, where the distributions that tokens are drawn from are wanted too, or a grammar says what
         may follow each."""
-        rows = [0, *itertools.accumulate(text.most for text in texts)][: len(texts)]
-        chains, depth = Chains(self._drawing, texts, self._head.ids, self._min_probability), 0
+        rows = [0, *itertools.accumulate(chain.most for chain in chains)][: len(chains)]
+        growing, depth = GrowingChains(self._sampler, chains, self._head.ids, self._min_probability), 0
         while rows:
-            here, before = [row + depth for row in rows], [text.last for text in chains.growing]
-            left = chains.grow(self._logits(out.logits[here], before), self._head.confidence(out.hidden[here], before))
+            here, before = [row + depth for row in rows], [chain.last for chain in growing.chains]
+            left = growing.grow(self._logits(out.logits[here], before), self._head.confidence(out.hidden[here], before))
             rows, depth = [rows[i] for i in left], depth + 1
 
     def _most(self, seq: SequenceView, asked: int) -> int:
@@ -152,12 +158,12 @@ class BlockDrafter:
         most: int = self._head.head.num_proposed
         return min(asked, most)
 
-    def _block(self, text: DraftText) -> DraftInput:
+    def _block(self, chain: ChainDraft) -> DraftInput:
         """The last token and masks behind it, which all see each other."""
         head = self._head.head
-        tokens = [text.seq.tokens[-1], *[head.mask_token_id] * (text.most - head.samples_anchor)]
-        is_block, start = not head.is_causal, len(text.seq.tokens) - 1
-        return DraftInput(text.seq, start, tokens, num_logits=text.most, is_block=is_block, is_scratch=True)
+        tokens = [chain.seq.tokens[-1], *[head.mask_token_id] * (chain.most - head.samples_anchor)]
+        is_block, start = not head.is_causal, len(chain.seq.tokens) - 1
+        return DraftInput(chain.seq, start, tokens, num_logits=chain.most, is_block=is_block, is_scratch=True)
 
     def _logits(self, logits: Tensor, before: list[int]) -> Tensor:
         """With what the token before each adds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.drawing import Drawing, checked_probability
+from specserve.speculation.draft_sampler import DraftSampler, checked_probability
 from specserve.speculation.likeliest import Passes, checked_top_k
 from specserve.types import Draft
 
@@ -28,7 +28,7 @@ class DraftModelDrafter:
         self._min_probability, self._top_k = checked_probability(min_probability), checked_top_k(top_k)
         loaded, shared = context.load(model)
         self._max_len: int = loaded.spec.max_len
-        self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
+        self._sampler = DraftSampler(context.verification, context.vocab_size, context.ops)
         self._runner = context.runner(loaded, shared.reads)
         self._rows: Tensor | slice = slice(shared.size) if shared.rows is None else shared.rows.to(context.ops.device)
         self._ids: Tensor | None = None if shared.ids is None else shared.ids.to(context.ops.device)
@@ -44,7 +44,7 @@ class DraftModelDrafter:
         fitting = [each for each in fitting if each.num_tokens > 0]
         if not fitting:
             return [Draft.empty()] * len(requests)
-        passes = Passes(self._drawing, fitting, self._top_k, self._min_probability, self._ids)
+        passes = Passes(self._sampler, fitting, self._top_k, self._min_probability, self._ids)
         out = self._runner.read(passes.seqs)
         while inputs := passes.after(out._replace(logits=out.logits[:, self._rows])):
             out = self._runner.run(inputs)

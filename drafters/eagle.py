@@ -18,7 +18,7 @@ from specserve.speculation.base import (
     SequenceView,
     StepReport,
 )
-from specserve.speculation.drawing import Drawing, checked_probability, named_for_auto
+from specserve.speculation.draft_sampler import DraftSampler, checked_probability, named_for_auto
 from specserve.speculation.likeliest import Passes, checked_top_k
 from specserve.types import Draft
 
@@ -46,7 +46,7 @@ class EagleDrafter:
         self._head = context.load_head(head, "eagle")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers or (context.num_layers - 1,)
         self.needs = Needs(hidden_layers=tuple(sorted(set(self._layers))), cost_class="passes", reads_next=True)
-        self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
+        self._sampler = DraftSampler(context.verification, context.vocab_size, context.ops)
         self._runner = context.runner(self._head)
         self._known: dict[SequenceView, _Known] = {}
 
@@ -77,7 +77,7 @@ class EagleDrafter:
         growing = [each for each in requests if each.num_tokens > 0 and self._known[each.seq].is_whole]
         if not growing:
             return [Draft.empty()] * len(requests)
-        passes = Passes(self._drawing, growing, self._top_k, self._min_probability, self._head.ids, reads_hidden=True)
+        passes = Passes(self._sampler, growing, self._top_k, self._min_probability, self._head.ids, reads_hidden=True)
         if sum(max(self._known[seq].num_unread, 1) for seq in passes.seqs) > self._runner.most_rows:
             self._read(passes.seqs)
         out = self._pass([(seq, self._known[seq].num_unread) for seq in passes.seqs], num_logits=1)
@@ -133,7 +133,7 @@ class _Known:
     def add(self, report: SequenceReport, hidden: list[Tensor], runner: DraftRunner) -> None:
         if self._start is None:
             self._start = report.start
-            self.is_whole = runner.pass_over(report.seq, report.start)
+            self.is_whole = runner.skip_missing_kv(report.seq, report.start)
         count = max(0, len(report.seq.tokens) - 1 - report.start)  # what ended it has nothing behind
         if not self.is_whole or not count:
             return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.drawing import Drawing, checked_probability, named_for_auto
+from specserve.speculation.draft_sampler import DraftSampler, checked_probability, named_for_auto
 from specserve.speculation.likeliest import LikeliestTree, checked_top_k
 from specserve.types import Draft
 
@@ -33,7 +33,7 @@ class MedusaDrafter:
         self._heads = context.load_head(head, "medusa")
         self._top_k = min(checked_top_k(top_k), self._heads.head.draft_vocab_size)
         self.needs = Needs(hidden_layers=(context.num_layers - 1,), cost_class="pass")
-        self._drawing = Drawing(context.verification, context.vocab_size, context.ops)
+        self._sampler = DraftSampler(context.verification, context.vocab_size, context.ops)
         self._last: dict[SequenceView, Tensor] = {}  # what the target says of each sequence, float32 [hidden]
 
     @staticmethod
@@ -66,7 +66,7 @@ class MedusaDrafter:
 
     def _grow(self, trees: list[LikeliestTree], logits: Tensor) -> None:
         """Open what is wanted, of what the heads say: float32 [places, trees, ids]."""
-        best = partial(self._drawing.best, count=self._top_k, ids=self._heads.ids)
+        best = partial(self._sampler.best, count=self._top_k, ids=self._heads.ids)
         tokens, chances = best(logits)
         for row, tree in enumerate(trees):
             while wanted := tree.wanted():
@@ -78,7 +78,7 @@ class MedusaDrafter:
                     elif tree.seq.has_grammar:
                         own = logits[place, row : row + 1]
                         behind = [(tree.seq, tree.tokens(node))]
-                        (token,), (chance,) = best(self._drawing.allowed_logits(behind, own, self._heads.ids))
+                        (token,), (chance,) = best(self._sampler.allowed_logits(behind, own, self._heads.ids))
                         tree.open(node, token, chance)
                     else:
                         tree.open(node, tokens[place][row], chances[place][row])

@@ -54,14 +54,14 @@ CONTRACTS = (
     "machine.pulse",
     "sampling.noise",
     "speculation.base",
-    "speculation.drawing",
+    "speculation.draft_sampler",
     "speculation.likeliest",
     "speculation.ngrams",
     "checkpoint.textstore",
 )
 CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
 # Drafters that run models, and what these alone use, are no part of it.
-WITH_MODELS = ("draft_model", "eagle", "block", "medusa", "draft_cost", "model_runner", "drawing", "likeliest")
+WITH_MODELS = ("draft_model", "eagle", "block", "medusa", "draft_cost", "model_runner", "draft_sampler", "likeliest")
 CORE_LIMIT = 4_990
 CONFIG_FIELDS_LIMIT = 22
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}

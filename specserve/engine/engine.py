@@ -58,7 +58,7 @@ class Engine:
             raise ConfigError("The drafter can only be changed while no request is running.")
         self.cache.pool.forget_drafted()
         self.cache.reads_next = drafter.needs.reads_next
-        self.runner.show(drafter.needs.hidden_layers, drafter.needs.top_k)
+        self.runner.set_outputs(drafter.needs.hidden_layers, drafter.needs.top_k)
         weighing = Adaptive(self.scheduler.cost.decoding) if adaptive else None
         self.policy.replace(drafter, num_speculative_tokens, weighing)
 

@@ -91,7 +91,7 @@ class Runner:
         self.taps, self.top_k = taps, top_k
         self._capture()
 
-    def show(self, taps: tuple[int, ...], top_k: int) -> None:
+    def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
         """Show the residual stream after these layers, of all rows, and so many of the best tokens of each row of
         logits, with every step from now on. Between steps."""
         if (taps, top_k) != (self.taps, self.top_k):

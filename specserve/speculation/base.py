@@ -231,8 +231,8 @@ class DraftRunner(Protocol):
         there: for tokens of the sequence that the target has computed, and from a proposal's request on for the last
         token and num_tokens nodes behind it."""
 
-    def write_chains(self, texts: Many[Any], out: DraftOutput, drawing: Any, min_probability: float = 0.0) -> bool:
-        """Write drafts, of drawing.DraftText, to their ends or to the first token that is given less than
+    def write_chains(self, chains: Many[Any], out: DraftOutput, sampler: Any, min_probability: float = 0.0) -> bool:
+        """Write drafts, of draft_sampler.ChainDraft, to their ends or to the first token that is given less than
         `min_probability`, of a head that reads its own hidden states: `out` has a row of each. A token is one pass with
         the draw behind it and no Python between. For drafts without a grammar whose tokens are chosen. False, and
         nothing done, where `ops` do not record."""
@@ -243,7 +243,7 @@ class DraftRunner(Protocol):
     def write(self, inputs: Many[HiddenInput]) -> None:
         """Let the model's `write` fill its KV from what the target has computed."""
 
-    def pass_over(self, seq: SequenceView, start: int) -> bool:
+    def skip_missing_kv(self, seq: SequenceView, start: int) -> bool:
         """Whether the model can go on at `start`: all that stands before has KV, or at most MOST_MISSING tokens hold
         what an earlier draft left there. Those count as computed then: a head has no hidden states to redo them from,
         and a draft that is a little worse is better than none."""

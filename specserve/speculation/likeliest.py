@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftInput, DraftOutput, DraftRequest, DraftRunner, SequenceView
-from specserve.speculation.drawing import Chains, DraftText, Drawing
+from specserve.speculation.draft_sampler import ChainDraft, DraftSampler, GrowingChains
 from specserve.types import Draft
 
 ROOT = -1  # the sequence's last token
@@ -98,45 +98,44 @@ class Passes:
 
     def __init__(
         self,
-        drawing: Drawing,
+        sampler: DraftSampler,
         requests: Many[DraftRequest],
         top_k: int,
         least: float,
         ids: Tensor | None = None,
         reads_hidden: bool = False,
     ) -> None:
-        self._drawing, self._top_k, self._ids, self._reads_hidden = drawing, top_k, ids, reads_hidden
+        self._sampler, self._top_k, self._ids, self._reads_hidden = sampler, top_k, ids, reads_hidden
         self._least = least
         trees = [LikeliestTree(*each, least) for each in requests if top_k > 1 and each.seq.temperature == 0]
-        texts = [DraftText(*each) for each in requests if top_k == 1 or each.seq.temperature > 0]
-        self._all: list[DraftText | LikeliestTree] = [*texts, *trees]
+        chains = [ChainDraft(*each) for each in requests if top_k == 1 or each.seq.temperature > 0]
+        self._all: list[ChainDraft | LikeliestTree] = [*chains, *trees]
         self.seqs = [each.seq for each in self._all]
-        self._chains = Chains(drawing, texts, ids, least)
+        self._growing = GrowingChains(sampler, chains, ids, least)
         self._trees = [(tree, tree.wanted()) for tree in trees]
         self._states: dict[tuple[LikeliestTree, int], Tensor] = {}  # what the model said behind opened nodes
 
     def after(self, out: DraftOutput) -> list[DraftInput]:
         """What the next pass shall read, now that one has said this; nothing when all drafts have ended."""
-        count = len(self._chains.growing)
-        rows = self._chains.grow(out.logits[:count]) if count else []
+        count = len(self._growing.chains)
+        rows = self._growing.grow(out.logits[:count]) if count else []
         states = out.hidden[rows].clone() if self._reads_hidden else None  # the next pass overwrites it
         if self._trees:
             self._open(out.logits[count:], out.hidden[count:])
         inputs = []
-        for i, text in enumerate(self._chains.growing):
-            at = len(text.seq.tokens) + len(text.tokens) - 1 - self._reads_hidden
+        for i, chain in enumerate(self._growing.chains):
+            at = len(chain.seq.tokens) + len(chain.tokens) - 1 - self._reads_hidden
             features = None if states is None else states[i : i + 1]
             # A head reads all tokens again behind the target's own hidden states: these here are never the sequence's.
-            inputs.append(DraftInput(text.seq, at, [text.last], features=features, is_scratch=self._reads_hidden))
+            inputs.append(DraftInput(chain.seq, at, [chain.last], features=features, is_scratch=self._reads_hidden))
         return inputs + [self._tree_input(tree, wanted) for tree, wanted in self._trees]
 
     def write_chains(self, runner: DraftRunner, out: DraftOutput) -> bool:
         """Write all drafts at once, behind the first pass, of a model that `reads_hidden`; returns whether that could
         be done."""
-        chains, seqs = self._chains.growing, self.seqs
-        if self._trees or not self._drawing.is_chosen(seqs) or any(seq.has_grammar for seq in seqs):
+        if self._trees or not self._sampler.is_chosen(self.seqs) or any(seq.has_grammar for seq in self.seqs):
             return False
-        return runner.write_chains(chains, out, self._drawing, self._least)
+        return runner.write_chains(self._growing.chains, out, self._sampler, self._least)
 
     def drafts(self) -> dict[SequenceView, Draft]:
         return {each.seq: each.draft() for each in self._all}
@@ -145,8 +144,8 @@ class Passes:
         """Open the nodes that were wanted, a row for each."""
         opened = [(tree, node) for tree, wanted in self._trees for node in wanted]
         behind = [(tree.seq, tree.tokens(node)) for tree, node in opened]
-        allowed = self._drawing.allowed_logits(behind, logits, self._ids)
-        best = self._drawing.best(allowed, min(self._top_k, logits.shape[1]), self._ids)
+        allowed = self._sampler.allowed_logits(behind, logits, self._ids)
+        best = self._sampler.best(allowed, min(self._top_k, logits.shape[1]), self._ids)
         for row, (tree, node) in enumerate(opened):
             tree.open(node, best[0][row], best[1][row])
             if self._reads_hidden:

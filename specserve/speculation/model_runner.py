@@ -17,7 +17,7 @@ from specserve.runtime.pack import SequenceRows, StepInput, pack
 from specserve.runtime.runner import Runner
 from specserve.speculation.base import MOST_MISSING, DraftInput, DraftOutput, HiddenInput, SequenceView
 from specserve.speculation.draft_cost import ON_THE_WAY
-from specserve.speculation.drawing import DraftText, Drawing
+from specserve.speculation.draft_sampler import ChainDraft, DraftSampler
 
 
 class ModelRunner:
@@ -42,23 +42,23 @@ class ModelRunner:
         self._runner = Runner(self._model, self._ops, layers, block_size, self.most_rows, self._max_logit_rows)
 
     def write_chains(
-        self, texts: Many[DraftText], out: DraftOutput, drawing: Drawing, min_probability: float = 0.0
+        self, chains: Many[ChainDraft], out: DraftOutput, sampler: DraftSampler, min_probability: float = 0.0
     ) -> bool:
         if not self._ops.records:
             return False
         if self._writer is None:
             assert self._runner is not None, "a drafter's model runs once the engine has its cache"
-            hashed = drawing.hashed(self._model.spec.vocab_size, self._model.ids)
+            hashed = sampler.hashed(self._model.spec.vocab_size, self._model.ids)
             self._writer = ChainWriter(self._model, self._runner.kv, self._block_size, hashed)
-        seqs, most = [text.seq for text in texts], [text.most for text in texts]
+        seqs, most = [chain.seq for chain in chains], [chain.most for chain in chains]
         starts = np.array([len(seq.tokens) - 1 for seq in seqs], np.int32)
         for seq, start, count in zip(seqs, starts.tolist(), most, strict=True):
             self._placed(DraftInput(seq, start, [0] * count, is_scratch=True))
         tables = padded_tables([seq._seq.blocks.ids for seq in seqs])
-        how = drawing.arrays(seqs, range(max(most)))
+        how = sampler.arrays(seqs, range(max(most)))
         found = self._writer.write((out.logits, out.hidden), most, starts, tables, *how, min_probability)
-        for text, (tokens, confidence) in zip(texts, found, strict=True):
-            text.tokens, text.confidence = tokens, confidence
+        for chain, (tokens, confidence) in zip(chains, found, strict=True):
+            chain.tokens, chain.confidence = tokens, confidence
         return True
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class ModelRunner:
         starts = [min(seq.num_draft_cached, len(seq.tokens) - 1) for seq in seqs]
         return self.run([DraftInput(seq, at, seq.tokens[at:]) for seq, at in zip(seqs, starts, strict=True)])
 
-    def pass_over(self, seq: SequenceView, start: int) -> bool:
+    def skip_missing_kv(self, seq: SequenceView, start: int) -> bool:
         state = seq._seq
         if state.draft_cached < start <= state.draft_cached + MOST_MISSING:
             state.draft_cached = start

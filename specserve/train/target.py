@@ -107,6 +107,6 @@ class Target:
         numbers = itertools.count(1)  # block 0 is where padding is written
         blocks = ([next(numbers) for _ in range(-(-len(tokens) // _BLOCK_SIZE))] for tokens in group)
         rows = [SequenceRows(tokens.tolist(), 0, own) for tokens, own in zip(group, blocks, strict=True)]
-        self._runner.show(layers, 0)
+        self._runner.set_outputs(layers, 0)
         self._runner.start(pack(rows, self._ops.row_multiple))
         return self._runner.finish().taps

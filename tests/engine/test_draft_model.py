@@ -28,7 +28,7 @@ from specserve.llm import LLM
 from specserve.ops.backend import KernelOptions
 from specserve.registry import KERNELS
 from specserve.sampling import noise
-from specserve.speculation.drawing import Drawing
+from specserve.speculation.draft_sampler import DraftSampler
 from specserve.testing import write_tiny_model
 from specserve.text.tokenizer import Tokenizer
 from specserve.text.vocabularies import shared_vocabulary
@@ -152,11 +152,11 @@ class View:
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
 def test_tokens_are_drawn_from_what_is_said(verification: str) -> None:
     """The false alarm is 1 in 10,000, with seeds that are fixed."""
-    drawing, count = Drawing(verification, 8, REFERENCE), 20_000
+    sampler, count = DraftSampler(verification, 8, REFERENCE), 20_000
     logits = torch.randn(6, generator=torch.Generator().manual_seed(1)).repeat(count, 1)
     seqs: Any = [View(seed, 0.8, 5) for seed in range(count)]
-    first = drawing.draw(seqs, logits, drawing.keys(seqs), 0)
-    second = drawing.draw(seqs, logits, first.keys, 1)
+    first = sampler.sample(seqs, logits, sampler.keys(seqs), 0)
+    second = sampler.sample(seqs, logits, first.keys, 1)
     law = torch.softmax(logits[0].double() / 0.8, -1).numpy()
     pairs = Counter(zip(first.tokens, second.tokens, strict=True))
     seen = np.array([[pairs[a, b] for b in range(6)] for a in range(6)])
@@ -175,10 +175,10 @@ def test_tokens_are_drawn_from_what_is_said(verification: str) -> None:
 
 
 def test_greedy_ones_are_not_drawn() -> None:
-    drawing = Drawing("rejection", 5, REFERENCE)
+    sampler = DraftSampler("rejection", 5, REFERENCE)
     logits = torch.tensor([[0.0, 3.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 5.0, 0.0]])
     seqs: Any = [View(1, 0.0, 3), View(2, 1.0, 3)]
-    drawn = drawing.draw(seqs, logits, drawing.keys(seqs), 0)
+    drawn = sampler.sample(seqs, logits, sampler.keys(seqs), 0)
     assert drawn.tokens[0] == 1
     assert drawn.q[0] is None
     assert drawn.q[1] is not None

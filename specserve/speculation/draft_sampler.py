@@ -1,4 +1,4 @@
-"""Draws the tokens of a model's drafts from its logits as the verification of the target wants them drawn."""
+"""Samples the tokens of a model's drafts from its logits, as the verification of the target wants them sampled."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from specserve.speculation.base import DraftContext, SequenceView
 from specserve.types import Draft
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """The next token of each row."""
 
     tokens: list[int]
     confidence: list[float]  # the model's probability of it or, where it was drawn, of the likeliest
     q: list[Tensor | None]  # float32 [vocab] each, what it was drawn from; None where it was chosen
-    keys: Tensor  # int64 [rows], for the token behind, where that has noise of its own
+    keys: Tensor  # int64 [rows], for the token after it, where that has noise of its own
 
 
-class Drawing:
+class DraftSampler:
     """One draft after another from logits [rows, vocab], one row for each sequence.
 
     A greedy sequence gets the best token. A sampled one gets, under `coupled`, the token that the target's own noise
@@ -48,7 +48,7 @@ class Drawing:
     def allowed_logits(
         self, behind: Many[tuple[SequenceView, Many[int]]], logits: Tensor, ids: Tensor | None
     ) -> Tensor:
-        """Logits [rows, n] with -inf for what grammars do not allow behind sequences and tokens of their drafts, and
+        """Logits [rows, n] with -inf for what grammars do not allow after sequences and tokens of their drafts, and
         where something is forced for all else, unless a distribution belongs to the draft."""
         guided = [row for row, (seq, _) in enumerate(behind) if seq.has_grammar]
         if not guided:
@@ -83,23 +83,24 @@ class Drawing:
         return temperatures, keys.reshape(len(depths), len(seqs))
 
     def keys(self, seqs: Many[SequenceView]) -> Tensor:
-        """What the first draw of each draft is given, int64 [rows]."""
+        """What the first token of each draft is sampled with, int64 [rows]."""
         purposes = [noise.Purpose.DRAFT] * len(seqs)
         keys = noise.row_keys([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs], purposes)
         return keys.to(self._hashed.device)
 
-    def draw(
+    def sample(
         self, seqs: Many[SequenceView], logits: Tensor, keys: Tensor, depth: int, ids: Tensor | None = None
-    ) -> Drawn:
+    ) -> SampledTokens:
         """The tokens at that depth, of float32 logits [rows, n] of token ids int64 [n], or of the first n where those
-        are None; `keys` are those that the draw before returned."""
+        are None; `keys` are those that the call before returned."""
         hashed = self.hashed(logits.shape[1], ids)
         if self.is_chosen(seqs):
             temperature, own = self.arrays(seqs, range(depth, depth + 1))
             arrays = np.arange(len(seqs)), temperature, own[0]
             how = DrawArrays(*(torch.from_numpy(each).to(logits.device) for each in arrays))
             found, chance = self._ops.draw(depth, logits, None, how, ids, hashed)
-            return Drawn(found.tolist(), chance.tolist(), [None] * len(seqs), keys)  # which nothing is drawn with
+            # Nothing is drawn with the keys, so they stay.
+            return SampledTokens(found.tolist(), chance.tolist(), [None] * len(seqs), keys)
         best = logits.max(-1)
         tokens = best.indices
         confidence = (best.values - logits.logsumexp(-1)).exp()
@@ -115,7 +116,7 @@ class Drawing:
             tokens[drawn] = noise.sample(scores, keys[drawn], hashed)
         if ids is not None:
             tokens = ids[tokens]
-        return Drawn(tokens.tolist(), confidence.tolist(), q, noise.fold(keys, self._hashed[tokens]))
+        return SampledTokens(tokens.tolist(), confidence.tolist(), q, noise.fold(keys, self._hashed[tokens]))
 
     def _of_all(self, probabilities: Tensor, ids: Tensor | None) -> Tensor:
         """A distribution over some ids [n] as one over all [vocab]."""
@@ -143,8 +144,8 @@ def named_for_auto(context: DraftContext, head: str | None, kind: str) -> bool:
     return True
 
 
-class DraftText:
-    """A draft of at most `most` tokens that is being written behind a sequence."""
+class ChainDraft:
+    """A draft of at most `most` tokens that is being written after a sequence."""
 
     def __init__(self, seq: SequenceView, most: int) -> None:
         self.seq, self.most = seq, most
@@ -170,36 +171,36 @@ class DraftText:
         return Draft.chain(self.tokens, q, confidence=np.array(self.confidence, np.float32), own=range(self.most))
 
 
-class Chains:
-    """Drafts that get a token each, again and again, until they end: `growing` are those that want another. A token is
+class GrowingChains:
+    """Drafts that get a token each, again and again, until they end: `chains` are those that want another. A token is
     one of `ids`, or of the first ones where that is None, and one that the sequence's grammar allows; a draft ends
     before one that is less likely than `min_probability`."""
 
     def __init__(
-        self, drawing: Drawing, texts: list[DraftText], ids: Tensor | None = None, min_probability: float = 0.0
+        self, sampler: DraftSampler, chains: list[ChainDraft], ids: Tensor | None = None, min_probability: float = 0.0
     ) -> None:
-        self.growing = texts
-        self._drawing, self._ids, self._min_probability = drawing, ids, min_probability
-        self._keys, self._depth = drawing.keys([text.seq for text in texts]), 0
+        self.chains = chains
+        self._sampler, self._ids, self._min_probability = sampler, ids, min_probability
+        self._keys, self._depth = sampler.keys([chain.seq for chain in chains]), 0
 
     def grow(self, logits: Tensor, chances: list[float] | None = None) -> list[int]:
         """The next token of each, of logits float32 [growing, ids]; with `chances` its confidence. Returns the rows of
         those that want another, which are the growing ones now."""
-        seqs = [text.seq for text in self.growing]
-        behind = [(text.seq, text.tokens) for text in self.growing]
-        allowed = self._drawing.allowed_logits(behind, logits, self._ids)
+        seqs = [chain.seq for chain in self.chains]
+        behind = [(chain.seq, chain.tokens) for chain in self.chains]
+        allowed = self._sampler.allowed_logits(behind, logits, self._ids)
         is_open = [True] * len(seqs)
         if allowed is not logits:
             has_any = allowed.amax(-1) > -torch.inf  # a row without any is not used
             logits, is_open = torch.where(has_any[:, None], allowed, logits), has_any.tolist()
-        drawn = self._drawing.draw(seqs, logits, self._keys, self._depth, self._ids)
+        drawn = self._sampler.sample(seqs, logits, self._keys, self._depth, self._ids)
         confidence = drawn.confidence if chances is None else chances
         rows = [
             row
-            for row, text in enumerate(self.growing)
+            for row, chain in enumerate(self.chains)
             if is_open[row]
             and confidence[row] >= self._min_probability
-            and text.take(drawn.tokens[row], confidence[row], drawn.q[row])
+            and chain.take(drawn.tokens[row], confidence[row], drawn.q[row])
         ]
-        self.growing, self._keys, self._depth = [self.growing[row] for row in rows], drawn.keys[rows], self._depth + 1
+        self.chains, self._keys, self._depth = [self.chains[row] for row in rows], drawn.keys[rows], self._depth + 1
         return rows
