@@ -6,11 +6,11 @@ import bisect
 import time
 
 from specserve.cache.cache import KVCache
-from specserve.engine.beginning import check_beginning
-from specserve.engine.commit import event, extend
+from specserve.engine.append import append_verdict, event
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
+from specserve.engine.validate import check_first_token
 from specserve.errors import ConfigError
 from specserve.runtime.pack import ScoredPrompt, Step, StepInput, num_logit_rows, pack_step
 from specserve.runtime.runner import Output, Runner
@@ -66,7 +66,7 @@ class Engine:
         """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""
         assert request.id not in self.requests, "whoever drives the engine gives each request an id of its own"
         group = sequences(request, self.limits, grammar)
-        check_beginning(group[0], self.limits.vocab_size)
+        check_first_token(group[0], self.limits.vocab_size)
         self.policy.admit(group, request.drafter)
         self.requests[request.id] = list(group)
         for seq in group:
@@ -154,7 +154,7 @@ class Engine:
                 events.append(_failed(seq, [], result))
             else:
                 self.cache.keep(seq, each.num_new, result.path, result.tokens)
-                tokens = extend(seq, each.draft, result)
+                tokens = append_verdict(seq, each.draft, result)
                 fault = self._advance(seq, tokens)
                 events.append(event(seq, tokens) if fault is None else _failed(seq, tokens, fault))
                 verdicts[seq] = result

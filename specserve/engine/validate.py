@@ -10,7 +10,7 @@ from specserve.sampling.sampler import NO_TOKEN
 from specserve.types import Ids, Sequence
 
 
-def check_beginning(seq: Sequence, vocab_size: int) -> None:
+def check_first_token(seq: Sequence, vocab_size: int) -> None:
     """Raise NoTokenLeftError for a sequence whose grammar, allowed_token_ids, bad_words and min_tokens forbid every
     token. Grammars alone were tried when they were compiled; one that fails here ends its request when it runs."""
     params = seq.params

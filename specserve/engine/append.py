@@ -1,5 +1,5 @@
-"""Makes a verdict part of its sequence: stops, trims, counts. Knows token ids; stop strings are text and belong to the
-detokenizer."""
+"""Appends a verdict to its sequence: stops it, trims what comes after its end, counts. Stops are token ids here; stop
+strings are text, which the detokenizer looks for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specserve.explained import HIDDEN
 from specserve.types import JUMP_FORWARD, Draft, Event, Failure, Sequence, SequenceStats, Verdict
 
 
-def extend(seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
+def append_verdict(seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
     """Append the verdict's tokens up to the first that ends the sequence; returns those appended.
 
     Sets finish_reason and stop_reason. A stop token is part of the output ids; nothing after it is.
@@ -42,7 +42,7 @@ def _stop(seq: Sequence, token: int) -> None:
 
 
 def _stood(seq: Sequence, draft: Draft, path: list[int], tokens: list[int]) -> list[int]:
-    """The draft nodes that became output. An end token behind which a grammar lets nothing come is not in the verdict's
+    """The draft nodes that became output. An end token after which a grammar lets nothing come is not in the verdict's
     path, as there is no bonus to follow it, but it stood."""
     if len(path) < len(tokens) and tokens[-1] in seq.stop_ids:
         last = path[-1] if path else -1
@@ -86,7 +86,7 @@ def _snapshot(stats: SequenceStats) -> SequenceStats:
 
 
 def event(seq: Sequence, tokens: list[int], failure: Failure | None = None) -> Event:
-    """What this step said of a sequence, as a snapshot."""
+    """What a step did for a sequence, as a snapshot."""
     first = seq.num_output == len(tokens)
     wants = seq.params
     return Event(
