@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from specserve.errors import ConfigError, strict_fields, unknown
 from specserve.files import read_text
+from specserve.help import Help
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -42,38 +43,92 @@ class ServeOptions:
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: Path | None = None
-    root_path: str = ""
-    served_model_name: tuple[str, ...] = ()
-    api_key: tuple[str, ...] = ()
-    api_key_file: Path | None = None
-    cors_origin: tuple[str, ...] = ()
-    allowed_host: tuple[str, ...] = ()
-    share_drafts: bool = False
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    max_queue: int = 512
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    reasoning_format: Literal["auto", "none"] = "auto"
-    max_body_mib: float = 16.0
-    max_tokenize_characters: int = 2**20
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    queue_timeout_s: float = 120.0
-    request_timeout_s: float = 0.0
-    write_timeout_s: float = 30.0
-    drain_timeout_s: float = 30.0
-    stall_timeout_s: float = 9.5
-    start_timeout_s: float = 900.0
-    status_interval_s: float = 10.0
-    log_format: Literal["text", "json"] = "text"
-    log_level: str = "info"
-    admin: bool = False
-    generation_config: str = "auto"
-    chat_template: Path | None = None
-    default_chat_template_kwargs: str = "{}"
+    host: Annotated[str, Help("Address to listen on; 0.0.0.0 is every one.", "Listening")] = "127.0.0.1"
+    port: Annotated[int, Help("Port to listen on; 0 is any that is free.", "Listening")] = 8000
+    uds: Annotated[Path | None, Help("Unix socket to listen on instead; only its owner may connect.", "Listening")] = (
+        None
+    )
+    root_path: Annotated[str, Help("Path that stands before all others behind a proxy, such as /llm.", "Listening")] = (
+        ""
+    )
+    served_model_name: Annotated[
+        tuple[str, ...], Help("Name of the model in requests; may be repeated, the first is in answers.", "Listening")
+    ] = ()
+    api_key: Annotated[
+        tuple[str, ...],
+        Help(
+            "A key that lets requests in; may be repeated. With any, only /live, /health, /ready, / and /docs are "
+            "open.",
+            "Access",
+        ),
+    ] = ()
+    api_key_file: Annotated[Path | None, Help("File with one key a line.", "Access")] = None
+    cors_origin: Annotated[
+        tuple[str, ...], Help('Origin whose web pages may call; may be repeated, "*" is all.', "Access")
+    ] = ()
+    allowed_host: Annotated[
+        tuple[str, ...],
+        Help(
+            'Name in the Host header, besides localhost and addresses; may be repeated, "*" is all. Checked on '
+            "loopback.",
+            "Access",
+        ),
+    ] = ()
+    share_drafts: Annotated[
+        bool,
+        Help(
+            "Draft for requests without a key or cache_salt from each other's answers; times and counts tell of these.",
+            "Access",
+        ),
+    ] = False
+    tls_cert: Annotated[Path | None, Help("PEM file with the certificate chain; makes it HTTPS.", "Listening")] = None
+    tls_key: Annotated[Path | None, Help("PEM file with the certificate's private key.", "Listening")] = None
+    max_queue: Annotated[int, Help("Completions that may wait; more are refused with 429.", "Limits")] = 512
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"],
+        Help("fcfs: first come, first served; priority: any request may have a priority of its own."),
+    ] = "fcfs"
+    reasoning_format: Annotated[
+        Literal["auto", "none"],
+        Help("auto: what a model thinks before it answers a conversation is told apart; none: it is text."),
+    ] = "auto"
+    max_body_mib: Annotated[float, Help("Largest body of a request, in MiB.", "Limits")] = 16.0
+    max_tokenize_characters: Annotated[int, Help("Longest text that /tokenize and count_tokens take.", "Limits")] = (
+        2**20
+    )
+    header_timeout_s: Annotated[float, Help("Seconds for a request's first line and headers.", "Limits")] = 10.0
+    body_timeout_s: Annotated[float, Help("Seconds for a request's body.", "Limits")] = 30.0
+    queue_timeout_s: Annotated[
+        float, Help("Seconds a request may wait for its grammar and its first step; 0 is no limit.", "Limits")
+    ] = 120.0
+    request_timeout_s: Annotated[float, Help("Seconds a request may take in all; 0 is no limit.", "Limits")] = 0.0
+    write_timeout_s: Annotated[float, Help("Seconds in which a client may take nothing of its answer.", "Limits")] = (
+        30.0
+    )
+    drain_timeout_s: Annotated[float, Help("Seconds that running requests get after SIGTERM.", "Limits")] = 30.0
+    stall_timeout_s: Annotated[
+        float, Help("Seconds without progress after which the engine is started again.", "Limits")
+    ] = 9.5
+    start_timeout_s: Annotated[float, Help("Seconds until the engine must be ready.", "Limits")] = 900.0
+    status_interval_s: Annotated[float, Help("Seconds between two lines of live status; 0 is none.")] = 10.0
+    log_format: Annotated[Literal["text", "json"], Help("Lines for people, or JSON objects.")] = "text"
+    log_level: Annotated[str, Help("Least important messages that are shown.")] = "info"
+    admin: Annotated[bool, Help("Answer POST /reset_prefix_cache.", "Access")] = False
+    generation_config: Annotated[
+        str,
+        Help(
+            "Sampling values of requests that say none: auto takes the model's generation_config.json, none takes "
+            "none; or a file or folder."
+        ),
+    ] = "auto"
+    chat_template: Annotated[Path | None, Help("Jinja file to use in place of the model's chat template.")] = None
+    default_chat_template_kwargs: Annotated[
+        str,
+        Help(
+            "JSON object of values for the chat template that a request may replace, such as "
+            '{"enable_thinking": false}.'
+        ),
+    ] = "{}"
 
     def __post_init__(self) -> None:
         words = {"log_format": LOG_FORMATS, "log_level": LOG_LEVELS, "scheduling_policy": SCHEDULING_POLICIES}

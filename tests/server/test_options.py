@@ -6,11 +6,11 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
-from specserve.cli.serve import SERVE_HELP
+from specserve.cli.options import SECTIONS, help_of
 from specserve.errors import ConfigError
 from specserve.server.http.routes import ROUTES
 from specserve.server.options import ServeOptions
@@ -34,8 +34,7 @@ def refusal(**fields: Any) -> str:
 
 
 def test_every_number_is_tested_here() -> None:
-    numeric = {entry.name for entry in dataclasses.fields(ServeOptions) if entry.type in ("int", "float")}
-    assert numeric == set(NUMBERS)
+    assert {name for name, kind in get_type_hints(ServeOptions).items() if kind in (int, float)} == set(NUMBERS)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -130,8 +129,14 @@ def test_options_cannot_be_changed() -> None:
         ServeOptions().port = 5  # type: ignore[misc]
 
 
+def test_every_option_has_a_flag_and_a_text() -> None:
+    help_ = help_of(ServeOptions, "Operation")
+    assert {entry.name for entry in dataclasses.fields(ServeOptions)} == set(help_)
+    assert all(each.text.endswith(".") and each.section in SECTIONS for each in help_.values())
+
+
 def test_the_help_names_every_route_that_is_open() -> None:
     """What --api-key closes, and what it does not."""
-    for text in (SERVE_HELP["api_key"].text, str(ServeOptions.__doc__)):
+    for text in (help_of(ServeOptions)["api_key"].text, str(ServeOptions.__doc__)):
         (told,) = re.findall(r"(?:only|all routes but) ([^.;]*?) (?:are open|need one)", " ".join(text.split()))
         assert set(re.findall(r"/\w*", told)) == {route.path for route in ROUTES if not route.needs_key}
