@@ -1,5 +1,5 @@
-r"""The classes \d, \w and \s of regular expressions as JSON Schema's patterns and most servers have them: of ASCII.
-Knows the syntax of Rust's regex crate, which several backends read; knows no backend."""
+r"""The classes \d, \w and \s of regular expressions as JSON Schema's patterns and most servers have them: of ASCII,
+in the syntax of Rust's regex crate, which several backends read."""
 
 from __future__ import annotations
 

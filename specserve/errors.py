@@ -8,7 +8,7 @@ SpecserveError
 ├── ModelError                 weights, tokenizer or architecture cannot be used; says which file and why
 │   └── NotFetchedError        the model is not on this machine, and nothing may be fetched now
 │   └── TextError              the model's own tokenizer or chat template failed on a text
-├── CapacityError              memory does not suffice; says what was needed, what was there, what fits
+├── CapacityError              memory does not suffice; says what was needed, what was free, what fits
 ├── EngineError                the engine itself failed; every waiting request gets this
 └── ServerError                a server that was asked over HTTP refused, failed or did not answer
 """

@@ -18,7 +18,7 @@ class Explained(msgspec.Struct, array_like=True):
     None where drafts are not weighed by cost, beside chunks of prompts, and while nothing is known; `allowance_s`, the
     seconds that drafts might still lose, below 0 a debt.
 
-    When it was verified: the draft, of which node i is tokens[i], follows node parents[i] (-1: what was there) and was
+    When it was verified: the draft, of which node i is tokens[i], follows node parents[i] (-1: the text so far) and was
     proposed by sources[i]; `path`, the nodes that were accepted. tokens[i] is HIDDEN for a rejected node that other
     requests' texts have put forward. When the step is over: `seconds`, what it took."""
 

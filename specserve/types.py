@@ -318,7 +318,7 @@ _EMPTY = Draft.chain(())
 @dataclass(eq=False, slots=True)
 class ScheduledSeq:
     """One sequence's share of a step: `num_new` of its own tokens from `start` on, its `cached` when it was scheduled,
-    and, where these reach its end, the draft behind them. Then it is `sampled`: row logits_start of the logits is for
+    and, where these reach its end, the draft after them. Then it is `sampled`: row logits_start of the logits is for
     what follows its last token, row logits_start + 1 + i for what follows draft node i."""
 
     seq: Sequence

@@ -11,7 +11,7 @@ from specserve.types import Draft, Ids, Sequence, Verdict
 
 
 class NoTarget:
-    """A DraftContext without a model behind it. Whatever needs one raises ConfigError."""
+    """A DraftContext without a model. Whatever needs one raises ConfigError."""
 
     vocab_size = 2**31  # of any width
     max_model_len = 2**31
@@ -45,7 +45,7 @@ class Driver:
         top: Ids | None = None,
     ) -> None:
         """What the target said of drafts, which is in the sequences' tokens already; `top` as StepReport has it, of all
-        rows of a sequence, its last token and the draft's nodes, behind those of the one before."""
+        rows of a sequence, its last token and the draft's nodes, after those of the one before."""
         reports: list[SequenceReport] = []
         row = 0
         for seq, verdict, draft in zip(seqs, verdicts, drafts or [Draft.empty()] * len(seqs), strict=True):

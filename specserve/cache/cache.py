@@ -38,8 +38,8 @@ class KVCache:
     sequence: `match_prefix` (or `fork`), then `reserve` before and `keep` after every step, and `free`, after which it
     may begin again. Methods assume what they document; a wrong call is a bug of the engine and fails an assertion.
 
-    `reads_next`: the drafter's KV of a token depends on the next one, too. Blocks are named after the token behind them
-    then, so that one is found where all its KV is right; it may change while there is no sequence.
+    `reads_next`: the drafter's KV of a token depends on the next one, too. Blocks are named after the token that
+    follows them then, so that one is found where all its KV is right; it may change while there is no sequence.
     """
 
     def __init__(self, storage: KVStorage, prefix_caching: bool) -> None:

@@ -23,7 +23,7 @@ def link(parent: bytes, tokens: Many[int]) -> bytes:
 
 
 def span(block: int, block_size: int, num_ahead: int) -> slice:
-    """The tokens that a block is named after beside its parent, where its KV depends on `num_ahead` behind it, too."""
+    """The tokens that a block is named after beside its parent, where its KV depends on `num_ahead` that follow too."""
     return slice(block * block_size + (num_ahead if block else 0), (block + 1) * block_size + num_ahead)
 
 

@@ -196,8 +196,8 @@ def _rope_scaling(file: GGUFFile) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(file: GGUFFile) -> dict[str, Any]:
-    """The parameters behind the factors in the file: the largest is `factor`, the others are Llama 3's constants.
-    They are computed back and compared, since a GGUF keeps only the result."""
+    """The parameters that the factors in the file were computed from: the largest is `factor`, the others are Llama 3's
+    constants. They are computed back and compared, since a GGUF keeps only the result."""
     stored = _floats(file.tensors[_ROPE_FACTORS]).reshape(-1)
     if not np.isfinite(stored).all():
         raise ModelError(f"{file.path}: {_ROPE_FACTORS} holds NaN or infinite numbers.")

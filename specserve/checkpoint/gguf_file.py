@@ -217,7 +217,7 @@ def _map_tensors(cursor: _Cursor, infos: list[_TensorInfo], alignment: Any) -> d
     tensors: dict[str, GGUFTensor] = {}
     for info in infos:
         if info.name in tensors:
-            cursor.refuse(f"tensor {info.name!r} is there twice")
+            cursor.refuse(f"tensor {info.name!r} is listed twice")
         begin = start + info.offset
         data = cursor.data[begin : begin + info.num_bytes].reshape(info.num_rows, info.row_bytes)
         tensors[info.name] = GGUFTensor(info.name, info.kind, info.shape, data)

@@ -1,5 +1,4 @@
-"""Builds tokenizer.json, tokenizer_config.json and generation_config.json from the metadata of a GGUF file. Knows
-nothing of tensors.
+"""Builds tokenizer.json, tokenizer_config.json and generation_config.json from the metadata of a GGUF file.
 
 Byte-level vocabularies are built here from what the file states, because how text is split before merging is only
 named in a GGUF (`tokenizer.ggml.pre`) and has to be known. Sentencepiece vocabularies go through transformers'

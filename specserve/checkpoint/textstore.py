@@ -180,7 +180,7 @@ class TextStore:
         return found.texts
 
     def texts_of_all(self) -> Iterator[tuple[bytes, array[int]]]:
-        """All tenants' texts, the least recently used tenant first, of each the older text first. Who is there is
+        """All tenants' texts, the least recently used tenant first, of each the older text first. Which they are is
         settled by the call; the texts may grow while others walk over them, which takes little of the interpreter."""
         tenants = list(self._tenants.items())
         return ((name, text.tokens) for name, tenant in tenants for text in reversed(tenant.texts))

@@ -30,7 +30,7 @@ COMMANDS = {
         "Check what structured output can enforce; show grammars that come along.",
     ),
     "top": ("specserve.cli.top:top", "Watch a running server."),
-    "pull": ("specserve.cli.pull:pull", "Fetch a model into the cache, or list what is there."),
+    "pull": ("specserve.cli.pull:pull", "Fetch a model into the cache, or list what it holds."),
     "inspect": ("specserve.cli.inspect:inspect", "Say what a checkpoint is: a draft head or a model, and for whom."),
     "doctor": ("specserve.cli.doctor:doctor", "Show the device, memory, kernels, model folder and versions."),
     "completion": ("specserve.cli.completion:completion", "Install completion of commands and options for a shell."),

@@ -1,4 +1,4 @@
-"""`specserve pull`: fetches a model into the cache, or lists what is there."""
+"""`specserve pull`: fetches a model into the cache, or lists what it holds."""
 
 from __future__ import annotations
 

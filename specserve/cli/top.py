@@ -124,7 +124,7 @@ def _parsed(address: str, body: bytes) -> Stats:
 def _foreign(address: str) -> ConfigError:
     return ConfigError(
         f"{address}/stats is not what a specserve server of this version says there. Is the address right, without a "
-        "path behind it, and are server and command of one version?"
+        "path after it, and are server and command of one version?"
     )
 
 

@@ -33,7 +33,7 @@ class Compiling:
         return len(self._waiting)
 
     def compile(self, request: Request) -> Grammar | None:
-        """The grammar of a structured request, behind the reasoning of models that reason; None for others. Any thread
+        """The grammar of a structured request, after the reasoning of models that reason; None for others. Any thread
         may call it. May take a second or more, once for each grammar. Raises RefusedError."""
         asked = request.params.structured
         return None if asked is None else wrapped(self._compiler.compile(asked), request.beginning, self._reasoning)

@@ -1,4 +1,4 @@
-"""What the engine counts and times. Knows names and totals, nothing of what they mean to a user."""
+"""What the engine counts and times, as totals by name."""
 
 from __future__ import annotations
 

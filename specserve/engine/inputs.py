@@ -68,7 +68,7 @@ class Requests:
         self, text: str | None, ids: list[int], params: SamplingParams, fields: Mapping[str, Any]
     ) -> tuple[Request, RequestOutput]:
         name, words = f"request-{next(self._ids)}", bad_word_ids(params, self._tokenizer)
-        begins = "behind" if params.structured is None else self._tokenizer.beginning(ids)
+        begins = "after" if params.structured is None else self._tokenizer.beginning(ids)
         request = Request(id=name, prompt_ids=ids, params=params, bad_words=words, beginning=begins, **fields)
         return request, RequestOutput.of(request, text)
 

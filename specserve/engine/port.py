@@ -1,5 +1,5 @@
 """How requests reach an engine and events come back. `EnginePort` is the contract: here are the engine of this process
-and one on a thread of its own; server/engine/client.py has the one behind a socket."""
+and one on a thread of its own; server/engine/client.py has the one over a socket."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     of its drafter, "none" for plain decoding; None leaves it to the engine. `prediction` is what the answer will mostly
     be, as ids: without a `drafter` the request drafts from it; a drafter that is named may make use of it or not.
     `explain`: its events tell what steps did with drafts. `compiles_slowly`: params.structured is known to take long.
-    `beginning`: where the answer begins, of a model that reasons; params.structured rules what is behind reasoning.
+    `beginning`: where the answer begins, of a model that reasons; params.structured rules what is after reasoning.
     """
 
     id: str
@@ -51,7 +51,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     prediction: tuple[int, ...] = ()
     explain: bool = False
     compiles_slowly: bool = False
-    beginning: Beginning = "behind"
+    beginning: Beginning = "after"
 
 
 def sequences(request: Request, limits: Limits, grammar: Grammar | None = None) -> list[Sequence]:

@@ -1,5 +1,4 @@
-"""Decides who runs in the next step, how many tokens each, and who must wait. Knows blocks only through the cache;
-knows no model, no sampler and no drafter."""
+"""Decides who runs in the next step, how many tokens each, and who must wait."""
 
 from __future__ import annotations
 

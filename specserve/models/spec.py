@@ -1,5 +1,5 @@
-"""Describes a decoder-only transformer and reads that description from a Hugging Face config.json. Knows the shapes and
-names of every tensor; knows no tensors, no devices and no model family by name."""
+"""Describes a decoder-only transformer and reads that description from a Hugging Face config.json: the shapes and
+names of all its tensors."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class RequestFilter(logging.Filter):
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a record, in ASCII: time, level, logger, message, request_id if there is one, the extra fields,
-    and an exception's traceback as one field. An extra field with one of these names gets a _ behind it."""
+    and an exception's traceback as one field. An extra field with one of these names gets a _ appended."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """The exposition: names, types, texts and labels of every metric.
 
-What vLLM has as well is there under both names, for its dashboards and benchmarks read theirs:
+What vLLM has as well has both names, for its dashboards and benchmarks read theirs:
 https://docs.vllm.ai/en/latest/usage/metrics.html
 """
 

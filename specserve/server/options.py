@@ -147,7 +147,7 @@ class ServeOptions:
         if not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(
                 f"--root-path is {self.root_path!r}; it must be a path such as /llm, with a slash before it and none "
-                "behind it."
+                "after it."
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key belong together. Give both or none of them.")

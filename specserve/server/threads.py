@@ -26,7 +26,7 @@ class Threads:
 
     async def in_turn(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call on a thread a function that seldom lets others run: one at a time, with a rest as long as the work
-        behind it. However many come at once, half of the time is for those who are sent tokens."""
+        after it. However many come at once, half of the time is for those who are sent tokens."""
         await self._turn.acquire()
         begun = time.perf_counter()
         try:

@@ -94,12 +94,12 @@ def _element(structured: Structured) -> dict[str, Any]:
 
 
 def reader(
-    use: ToolUse, written: CallFormat, prompt: str, beginning: Beginning = "behind", apart: bool = True
+    use: ToolUse, written: CallFormat, prompt: str, beginning: Beginning = "after", apart: bool = True
 ) -> Callable[[], AnswerParser]:
-    """What makes the parser of each completion. `prompt` is the rendered one, behind which the answer begins so; the
+    """What makes the parser of each completion. `prompt` is the rendered one, after which the answer begins so; the
     parser meets reasoning only where that is not told `apart`. The first call takes a second."""
     style = written.style
-    if use.must_call and style is not None and not style.has_tags and (apart or beginning == "behind"):
+    if use.must_call and style is not None and not style.has_tags and (apart or beginning == "after"):
         return functools.partial(EnforcedCalls, style, ids_of_calls(written))
     prompt = "" if apart and beginning == "inside" else prompt  # which holds nothing of what the parser meets
     return ToolCalling(written, use.tools, prompt, parallel=use.parallel).parser

@@ -60,9 +60,9 @@ class TokenTree:
             num_above = len(nodes)
 
     def after(self, following: Ids, states: Ids) -> tuple[Ids, Ids]:
-        """The tokens that may follow any of the states, int32 [found], and the state behind each, int32 [states,
+        """The tokens that may follow any of the states, int32 [found], and the state after each, int32 [states,
         found]: NOWHERE if it may not follow this one."""
-        tokens, behind = [np.zeros(0, np.int64)], [np.zeros((len(states), 0), np.int32)]
+        tokens, after = [np.zeros(0, np.int64)], [np.zeros((len(states), 0), np.int32)]
         at, nodes = states[:, None], np.zeros(1, np.int64)  # at: [states, nodes]
         for level in self._levels:
             above, nodes = _members(level.first_child, nodes)
@@ -73,8 +73,8 @@ class TokenTree:
                 break
             ends, found = _members(level.first_token, nodes)
             tokens.append(level.tokens[found])
-            behind.append(at[:, ends])
-        return np.concatenate(tokens).astype(np.int32), np.concatenate(behind, axis=1)
+            after.append(at[:, ends])
+        return np.concatenate(tokens).astype(np.int32), np.concatenate(after, axis=1)
 
 
 def _members(first: NDArray[np.int64], groups: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -128,7 +128,7 @@ class Automaton:
         return AutomatonState(self)
 
     def after(self, state: int, token: int) -> int:
-        """The state behind a token, NOWHERE if that may not come."""
+        """The state after a token, NOWHERE if that may not come."""
         if not 0 <= token < self._tree.vocabulary.size or not self.masks[state, token >> 5] >> (token & 31) & 1:
             return NOWHERE
         if token in self._eos_ids:
@@ -161,7 +161,7 @@ class Automaton:
         return [*certain, self._eos_ids[0]] if ends and not left else certain
 
     def _forced_text(self, state: int) -> tuple[bytes, int]:
-        """The bytes that must follow, and the state behind them."""
+        """The bytes that must follow, and the state after them."""
         text = bytearray()
         following, accepting = self._transitions.following, self._transitions.accepting
         while not accepting[state] and len(text) < _MOST_FORCED:
@@ -215,7 +215,7 @@ class AutomatonState:
 
 
 def _masks(transitions: Transitions, tree: TokenTree) -> Ids:
-    """The bits of the tokens that may follow each state: those behind which a text can still come to its end, in
+    """The bits of the tokens that may follow each state: those after which a text can still come to its end, in
     tokens of this vocabulary."""
     everywhere = np.ones(len(transitions.following), np.bool_)
     everywhere[NOWHERE] = False
@@ -237,11 +237,11 @@ def _rows(transitions: Transitions, tree: TokenTree, kept: NDArray[np.bool_]) ->
     sources = np.zeros((num_states, num_states), np.bool_)
     for first in range(START, num_states, _STATES_AT_ONCE):
         states = np.arange(first, min(first + _STATES_AT_ONCE, num_states), dtype=np.int32)
-        tokens, behind = tree.after(transitions.following, states)
+        tokens, after = tree.after(transitions.following, states)
         bits = np.zeros((len(states), 32 * num_words), np.bool_)
-        bits[:, tokens] = kept[behind]
+        bits[:, tokens] = kept[after]
         packed[states] = np.packbits(bits, axis=1, bitorder="little")
-        sources[behind, states[:, None]] = True
+        sources[after, states[:, None]] = True
     return masks, sources
 
 

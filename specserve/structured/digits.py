@@ -22,7 +22,7 @@ from specserve.types import GrammarState, Ids
 _EXPONENT_DIGITS = 3  # floats need no more
 _TOO_MANY = 2**15 - 1  # digits: what no number has left
 
-# Where in a text a place is: in no JSON, between the tokens of JSON, in a string, behind a backslash in one, in a
+# Where in a text a place is: in no JSON, between the tokens of JSON, in a string, after a backslash in one, in a
 # number before its exponent or in that, in null, true or false.
 _OUTSIDE, _BETWEEN, _STRING, _ESCAPE, _MANTISSA, _EXPONENT, _WORD = range(7)
 _MANTISSA_PIECE = re.compile(rb"([0-9]*)(\.?)([0-9]*)(?:[eE][+-]?([0-9]*))?")

@@ -149,7 +149,7 @@ class _Check:
         return True if excepted else _any([excepted, self.schema(value, schema)])
 
     def _items(self, value: list[Any], schema: Mapping[str, Any]) -> Iterator[Judged]:
-        """`items` was a list, and `additionalItems` what came behind it, before `prefixItems`."""
+        """`items` was a list, and `additionalItems` what came after it, before `prefixItems`."""
         first, rest = schema.get("prefixItems", []), schema.get("items", True)
         if isinstance(rest, list):
             first, rest = rest, schema.get("additionalItems", True)

@@ -1,10 +1,10 @@
-"""The bits of the tokens that grammars allow behind each row of a step, made while the target works.
+"""The bits of the tokens that grammars allow after each row of a step, made while the target works.
 
 A state stands at its sequence's last committed token. It walks a draft and is rolled back; nothing else is copied.
 
 What a sequence without a draft may say next is made while the target works. Of a draft's rows hardly any is needed by
 a sequence that takes best tokens: none where its best token may come, which one bit tells, for less than a row of them,
-and none behind a token that is not the draft's. So these wait for what the target says.
+and none after a token that is not the draft's. So these wait for what the target says.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class GrammarReader:
     def jump_forward(self, tokens: Many[int]) -> list[int]:
         """The tokens that must follow, as the tokenizer would split them."""
         with self._lock:
-            state = self._behind(tokens)
+            state = self._after(tokens)
             return [] if state is None else state.jump_forward()[:]
 
     def allowed(self, tokens: Many[int], draft: Many[int], num_words: int, is_forced: bool) -> Ids:
@@ -33,7 +33,7 @@ class GrammarReader:
         must follow alone, where there is one. Nothing follows what may not stand, and what ends the sequence."""
         row = np.zeros(num_words, np.int32)
         with self._lock:
-            if (state := self._behind(tokens)) is None:
+            if (state := self._after(tokens)) is None:
                 return row
             moved = 0
             try:
@@ -50,8 +50,8 @@ class GrammarReader:
                 state.rollback(moved)
         return row
 
-    def _behind(self, tokens: Many[int]) -> GrammarState | None:
-        """The state behind all tokens; None where nothing may follow them."""
+    def _after(self, tokens: Many[int]) -> GrammarState | None:
+        """The state after all tokens; None where nothing may follow them."""
         if self._state is None:
             self._state = self._start()
         for token in tokens[self._num_read :]:

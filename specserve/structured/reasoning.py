@@ -1,4 +1,4 @@
-"""Grammars of models that reason first: everything may come until the reasoning is closed, and behind that what the
+"""Grammars of models that reason first: everything may come until the reasoning is closed, and after that what the
 grammar says.
 
 The tokens of a draft are walked one by one, so reasoning may end anywhere in one.
@@ -20,13 +20,13 @@ from specserve.types import GrammarState, Ids
 def wrapped(grammar: Grammar, beginning: Beginning, reasoning: Reasoning | None) -> Grammar:
     """The grammar of what a model says to a prompt: the answer has `grammar`, reasoning before it has none. `reasoning`
     is None for models that do not reason; where the prompt has closed it, `grammar` begins at once."""
-    if reasoning is None or beginning == "behind":
+    if reasoning is None or beginning == "after":
         return grammar
     return ReasoningGrammar(grammar, reasoning, is_open=beginning == "inside")
 
 
 class ReasoningGrammar:
-    """A grammar behind reasoning, which the prompt has opened (`is_open`) or the model may open as the first thing it
+    """A grammar after reasoning, which the prompt has opened (`is_open`) or the model may open as the first thing it
     says."""
 
     def __init__(self, grammar: Grammar, reasoning: Reasoning, is_open: bool) -> None:
@@ -51,7 +51,7 @@ class _Phase(Enum):
 @dataclass(frozen=True, slots=True)
 class _Place:
     """`matched` tokens of what opens or closes reasoning have just been said. `states` have moved over `moved` tokens
-    each: that of an answer without reasoning, and that of an answer behind it. `is_early`: the former still stands
+    each: that of an answer without reasoning, and that of an answer after it. `is_early`: the former still stands
     where the output does."""
 
     phase: _Phase
@@ -127,7 +127,7 @@ class ReasoningState:
         return self._states[0] if self._place.is_early else self._states[1]
 
     def _after(self, token: int) -> _Place | None:
-        """Where it stands behind a token; None if that may not come."""
+        """Where it stands after a token; None if that may not come."""
         if self._place.phase is _Phase.THINKING:
             return None if token in self._eos_ids else self._thinking(token)
         if self._place.phase is _Phase.OPENING:

@@ -1,5 +1,5 @@
-"""What an output must be, as requests say it: a JSON Schema, a regular expression, one of some texts, a grammar. Knows
-how it is asked for; compiles nothing.
+"""What an output must be, as requests say it: a JSON Schema, a regular expression, one of some texts, or a grammar that
+a backend reads.
 
     SamplingParams(structured=Person)                        # a pydantic model, a dataclass, Literal["a", "b"]
     SamplingParams(structured={"type": "object", ...})       # a JSON Schema

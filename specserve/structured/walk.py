@@ -13,18 +13,18 @@ def fill_draft(state: GrammarState, tokens: Ids, parents: Ids, ends: frozenset[i
     rows[:] = 0
     state.fill(rows[0])
 
-    def fill_behind(node: int) -> None:
+    def fill_after(node: int) -> None:
         if int(tokens[node]) not in ends:
             state.fill(rows[node + 1])
 
-    visit(state, tokens, parents, ends, fill_behind)
+    visit(state, tokens, parents, ends, fill_after)
 
 
 def visit(
-    state: GrammarState, tokens: Ids, parents: Ids, ends: frozenset[int], behind: Callable[[int], object]
+    state: GrammarState, tokens: Ids, parents: Ids, ends: frozenset[int], at_node: Callable[[int], object]
 ) -> None:
-    """Call `behind` for each node that may stand, with the state behind it; parents go first, and the state is where it
-    was in the end. Nothing stands behind a token that ends the sequence."""
+    """Call `at_node` for each node that may stand, with the state after it; parents go first, and the state is where it
+    was in the end. Nothing stands after a token that ends the sequence."""
     if not len(tokens):
         return
     children: dict[int, list[int]] = {}
@@ -38,7 +38,7 @@ def visit(
         token = int(tokens[node])
         if state.advance(token):
             depth += 1
-            behind(node)
+            at_node(node)
             if token not in ends:
                 ahead += [(child, depth) for child in reversed(children.get(node, ()))]
     state.rollback(depth)

@@ -108,9 +108,9 @@ def eagle(
 def block(
     head: BlockSpec, weights: Weights, embedding: Tensor, lm_head: Tensor, hidden: list[Tensor], last: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The last token and masks, `count` rows behind a context whose hidden states [context, target's hidden] are given
+    """The last token and masks, `count` rows after a context whose hidden states [context, target's hidden] are given
     for each layer that the head reads: logits [count, draft vocabulary] without what the token before adds, and the
-    hidden states behind the final norm."""
+    hidden states after the final norm."""
     spec, eps = head.layers, head.layers.norm_eps
     states = norm(torch.cat(hidden, -1) @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     tokens = torch.tensor([last] + [head.mask_token_id] * (count - 1))
@@ -194,7 +194,7 @@ def trained_block(target: Decoder, texts: list[list[int]], steps: int, **options
 
 
 def medusa(head: MedusaSpec, weights: Weights, hidden: Tensor) -> Tensor:
-    """Logits [heads, rows, draft vocabulary] from hidden states behind the target's final norm [rows, hidden]."""
+    """Logits [heads, rows, draft vocabulary] from hidden states after the target's final norm [rows, hidden]."""
     found = []
     for j in range(head.num_heads):
         x = hidden
@@ -276,7 +276,7 @@ def matrices(target: Decoder) -> tuple[Tensor, Tensor]:
 
 
 def hidden_states(target: Decoder, tokens: list[int], layers: tuple[int, ...]) -> list[Tensor]:
-    """The residual stream behind these layers, float32 [tokens, hidden] each."""
+    """The residual stream after these layers, float32 [tokens, hidden] each."""
     ops, spec, block = target.ops, target.spec, 16
     count = -(-len(tokens) // block)
     kv = [

@@ -235,7 +235,7 @@ def _reasoning_apart(message: Mapping[str, Any], blanks: str) -> Mapping[str, An
 
 
 def _mark_end(chat: list[dict[str, Any]], mark: str) -> str:
-    """Put the mark behind the last message's text; that text. Only the copy in `chat` changes."""
+    """Put the mark after the last message's text; that text. Only the copy in `chat` changes."""
     end = mark + " "  # the space tells whether the template trims messages
     content = chat[-1].get("content")
     if isinstance(content, str):
@@ -252,7 +252,7 @@ def _mark_end(chat: list[dict[str, Any]], mark: str) -> str:
 
 
 def _cut_at_end(text: str, final: str, mark: str) -> str:
-    """Cut behind the last message's own text, whether the template kept the spaces at its end or trimmed them."""
+    """Cut after the last message's own text, whether the template kept the spaces at its end or trimmed them."""
     before, found, after = text.rpartition(mark)
     if not found or final.strip() not in before:
         raise InputError(

@@ -12,8 +12,8 @@ from specserve.errors import InputError, ModelError
 if TYPE_CHECKING:
     from specserve.text.tokenizer import Tokenizer
 
-# Where an answer begins: in the midst of reasoning; where the model may open it, or answer at once; behind it.
-Beginning: TypeAlias = Literal["inside", "before", "behind"]
+# Where an answer begins: in the midst of reasoning; where the model may open it, or answer at once; after it.
+Beginning: TypeAlias = Literal["inside", "before", "after"]
 
 _KNOWN = (
     ("<think>", "</think>"),  # DeepSeek R1, Qwen 3, QwQ, SmolLM 3
@@ -29,7 +29,7 @@ QUESTIONS = ("a", "b")  # whose prompts end alike, but for the questions themsel
 @dataclass(frozen=True)
 class Reasoning:
     """The tokens around a model's reasoning, one or several in a row each. `header` are those that a prompt ends with,
-    behind its last control token, where the model's turn begins; None where no chat template says so. `controls` are
+    after its last control token, where the model's turn begins; None where no chat template says so. `controls` are
     control tokens, without those of reasoning: nothing before the last of them belongs to the model's turn. `eos_ids`
     end an output, so they cannot come in the midst of reasoning when something is to follow it."""
 
@@ -55,11 +55,11 @@ class Reasoning:
         turn = tuple(prompt_ids[last + 1 :])
         opened, closed = _last(turn, self.open), _last(turn, self.close)
         if opened != closed:
-            return "inside" if opened > closed else "behind"
+            return "inside" if opened > closed else "after"
         if self.header is None:
-            return "behind"
+            return "after"
         is_new = turn == self.header or (bool(self.header) and turn[-len(self.header) :] == self.header)
-        return "before" if is_new else "behind"
+        return "before" if is_new else "after"
 
 
 def markers(tokenizer: Tokenizer, stated: Any, source: str) -> Reasoning | None:
@@ -103,7 +103,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def _header(tokenizer: Tokenizer, controls: frozenset[int]) -> tuple[int, ...] | None:
-    """What two prompts have in common at their ends, behind the last control token."""
+    """What two prompts have in common at their ends, after the last control token."""
     one, two = (_asked(tokenizer, content) for content in QUESTIONS)
     if one is None or two is None:
         return None

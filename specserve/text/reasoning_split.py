@@ -1,4 +1,4 @@
-"""Tells a completion's reasoning from its answer while it grows, by its tokens, as grammars behind reasoning do
+"""Tells a completion's reasoning from its answer while it grows, by its tokens, as grammars after reasoning do
 (structured/reasoning.py).
 
 The text may lag behind the tokens, as what may become a stop string is held back, and a marker of several tokens may
@@ -23,7 +23,7 @@ def splitting(
     """What makes the ReasoningSplit of each completion of a prompt; None where no reasoning can come. Blanks between
     reasoning and answer go with neither, but belong to an answer that a grammar rules."""
     reasoning, beginning = tokenizer.markers, tokenizer.beginning(prompt_ids)
-    if reasoning is None or beginning == "behind":
+    if reasoning is None or beginning == "after":
         return None
     hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
     shown = b"".join(tokenizer.token_bytes(token) for token in reasoning.close if token not in hidden)
@@ -49,10 +49,10 @@ class ReasoningSplit:
         self._starts: deque[int] = deque(maxlen=len(reasoning.close))  # where the last tokens began
         self._decoded = 0  # characters that tokens stood for
         self._told = 0  # characters that were told, or left out
-        self._waiting = ""  # text behind them
+        self._waiting = ""  # text that comes after those
         self._opened = 0  # where reasoning begins
         self._closed = (0, 0)  # where it ends and where the answer begins, once they are known
-        self._blanks: list[str] = []  # behind reasoning that was told
+        self._blanks: list[str] = []  # that follow reasoning that was told
         self._has_reasoned, self._has_answered = False, not trims
 
     def push(self, token_ids: Sequence[int], sizes: Sequence[int], text: str, final: bool) -> tuple[str, str, int]:
@@ -114,7 +114,7 @@ class ReasoningSplit:
         return taken[max(self._opened - begin, 0) : end], taken[answer:]
 
     def _trimmed_reasoning(self, text: str) -> str:
-        """Without blanks before and behind."""
+        """Without blanks before and after it."""
         if not text or text.isspace():
             if self._has_reasoned and text:
                 self._blanks.append(text)
@@ -126,7 +126,7 @@ class ReasoningSplit:
         return found
 
     def _trimmed_answer(self, text: str) -> str:
-        """Without the blanks behind reasoning."""
+        """Without the blanks after reasoning."""
         text = text if self._has_answered else text.lstrip()
         self._has_answered |= bool(text)
         return text

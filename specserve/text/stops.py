@@ -60,7 +60,7 @@ class StopSearch:
 
     def push(self, text: str, begin: int = 0) -> tuple[int, str] | None:
         """Go on in text[begin:]. Where a stop string is complete first, and which: of two that end together the longer.
-        What comes behind it is another text."""
+        What comes after it is another text."""
         end, found = len(text), ""
         for i, stop in enumerate(self._stops):
             self._matched[i], reached = stop.search(text, begin, end, self._matched[i])

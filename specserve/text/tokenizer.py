@@ -203,7 +203,7 @@ class Tokenizer:
 
     def beginning(self, prompt_ids: Sequence[int]) -> Beginning:
         """Where the answer to a prompt begins; as `reasoning`, runs the chat template once."""
-        return "behind" if self.reasoning is None else self.reasoning.beginning(prompt_ids)
+        return "after" if self.reasoning is None else self.reasoning.beginning(prompt_ids)
 
     @cached_property
     def _control(self) -> ControlTokens:

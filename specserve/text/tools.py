@@ -1,5 +1,4 @@
-"""How a model writes calls of tools in its answers, told by its own files or by the look of its chat template. Knows
-formats; parses nothing.
+"""How a model writes calls of tools in its answers, told by its own files or by the look of its chat template.
 
 A format is a `response_template` as transformers 5 defines it (utils/chat_parsing): fields with the texts that open and
 close them. A model that brings one in tokenizer_config.json is taken at its word; for families that do not, it is here.
@@ -91,7 +90,7 @@ _QWEN_TAGS = {
             "close_pattern": rf"</function>{_S}</tool_call>",
             "repeats": True,
             "content": "xml-inline",
-            # A tag that nothing closes is none, nor is any behind it: where the text ends the search does, too.
+            # A tag that nothing closes is none, nor is any after it: where the text ends the search does, too.
             "content_args": {
                 "tag_pattern": r"<parameter=(?P<key>[^>\n]{1,256})>\n?(?P<value>.*?)"
                 r"(?:\n?</parameter>|\Z(*SKIP)(*FAIL))"

@@ -54,7 +54,7 @@ def test_a_model_that_opens_its_reasoning_itself(tmp_path: Path) -> None:
     assert reasoning.eos_ids == made.eos_ids
     assert reasoning.beginning(made.encode_chat(ASK)) == "before"
     assert reasoning.beginning(made.encode_chat(TALK)) == "before", "what was reasoned before is over"
-    assert reasoning.beginning(made.encode_chat(ASK, enable_thinking=False)) == "behind"
+    assert reasoning.beginning(made.encode_chat(ASK, enable_thinking=False)) == "after"
 
 
 def test_a_prompt_that_has_opened_the_reasoning(tmp_path: Path) -> None:
@@ -64,19 +64,19 @@ def test_a_prompt_that_has_opened_the_reasoning(tmp_path: Path) -> None:
     begun = [*ASK, {"role": "assistant", "content": "<think>hm"}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
     assert reasoning.beginning(made.encode("<|start|>assistant\n<think>hm, <")) == "inside"
-    assert reasoning.beginning(made.encode("<|start|>assistant\n<think>hm</think>Yes")) == "behind"
-    assert reasoning.beginning(made.encode_chat(begun, **options)) == "behind", "written by a caller it is text"
+    assert reasoning.beginning(made.encode("<|start|>assistant\n<think>hm</think>Yes")) == "after"
+    assert reasoning.beginning(made.encode_chat(begun, **options)) == "after", "written by a caller it is text"
 
 
 def test_prompts_that_are_plain_text(tmp_path: Path) -> None:
     reasoning, made = found(made := tokenizer(tmp_path, QWEN, ("<think>", "</think>"))), made
     for text, where in [
-        ("Once upon a time", "behind"),
+        ("Once upon a time", "after"),
         ("<think>Once", "inside"),
-        ("<think>Once</think>", "behind"),
-        ("<think>Once<|end|>\n", "behind"),
+        ("<think>Once</think>", "after"),
+        ("<think>Once<|end|>\n", "after"),
         ("a</think>b<think>c", "inside"),
-        ("", "behind"),
+        ("", "after"),
     ]:
         assert reasoning.beginning(made.encode(text)) == where, text
 
@@ -92,7 +92,7 @@ def test_special_tokens_of_mistral(tmp_path: Path) -> None:
     assert reasoning.beginning(made.encode("[THINK]so[/THINK]<|start|>Hi<|pad|>")) == "before"
     assert reasoning.beginning(made.encode("[THINK]so<|start|>Hi<|pad|>")) == "before"
     assert reasoning.beginning(made.encode("<|pad|>[THINK]so")) == "inside"
-    assert reasoning.beginning(made.encode("<|pad|>Yes")) == "behind"
+    assert reasoning.beginning(made.encode("<|pad|>Yes")) == "after"
 
 
 def test_marks_of_several_tokens(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_marks_of_several_tokens(tmp_path: Path) -> None:
     assert reasoning.open == tuple(made.encode("<think>"))
     assert len(reasoning.close) > 1
     assert reasoning.beginning(made.encode_chat([{"role": "user", "content": "Hi"}])) == "inside"
-    assert reasoning.beginning(made.encode_chat(ASK, add_generation_prompt=False)) == "behind"
+    assert reasoning.beginning(made.encode_chat(ASK, add_generation_prompt=False)) == "after"
 
 
 def test_what_the_files_state_goes_first(tmp_path: Path) -> None:
@@ -128,5 +128,5 @@ def test_without_a_template_nothing_says_where_the_turn_begins(tmp_path: Path, t
     made = tokenizer(tmp_path, template, ("<think>", "</think>"))
     reasoning = found(made)
     assert reasoning.header is None
-    assert reasoning.beginning(made.encode("<|start|>assistant\n")) == "behind"
+    assert reasoning.beginning(made.encode("<|start|>assistant\n")) == "after"
     assert reasoning.beginning(made.encode("<|start|>assistant\n<think>")) == "inside"

@@ -71,7 +71,7 @@ class Record:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of the prompt's, those whose KV was there."""
+        """Of the prompt's, those whose KV was cached."""
         details = (self.usage or {}).get("prompt_tokens_details")
         count = details.get("cached_tokens") if isinstance(details, Mapping) else None
         return count if isinstance(count, int) else None

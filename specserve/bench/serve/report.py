@@ -38,7 +38,7 @@ class Goodput:
             if not number.replace(".", "", 1).isdecimal() or float(number) == 0:
                 raise ConfigError(f"The goodput limit {text!r} has no number of ms above 0. Write it as {name}:500.")
             if name in limits:
-                raise ConfigError(f"The goodput limit {name} is there twice.")
+                raise ConfigError(f"The goodput limit {name} is given twice.")
             limits[name] = float(number)
         return cls(limits)
 

@@ -1,4 +1,4 @@
-"""An end of the socket between the API process and an engine's: messages as bytes, each behind its length.
+"""An end of the socket between the API process and an engine's: messages as bytes, each after its length.
 
 A plain pair of sockets: with ZeroMQ, whose threads are on the way in both processes, a first token took 0.2 ms more.
 """

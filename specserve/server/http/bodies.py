@@ -20,7 +20,7 @@ _AT_ONCE = 2**18  # bytes that are looked at before another thread may run
 
 async def parsed(request: web.Request, read: Callable[[bytes, Limits], T]) -> T:
     """The request in the body, by one of the functions that read one. A large one is parsed on a thread. The time that
-    a request may take begins when its body is there.
+    a request may take begins when its body has arrived.
 
     Raises WireError for a body that is too large, too slow or no JSON, and when the bodies of others fill the memory
     that there is for them; InputError for what is wrong in it.

@@ -87,7 +87,7 @@ def ignore_unrendered_tools(request: web.Request, body: ChatCompletionRequest) -
 
 
 def response_id(prefix: str, body: SamplingFields) -> str:
-    """The request's own id where it has one, behind OpenAI's prefix."""
+    """The request's own id where it has one, after OpenAI's prefix."""
     return f"{prefix}-{body.request_id or secrets.token_hex(12)}"
 
 

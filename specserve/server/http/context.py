@@ -75,7 +75,7 @@ class Context:
 
 
 CONTEXT = web.AppKey("specserve", Context)
-ARRIVED = web.RequestKey("arrived", float)  # the event loop's time at which the whole request was there
+ARRIVED = web.RequestKey("arrived", float)  # the event loop's time at which the whole request had arrived
 
 
 def route_path(request: web.Request) -> str:

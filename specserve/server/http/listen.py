@@ -27,7 +27,7 @@ _SHUTDOWN_S = 1.0  # for handlers that still run when the drain is over
 
 
 class Listener:
-    """An application behind a socket. `address` is what a client connects to."""
+    """An application on a socket. `address` is what a client connects to."""
 
     def __init__(self, app: web.Application, options: ServeOptions) -> None:
         self._options = options
@@ -86,7 +86,7 @@ class Listener:
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
-        if self._server is not None and self._options.uds is not None:  # else what is there is not ours
+        if self._server is not None and self._options.uds is not None:  # else the file is not ours
             self._options.uds.unlink(missing_ok=True)
 
     @web.middleware

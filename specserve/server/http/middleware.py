@@ -47,7 +47,7 @@ async def translate_errors(request: web.Request, handler: Handler) -> web.Stream
         response = await _answered(request, handler)
         status = response.status
         return response
-    except ConnectionError:  # nobody is there who could be told; aiohttp would log it as a fault
+    except ConnectionError:  # nobody is left who could be told; aiohttp would log it as a fault
         if request.transport is not None and not request.transport.is_closing():
             raise
         return web.Response(status=CLIENT_CLOSED)
@@ -95,7 +95,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     try:
         return await handler(request)
     except ConnectionError:
-        raise  # nobody is there who could be told
+        raise  # nobody is left who could be told
     except web.HTTPException as error:
         failure = _http_failure(request, error)
     except Exception as error:

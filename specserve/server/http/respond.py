@@ -188,7 +188,7 @@ class _Streaming:
                     self._request[CHUNKED] = self._request.version >= HttpVersion11
                     await self._follow()
         except ConnectionError:
-            raise  # nobody is there who could be told
+            raise  # nobody is left who could be told
         except Exception as error:
             if not self._has_sent:
                 raise

@@ -100,7 +100,7 @@ class TextItem:
     """Text that stands together; `index` counts the items before it."""
 
     index: int
-    pieces: list[str] = field(default_factory=list)  # joined once: to put each behind the text copies that every time
+    pieces: list[str] = field(default_factory=list)  # joined once: appending each to the text copies that every time
     scores: Sequence[TokenLogprobs] | None = None  # of its tokens, if they were asked for
 
     @property

@@ -25,7 +25,7 @@ _AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 _LINE_ENDS = r"\n\r\u2028\u2029"  # no "." of ECMA-262
 _HYPHENS = re.compile(r"^-|(?<!\\)-$")  # at the ends of a set they are no ranges, until others come beside them
 _ANY = r"[\s\S]*"
-_CHARACTERS = frozenset("dDwWsSnrtfvxu")  # behind a backslash
+_CHARACTERS = frozenset("dDwWsSnrtfvxu")  # after a backslash
 
 
 def without_lookaheads(root: Any) -> Any:
@@ -167,8 +167,8 @@ def _nowhere(pieces: list[str], ends: str) -> str | None:
     if others is None or others[0] != "^" or (ends and _may_end_lines(pieces[0])):
         return None
     piece, other = pieces[0], f"[{others}{ends}]"
-    behind = f"(?:|[{ends}]{_ANY})$" if ends else "$"
-    return f"^(?:{piece}?{other})*{piece}?{behind}" if is_twice else f"^{other}*{behind}"
+    rest = f"(?:|[{ends}]{_ANY})$" if ends else "$"
+    return f"^(?:{piece}?{other})*{piece}?{rest}" if is_twice else f"^{other}*{rest}"
 
 
 def _may_end_lines(piece: str) -> bool:

@@ -57,7 +57,7 @@ class CompletionLogprobs:
         self._offset += num_characters
 
     def prompt(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str) -> TextLogprobs:
-        """Of the echoed prompt; nothing predicts its first token, which has null. The completion then begins behind
+        """Of the echoed prompt; nothing predicts its first token, which has null. The completion then begins after
         `text`, however the tokens spell it."""
         part = self.part(ids, entries)
         self._offset = len(text)

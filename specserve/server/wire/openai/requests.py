@@ -262,7 +262,7 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
 
     @model_validator(mode="after")
     def _some_tool(self) -> ChatCompletionRequest:
-        """What must be called must be there."""
+        """A function that must be called must exist."""
         names = [tool["function"]["name"] for tool in self.tools]
         if self.must_call and not names:
             raise InputError("tool_choice asks for a call and there are no tools. Send tools.", "tool_choice")

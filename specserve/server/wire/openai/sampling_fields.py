@@ -218,7 +218,7 @@ class SamplingFields(StructuredFields):
 
     @abstractmethod
     def _checked_params(self) -> SamplingParams:
-        """As `sampling_params`, when all fields are there. Raises InputError."""
+        """As `sampling_params`, when all fields have been read. Raises InputError."""
 
     def _params(self, **own: Any) -> SamplingParams:
         same = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}

@@ -1,4 +1,4 @@
-"""A response as a sequence of events: what goes behind `data: ` of each, as JSON text.
+"""A response as a sequence of events: what follows `data: ` in each, as JSON text.
 
 Rules: a chat choice begins with an assistant's empty text; finish_reason is null until a choice's last chunk, which has
 no text; one chunk may carry several tokens. At the end comes usage, if asked for, with no choices, then [DONE]. After

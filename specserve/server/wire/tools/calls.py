@@ -81,7 +81,7 @@ class ToolCalling:
         return fits(whole_object(arguments), self._tools[name].get("parameters") or {}) is not False
 
     def is_cut(self, content: str) -> bool:
-        """Whether the text behind the beginning of a call, which nothing closes, is one that was cut off: JSON goes on,
+        """Whether the text after the beginning of a call, which nothing closes, is one that was cut off: JSON goes on,
         and calls in tags have an end."""
         if self._typed_by is not None:
             return self.template.fields[_CALLS].close_re is not None
@@ -127,7 +127,7 @@ class ToolCallParser:
         self._blank = 0  # what is from there to here is blank
         self._at = 0  # where to look on
         self._enough = 0  # characters that there must be for another look to be worth it
-        self._matches: dict[Any, Any] = {}  # by pattern, the first one at or behind `_at` when it was searched
+        self._matches: dict[Any, Any] = {}  # by pattern, the first one at or after `_at` when it was searched
         self._open: Any = None  # the field that has begun
         self._start, self._inside = 0, 0  # where it began, and where its content does
         self._called = False
