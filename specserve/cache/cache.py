@@ -59,11 +59,6 @@ class KVCache:
     def num_free(self) -> int:
         return len(self.pool.free)
 
-    @property
-    def num_evictions(self) -> int:
-        """Published blocks that were handed out for something else."""
-        return self.pool.num_evictions
-
     def match_prefix(self, seq: Sequence) -> int:
         """Give an empty sequence the longest published chain that covers at most len(tokens) - 1 of its tokens (the
         last one must run to have logits). Sets seq.blocks and seq.cached; returns the tokens found. A sequence that may

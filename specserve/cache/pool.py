@@ -75,7 +75,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.free = FreeList(num_blocks)
         self.references = [0] * num_blocks
-        self.num_evictions = 0
+        self.num_evictions = 0  # published blocks that were handed out for something else
         self.filled = [0] * num_blocks  # slots of each block whose KV is valid
         self.num_filled = 0  # their sum over referenced blocks
         self.drafted = [False] * num_blocks  # whether all slots of a block have KV of the drafter's model, too

@@ -97,10 +97,9 @@ def free_memory(device: torch.device | str, root: Path = Path("/")) -> int:
 
 def _available(root: Path) -> int:
     try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
+        values = _read_table(root / "proc/meminfo", ":")
     except OSError as error:
         raise CapacityError(f"Free memory cannot be measured here: {error}. Only Linux is supported.") from error
-    values = {name: value for name, _, value in (line.partition(":") for line in lines)}
     return int(values["MemAvailable"].split()[0]) * 1024
 
 
@@ -119,12 +118,11 @@ def _control_group_room(root: Path) -> Iterator[int]:
             continue  # a root group has no limit
         limit = (folder / limit_file).read_text().strip()
         if limit != "max":
-            yield int(limit) - int((folder / usage_file).read_text()) + _statistic(folder, reclaimable)
+            statistics = _read_table(folder / "memory.stat", " ")
+            yield int(limit) - int((folder / usage_file).read_text()) + int(statistics.get(reclaimable, 0))
 
 
-def _statistic(folder: Path, name: str) -> int:
-    for line in (folder / "memory.stat").read_text().splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
+def _read_table(path: Path, separator: str) -> dict[str, str]:
+    """The values of a file of lines by their names, which stand before the separator."""
+    lines = path.read_text().splitlines()
+    return {name: value for name, _, value in (line.partition(separator) for line in lines)}

@@ -61,8 +61,7 @@ def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
             counts = stats.by_source.setdefault(source, [0, 0])
             counts[0] += 1
             counts[1] += node in path
-    now = time.perf_counter()
-    stats.first_token = stats.first_token or now
+    stats.first_token = stats.first_token or time.perf_counter()
     stats.num_steps += 1
     if len(draft):
         depth = len(draft) if draft.is_chain else int(draft.depths.max()) + 1

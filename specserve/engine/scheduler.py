@@ -93,15 +93,12 @@ class Scheduler:
             if seq in self.running and len(seq.tokens) - seq.cached == 1:
                 self._reserve(plan, seq, 1)
         plan.seconds = self._seconds_for_chunks(plan.counts)
-        self._prefill(plan)
-        if not plan.preempted:
-            self._admit(plan)
-        return plan.step(self.running)
-
-    def _prefill(self, plan: _Plan) -> None:
         for seq in list(self.running):
             if seq in self.running and seq not in plan.counts and (count := self._chunk(plan, seq)):
                 self._reserve(plan, seq, count)
+        if not plan.preempted:
+            self._admit(plan)
+        return plan.step(self.running)
 
     def _seconds_for_chunks(self, decoding: Collection[Sequence]) -> float:
         if not decoding:
@@ -128,7 +125,7 @@ class Scheduler:
         while not self.cache.reserve(seq, count):
             victim = self.running[-1]
             self._preempt(victim)
-            plan.drop(victim)
+            plan.left += plan.counts.pop(victim, 0)  # its logits, which are few, go unused
             plan.preempted.append(victim)
             if victim is seq:
                 return
@@ -238,10 +235,6 @@ class _Plan:
         self.counts[seq] = count
         self.left -= count
         self.logit_rows -= num_shared_rows(seq, count)
-
-    def drop(self, seq: Sequence) -> None:
-        """A preempted sequence gives back what it had taken; its logits, which are few, go unused."""
-        self.left += self.counts.pop(seq, 0)
 
     def step(self, running: list[Sequence]) -> Step:
         seqs = [

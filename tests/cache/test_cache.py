@@ -117,7 +117,7 @@ def test_reset_drops_what_nobody_uses() -> None:
     assert cache.reset_prefix_cache() == 0
     assert hit(cache, A) == 0
     assert cache.num_free == cache.num_blocks
-    assert cache.num_evictions == 0, "a reset is no eviction"
+    assert cache.pool.num_evictions == 0, "a reset is no eviction"
 
 
 def drafting(cache: KVCache, tokens: list[int], chunk: int = 99) -> Sequence:
@@ -208,7 +208,7 @@ def least_recently_used_goes_first() -> None:
     filler = make_seq([7] * 99)
     for evicted, (tokens, num_left) in enumerate(order, 1):
         assert cache.reserve(filler, 4 * evicted)
-        assert cache.num_evictions == evicted
+        assert cache.pool.num_evictions == evicted
         assert peek(cache, tokens) == [True] * num_left + [False] * (4 - num_left)
         assert tokens is A or all(peek(cache, A)), "the more recent is whole until the older is gone"
     cache.check_integrity([filler])

@@ -359,7 +359,7 @@ def test_without_a_fault_nothing_is_found_and_everything_is_reached() -> None:
     class Watched(CacheMachine):
         def teardown(self) -> None:
             seen.update(dataclasses.asdict(self.cache.stats))
-            seen["evictions"] += self.cache.num_evictions
+            seen["evictions"] += self.cache.pool.num_evictions
             seen["refusals"] += self.num_refused
             seen["moves"] += self.num_tree_moves
 
