@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import metadata
@@ -342,7 +342,13 @@ def _distributions_of(package: str) -> set[str]:
     """Who brings a package; for the standard library and our own folders that is us."""
     if package in (_OURS, "tests", *sys.stdlib_module_names):
         return {_OURS}
-    return _distributions(metadata.packages_distributions().get(package, [package])) - {_OURS}
+    return _distributions(_installed().get(package, [package])) - {_OURS}
+
+
+@cache
+def _installed() -> Mapping[str, list[str]]:
+    """The distributions that bring each package; all metadata are read for it, which takes a tenth of a second."""
+    return metadata.packages_distributions()
 
 
 def loaded_by(names: Iterable[str], heavy: Iterable[str], path: Path) -> list[str]:

@@ -38,7 +38,7 @@ SERVE = {"max-num-seqs": 16}
 QUIET = "nothing"
 GROWTH_MARK_MS, HEALTH_MARK_MS = 20.0, 50.0
 ASK_S = 0.02  # between two questions to /health
-SETTLE_S = 0.5  # after a turn, which is no part of the next
+SETTLE_S = 0.5  # after a turn, at most as long as that; no part of the next
 KB = 1000
 
 Work = tuple[str, bytes]  # a path and a body
@@ -181,7 +181,7 @@ async def run(options: argparse.Namespace, findings: Findings) -> None:
                 begin = functools.partial(asyncio.get_running_loop().run_in_executor, sender)
                 await begin(functools.partial(send, served.url, 0, [], 0.0))  # the process
                 for name in in_turns(work, options.rounds):
-                    await asyncio.sleep(SETTLE_S)
+                    await asyncio.sleep(min(SETTLE_S, options.seconds))
                     turn = Turn(name, time.perf_counter())
                     if name == QUIET:
                         await asyncio.sleep(options.seconds)

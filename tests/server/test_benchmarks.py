@@ -60,7 +60,7 @@ def test_every_program_says_how_it_is_called(
 
 
 def test_beside(tiny: Path, tmp_path: Path) -> None:
-    options = ("--seconds=0.5", "--rounds=1", "--scale=0.001", "--conversations=3")
+    options = ("--seconds=0.1", "--rounds=1", "--scale=0.001", "--conversations=3")
     figures = run("beside", tiny, tmp_path, *options)
     names = [name.partition(": answers")[0] for name in figures if name.endswith(": answers")]
     assert len(names) == 7
