@@ -1,4 +1,4 @@
-"""Train a draft head for the default model on two hundred prompts, and draft with it. It takes about a minute on two
+"""Train a draft head for the default model on a hundred prompts, and draft with it. It takes half a minute on two
 cores; a head that pays takes hours of text, or minutes on a GPU (docs/training.md)."""
 
 import json
@@ -13,9 +13,7 @@ KIND = "medusa"  # or "eagle", "block"
 QUESTIONS = ("What is a {}?", "Where does one find a {}?", "Tell me two facts about a {}.", "What is a {} made of?")
 THINGS = (
     "bridge river mountain lamp violin candle ship train garden castle clock mirror window ladder tunnel island forest "
-    "desert planet comet engine bicycle camera piano market library harbour lighthouse kettle carpet pencil hammer "
-    "bottle basket blanket compass magnet telescope umbrella wheel anchor barn bakery canal cave chimney cliff dam "
-    "dictionary farm"
+    "desert planet comet engine bicycle camera piano market library"
 )
 
 with TemporaryDirectory() as folder:
@@ -24,7 +22,7 @@ with TemporaryDirectory() as folder:
     prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in asked), "utf-8")
     options = TrainingOptions(
         prompts=prompts, out=Path(folder) / "head", temperatures=(0.0,), max_tokens=16, max_length=64, depth=1,
-        draft_vocab_size=1024, batch_tokens=1024, epochs=1.2, learning_rate=3e-3, evaluate_every=99,
+        draft_vocab_size=1024, batch_tokens=512, epochs=1.2, learning_rate=3e-3, evaluate_every=99,
     )  # fmt: skip
     train(KIND, "smollm2-135m", {}, options, print)
     greedy = SamplingParams(max_tokens=48, temperature=0)
