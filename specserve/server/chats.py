@@ -65,12 +65,12 @@ class Chats:
     async def teach(self, tokenizer: Tokenizer) -> None:
         """Have this process's tokenizer know what its template makes of questions, so that it need not be run here.
         Raises EngineError as `render` does: that may pass, and is not remembered."""
-        for content in QUESTIONS:
-            try:
+        try:
+            for content in QUESTIONS:
                 found = await self.render([{"role": "user", "content": content}], {}, 1, None)
                 tokenizer.questions[content] = listed(found.ids or b"")
-            except (InputError, TextError):
-                tokenizer.questions[content] = None
+        except (InputError, TextError):  # one that fails with the first question need not be run for the others
+            tokenizer.questions |= dict.fromkeys(QUESTIONS)
 
     async def prepare(self) -> None:
         """Make ready what the first conversation would wait for: the process, and the template."""
