@@ -29,9 +29,9 @@ from specserve.models.heads.formats import is_head, read_head, write_head
 from specserve.models.heads.loading import HeadLoader
 from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
 from specserve.models.heads.speculators import Verifier
-from specserve.models.spec import DecoderSpec, Rope
+from specserve.models.spec import DecoderSpec
 from specserve.speculation.base import DraftContext
-from specserve.testing import tiny_config, write_tiny_model
+from specserve.testing import llama_spec, tiny_config, write_tiny_model
 from specserve.testing.damage import bounded, damaged, damaged_json, damaged_value, replace_by_another_kind
 from specserve.text.tokenizer import Tokenizer
 
@@ -353,20 +353,14 @@ def test_a_gguf_file(tmp_path: Path, seed: int) -> None:
 
 
 def layers(vocab_size: int, **more: Any) -> DecoderSpec:
-    return DecoderSpec(
+    return llama_spec(
         vocab_size=vocab_size,
         hidden_size=16,
-        num_layers=1,
         num_heads=2,
         num_kv_heads=1,
         head_dim=8,
         intermediate_size=32,
         max_len=64,
-        norm_eps=1e-5,
-        activation="silu",
-        ropes=(Rope(),),
-        windows=(None,),
-        query_scale=8**-0.5,
         **more,
     )
 

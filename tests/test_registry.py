@@ -62,7 +62,7 @@ class DroppedBackend:
         return LanguageGrammar([[9, 8, 7, self.end]])
 """
 FAMILY = """
-from specserve.models.spec import read_spec
+from specserve.models.config import read_spec
 
 ARCHITECTURES = ("DroppedForCausalLM",)
 MODEL_TYPES = ("dropped",)
@@ -275,7 +275,7 @@ def test_parts_and_folders_are_no_entries() -> None:
     for registry in (DRAFTERS, KERNELS, GRAMMARS, MODELS):
         assert not [name for name in registry.names() if name.startswith("_")]
     assert "library" not in GRAMMARS.names()
-    assert MODELS.names() == ["gemma3", "llama", "mistral", "qwen2", "qwen3"]
+    assert MODELS.names() == ["gemma3", "llama", "mistral", "qwen2", "qwen3", "smollm3"]
     with pytest.raises(ConfigError, match="Unknown kernel backend '_native'"):
         KERNELS.find("_native")
 

@@ -14,6 +14,7 @@ from specserve.errors import ModelError
 if TYPE_CHECKING:
     from specserve.models.heads.formats import Head
     from specserve.models.heads.spec import TargetShape
+    from specserve.models.spec import DecoderSpec
 
 Rows = list[tuple[str, str]]
 
@@ -84,7 +85,7 @@ def _about_model(folder: Path, target: str | None) -> Rows:
     rows = [
         ("folder", str(folder)),
         ("type", kind),
-        ("layers", f"{spec.num_layers} of {spec.hidden_size:,}, {spec.num_heads} heads, {spec.num_kv_heads} for KV"),
+        ("layers", _layers(spec)),
         ("vocabulary", f"{spec.vocab_size:,} ids"),
         ("context", f"{spec.max_len:,} tokens"),
         ("size", _size(tensors.num_parameters, tensors.num_bytes)),
@@ -143,14 +144,18 @@ def _parts(head: Head) -> Rows:
     share = f"{draft_vocab_size(spec):,} of {spec.target.vocab_size:,} ids" if spec.has_draft_vocab else "the target's"
     if isinstance(spec, MedusaSpec):
         return [("draft ids", share)]
-    layers = spec.layers
-    heads = f"{layers.num_heads} heads, {layers.num_kv_heads} for KV"
     return [
-        ("layers", f"{layers.num_layers} of {layers.hidden_size:,}, {heads}"),
+        ("layers", _layers(spec.layers)),
         ("embedding", "its own" if spec.has_embedding else "the target's"),
         ("LM head", "its own" if spec.has_head else "the target's"),
         ("draft ids", share),
     ]
+
+
+def _layers(spec: DecoderSpec) -> str:
+    heads = dict.fromkeys((layer.attention.num_heads, layer.attention.num_kv_heads) for layer in spec.layers)
+    words = " or ".join(f"{own} heads, {shared} for KV" for own, shared in heads)
+    return f"{spec.num_layers} of {spec.hidden_size:,}, {words}"
 
 
 def _fits(head: Head, model: str, target: TargetShape) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from specserve.cache.cache import KVCache
 from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, step_bytes
-from specserve.cache.storage import KVShape, KVStorage
+from specserve.cache.storage import KVStorage
 from specserve.checkpoint import catalog
 from specserve.config import EngineConfig
 from specserve.engine.counters import Counters
@@ -76,7 +76,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Built:
         raise ConfigError(
             f"--drafter {config.drafter} needs the {top_k} best tokens of a row; there are {most} at most."
         )
-    shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers + context.kv_shapes
+    shapes = spec.kv_shapes + context.kv_shapes
     width = spec.step_width + len(taps) * spec.hidden_size
     taken = step_bytes(max_rows, width, max_logit_rows, spec.vocab_size)
     taken += model.num_mapped_bytes + host.needs.memory_bytes  # mapped weights pass for free memory

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from specserve.models.spec import (
+from specserve.models.config import (
     FULL,
     SLIDING,
     Config,
-    DecoderSpec,
-    Rope,
-    read_activation,
+    num_layers,
+    read_attention,
     read_layer_types,
+    read_mlp,
+    read_norm,
     read_rope,
     read_spec,
 )
+from specserve.models.spec import DecoderSpec, LayerSpec, Rope, Sequential
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3", "gemma3_text")
@@ -38,22 +41,24 @@ _DEFAULTS: Mapping[str, object] = {
 
 def spec(config: Config) -> DecoderSpec:
     config = {**_DEFAULTS, **config}
-    bias = bool(config.get("attention_bias", False))
-    types = _layer_types(config)
-    return read_spec(
-        config,
-        types,
-        config["sliding_window"],
-        ropes=tuple(_rope(config, kind) for kind in types),
-        activation=read_activation(config.get("hidden_activation", "gelu_pytorch_tanh")),
-        query_scale=config["query_pre_attn_scalar"] ** -0.5,
-        embedding_scale=config["hidden_size"] ** 0.5,
-        norm_offset=1.0,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        post_norms=True,
-    )
+    norm = replace(read_norm(config), offset=1.0)
+    mlp = read_mlp(config, activation=config.get("hidden_activation", "gelu_pytorch_tanh"))
+
+    def layer(kind: str) -> LayerSpec:
+        bias = bool(config.get("attention_bias"))
+        attention = read_attention(
+            config,
+            scale=config["query_pre_attn_scalar"] ** -0.5,
+            window=config["sliding_window"] if kind == SLIDING else None,
+            head_norm=norm,
+            qkv_bias=bias,
+            out_bias=bias,
+        )
+        residual = Sequential(post_norms=True)
+        return LayerSpec(norm=norm, position=_rope(config, kind), attention=attention, mlp=mlp, residual=residual)
+
+    layers = [layer(kind) for kind in _layer_types(config)]
+    return read_spec(config, layers, embedding_scale=config["hidden_size"] ** 0.5)
 
 
 def rename(name: str) -> str | None:
@@ -66,7 +71,7 @@ def rename(name: str) -> str | None:
 
 def _layer_types(config: Config) -> tuple[str, ...]:
     pattern = config.get("sliding_window_pattern") or 6
-    layers = range(config["num_hidden_layers"])
+    layers = range(num_layers(config))
     return read_layer_types(config, tuple(SLIDING if (layer + 1) % pattern else FULL for layer in layers))
 
 

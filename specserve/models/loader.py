@@ -22,8 +22,9 @@ from specserve.checkpoint.packed import PackedWeights, packed_path
 from specserve.checkpoint.weights import Weights, read_config
 from specserve.errors import CapacityError, ModelError, unknown
 from specserve.files import reading
+from specserve.models.config import Config
 from specserve.models.decoder import Decoder
-from specserve.models.spec import Config, DecoderSpec, shorten
+from specserve.models.spec import DecoderSpec, shorten
 from specserve.ops import Ops
 from specserve.registry import MODELS
 
@@ -215,7 +216,8 @@ def _num_packed_bytes(spec: DecoderSpec, ops: Ops) -> int:
 
 
 def _num_table_bytes(spec: DecoderSpec) -> int:
-    return len(set(spec.ropes)) * spec.max_len * spec.head_dim * 8
+    rotations = {(layer.position, layer.attention.head_dim) for layer in spec.layers}
+    return sum(head_dim for _, head_dim in rotations) * spec.max_len * 8
 
 
 def check_memory(spec: DecoderSpec, ops: Ops, free: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from specserve.models.spec import SLIDING, Config, DecoderSpec, read_layer_types, read_spec, required
+from specserve.models.config import SLIDING, Config, num_layers, read_layer, read_layer_types, read_spec
+from specserve.models.spec import DecoderSpec
 
 ARCHITECTURES = ("MistralForCausalLM",)
 MODEL_TYPES = ("mistral",)
 
 
 def spec(config: Config) -> DecoderSpec:
-    types = read_layer_types(config, (SLIDING,) * required(config, "num_hidden_layers"))
-    return read_spec(config, types, config.get("sliding_window", 4096))
+    types, window = read_layer_types(config, (SLIDING,) * num_layers(config)), config.get("sliding_window", 4096)
+    return read_spec(config, [read_layer(config, kind, window) for kind in types])

@@ -1,21 +1,18 @@
-"""Describes a decoder-only transformer and reads that description from a Hugging Face config.json: the shapes and
-names of all its tensors."""
+"""Describes a decoder-only transformer by value: its layers, which may differ from each other, and what they share; the
+shapes and names of every tensor follow from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError, ModelError
 
-Config = Mapping[str, Any]
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ROPE_FIELDS = {
+Shapes = dict[str, tuple[int, ...]]
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {  # by scaling, those of Rope that it reads beside theta
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -44,102 +41,188 @@ class Rope:
             raise ModelError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}; they must differ.")
 
 
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """x over its root mean square, times weight + offset (arXiv 1910.07467)."""
+
+    eps: float
+    offset: float = 0.0  # Gemma stores w - 1
+
+    def __post_init__(self) -> None:
+        _check_number("rms_norm_eps", self.eps, positive=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSpec:
-    """A pre-norm decoder. Sizes are features or counts, `max_len` and `windows` tokens; `ropes` and `windows` have one
-    entry per layer, a window of None sees everything. Raises ModelError where the sizes contradict each other.
+class AttentionSpec:
+    """Grouped-query attention (arXiv 2305.13245): query head h reads KV head h // (num_heads / num_kv_heads)."""
 
-    `norm_offset` is added to every norm weight (Gemma stores w - 1). `post_norms`: attention and MLP outputs are
-    normalised as well before they join the residual stream. `query_scale` multiplies query-key products.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    max_len: int
-    norm_eps: float
-    activation: str  # "silu" or "gelu_tanh", as ops.gated names them
-    ropes: tuple[Rope, ...]
-    windows: tuple[int | None, ...]
-    query_scale: float
+    scale: float  # of query-key products
+    window: int | None = None  # tokens that a row sees, itself among them; None: all
+    head_norm: RmsNorm | None = None  # of every query head and every key head
     qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False
-    norm_offset: float = 0.0
-    embedding_scale: float = 1.0
-    tied_embeddings: bool = False
-    logit_softcap: float | None = None
+    out_bias: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "intermediate_size", "max_len"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
-                raise ModelError(
-                    f"config.json gives {name} as {value!r}; it must be a whole number from 1 to {_LARGEST}."
-                )
-        _check_number("rms_norm_eps", self.norm_eps, positive=False)
-        _check_number("query_scale", self.query_scale)
-        if self.logit_softcap is not None:
-            _check_number("final_logit_softcapping", self.logit_softcap)
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            check_size(name, getattr(self, name))
+        _check_number("query_scale", self.scale)
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly.")
         if self.head_dim % 4:
             # Rotary embedding needs halves; and GEMMs of narrower rests do not give every row the same bits.
             raise ModelError(f"head_dim is {self.head_dim}; it must be a multiple of 4.")
-        for window in {each for each in self.windows if each is not None}:
-            if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-                raise ModelError(f"sliding_window must be at least 1 token or null; it is {window!r}.")
-        assert len(self.ropes) == len(self.windows) == self.num_layers
+        window = self.window
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+            raise ModelError(f"sliding_window must be at least 1 token or null; it is {window!r}.")
 
     @property
-    def step_width(self) -> int:
-        """Numbers that ops hold at most for each row of a step, but for its logits: what goes into a layer, what its
-        products come to, and the residual."""
-        heads = self.num_heads * self.head_dim
-        return 5 * self.hidden_size + 4 * heads + 2 * self.num_kv_heads * self.head_dim + 3 * self.intermediate_size
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the model needs, by its name in a Hugging Face Llama checkpoint, and its shape."""
-        table = (self.vocab_size, self.hidden_size)
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
-        for layer in range(self.num_layers):
-            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in self._layer_shapes().items()}
-        shapes["model.norm.weight"] = (self.hidden_size,)
-        return shapes if self.tied_embeddings else shapes | {"lm_head.weight": table}
+    @property
+    def kv_size(self) -> int:
+        """Numbers of a token's keys, and of its values."""
+        return self.num_kv_heads * self.head_dim
 
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in self._norm_sizes().items()}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)) (GLU variants, arXiv 2002.05202)."""
+
+    size: int  # features between
+    activation: str  # as ops.gated names them
+    bias: bool = False  # of all three
+
+    def __post_init__(self) -> None:
+        check_size("intermediate_size", self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequential:
+    """Attention reads a norm of the residual stream and its output joins that, then the MLP likewise. With `post_norms`
+    each output is normed before it joins (Gemma)."""
+
+    post_norms: bool = False
+
+
+class NormNames(NamedTuple):
+    """A layer's norms in a checkpoint; None where it has none."""
+
+    attention: str  # before it
+    post_attention: str | None
+    mlp: str  # before it
+    post_mlp: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer. `norm` is that of all places of the `residual` form that have one, `position` how tokens know where
+    they stand; None: by causality alone (NoPE, arXiv 2305.19466)."""
+
+    norm: RmsNorm
+    position: Rope | None
+    attention: AttentionSpec
+    mlp: GatedMlp
+    residual: Sequential = Sequential()
+
+    @property
+    def norm_names(self) -> NormNames:
+        """Where a layer has four norms, the one named post_attention follows attention; where it has two, it opens the
+        MLP."""
+        if self.residual.post_norms:
+            return NormNames(
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            )
+        return NormNames("input_layernorm", None, "post_attention_layernorm", None)
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Every tensor of the layer, by its name in a Hugging Face checkpoint of Llama, and its shape."""
+        own, mlp = self.attention, self.mlp
+        shapes: Shapes = {f"{name}.weight": (hidden,) for name in self.norm_names if name is not None}
+        if own.head_norm is not None:
+            shapes |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (own.head_dim,))
         for name, rows, columns, bias in (
-            ("self_attn.q_proj", q, hidden, self.qkv_bias),
-            ("self_attn.k_proj", kv, hidden, self.qkv_bias),
-            ("self_attn.v_proj", kv, hidden, self.qkv_bias),
-            ("self_attn.o_proj", hidden, q, self.o_bias),
-            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
-            ("mlp.up_proj", inner, hidden, self.mlp_bias),
-            ("mlp.down_proj", hidden, inner, self.mlp_bias),
+            ("self_attn.q_proj", own.q_size, hidden, own.qkv_bias),
+            ("self_attn.k_proj", own.kv_size, hidden, own.qkv_bias),
+            ("self_attn.v_proj", own.kv_size, hidden, own.qkv_bias),
+            ("self_attn.o_proj", hidden, own.q_size, own.out_bias),
+            ("mlp.gate_proj", mlp.size, hidden, mlp.bias),
+            ("mlp.up_proj", mlp.size, hidden, mlp.bias),
+            ("mlp.down_proj", hidden, mlp.size, mlp.bias),
         ):
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
         return shapes
 
-    def _norm_sizes(self) -> dict[str, int]:
-        names = ["input_layernorm", "post_attention_layernorm"]
-        if self.post_norms:
-            names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        sizes = dict.fromkeys(names, self.hidden_size)
-        if self.qk_norm:
-            sizes |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
-        return sizes
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """A decoder: an embedding, layers, a norm and an LM head. Raises ModelError for sizes that contradict each other
+    and for forms that the op contract does not have."""
+
+    vocab_size: int
+    hidden_size: int
+    max_len: int  # tokens
+    layers: tuple[LayerSpec, ...]
+    final_norm: RmsNorm
+    embedding_scale: float = 1.0
+    tied_embeddings: bool = False
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "max_len", "num_layers"):
+            check_size(name, getattr(self, name))
+        if self.logit_softcap is not None:
+            _check_number("final_logit_softcapping", self.logit_softcap)
+        # What a layer adds is normed by its own eps and joins the stream in one op with the norm of the next one.
+        if len(found := sorted({self.final_norm.eps, *(layer.norm.eps for layer in self.layers)})) > 1:
+            raise ModelError(f"The norms of the layers and the final one differ in eps, {found}; they must be alike.")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def kv_shapes(self) -> list[KVShape]:
+        """What each layer keeps of a token."""
+        return [KVShape(each.attention.num_kv_heads, each.attention.head_dim) for each in self.layers]
+
+    @property
+    def step_width(self) -> int:
+        """Numbers that ops hold at most for each row of a step, but for its logits: what goes into a layer, what its
+        products come to, and the residual."""
+        inner = (4 * own.attention.q_size + 2 * own.attention.kv_size + 3 * own.mlp.size for own in set(self.layers))
+        return 5 * self.hidden_size + max(inner)
+
+    def shapes(self) -> Shapes:
+        """Every tensor the model needs, by its name in a Hugging Face Llama checkpoint, and its shape."""
+        table = (self.vocab_size, self.hidden_size)
+        shapes: Shapes = {"model.embed_tokens.weight": table}
+        for number, layer in enumerate(self.layers):
+            own = layer.shapes(self.hidden_size)
+            shapes |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        return shapes if self.tied_embeddings else shapes | {"lm_head.weight": table}
+
+
+def shorten(spec: DecoderSpec, max_len: int) -> DecoderSpec:
+    """The same model for at most `max_len` tokens. Raises ConfigError above the model's own limit."""
+    if not 1 <= max_len <= spec.max_len:
+        raise ConfigError(f"max_model_len is {max_len}, but the model was made for at most {spec.max_len} tokens.")
+    return dataclasses.replace(spec, max_len=max_len)
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raise ModelError for what is no count or size."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+        raise ModelError(f"config.json gives {name} as {value!r}; it must be a whole number from 1 to {_LARGEST}.")
 
 
 def _check_number(name: str, value: Any, *, positive: bool = True) -> None:
@@ -148,104 +231,3 @@ def _check_number(name: str, value: Any, *, positive: bool = True) -> None:
     if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
         kind = "positive number" if positive else "number of at least 0"
         raise ModelError(f"config.json gives {name} as {value!r}; it must be a {kind}.")
-
-
-def read_spec(config: Config, types: tuple[str, ...] = (), window: int | None = None, **own: Any) -> DecoderSpec:
-    """What all Llama-like configurations say the same way. `types` is each layer's attention (empty: all full),
-    `window` that of the sliding ones, `own` the fields an architecture sets itself.
-
-    Raises ModelError naming the missing or unsupported setting.
-    """
-    _refuse_unsupported(config)
-    num_layers, num_heads = required(config, "num_hidden_layers"), required(config, "num_attention_heads")
-    types = types or (FULL,) * num_layers
-    head_dim = _first(own.get("head_dim"), config.get("head_dim"), required(config, "hidden_size") // num_heads)
-    shared = {
-        "vocab_size": required(config, "vocab_size"),
-        "hidden_size": required(config, "hidden_size"),
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": _first(config.get("num_key_value_heads"), num_heads),
-        "head_dim": head_dim,
-        "intermediate_size": required(config, "intermediate_size"),
-        "max_len": required(config, "max_position_embeddings"),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "activation": read_activation(config.get("hidden_act", "silu")),
-        "ropes": tuple(read_rope(config, kind) for kind in types),
-        "windows": tuple(window if kind == SLIDING else None for kind in types),
-        "query_scale": head_dim**-0.5,
-        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "logit_softcap": config.get("final_logit_softcapping"),
-    }
-    return DecoderSpec(**(shared | own))
-
-
-def _first(*values: Any) -> Any:
-    """The first that is given: null is as good as nothing, and 0 is not."""
-    return next(value for value in values if value is not None)
-
-
-def required(config: Config, key: str) -> Any:
-    """config[key]. Raises ModelError naming the key."""
-    if config.get(key) is None:
-        raise ModelError(f"config.json has no {key}; a model of type {config.get('model_type')!r} needs it.")
-    return config[key]
-
-
-def read_layer_types(config: Config, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Each layer's attention, "full_attention" or "sliding_attention": config.json's own list, or else `default`.
-
-    Raises ModelError for any other kind, or a list that does not match the number of layers.
-    """
-    types = tuple(config.get("layer_types") or default)
-    if strange := sorted(set(types) - {FULL, SLIDING}):
-        raise ModelError(f"layer_types has {', '.join(strange)}; supported are {FULL} and {SLIDING}.")
-    if len(types) != required(config, "num_hidden_layers"):
-        raise ModelError(f"layer_types has {len(types)} entries for {config['num_hidden_layers']} layers.")
-    return types
-
-
-def read_activation(name: str) -> str:
-    """The op contract's name of a Hugging Face activation. Raises ModelError for one that `gated` does not know."""
-    if name not in _ACTIVATIONS:
-        raise ModelError(f"The activation {name!r} is not supported; supported are {', '.join(sorted(_ACTIVATIONS))}.")
-    return _ACTIVATIONS[name]
-
-
-def read_rope(config: Config, layer_type: str = FULL, theta: float = 10_000.0) -> Rope:
-    """The rotary embedding of one kind of layer, in the old style (rope_theta beside rope_scaling) or that of
-    transformers 5 (rope_parameters, one for all layers or one per layer type); `theta` is what an absent one means.
-
-    Raises ModelError naming a scaling that is not default, linear or llama3, or a parameter it lacks.
-    """
-    modern = config.get("rope_parameters") or {}
-    given = modern[layer_type] if layer_type in modern else config.get("rope_scaling") or modern
-    if not isinstance(given, Mapping):
-        raise ModelError(f"config.json gives rotary settings as {given!r}; they must be an object.")
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in _ROPE_FIELDS:
-        known = ", ".join(sorted(_ROPE_FIELDS))
-        raise ModelError(f"Rotary scaling of type {kind!r} is not supported; supported are {known}.")
-    if given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError("partial_rotary_factor is not 1: rotating a part of each head is not supported.")
-    trained = {"original_max_position_embeddings": config.get("max_position_embeddings")}
-    values = {name: required({**trained, **config, **given}, name) for name in _ROPE_FIELDS[kind]}
-    return Rope(float(_first(given.get("rope_theta"), config.get("rope_theta"), theta)), kind, **values)
-
-
-def _refuse_unsupported(config: Config) -> None:
-    """What would change the numbers and is not implemented must not be passed over in silence."""
-    for key, why in (
-        ("attn_logit_softcapping", "soft-capped attention scores"),
-        ("use_bidirectional_attention", "bidirectional attention"),
-        ("quantization_config", "weights quantized on disk"),
-    ):
-        if config.get(key):
-            raise ModelError(f"config.json sets {key} to {config[key]!r}; {why} are not supported natively.")
-
-
-def shorten(spec: DecoderSpec, max_len: int) -> DecoderSpec:
-    """The same model for at most `max_len` tokens. Raises ConfigError above the model's own limit."""
-    if not 1 <= max_len <= spec.max_len:
-        raise ConfigError(f"max_model_len is {max_len}, but the model was made for at most {spec.max_len} tokens.")
-    return dataclasses.replace(spec, max_len=max_len)

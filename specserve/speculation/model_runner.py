@@ -27,8 +27,7 @@ class ModelRunner:
     def __init__(
         self, model: Any, ops: Ops, max_rows: int, max_logit_rows: int, num_ids: int, reads: Tensor | None = None
     ) -> None:
-        spec = model.spec
-        self.kv_shapes = [KVShape(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
+        self.kv_shapes: list[KVShape] = model.spec.kv_shapes
         self._model = model
         self._num_ids = num_ids
         self._ops = ops

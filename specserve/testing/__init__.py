@@ -15,6 +15,7 @@ from specserve.testing.models import (
     SPECIAL_TOKENS as SPECIAL_TOKENS,
     Feed as Feed,
     PagedDecoder as PagedDecoder,
+    llama_spec as llama_spec,
     random_weights as random_weights,
     tiny_config as tiny_config,
     tiny_tokenizer as tiny_tokenizer,

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from specserve.models.decoder import Decoder
 from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
-from specserve.models.spec import DecoderSpec, Rope
+from specserve.models.spec import AttentionSpec, DecoderSpec, LayerSpec, Rope
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
+from specserve.testing.models import llama_spec
 
 Weights = Mapping[str, Tensor]
 
@@ -22,47 +23,48 @@ def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x [rows, heads, d] by halves."""
+def rotated(x: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
+    """x [rows, heads, d] by halves, without scaling."""
+    if rope is None:
+        return x
     d = x.shape[-1]
-    angles = positions[:, None] * (1.0 / theta ** (torch.arange(0, d, 2) / d))
+    angles = positions[:, None] * (1.0 / rope.theta ** (torch.arange(0, d, 2) / d))
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     a, b = x[..., : d // 2], x[..., d // 2 :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def attend(spec: DecoderSpec, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
     """q [rows, heads, d], k, v [context, kv_heads, d], sees bool [rows, context] -> [rows, heads * d]."""
     share = spec.num_heads // spec.num_kv_heads
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = torch.einsum("rhd,chd->hrc", q, k) * spec.query_scale
+    scores = torch.einsum("rhd,chd->hrc", q, k) * spec.scale
     weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
     return torch.einsum("hrc,chd->rhd", weights, v).flatten(1)
 
 
-def projected(spec: DecoderSpec, weights: Weights, name: str, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+def projected(spec: LayerSpec, weights: Weights, name: str, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [rows, heads, d] of a chain from position `start` on."""
-    at = f"{name}.self_attn"
+    at, own = f"{name}.self_attn", spec.attention
     positions = torch.arange(start, start + len(x)).float()
     flat = [F.linear(x, weights[f"{at}.{p}_proj.weight"], weights.get(f"{at}.{p}_proj.bias")) for p in "qkv"]
-    q, k, v = (each.view(len(x), -1, spec.head_dim) for each in flat)
-    if spec.qk_norm:
-        q = norm(q, weights[f"{at}.q_norm.weight"], spec.norm_eps)
-        k = norm(k, weights[f"{at}.k_norm.weight"], spec.norm_eps)
-    theta = spec.ropes[0].theta
-    return rotated(q, positions, theta), rotated(k, positions, theta), v
+    q, k, v = (each.view(len(x), -1, own.head_dim) for each in flat)
+    if own.head_norm is not None:
+        q = norm(q, weights[f"{at}.q_norm.weight"], own.head_norm.eps)
+        k = norm(k, weights[f"{at}.k_norm.weight"], own.head_norm.eps)
+    return rotated(q, positions, spec.position), rotated(k, positions, spec.position), v
 
 
-def mlp(spec: DecoderSpec, weights: Weights, name: str, residual: Tensor) -> Tensor:
-    x = norm(residual, weights[f"{name}.post_attention_layernorm.weight"], spec.norm_eps)
+def mlp(spec: LayerSpec, weights: Weights, name: str, residual: Tensor) -> Tensor:
+    x = norm(residual, weights[f"{name}.post_attention_layernorm.weight"], spec.norm.eps)
     gate, up = (x @ weights[f"{name}.mlp.{p}_proj.weight"].T for p in ("gate", "up"))
     return residual + (F.silu(gate) * up) @ weights[f"{name}.mlp.down_proj.weight"].T
 
 
-def layer(spec: DecoderSpec, weights: Weights, name: str, x: Tensor, residual: Tensor) -> Tensor:
+def layer(spec: LayerSpec, weights: Weights, name: str, x: Tensor, residual: Tensor) -> Tensor:
     """A decoder layer whose attention reads x [rows, any], of a chain that begins at position 0."""
     sees = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    attended = attend(spec, *projected(spec, weights, name, x, 0), sees)
+    attended = attend(spec.attention, *projected(spec, weights, name, x, 0), sees)
     return mlp(spec, weights, name, residual + attended @ weights[f"{name}.self_attn.o_proj.weight"].T)
 
 
@@ -71,8 +73,8 @@ def eagle_states(head: EagleSpec, weights: Weights, hidden: list[Tensor]) -> Ten
     if head.version == 1:
         return hidden[0]
     if head.fc_norms:
-        hidden = [norm(x, weights[f"fc_norm.{i}.weight"], head.layers.norm_eps) for i, x in enumerate(hidden)]
-    x = norm(torch.cat(hidden, -1), weights.get("input_norm.weight"), head.layers.norm_eps)
+        hidden = [norm(x, weights[f"fc_norm.{i}.weight"], head.layers.final_norm.eps) for i, x in enumerate(hidden)]
+    x = norm(torch.cat(hidden, -1), weights.get("input_norm.weight"), head.layers.final_norm.eps)
     return F.linear(x, weights["fc.weight"], weights.get("fc.bias"))
 
 
@@ -87,7 +89,7 @@ def eagle(
 ) -> tuple[Tensor, Tensor]:
     """Over a chain of rows from position `start` on, of which row i reads token i + 1 and hidden state i: logits [rows,
     draft vocabulary] and what the next pass reads in place of hidden states."""
-    spec, eps = head.layers, head.layers.norm_eps
+    spec, eps = head.layers, head.layers.final_norm.eps
     embedded = weights.get("embed_tokens.weight", embedding)[tokens]
     first = weights.get("layers.0.input_layernorm.weight")
     if head.version == 3:
@@ -97,10 +99,10 @@ def eagle(
     else:
         residual = F.linear(torch.cat((embedded, states), -1), weights["fc.weight"], weights.get("fc.bias"))
         x = norm(residual, first, eps)
-    residual = layer(spec, weights, "layers.0", x, residual)
-    for i in range(1, spec.num_layers):
+    residual = layer(spec.layers[0], weights, "layers.0", x, residual)
+    for i, own in enumerate(spec.layers[1:], start=1):
         x = norm(residual, weights[f"layers.{i}.input_layernorm.weight"], eps)
-        residual = layer(spec, weights, f"layers.{i}", x, residual)
+        residual = layer(own, weights, f"layers.{i}", x, residual)
     out = norm(residual, weights.get("norm.weight"), eps)
     return out @ weights.get("lm_head.weight", lm_head).T, out if head.norm_output else residual
 
@@ -111,7 +113,7 @@ def block(
     """The last token and masks, `count` rows after a context whose hidden states [context, target's hidden] are given
     for each layer that the head reads: logits [count, draft vocabulary] without what the token before adds, and the
     hidden states after the final norm."""
-    spec, eps = head.layers, head.layers.norm_eps
+    spec, eps = head.layers, head.layers.final_norm.eps
     states = norm(torch.cat(hidden, -1) @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     tokens = torch.tensor([last] + [head.mask_token_id] * (count - 1))
     residual = weights.get("embed_tokens.weight", embedding)[tokens]
@@ -119,13 +121,13 @@ def block(
     sees = torch.ones(count, start + count, dtype=torch.bool)
     if head.is_causal:
         sees = sees.tril(start)
-    for i in range(spec.num_layers):
+    for i, own in enumerate(spec.layers):
         name = f"layers.{i}"
         x = norm(residual, weights[f"{name}.input_layernorm.weight"], eps)
-        q, own_k, own_v = projected(spec, weights, name, x, start)
-        _, past_k, past_v = projected(spec, weights, name, states, 0)
-        attended = attend(spec, q, torch.cat((past_k, own_k)), torch.cat((past_v, own_v)), sees)
-        residual = mlp(spec, weights, name, residual + attended @ weights[f"{name}.self_attn.o_proj.weight"].T)
+        q, own_k, own_v = projected(own, weights, name, x, start)
+        _, past_k, past_v = projected(own, weights, name, states, 0)
+        attended = attend(own.attention, q, torch.cat((past_k, own_k)), torch.cat((past_v, own_v)), sees)
+        residual = mlp(own, weights, name, residual + attended @ weights[f"{name}.self_attn.o_proj.weight"].T)
     out = norm(residual, weights["norm.weight"], eps)
     return out @ weights.get("lm_head.weight", lm_head).T, out
 
@@ -239,7 +241,7 @@ def target_shape(target: Decoder) -> TargetShape:
 
 def small_layers(target: Decoder, vocab_size: int, num_layers: int = 1, **more: Any) -> DecoderSpec:
     """Layers of a head for a target."""
-    return DecoderSpec(
+    return llama_spec(
         vocab_size=vocab_size,
         hidden_size=target.spec.hidden_size,
         num_layers=num_layers,
@@ -248,11 +250,6 @@ def small_layers(target: Decoder, vocab_size: int, num_layers: int = 1, **more: 
         head_dim=16,
         intermediate_size=96,
         max_len=target.spec.max_len,
-        norm_eps=1e-5,
-        activation="silu",
-        ropes=(Rope(),) * num_layers,
-        windows=(None,) * num_layers,
-        query_scale=0.25,
         **more,
     )
 
@@ -279,10 +276,7 @@ def hidden_states(target: Decoder, tokens: list[int], layers: tuple[int, ...]) -
     """The residual stream after these layers, float32 [tokens, hidden] each."""
     ops, spec, block = target.ops, target.spec, 16
     count = -(-len(tokens) // block)
-    kv = [
-        torch.zeros((2, (count + 1) * block, spec.num_kv_heads, spec.head_dim), dtype=ops.kv_dtype)
-        for _ in range(spec.num_layers)
-    ]
+    kv = [torch.zeros((2, (count + 1) * block, *shape), dtype=ops.kv_dtype) for shape in spec.kv_shapes]
     multiple = ops.row_multiple
     inputs = pack([SequenceRows(tokens, 0, range(1, count + 1), num_logits=1)], multiple)
     runner = Runner(target, ops, kv, block, len(inputs.token_ids), multiple, taps=layers)

@@ -17,7 +17,7 @@ from torch import Tensor
 from specserve.errors import ConfigError, unknown
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
-from specserve.models.spec import DecoderSpec
+from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, RmsNorm, Rope
 from specserve.runtime.pack import SequenceRows, pack
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|pad|>")
@@ -50,6 +50,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 2},
     "gemma3": {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
@@ -106,7 +107,7 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, 
     for name, shape in spec.shapes().items():
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
-            yield name, _norm_size(spec, name) * (1.0 + 0.2 * noise) - spec.norm_offset
+            yield name, _norm_size(spec, name) * (1.0 + 0.2 * noise) - spec.final_norm.offset
         elif name.endswith("bias"):
             yield name, 0.2 * noise
         elif "embed_tokens" in name:
@@ -121,6 +122,41 @@ def _norm_size(spec: DecoderSpec, name: str) -> float:
     if name == "model.norm.weight" and spec.tied_embeddings:
         return _LOGIT_SIZE * spec.embedding_scale / (_EMBEDDING_SIZE * math.sqrt(spec.hidden_size))
     return 2.0 if "q_norm" in name else 1.0
+
+
+def llama_spec(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    max_len: int,
+    num_layers: int = 1,
+    norm: RmsNorm = RmsNorm(1e-5),  # noqa: B008 (a value)
+    rope: Rope = Rope(),  # noqa: B008
+    qk_norm: bool = False,
+    mlp_bias: bool = False,
+    activation: str = "silu",
+    **attention: Any,
+) -> DecoderSpec:
+    """A decoder of so many equal layers of Llama's; `attention` are more fields of AttentionSpec."""
+    layer = LayerSpec(
+        norm=norm,
+        position=rope,
+        attention=AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            head_norm=norm if qk_norm else None,
+            **attention,
+        ),
+        mlp=GatedMlp(size=intermediate_size, activation=activation, bias=mlp_bias),
+    )
+    layers = (layer,) * num_layers
+    return DecoderSpec(vocab_size=vocab_size, hidden_size=hidden_size, max_len=max_len, layers=layers, final_norm=norm)
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -160,8 +196,8 @@ class PagedDecoder:
         blocks = -(-capacity // block_size)
         order = 1 + torch.randperm(num_seqs * blocks, generator=generator)  # block 0 is where padding is written
         spec, ops = model.spec, model.ops
-        shape = (2, (1 + num_seqs * blocks) * block_size, spec.num_kv_heads, spec.head_dim)
-        kv = [torch.randn(shape, generator=generator) for _ in range(spec.num_layers)]
+        slots = (1 + num_seqs * blocks) * block_size
+        kv = [torch.randn((2, slots, *shape), generator=generator) for shape in spec.kv_shapes]
         self.model = model
         self.kv = [layer.to(ops.device, ops.kv_dtype) for layer in kv]
         self.block_size = block_size

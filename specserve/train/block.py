@@ -33,11 +33,11 @@ class BlockHead(TrainedHead):
         self.spec, self.hidden_layers, self._anchors = spec, spec.hidden_layers, anchors
         # As DFlash has it: 7 for blocks of 16, 4 for blocks of 8.
         self.depth_weights = [math.exp(-2 * row / rows) for row in range(rows)]
-        self.rotary = Rotary(own, own.max_len + rows)
+        self.rotary = Rotary(own.layers[0], own.max_len + rows)
         self.fc = nn.Linear(len(spec.hidden_layers) * spec.target.hidden_size, own.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(own.hidden_size, own.norm_eps)
-        self.layers = nn.ModuleList([DecoderLayer(own, self.rotary) for _ in range(own.num_layers)])
-        self.norm = RMSNorm(own.hidden_size, own.norm_eps)
+        self.hidden_norm = RMSNorm(own.hidden_size, own.final_norm.eps)
+        self.layers = nn.ModuleList([DecoderLayer(each, own.hidden_size, self.rotary) for each in own.layers])
+        self.norm = RMSNorm(own.hidden_size, own.final_norm.eps)
         self.norm.weight.data.copy_(norm)
         self.lm_head = frozen_head(head, ids)
         if spec.bigram_rank:

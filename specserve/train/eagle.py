@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from specserve.models.heads.spec import EagleSpec
-from specserve.models.spec import DecoderSpec
+from specserve.models.spec import LayerSpec
 from specserve.train.batches import Batch
 from specserve.train.heads import Guesses, TrainedHead, frozen_head
 from specserve.train.layers import DecoderLayer, RMSNorm, Rotary, attend_unrolled
@@ -25,9 +25,9 @@ Cache = list[list[tuple[Tensor, Tensor]]]  # by layer, then by step: keys and va
 class _FirstLayer(DecoderLayer):
     """Reads [norm(embedding), norm(hidden)]."""
 
-    def __init__(self, spec: DecoderSpec, rotary: Rotary) -> None:
-        super().__init__(spec, rotary, width=2 * spec.hidden_size)
-        self.hidden_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+    def __init__(self, spec: LayerSpec, hidden: int, rotary: Rotary) -> None:
+        super().__init__(spec, hidden, rotary, width=2 * hidden)
+        self.hidden_norm = RMSNorm(hidden, spec.norm.eps)
 
 
 class EagleHead(TrainedHead):
@@ -41,14 +41,15 @@ class EagleHead(TrainedHead):
     ) -> None:
         assert spec.version == 3 and spec.has_head, "what is trained"
         super().__init__(ids, embedding)
-        own = spec.layers
+        own, hidden = spec.layers, spec.layers.hidden_size
+        first, *others = own.layers
         self.spec, self.hidden_layers = spec, spec.hidden_layers
         self.depth_weights = [_DECAY**step for step in range(depth)]
-        self.rotary = Rotary(own, own.max_len + depth)
-        self.fc = nn.Linear(len(spec.hidden_layers) * spec.target.hidden_size, own.hidden_size, spec.fc_bias)
-        others = [DecoderLayer(own, self.rotary) for _ in range(own.num_layers - 1)]
-        self.layers = nn.ModuleList([_FirstLayer(own, self.rotary), *others])
-        self.norm = RMSNorm(own.hidden_size, own.norm_eps)
+        self.rotary = Rotary(first, own.max_len + depth)
+        self.fc = nn.Linear(len(spec.hidden_layers) * spec.target.hidden_size, hidden, spec.fc_bias)
+        self.layers = nn.ModuleList([_FirstLayer(first, hidden, self.rotary)])
+        self.layers.extend(DecoderLayer(each, hidden, self.rotary) for each in others)
+        self.norm = RMSNorm(hidden, own.final_norm.eps)
         self.norm.weight.data.copy_(norm)
         self.lm_head = frozen_head(head, ids)
 

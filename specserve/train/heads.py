@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from specserve.models.heads.spec import HeadSpec, MedusaSpec
-from specserve.models.spec import DecoderSpec
+from specserve.models.spec import AttentionSpec, DecoderSpec, LayerSpec, RmsNorm, Rope
 from specserve.train.batches import Batch
 
 
@@ -75,24 +75,24 @@ class TrainedHead(nn.Module, ABC):
 
 
 def layers_spec(target: DecoderSpec, num_layers: int, vocab_size: int, qk_norm: bool) -> DecoderSpec:
-    """Layers like the target's, but plain: without biases, norms behind sublayers and windows."""
-    full = next((rope for rope, window in zip(target.ropes, target.windows, strict=True) if window is None), None)
-    return replace(
-        target,
+    """Layers like the target's, but plain: without biases, norms after sublayers and windows."""
+    like = next((layer for layer in target.layers if layer.attention.window is None), target.layers[0])
+    norm = RmsNorm(like.norm.eps)
+    attention = AttentionSpec(
+        num_heads=like.attention.num_heads,
+        num_kv_heads=like.attention.num_kv_heads,
+        head_dim=like.attention.head_dim,
+        scale=like.attention.head_dim**-0.5,
+        head_norm=norm if qk_norm else None,
+    )
+    rotating = next((layer.position for layer in (like, *target.layers) if layer.position is not None), Rope())
+    layer = LayerSpec(norm=norm, position=rotating, attention=attention, mlp=replace(like.mlp, bias=False))
+    return DecoderSpec(
         vocab_size=vocab_size,
-        num_layers=num_layers,
-        ropes=(full or target.ropes[0],) * num_layers,
-        windows=(None,) * num_layers,
-        query_scale=target.head_dim**-0.5,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=qk_norm,
-        post_norms=False,
-        norm_offset=0.0,
-        embedding_scale=1.0,
-        tied_embeddings=False,
-        logit_softcap=None,
+        hidden_size=target.hidden_size,
+        max_len=target.max_len,
+        layers=(layer,) * num_layers,
+        final_norm=norm,
     )
 
 

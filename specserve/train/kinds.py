@@ -67,7 +67,7 @@ def _medusa(target: Target, ids: NDArray[np.int64], mask_token_id: int, options:
     spec = MedusaSpec(
         target=target.shape, num_heads=options.depth, num_layers=options.layers, draft_vocab_size=len(ids)
     )
-    return MedusaHeads(spec, ids, *target.tables(), target.spec.norm_eps)
+    return MedusaHeads(spec, ids, *target.tables(), target.spec.final_norm.eps)
 
 
 _MAKERS: Mapping[str, Maker] = {"eagle": _eagle, "block": _block, "medusa": _medusa}

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specserve.models.decoder import rotary_tables
-from specserve.models.spec import DecoderSpec
+from specserve.models.rotary import rotary_tables
+from specserve.models.spec import AttentionSpec, GatedMlp, LayerSpec
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -32,9 +32,9 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """Rotates heads by halves (GPT-NeoX layout), as ops.rope_and_cache does."""
 
-    def __init__(self, spec: DecoderSpec, max_len: int) -> None:
+    def __init__(self, layer: LayerSpec, max_len: int) -> None:
         super().__init__()
-        cos, sin = rotary_tables(spec.ropes[0], spec.head_dim, max_len, torch.device("cpu"))
+        cos, sin = rotary_tables(layer.position, layer.attention.head_dim, max_len, torch.device("cpu"))
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -49,19 +49,19 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """Grouped heads over keys and values that the caller keeps; `width` is that of what q, k and v read."""
 
-    def __init__(self, spec: DecoderSpec, width: int, rotary: Rotary) -> None:
+    def __init__(self, spec: AttentionSpec, width: int, hidden: int, rotary: Rotary) -> None:
         super().__init__()
-        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(width, q, spec.qkv_bias)
-        self.k_proj = nn.Linear(width, kv, spec.qkv_bias)
-        self.v_proj = nn.Linear(width, kv, spec.qkv_bias)
-        self.o_proj = nn.Linear(q, spec.hidden_size, spec.o_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.q_proj = nn.Linear(width, spec.q_size, spec.qkv_bias)
+        self.k_proj = nn.Linear(width, spec.kv_size, spec.qkv_bias)
+        self.v_proj = nn.Linear(width, spec.kv_size, spec.qkv_bias)
+        self.o_proj = nn.Linear(spec.q_size, hidden, spec.out_bias)
+        norm = spec.head_norm
+        self.q_norm = None if norm is None else RMSNorm(spec.head_dim, norm.eps)
+        self.k_norm = None if norm is None else RMSNorm(spec.head_dim, norm.eps)
         self._rotary = [rotary]  # in a list: it is shared, and no part of this module
         self._groups = spec.num_heads // spec.num_kv_heads
         self._dim = spec.head_dim
-        self._scale = spec.query_scale
+        self._scale = spec.scale
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [batch, rows, width] -> [batch, heads, rows, d], scaled."""
@@ -84,13 +84,12 @@ class Attention(nn.Module):
         return x.view(*x.shape[:-1], -1, self._dim).transpose(1, 2)
 
 
-class GatedMlp(nn.Module):
-    def __init__(self, spec: DecoderSpec) -> None:
+class Mlp(nn.Module):
+    def __init__(self, spec: GatedMlp, hidden: int) -> None:
         super().__init__()
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, spec.mlp_bias)
-        self.up_proj = nn.Linear(hidden, inner, spec.mlp_bias)
-        self.down_proj = nn.Linear(inner, hidden, spec.mlp_bias)
+        self.gate_proj = nn.Linear(hidden, spec.size, spec.bias)
+        self.up_proj = nn.Linear(hidden, spec.size, spec.bias)
+        self.down_proj = nn.Linear(spec.size, hidden, spec.bias)
         self._activation = _ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,12 +100,12 @@ class GatedMlp(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP with their norms; whoever uses it puts them together."""
 
-    def __init__(self, spec: DecoderSpec, rotary: Rotary, width: int | None = None) -> None:
+    def __init__(self, spec: LayerSpec, hidden: int, rotary: Rotary, width: int | None = None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.self_attn = Attention(spec, width or spec.hidden_size, rotary)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.mlp = GatedMlp(spec)
+        self.input_layernorm = RMSNorm(hidden, spec.norm.eps)
+        self.self_attn = Attention(spec.attention, width or hidden, hidden, rotary)
+        self.post_attention_layernorm = RMSNorm(hidden, spec.norm.eps)
+        self.mlp = Mlp(spec.mlp, hidden)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """What stands behind the layer, [batch, rows, hidden], of its input and its attention."""

@@ -51,8 +51,8 @@ class Target:
         self._max_rows = -(-max_length // ops.row_multiple) * ops.row_multiple
         # Every sequence begins a block, so that rounding up takes less than a block each.
         slots = (2 * self._max_rows // _BLOCK_SIZE + 2) * _BLOCK_SIZE
-        kv = (2, slots, self.spec.num_kv_heads, self.spec.head_dim)
-        layers = [torch.zeros(kv, dtype=ops.kv_dtype, device=ops.device) for _ in range(self.spec.num_layers)]
+        shapes = [(2, slots, *shape) for shape in self.spec.kv_shapes]
+        layers = [torch.zeros(shape, dtype=ops.kv_dtype, device=ops.device) for shape in shapes]
         self._runner = Runner(self._model, ops, layers, _BLOCK_SIZE, self._max_rows, ops.row_multiple)
 
     @property

@@ -31,9 +31,10 @@ from specserve.checkpoint.packed import PackedWeights
 from specserve.checkpoint.weights import Weights, read_config
 from specserve.errors import CapacityError, ModelError
 from specserve.kernels.reference import Kernels as Reference
-from specserve.models import decoder, loader
+from specserve.models import loader
 from specserve.models.decoder import Decoder
 from specserve.models.loader import check_memory, load_model, num_packed_bytes
+from specserve.models.reader import WeightReader
 from specserve.ops.packing import Lazy, below
 from specserve.testing import PagedDecoder, write_tiny_model
 
@@ -185,9 +186,9 @@ def test_mapped_weights_are_aligned_and_what_is_written_to_them_stays_here(tmp_p
         model._embedding,
         model._head.memory,
         layer.norm,
-        layer.head_norms.q,
-        layer.qkv.memory,
-        layer.down.memory,
+        layer.attention.head_norms.q,
+        layer.attention.qkv.memory,
+        layer.mlp.down.memory,
     ]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
     for tensor in tensors:
@@ -406,9 +407,9 @@ def test_a_decoder_that_packs_otherwise_is_noticed(
 ) -> None:
     """Though nobody raised the version: values before keys, tensors of the same shapes, have another name."""
     load_model(folder, make_ops())
-    plain = decoder.WeightReader.linear
+    plain = WeightReader.linear
     with monkeypatch.context() as patch:
-        patch.setattr(decoder.WeightReader, "linear", lambda self, bias, *names: plain(self, bias, *names[::-1]))
+        patch.setattr(WeightReader, "linear", lambda self, *names: plain(self, *names[::-1]))
         reads.clear()
         swapped = logits(load_model(folder, make_ops()))
         assert {name.rpartition(".")[0].rpartition(".")[2] for name in reads} == {"q_proj", "k_proj", "v_proj"}
@@ -634,23 +635,24 @@ def test_a_tied_head_stored_twice_must_be_the_same(tmp_path: Path, home: Path, r
     assert reads == []
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("stored", WEIGHTS)
 @pytest.mark.parametrize("case", ["llama-odd-biased", "gemma3", "qwen2-tied"])
-def test_memory_is_counted_to_the_byte(weights: str, case: str, tmp_path: Path) -> None:
+def test_memory_is_counted_to_the_byte(stored: str, case: str, tmp_path: Path) -> None:
     """As the kernels pack: every part of the model, and the rotary tables."""
-    ops: Any = make_ops(weights)
+    ops: Any = make_ops(stored)
     model: Any = load_model(write(tmp_path / "model", case), ops)
     parts = [model._embedding, model._norm, *_memory(model._head)]
     for layer in model._stack.layers:
         vectors = (layer.norm, layer.mlp_norm, layer.post_norm, layer.post_mlp_norm)
-        norms = layer.head_norms
+        norms = layer.attention.head_norms
         parts += [*vectors, *((norms.q, norms.k) if norms else ())]
-        parts += [part for weight in (layer.qkv, layer.out, layer.gate_up, layer.down) for part in _memory(weight)]
+        weights = layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+        parts += [part for weight in weights for part in _memory(weight)]
     parts += [table for tables in model._stack.tables.values() for table in tables]
     needed = sum(part.nbytes for part in parts if part is not None)
     assert num_packed_bytes(model.spec, ops) == needed
     check_memory(model.spec, ops, needed)
-    with pytest.raises(CapacityError, match=weights):
+    with pytest.raises(CapacityError, match=stored):
         check_memory(model.spec, ops, needed - 1)
 
 

@@ -14,7 +14,7 @@ from specserve.models.heads.formats import read_head, write_head
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import BlockSpec, EagleSpec, TargetShape
 from specserve.models.heads.speculators import Verifier
-from specserve.models.spec import DecoderSpec, Rope
+from specserve.testing import llama_spec
 from specserve.testing.heads import random_weights
 
 HEADS = zoo.heads()
@@ -56,10 +56,9 @@ def test_heads_of_the_real_model_draft_unnamed(smollm2: Path) -> None:
 @pytest.mark.parametrize("kind", ["eagle", "block"])
 def test_a_head_that_knows_nothing_changes_nothing(smollm2: Path, tmp_path: Path, kind: str) -> None:
     shape = TargetShape(hidden_size=576, num_layers=30, vocab_size=49_152)
-    layers = DecoderSpec(
-        vocab_size=2048, hidden_size=576, num_layers=1, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=512,
-        max_len=2048, norm_eps=1e-5, activation="silu", ropes=(Rope(),), windows=(None,), query_scale=0.125,
-    )  # fmt: skip
+    layers = llama_spec(
+        vocab_size=2048, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=512, max_len=2048
+    )
     common: dict[str, Any] = {"target": shape, "layers": layers, "hidden_layers": (1, 14, 26), "has_head": True}
     spec = EagleSpec(version=3, **common) if kind == "eagle" else BlockSpec(block_size=6, mask_token_id=0, **common)
     write_head(tmp_path, spec, random_weights(spec.shapes()), torch.arange(2048), Verifier("smollm2-135m"))

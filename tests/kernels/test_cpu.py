@@ -1019,8 +1019,7 @@ def test_a_recording_does_what_its_ops_do(isa: str, weights: str, threads: int) 
     """One recording of 40 rows replays steps of fewer, bit for bit, whatever rows of earlier ones hold, NaN too."""
     model = tiny(make(isa, weights, threads), "gemma3", {BROKEN: torch.nan}, **MODELS["gemma3"])
     spec, tables = model.spec, [[1, 4, 6], [2, 5, 8], [3, 7, 9]]
-    shape = (2, 10 * 16, spec.num_kv_heads, spec.head_dim)
-    eager_kv = [torch.randn(shape).to(model.ops.dtype) for _ in range(spec.num_layers)]
+    eager_kv = [torch.randn((2, 10 * 16, *shape)).to(model.ops.dtype) for shape in spec.kv_shapes]
     recorded_kv = [layer.clone() for layer in eager_kv]
     one_by_one = make(isa, weights, threads)
     one_by_one.records = False
@@ -1059,7 +1058,7 @@ def test_steps_of_all_sizes_keep_few_views_of_a_recordings_outputs() -> None:
         return sum(type(each) is _Computed for each in gc.get_objects())
 
     model = tiny(make(SETS[0]), "llama")
-    kv = [torch.zeros(2, 64, model.spec.num_kv_heads, model.spec.head_dim) for _ in range(model.spec.num_layers)]
+    kv = [torch.zeros(2, 64, *shape) for shape in model.spec.kv_shapes]
     step, before = Runner(model, model.ops, kv, 16, 40, 40, (0,)), num_views()
     first: dict[int, Tensor] = {}
     for n in range(1, 41):

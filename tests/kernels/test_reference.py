@@ -91,7 +91,7 @@ def test_attention_rows_are_invariant(kernels: Kernels, cached: int, window: int
 
 
 def rotation(positions: list[int], d: int = DIM) -> Rotation:
-    """Random angles for 512 positions, in the layout of models.decoder.rotary_tables."""
+    """Random angles for 512 positions, in the layout of models.rotary.rotary_tables."""
     angle = 6 * torch.rand(512, d // 2, generator=torch.Generator().manual_seed(3))
     cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
     return Rotation(torch.tensor(positions), cos, sin)

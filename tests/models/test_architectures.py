@@ -30,10 +30,12 @@ from transformers import (
 from specserve.errors import CapacityError, ConfigError, ModelError
 from specserve.kernels.reference import Kernels
 from specserve.models import loader
+from specserve.models.config import read_rope
+from specserve.models.decoder import Decoder
 from specserve.models.loader import check_memory, find_architecture, load_model, native_model_types, num_weight_bytes
-from specserve.models.spec import read_rope
+from specserve.models.spec import DecoderSpec, LayerSpec, RmsNorm, Rope
 from specserve.ops import AttentionRows, Ops
-from specserve.testing import Feed, PagedDecoder, tiny_config, unequal_rows, write_tiny_model
+from specserve.testing import Feed, PagedDecoder, heads, llama_spec, tiny_config, unequal_rows, write_tiny_model
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(0, 293, (45,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -67,6 +69,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3-every-second": ("smollm3", {**ODD, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
+    "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 8}),
     "gemma3": ("gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 20, "rope_local_base_freq": 300.0}),
     "gemma3-pattern-softcap": (
         "gemma3",
@@ -168,17 +173,28 @@ def test_spec_survives_transformers_own_rewriting(case: str, tmp_path: Path) -> 
     assert find_architecture(original).spec(original) == find_architecture(rewritten).spec(rewritten)
 
 
+def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, **changes))
+
+
+WRONG: dict[str, Callable[[LayerSpec], LayerSpec]] = {
+    "theta": lambda layer: dataclasses.replace(layer, position=Rope(9_000.0)),
+    "no rotation": lambda layer: dataclasses.replace(layer, position=None),
+    "window": lambda layer: with_attention(layer, window=None),
+    "scale": lambda layer: with_attention(layer, scale=0.3),
+    "eps": lambda layer: dataclasses.replace(layer, norm=RmsNorm(1e-3)),
+    "activation": lambda layer: dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, activation="gelu_tanh")),
+}
+
+
 @pytest.mark.parametrize("kernels", FLOAT32)
-@pytest.mark.parametrize(
-    ("field", "value"), [("ropes", "theta"), ("windows", None), ("query_scale", 0.3), ("norm_eps", 1e-3)]
-)
-def test_comparison_notices_a_wrong_spec(field: str, value: Any, kernels: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", WRONG)
+def test_comparison_notices_a_wrong_spec(wrong: str, kernels: str, tmp_path: Path) -> None:
     folder = write(tmp_path, "mistral-window")
     (expected,) = transformers_logits(folder, PROMPT)
     model = load_model(folder, make_ops(kernels))
-    spec = model.spec
-    wrong = {"ropes": tuple(dataclasses.replace(rope, theta=9_000.0) for rope in spec.ropes), "windows": (None,) * 3}
-    changed = dataclasses.replace(spec, **{field: wrong.get(field, value)})
+    layers = tuple(WRONG[wrong](layer) for layer in model.spec.layers)
+    changed = dataclasses.replace(model.spec, layers=layers, final_norm=layers[0].norm)
     paged = PagedDecoder(type(model)(changed, load_file(folder / "model.safetensors"), model.ops), 1, 48)
     error = (paged.chunks(0, PROMPT, 45) - expected).abs().max() / expected.abs().max()
     assert error > 1e-4
@@ -224,6 +240,55 @@ def test_gemma3_defaults_are_transformers_own() -> None:
     assert find_architecture(published).spec(published) == find_architecture(full).spec(full)
 
 
+# Layers that differ
+
+
+def unlike_layers() -> DecoderSpec:
+    """Heads, widths, positions, windows and biases are each layer's own."""
+    plain = llama_spec(
+        vocab_size=293, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, max_len=64
+    )
+    (first,) = plain.layers
+    others = (
+        with_attention(dataclasses.replace(first, position=None), num_heads=6, num_kv_heads=6, head_dim=8, scale=0.4),
+        with_attention(first, num_heads=3, num_kv_heads=1, head_dim=32, qkv_bias=True, head_norm=first.norm),
+        dataclasses.replace(first, position=Rope(500.0), mlp=dataclasses.replace(first.mlp, size=40)),
+    )
+    return dataclasses.replace(plain, layers=(first, *others))
+
+
+def reference_logits(spec: DecoderSpec, weights: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
+    """In plain torch, float32 [tokens, vocab]."""
+    residual = weights["model.embed_tokens.weight"][tokens]
+    for i, layer in enumerate(spec.layers):
+        name = f"model.layers.{i}"
+        x = heads.norm(residual, weights[f"{name}.input_layernorm.weight"], layer.norm.eps)
+        residual = heads.layer(layer, weights, name, x, residual)
+    return heads.norm(residual, weights["model.norm.weight"], spec.final_norm.eps) @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("kernels", FLOAT32)
+def test_layers_may_differ_from_each_other(kernels: str) -> None:
+    spec = unlike_layers()
+    weights = heads.random_weights(spec.shapes())
+    assert spec.shapes()["model.layers.1.self_attn.k_proj.weight"] == (48, 64)
+    assert [tuple(shape) for shape in spec.kv_shapes] == [(2, 16), (6, 8), (1, 32), (2, 16)]
+    model = Decoder(spec, weights, make_ops(kernels))
+    paged = PagedDecoder(model, 2, 48)
+    expected = reference_logits(spec, weights, PROMPT)
+    for found in (paged.chunks(0, PROMPT, 45), paged.chunks(1, PROMPT, 7)):
+        assert (found - expected).abs().max() / expected.abs().max() < 2e-5
+    assert unequal_rows(model) == []
+
+
+def test_norms_of_different_eps_are_refused() -> None:
+    spec = unlike_layers()
+    with pytest.raises(ModelError, match=r"differ in eps, \[1e-05, 0\.001\]"):
+        dataclasses.replace(spec, layers=(dataclasses.replace(spec.layers[0], norm=RmsNorm(1e-3)), *spec.layers[1:]))
+    with pytest.raises(ModelError, match="differ in eps"):
+        dataclasses.replace(spec, final_norm=RmsNorm(1e-3))
+
+
 # Row invariance
 
 
@@ -258,7 +323,7 @@ def blind_to_trees(ops: Ops) -> Callable[[Any, int], Any]:
 
 INVARIANCE = (  # how weights are kept is the products' affair: the odd shapes tell, and one with windows
     *itertools.product(("llama-odd-biased", "gemma3-pattern-softcap"), ALL_WEIGHTS),
-    *itertools.product(("llama", "mistral-window", "qwen2-window", "qwen3", "gemma3"), FLOAT32),
+    *itertools.product(("llama", "mistral-window", "qwen2-window", "qwen3", "smollm3", "gemma3"), FLOAT32),
 )
 
 
@@ -279,7 +344,7 @@ def test_row_dependent_kernels_are_noticed(kernels: str, tmp_path: Path) -> None
 def forward(model: Any, rows: list[int]) -> tuple[torch.Tensor, ...]:
     """PROMPT[:8] in one step -> hidden states, logits and best tokens of the rows asked for."""
     spec, ops = model.spec, model.ops
-    kv = [torch.zeros(2, 32, spec.num_kv_heads, spec.head_dim, dtype=ops.dtype) for _ in range(spec.num_layers)]
+    kv = [torch.zeros(2, 32, *shape, dtype=ops.dtype) for shape in spec.kv_shapes]
     layout = AttentionRows.pack([0, 8], [0], [[1]], range(-1, 7), 8)
     ids, positions = torch.tensor(PROMPT[:8]), torch.arange(8)
     with torch.inference_mode():
@@ -348,6 +413,7 @@ def test_unsupported_settings_are_named(overrides: dict[str, Any], words: list[s
 
 
 def test_layer_types_are_checked() -> None:
+    assert "2 entries for 3" in refusal(tiny_config("smollm3", no_rope_layers=[1, 0]))
     assert "linear_attention" in refusal(tiny_config("qwen3", layer_types=["full_attention", "linear_attention"]))
     assert "2 entries for 3" in refusal(tiny_config("qwen3", layer_types=["full_attention"] * 2))
     assert "sliding_window" in refusal(tiny_config("mistral", sliding_window=0))
@@ -363,7 +429,7 @@ def test_llama3_falls_back_on_the_models_own_length() -> None:
 def test_unknown_model_type_lists_near_misses() -> None:
     message = refusal({"model_type": "qwen3_moe"})
     assert all(word in message for word in ("'qwen3_moe'", "Did you mean", "'qwen3'", "mistral")), message
-    assert set(native_model_types()) == {"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text"}
+    assert set(native_model_types()) == {"llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3", "gemma3_text"}
 
 
 def edit(folder: Path, changes: dict[str, torch.Tensor], remove: str = "") -> Path:

@@ -18,7 +18,8 @@ from specserve.errors import ModelError
 from specserve.models.heads.formats import fits, is_head, read_head, write_head
 from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
 from specserve.models.heads.speculators import Verifier
-from specserve.models.spec import DecoderSpec, Rope
+from specserve.models.spec import DecoderSpec, RmsNorm, Rope
+from specserve.testing import llama_spec
 
 HIDDEN, INNER, VOCAB, DRAFT, RANK = 16, 24, 40, 12, 3
 Config = dict[str, Any]
@@ -258,7 +259,7 @@ EXPECTED: list[tuple[Maker, str, str | None, int, dict[str, Any]]] = [
             "samples_anchor": False,
             "target.num_layers": 6,
             "is_causal": False,
-            "layers.qk_norm": True,
+            "layers.layers.0.attention.head_norm": RmsNorm(1e-5),
             "layers.num_layers": 2,
             "mask_token_id": 39,
             "has_head": False,
@@ -309,7 +310,7 @@ def test_reads(
     for path, value in (COMMON | fields).items():
         found: Any = head.spec
         for name in path.split("."):
-            found = getattr(found, name)
+            found = found[int(name)] if name.isdigit() else getattr(found, name)
         assert found == value, path
     assert {name: tuple(head.weights[name].shape) for name in head.weights} == head.spec.shapes()
     floats = [name for name in tensors if name not in ("d2t", "t2d", "verifier_norm.weight")]
@@ -374,7 +375,8 @@ def test_which_rows_of_a_block_see_each_other(
 ) -> None:
     config, tensors = dflash()
     spec = read_head(save(tmp_path, config | settings, tensors)).spec
-    assert isinstance(spec, BlockSpec) and (spec.is_causal, spec.layers.windows) == (causal, windows)
+    assert isinstance(spec, BlockSpec) and spec.is_causal == causal
+    assert tuple(layer.attention.window for layer in spec.layers.layers) == windows
 
 
 def test_qwen_3_heads_are_128_wide_unless_said(tmp_path: Path) -> None:
@@ -700,23 +702,17 @@ TARGET = TargetShape(hidden_size=HIDDEN, num_layers=6, vocab_size=VOCAB)
 
 
 def decoder(**own: Any) -> DecoderSpec:
-    num_layers = own.get("num_layers", 1)
-    values = {
+    values: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
-        "num_layers": num_layers,
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 8,
         "intermediate_size": INNER,
         "max_len": 512,
-        "norm_eps": 1e-6,
-        "activation": "silu",
-        "ropes": (Rope(),) * num_layers,
-        "windows": (None,) * num_layers,
-        "query_scale": 8**-0.5,
+        "norm": RmsNorm(1e-6),
     }
-    return DecoderSpec(**(values | own))
+    return llama_spec(**(values | own))
 
 
 def eagle_spec(version: int, layers: DecoderSpec, **own: Any) -> EagleSpec:
@@ -736,7 +732,7 @@ SPECS: list[HeadSpec] = [
     eagle_spec(3, decoder(vocab_size=DRAFT), hidden_layers=(1, 2, 5), has_head=True, norm_before_residual=True),
     eagle_spec(
         3,
-        decoder(num_layers=2, mlp_bias=True, qkv_bias=True, o_bias=True, ropes=(LLAMA_3_ROPE,) * 2),
+        decoder(num_layers=2, mlp_bias=True, qkv_bias=True, out_bias=True, rope=LLAMA_3_ROPE),
         hidden_layers=(0, 3),
         has_embedding=True,
         has_head=True,
@@ -747,7 +743,7 @@ SPECS: list[HeadSpec] = [
     eagle_spec(3, decoder(), hidden_layers=(1, 2, 5), fc_norms=True),
     eagle_spec(
         3,
-        decoder(hidden_size=32, query_scale=8**-0.5),
+        decoder(hidden_size=32),
         hidden_layers=(1, 2, 5),
         has_embedding=True,
         has_head=True,
@@ -755,7 +751,7 @@ SPECS: list[HeadSpec] = [
     block_spec(decoder(qk_norm=True, num_layers=2), samples_anchor=False),
     block_spec(decoder(qk_norm=True), has_mask_embedding=True, is_causal=True),
     block_spec(
-        decoder(qk_norm=True, vocab_size=DRAFT, windows=(64,), ropes=(Rope(10_000.0, "linear", 2.0),)),
+        decoder(qk_norm=True, vocab_size=DRAFT, window=64, rope=Rope(10_000.0, "linear", 2.0)),
         has_embedding=True,
         has_head=True,
         bigram_rank=RANK,
@@ -823,7 +819,7 @@ def test_int8_is_refused_without_a_scale_for_each_row(tmp_path: Path) -> None:
 
 def test_names_are_those_of_the_format(tmp_path: Path) -> None:
     """What the reference implementations would load."""
-    spec = block_spec(decoder(qk_norm=True, num_layers=2, head_dim=4, query_scale=0.5), bigram_rank=RANK)
+    spec = block_spec(decoder(qk_norm=True, num_layers=2, head_dim=4), bigram_rank=RANK)
     spec = dataclasses.replace(spec, hidden_layers=(1, 4), has_confidence=True, confidence_reads_bigram=True)
     write_head(tmp_path, spec, made(spec.shapes()), None, Verifier("org/target"))
     _, reference = dspark()
@@ -835,7 +831,7 @@ def test_names_are_those_of_the_format(tmp_path: Path) -> None:
     _, reference = speculators_eagle_3()
     eagle = eagle_spec(
         3,
-        decoder(vocab_size=DRAFT, head_dim=4, query_scale=0.5),
+        decoder(vocab_size=DRAFT, head_dim=4),
         hidden_layers=(1, 3, 4),
         has_embedding=True,
         has_head=True,
@@ -857,7 +853,7 @@ def test_names_are_those_of_the_format(tmp_path: Path) -> None:
         (eagle_spec(1, decoder(vocab_size=DRAFT)), {}, r"12 draft ids of the target's 40 and no LM head"),
         (eagle_spec(1, decoder(hidden_size=32)), {}, r"hidden size is 32 and its target's 16"),
         (block_spec(decoder(), hidden_layers=(2, 6)), {}, r"output of layer 6 of a target with layers 0 to 5"),
-        (block_spec(decoder(norm_offset=1.0)), {}, r"cannot be written"),
+        (block_spec(decoder(norm=RmsNorm(1e-6, offset=1.0))), {}, r"cannot be written"),
         (SPECS[3], {}, r"d2t is for heads with a draft vocabulary"),
     ],
 )

@@ -16,14 +16,14 @@ from specserve.models.heads.eagle import EagleHead
 from specserve.models.heads.medusa import MedusaHead
 from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
 from specserve.models.loader import load_model
-from specserve.models.spec import DecoderSpec, Rope
+from specserve.models.spec import DecoderSpec
 from specserve.ops import AttentionRows, Ops, Rotation
 from specserve.ops.backend import KernelOptions
 from specserve.registry import KERNELS
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Output, Runner
 from specserve.sampling.noise import hash_tokens
-from specserve.testing import write_tiny_model
+from specserve.testing import llama_spec, write_tiny_model
 from specserve.testing.heads import (
     block,
     eagle,
@@ -40,10 +40,9 @@ LENGTH = 21  # rows of the context
 
 
 def own_layers(num_layers: int = 1, vocab_size: int = 40, **more: Any) -> DecoderSpec:
-    return DecoderSpec(
+    return llama_spec(
         vocab_size=vocab_size, hidden_size=64, num_layers=num_layers, num_heads=4, num_kv_heads=2, head_dim=16,
-        intermediate_size=96, max_len=128, norm_eps=1e-5, activation="silu", ropes=(Rope(),) * num_layers,
-        windows=(None,) * num_layers, query_scale=0.25, **more,
+        intermediate_size=96, max_len=128, **more,
     )  # fmt: skip
 
 
@@ -63,7 +62,7 @@ class Chain:
 
     def __init__(self, head: Any, ops: Ops, rows: int = 64) -> None:
         spec = head.spec
-        kv = [torch.zeros((2, 8 * BLOCK, spec.num_kv_heads, spec.head_dim)) for _ in range(spec.num_layers)]
+        kv = [torch.zeros((2, 8 * BLOCK, *shape)) for shape in spec.kv_shapes]
         self._runner, self._multiple = Runner(head, ops, kv, BLOCK, rows, rows), ops.row_multiple
 
     def write(self, start: int, hidden: list[Tensor]) -> None:

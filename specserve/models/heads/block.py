@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.errors import ModelError
-from specserve.models.decoder import Decoder, LayerStack, WeightReader
+from specserve.models.decoder import Decoder
 from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import BlockSpec
-from specserve.ops import Ops, Rotation
+from specserve.models.layers import LayerStack
+from specserve.models.reader import WeightReader
+from specserve.ops import Ops
 from specserve.ops.capture import Captured
 
 
@@ -31,15 +33,15 @@ class BlockHead:
     ) -> None:
         self.head, self.spec, self.ops, self._target = head, head.layers, ops, target
         self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)
-        read = WeightReader(self.spec, head.shapes(), weights, ops)
-        self._stack = LayerStack(read, "")
+        read, norm = WeightReader(head.shapes(), weights, ops), self.spec.final_norm
+        self._stack = LayerStack(read, self.spec, "")
         self._context_kv = [  # a product of their own: what is written has no queries
-            read.linear(self.spec.qkv_bias, f"layers.{i}.self_attn.k_proj", f"layers.{i}.self_attn.v_proj")
+            read.linear(f"layers.{i}.self_attn.k_proj", f"layers.{i}.self_attn.v_proj")
             for i in range(self.spec.num_layers)
         ]
-        self._fc = read.linear(False, "fc")
-        self._hidden_norm = read.norm("hidden_norm")
-        self._norm = read.norm("norm")
+        self._fc = read.linear("fc")
+        self._hidden_norm = read.norm("hidden_norm", norm)
+        self._norm = read.norm("norm", norm)
         self._embedding = ops.pack_table(_with_mask(head, weights)) if head.has_embedding else None
         self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
         if head.has_mask_embedding and not head.has_embedding:
@@ -48,7 +50,7 @@ class BlockHead:
         self._bigram = None
         if head.bigram_rank:
             table = ops.pack_table(read.named("bigram_in")[0])
-            self._bigram = table, read.linear(False, "bigram_out")
+            self._bigram = table, read.linear("bigram_out")
         self._confidence = (
             (weights["confidence.weight"].to(ops.device).float(), weights["confidence.bias"].to(ops.device).float())
             if head.has_confidence
@@ -75,12 +77,12 @@ class BlockHead:
         self._written((positions, *hidden), len(positions), plan)
 
     def _write(self, kv: list[Tensor], plan: Any, positions: Tensor, *hidden: Tensor) -> None:
-        ops, eps = self.ops, self.spec.norm_eps
+        ops, eps = self.ops, self.spec.final_norm.eps
         states = ops.linear(ops.joined_norms([(part, None) for part in hidden], eps), self._fc).float()
         x = ops.joined_norms([(states, self._hidden_norm)], eps)
-        for layer, weight, layer_kv in zip(self._stack.layers, self._context_kv, kv, strict=True):
-            rotation = Rotation(positions, *self._stack.tables[layer.rope])
-            ops.rope_and_cache(ops.linear(x, weight), layer.head_norms, rotation, layer_kv, plan)
+        each = zip(self._stack.layers, self._stack.rotations(positions), self._context_kv, kv, strict=True)
+        for layer, rotation, weight, layer_kv in each:
+            ops.rope_and_cache(ops.linear(x, weight), layer.attention.head_norms, rotation, layer_kv, plan)
 
     def forward(
         self,
@@ -95,7 +97,7 @@ class BlockHead:
         """As Decoder.forward."""
         ops = self.ops
         residual, _ = self._stack.run(ops, self._embedded(token_ids), positions, rows, kv, plan)
-        hidden = ops.norm(residual, self._norm, self.spec.norm_eps)
+        hidden = ops.norm(residual, self._norm, self.spec.final_norm.eps)
         if self._lm_head is None:
             logits = self._target.lm_head(hidden)
         else:

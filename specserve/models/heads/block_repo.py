@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from specserve.errors import ModelError
+from specserve.models.config import Config, required
 from specserve.models.heads.layers import all_sliding, read_layers
 from specserve.models.heads.spec import BlockSpec, TargetShape
 from specserve.models.heads.tensors import Found, Stored, canonical_names
-from specserve.models.spec import Config, required
 
 # Stored name -> canonical one.
 NAMES = {

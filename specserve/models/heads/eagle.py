@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specserve.models.decoder import Decoder, LayerStack, WeightReader
+from specserve.models.decoder import Decoder
 from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import EagleSpec
+from specserve.models.layers import LayerStack
+from specserve.models.reader import WeightReader
 from specserve.ops import Ops
 from specserve.ops.capture import Captured
 
@@ -26,21 +28,18 @@ class EagleHead:
         self.head, self.spec, self.ops, self._target = head, head.layers, ops, target
         self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)
         self.features_width = self.spec.hidden_size
-        shapes = head.shapes()
-        read = WeightReader(self.spec, shapes, weights, ops)
-        self._stack = LayerStack(read, "")
-        self._fc = read.linear(head.fc_bias, "fc")
+        read, norm = WeightReader(head.shapes(), weights, ops), self.spec.final_norm
+        self._stack = LayerStack(read, self.spec, "")
+        self._fc = read.linear("fc")
         width, parts = head.target.hidden_size, len(head.hidden_layers) or 1
         widths = [width * parts] if head.norm_before_fc else [width] * parts
         self._states = Captured(ops, self._make_states, lambda rows: [ops.input_rows(rows, each) for each in widths])
         self._embedding = ops.pack_table(read.named("embed_tokens")[0]) if head.has_embedding else None
         self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
-        self._hidden_norm = read.norm("layers.0.hidden_norm", head.version == 3)
-        self._norm = read.norm("norm", read.has("norm"))
-        self._input_norm = read.norm("input_norm", head.norm_before_fc)
-        self._fc_norms = [
-            read.norm(f"fc_norm.{i}", True) if head.fc_norms else None for i in range(len(head.hidden_layers))
-        ]
+        self._hidden_norm = read.norm("layers.0.hidden_norm", norm)
+        self._norm = read.norm("norm", norm)
+        self._input_norm = read.norm("input_norm", norm)
+        self._fc_norms = [read.norm(f"fc_norm.{i}", norm) for i in range(len(head.hidden_layers))]
 
     @torch.inference_mode()
     def states(self, hidden: list[Tensor]) -> Tensor:
@@ -54,7 +53,7 @@ class EagleHead:
 
     def _make_states(self, plan: None, *parts: Tensor) -> Tensor:
         norms = self._fc_norms if self._input_norm is None else [self._input_norm]
-        x = self.ops.joined_norms(list(zip(parts, norms, strict=True)), self.spec.norm_eps)
+        x = self.ops.joined_norms(list(zip(parts, norms, strict=True)), self.spec.final_norm.eps)
         return self.ops.linear(x, self._fc).float()
 
     def draws(self, hashed: Tensor) -> HeadDraws:
@@ -77,7 +76,7 @@ class EagleHead:
         ops = self.ops
         residual, x = self._entered(self._embedded(token_ids), features)
         hidden, _ = self._stack.run(ops, residual, positions, rows, kv, plan, x=x)
-        normed = hidden if self._norm is None else ops.norm(hidden, self._norm, self.spec.norm_eps)
+        normed = hidden if self._norm is None else ops.norm(hidden, self._norm, self.spec.final_norm.eps)
         if self._lm_head is None:
             logits = self._target.lm_head(normed)
         else:
@@ -86,7 +85,7 @@ class EagleHead:
 
     def _entered(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Any]:
         """The residual stream that enters the first layer, and what its attention reads."""
-        ops, eps, first = self.ops, self.spec.norm_eps, self._stack.layers[0]
+        ops, eps, first = self.ops, self.spec.final_norm.eps, self._stack.layers[0]
         if self.head.version == 3:
             x = ops.joined_norms([(embedded, first.norm), (features, self._hidden_norm)], eps)
             if self.head.norm_before_residual:

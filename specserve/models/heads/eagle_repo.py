@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specserve.errors import ModelError
+from specserve.models.config import Config, required
 from specserve.models.heads.layers import read_layers
 from specserve.models.heads.spec import EagleSpec, TargetShape
 from specserve.models.heads.tensors import Found, Stored, canonical_names
-from specserve.models.spec import Config, required
 
 _HIDDEN_NORM = "layers.0.hidden_norm.weight"
 

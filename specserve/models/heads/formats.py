@@ -19,6 +19,7 @@ from torch import Tensor
 from specserve.checkpoint.folder import read_json
 from specserve.errors import ModelError
 from specserve.files import reading
+from specserve.models.config import Config
 from specserve.models.heads import block_repo, eagle_repo, medusa_repo, speculators
 from specserve.models.heads.int8 import quantization_config, to_int8
 from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
@@ -32,7 +33,6 @@ from specserve.models.heads.tensors import (
     open_tensors,
     read_d2t,
 )
-from specserve.models.spec import Config
 
 
 @dataclass(frozen=True, slots=True)

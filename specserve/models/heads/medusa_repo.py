@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 
 from specserve.errors import ModelError
+from specserve.models.config import Config
 from specserve.models.heads.spec import MedusaSpec, TargetShape
 from specserve.models.heads.tensors import Found, Stored, canonical_names
-from specserve.models.spec import Config
 
 _LAYER = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")

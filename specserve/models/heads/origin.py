@@ -29,7 +29,7 @@ class TargetOrigin:
 
     def norm(self) -> Tensor:
         """By what the final norm multiplies, float32 [hidden]."""
-        weight: Tensor = self._tensors["model.norm.weight"].float() + self._spec.norm_offset
+        weight: Tensor = self._tensors["model.norm.weight"].float() + self._spec.final_norm.offset
         return weight
 
     def fingerprint(self) -> str:

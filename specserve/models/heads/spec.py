@@ -6,9 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from specserve.models.spec import DecoderSpec
-
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
+from specserve.models.spec import DecoderSpec, Shapes as Shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specserve.errors import ModelError, unknown
+from specserve.models.config import Config, required
 from specserve.models.heads import block_repo, eagle_repo, int8, medusa_repo
 from specserve.models.heads.layers import read_layers, write_layers
 from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
 from specserve.models.heads.tensors import Found, Stored, canonical_names
-from specserve.models.spec import Config, required
 
 _TYPES = ("eagle", "eagle3", "dflash", "dspark", "medusa")
 # Stored prefix -> canonical one, of EAGLE-1.
@@ -189,7 +189,7 @@ def _block(spec: BlockSpec) -> dict[str, Any]:
         "block_size": spec.block_size,
         "mask_token_id": spec.mask_token_id,
         "sample_from_anchor": spec.samples_anchor,
-        "sliding_window_non_causal": not spec.is_causal and any(spec.layers.windows),  # of those layers alone
+        "sliding_window_non_causal": not spec.is_causal and any(each.attention.window for each in spec.layers.layers),
         "is_causal": spec.is_causal,
     }
     if spec.bigram_rank or spec.has_confidence:

@@ -11,8 +11,7 @@ import torch
 from specserve.models.heads.formats import write_head
 from specserve.models.heads.spec import EagleSpec, TargetShape
 from specserve.models.heads.speculators import Verifier
-from specserve.models.spec import DecoderSpec, Rope
-from specserve.testing import tiny_tokenizer, write_tiny_model
+from specserve.testing import llama_spec, tiny_tokenizer, write_tiny_model
 from specserve.testing.heads import random_weights
 
 ASKED: list[dict[str, Any]] = [
@@ -27,10 +26,9 @@ def server(serving_process: Any, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("head")
     words = tiny_tokenizer().get_vocab_size()
     target = write_tiny_model(folder / "target", "llama", vocab_size=words)
-    layers = DecoderSpec(
-        vocab_size=40, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96,
-        max_len=512, norm_eps=1e-5, activation="silu", ropes=(Rope(),), windows=(None,), query_scale=0.25,
-    )  # fmt: skip
+    layers = llama_spec(
+        vocab_size=40, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, max_len=512
+    )
     shape = TargetShape(hidden_size=64, num_layers=3, vocab_size=words)
     spec = EagleSpec(target=shape, layers=layers, version=3, hidden_layers=(0, 1, 2), has_head=True)
     write_head(folder / "eagle", spec, random_weights(spec.shapes()), torch.arange(40), Verifier("tiny"))

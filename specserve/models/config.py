@@ -1,0 +1,156 @@
+"""Reads the description of a decoder from a Hugging Face config.json: what all Llama-like configurations say the same
+way. What would change the numbers and has no implementation is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specserve.errors import ModelError
+from specserve.models.spec import (
+    ROPE_FIELDS,
+    AttentionSpec,
+    DecoderSpec,
+    GatedMlp,
+    LayerSpec,
+    RmsNorm,
+    Rope,
+    check_size,
+)
+
+Config = Mapping[str, Any]
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def read_spec(config: Config, layers: Sequence[LayerSpec] = (), **own: Any) -> DecoderSpec:
+    """A decoder of these layers (none: all Llama's), whose norm is also the final one. `own` are the fields of
+    DecoderSpec that an architecture sets itself.
+
+    Raises ModelError naming the missing or unsupported setting.
+    """
+    _refuse_unsupported(config)
+    layers = layers or [read_layer(config)] * num_layers(config)
+    shared = {
+        "vocab_size": required(config, "vocab_size"),
+        "hidden_size": required(config, "hidden_size"),
+        "max_len": required(config, "max_position_embeddings"),
+        "layers": tuple(layers),
+        "final_norm": layers[-1].norm,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "logit_softcap": config.get("final_logit_softcapping"),
+    }
+    return DecoderSpec(**(shared | own))
+
+
+def read_layer(
+    config: Config, kind: str = FULL, window: int | None = None, *, mlp_bias: bool = False, **own: Any
+) -> LayerSpec:
+    """Llama's layer with the attention `kind`, of which the sliding one has the `window`; `own` are the fields of
+    AttentionSpec that an architecture sets itself."""
+    return LayerSpec(
+        norm=read_norm(config),
+        position=read_rope(config, kind),
+        attention=read_attention(config, window=window if kind == SLIDING else None, **own),
+        mlp=read_mlp(config, bias=mlp_bias),
+    )
+
+
+def read_norm(config: Config) -> RmsNorm:
+    return RmsNorm(float(config.get("rms_norm_eps", 1e-6)))
+
+
+def read_attention(config: Config, **own: Any) -> AttentionSpec:
+    """`own` are the fields that an architecture sets itself."""
+    num_heads = required(config, "num_attention_heads")
+    check_size("num_heads", num_heads)
+    head_dim = _first(own.get("head_dim"), config.get("head_dim"), required(config, "hidden_size") // num_heads)
+    check_size("head_dim", head_dim)
+    shared = {
+        "num_heads": num_heads,
+        "num_kv_heads": _first(config.get("num_key_value_heads"), num_heads),
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+    }
+    return AttentionSpec(**(shared | own))
+
+
+def read_mlp(config: Config, *, bias: bool = False, activation: str | None = None) -> GatedMlp:
+    """`activation` as Hugging Face names it, where it is not hidden_act."""
+    return GatedMlp(
+        size=required(config, "intermediate_size"),
+        activation=read_activation(activation or config.get("hidden_act", "silu")),
+        bias=bias,
+    )
+
+
+def num_layers(config: Config) -> int:
+    """Raises ModelError for what is no number of layers."""
+    number: int = required(config, "num_hidden_layers")
+    check_size("num_layers", number)
+    return number
+
+
+def _first(*values: Any) -> Any:
+    """The first that is given: null is as good as nothing, and 0 is not."""
+    return next(value for value in values if value is not None)
+
+
+def required(config: Config, key: str) -> Any:
+    """config[key]. Raises ModelError naming the key."""
+    if config.get(key) is None:
+        raise ModelError(f"config.json has no {key}; a model of type {config.get('model_type')!r} needs it.")
+    return config[key]
+
+
+def read_layer_types(config: Config, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Each layer's attention, "full_attention" or "sliding_attention": config.json's own list, or else `default`.
+
+    Raises ModelError for any other kind, or a list that does not match the number of layers.
+    """
+    types = tuple(config.get("layer_types") or default)
+    if strange := sorted(set(types) - {FULL, SLIDING}):
+        raise ModelError(f"layer_types has {', '.join(strange)}; supported are {FULL} and {SLIDING}.")
+    if len(types) != num_layers(config):
+        raise ModelError(f"layer_types has {len(types)} entries for {config['num_hidden_layers']} layers.")
+    return types
+
+
+def read_activation(name: str) -> str:
+    """The op contract's name of a Hugging Face activation. Raises ModelError for one that `gated` does not know."""
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"The activation {name!r} is not supported; supported are {', '.join(sorted(_ACTIVATIONS))}.")
+    return _ACTIVATIONS[name]
+
+
+def read_rope(config: Config, layer_type: str = FULL, theta: float = 10_000.0) -> Rope:
+    """The rotary embedding of one kind of layer, in the old style (rope_theta beside rope_scaling) or that of
+    transformers 5 (rope_parameters, one for all layers or one per layer type); `theta` is what an absent one means.
+
+    Raises ModelError naming a scaling that is not default, linear or llama3, or a parameter it lacks.
+    """
+    modern = config.get("rope_parameters") or {}
+    given = modern[layer_type] if layer_type in modern else config.get("rope_scaling") or modern
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config.json gives rotary settings as {given!r}; they must be an object.")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_FIELDS:
+        known = ", ".join(sorted(ROPE_FIELDS))
+        raise ModelError(f"Rotary scaling of type {kind!r} is not supported; supported are {known}.")
+    if given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError("partial_rotary_factor is not 1: rotating a part of each head is not supported.")
+    trained = {"original_max_position_embeddings": config.get("max_position_embeddings")}
+    values = {name: required({**trained, **config, **given}, name) for name in ROPE_FIELDS[kind]}
+    return Rope(float(_first(given.get("rope_theta"), config.get("rope_theta"), theta)), kind, **values)
+
+
+def _refuse_unsupported(config: Config) -> None:
+    """What would change the numbers and is not implemented must not be passed over in silence."""
+    for key, why in (
+        ("attn_logit_softcapping", "soft-capped attention scores"),
+        ("use_bidirectional_attention", "bidirectional attention"),
+        ("quantization_config", "weights quantized on disk"),
+    ):
+        if config.get(key):
+            raise ModelError(f"config.json sets {key} to {config[key]!r}; {why} are not supported natively.")

@@ -1,0 +1,111 @@
+"""Runs the layers that LayerSpecs describe on any backend of the op contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from specserve.models.reader import WeightReader
+from specserve.models.rotary import rotary_tables
+from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec
+from specserve.ops import HeadNorms, Ops, Rotation
+
+
+class Attention:
+    """Grouped heads over the cached KV. Queries, keys and values are one product."""
+
+    def __init__(self, read: WeightReader, name: str, spec: AttentionSpec) -> None:
+        self._scale, self._window = spec.scale, spec.window
+        self.head_norms: HeadNorms | None = None
+        if (norm := spec.head_norm) is not None:
+            q, k = (read.norm(f"{name}.{each}_norm", norm) for each in "qk")
+            self.head_norms = HeadNorms(q, k, norm.eps)
+        self.qkv = read.linear(*(f"{name}.{each}_proj" for each in "qkv"))
+        self.out = read.linear(f"{name}.o_proj")
+
+    def run(self, ops: Ops, x: Any, rotation: Rotation, kv: Tensor, plan: Any) -> Tensor:
+        """Of what a linear layer reads, float32 [rows, hidden]."""
+        q = ops.rope_and_cache(ops.linear(x, self.qkv), self.head_norms, rotation, kv, plan)
+        return ops.linear(ops.attention(q, kv, plan, self._scale, self._window), self.out)
+
+
+class Mlp:
+    """A gated MLP. Gate and up are one product."""
+
+    def __init__(self, read: WeightReader, name: str, spec: GatedMlp) -> None:
+        self._activation = spec.activation
+        self.gate_up = read.gated(f"{name}.gate_proj", f"{name}.up_proj")
+        self.down = read.linear(f"{name}.down_proj")
+
+    def run(self, ops: Ops, x: Any) -> Tensor:
+        """Of what a linear layer reads, float32 [rows, hidden]."""
+        return ops.linear(ops.gated(x, self.gate_up, self._activation), self.down)
+
+
+class Layer:
+    """Attention and an MLP one after the other, each with the norms around it that its residual form has. `norm`,
+    before attention, is None where the tensors have none."""
+
+    def __init__(self, read: WeightReader, name: str, spec: LayerSpec) -> None:
+        before, after, mlp, after_mlp = (each and f"{name}.{each}" for each in spec.norm_names)
+        self.norm = read.norm(before, spec.norm)
+        self.attention = Attention(read, f"{name}.self_attn", spec.attention)
+        self.post_norm = read.norm(after, spec.norm)
+        self.mlp_norm = read.norm(mlp, spec.norm)
+        self.mlp = Mlp(read, f"{name}.mlp", spec.mlp)
+        self.post_mlp_norm = read.norm(after_mlp, spec.norm)
+        self._eps = spec.norm.eps
+
+    def run(self, ops: Ops, x: Any, residual: Tensor, rotation: Rotation, kv: Tensor, plan: Any) -> Tensor:
+        """Attention over what `norm` made of the residual stream, x, and the MLP. Attention's output joins `residual`,
+        in place; the MLP's is returned, to be added by what reads it next, through `post_mlp_norm`."""
+        attended = self.attention.run(ops, x, rotation, kv, plan)
+        x = ops.fused_add_rms_norm(residual, attended, self.post_norm, self.mlp_norm, self._eps)
+        return self.mlp.run(ops, x)
+
+
+class LayerStack:
+    """The layers of `spec` one after the other, whose tensors are named `prefix`layers.N.*, with the tables of their
+    rotations."""
+
+    def __init__(self, read: WeightReader, spec: DecoderSpec, prefix: str) -> None:
+        self.layers = [Layer(read, f"{prefix}layers.{i}", layer) for i, layer in enumerate(spec.layers)]
+        self._eps = spec.final_norm.eps
+        self._rotated = [(layer.position, layer.attention.head_dim) for layer in spec.layers]
+        self.tables = {each: rotary_tables(*each, spec.max_len, read.ops.device) for each in set(self._rotated)}
+
+    def rotations(self, positions: Tensor) -> Sequence[Rotation]:
+        """Of rows at these positions, int64 [rows], one for each layer; layers that rotate alike share theirs."""
+        found = {each: Rotation(positions, *tables) for each, tables in self.tables.items()}
+        return [found[each] for each in self._rotated]
+
+    def run(
+        self,
+        ops: Ops,
+        residual: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...] = (),
+        x: Any = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The residual stream through all layers, float32 [rows of the step, hidden], which is overwritten. Returns
+        what stands after them in the `rows` asked for, float32 [n, hidden], and after each of `taps` in all rows. `x`
+        is what the first layer's attention reads where that is not the layer's norm of the stream."""
+        eps = self._eps
+        delta: Tensor | None = None  # of the layer before, yet to be added through its norm `post`
+        post: Any = None
+        tapped: dict[int, Tensor] = {}
+        each = zip(self.layers, self.rotations(positions), kv, strict=True)
+        for i, (layer, rotation, layer_kv) in enumerate(each):
+            if i or x is None:
+                x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, eps)
+            delta = layer.run(ops, x, residual, rotation, layer_kv, plan)
+            post = layer.post_mlp_norm
+            if i in taps:
+                tapped[i] = ops.tap(i, residual, delta, post, eps)
+        assert delta is not None, "there are layers"
+        return ops.gather_rows(rows, residual, delta, post, eps), tuple(tapped[i] for i in taps)
