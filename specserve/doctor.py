@@ -17,9 +17,9 @@ from rich.table import Table
 
 from specserve.cache.sizing import GIB, free_memory
 from specserve.checkpoint import catalog
-from specserve.engine import build
 from specserve.errors import NotFetchedError, SpecserveError
 from specserve.machine.cores import THREADS, default_threads, processor, usable_cores
+from specserve.ops import choice
 from specserve.ops.isa import VARIABLE
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
 from specserve.version import __version__
@@ -56,7 +56,7 @@ class Section:
 def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Section]:
     """All findings, for the model whose folder is to be looked up and an engine with this `isa`. `root` is the root of
     the file system. Raises ConfigError for an instruction set that the kernels do not have."""
-    device = build.choose_device("auto")
+    device = choice.choose_device("auto")
     return [
         Section("Versions", _versions()),
         Section("Device", [*_cpu(root), *_gpus()]),
@@ -114,7 +114,7 @@ def _gpus() -> list[tuple[str, str]]:
 
 
 def _kernels(device: torch.device, isa: str) -> list[tuple[str, str]]:
-    ops = build.choose_ops(device, "auto", "auto", 1, isa)
+    ops = choice.choose_ops(device, "auto", "auto", 1, isa)
     dtype = str(ops.dtype).removeprefix("torch.")
     weights = f"weights in {ops.quantization}" if ops.quantization != "none" else "weights not quantised"
     native = "multiplies bfloat16 natively" if dtype == "bfloat16" else "has no native bfloat16, so float32 is faster"

@@ -23,12 +23,12 @@ from specserve.engine.build import build
 from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
-from specserve.engine.inputs import Messages, Prediction, Prompt, Requests
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.engine.port import LocalPort, ThreadPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
 from specserve.machine.ownership import Ownership, interrupted_after
+from specserve.prompts import Messages, Prediction, Prompt, Requests
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers
 from specserve.types import Event, SamplingParams

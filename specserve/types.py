@@ -1,14 +1,13 @@
 """The nouns: what is asked, what is being generated, what was guessed, what the target said. The words: *draft* a
 guess at the next tokens, a chain or a tree; *propose* make one; *verify* let the target judge it; *accept* a draft
 token the target agrees with; *replacement* the target's own token at the first disagreement; *bonus* the token after
-a draft that was accepted whole; *keep* the KV of what was accepted; *cached* how many tokens have valid KV.
-"""
+a draft that was accepted whole; *keep* the KV of what was accepted; *cached* how many tokens have valid KV."""
 
 from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Container, Mapping, Sequence as Many
+from collections.abc import Container, Iterable, Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -66,13 +65,20 @@ class SamplingParams:
     structured: Structured | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in (*_LISTS, "logit_bias"):
+            what = "list" if name in _LISTS else "mapping of token ids to numbers"
+            if not isinstance(given := getattr(self, name), (Iterable if name in _LISTS else Mapping) | None):
+                raise InputError(f"{name} is {shown(given)}; it must be a {what}.", name)
         for name, (kind, low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 _check_number(name, value, kind, low, high)
-        if any(not isinstance(s, str) or not s for s in (*self.stop, *self.bad_words)):
-            raise InputError("stop and bad_words take non-empty strings.", "stop")
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given or ()))
+        for name, texts in (("stop", self.stop), ("bad_words", self.bad_words)):
+            if wrong := [text for text in texts if not isinstance(text, str) or not text]:
+                raise InputError(f"{name} holds {shown(wrong[0])}; it takes texts that are not empty.", name)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             reason = "allowed_token_ids is empty: no token could be chosen. Leave it out to allow all."
             raise InputError(reason, "allowed_token_ids")
@@ -97,9 +103,7 @@ def wrong_ids(ids: Many[Any], vocab_size: int) -> list[Any]:
     """Those that are not ids of tokens. That there are none, as nearly always, is found without a loop in Python."""
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab_size)):
         return []
-    return [
-        token for token in ids if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size
-    ]
+    return [each for each in ids if not isinstance(each, int) or isinstance(each, bool) or not 0 <= each < vocab_size]
 
 
 # SamplingParams' numbers: int or float, least, most. None is beyond 64 bits: a request is sent to other processes.
@@ -119,6 +123,7 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "prompt_logprobs": (int, 0, 64),
     "num_speculative_tokens": (int, 0, 1024),
 }
+_LISTS = ("stop", "bad_words", "stop_token_ids", "allowed_token_ids")
 _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens"}
 
 
@@ -127,8 +132,8 @@ def _check_number(name: str, value: Any, kind: type, low: float, high: float) ->
     all floats."""
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
-        what = f"a whole number from {low} to {high}" if kind is int else f"a finite number from {low:g} to {high:g}"
-        raise InputError(f"{name} is {shown(value)}; it must be {what}.", name.split("[")[0])
+        what = f"whole number from {low} to {high}" if kind is int else f"finite number from {low:g} to {high:g}"
+        raise InputError(f"{name} is {shown(value)}; it must be a {what}.", name.split("[")[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +208,8 @@ class SequenceStats:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One completion being generated. Identity is equality.
-
-    `tokens` is prompt + output; `tokens[:cached]` have valid KV, and 0 <= cached < len(tokens) while it runs.
-    """
+    """One completion being generated; identity is equality. `tokens` is prompt + output; `tokens[:cached]` have valid
+    KV, and 0 <= cached < len(tokens) while it runs."""
 
     request_id: str
     index: int  # which of the request's n completions
@@ -307,9 +310,8 @@ class Draft:
         """The nodes from the root's child down to `node`; empty for -1."""
         path: list[int] = []
         while node >= 0:
-            path.append(node)
-            node = int(self.parents[node])
-        return path[::-1]
+            path, node = [node, *path], int(self.parents[node])
+        return path
 
 
 _EMPTY = Draft.chain(())
@@ -377,9 +379,8 @@ class GrammarState(Protocol):
     `fill_draft` fills the rows of a whole draft, chain or tree, int32 [len(tokens) + 1, words], contiguous: rows[0] is
     the state's own, rows[i + 1] what may follow node i, nothing where that may not stand, is not in the vocabulary or
     is one of `ends`. The state is then where it was. A backend without a call of its own for it takes
-    structured.walk.fill_draft.
-
-    What it raises is the engine's fault, but for a RefusedError: then the constraint goes beyond the backend's limits.
+    structured.walk.fill_draft. What it raises is the engine's fault, but for a RefusedError: then the constraint goes
+    beyond the backend's limits.
     """
 
     def fill(self, row: Ids) -> None: ...

@@ -18,6 +18,7 @@ from specserve.doctor import examine
 from specserve.errors import ConfigError, InputError, ModelError
 from specserve.llm import LLM, CompletionOutput
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS, MODELS, Registry
+from specserve.runtime.executor import local
 from specserve.structured.compiler import Compiler
 from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
@@ -157,11 +158,11 @@ def test_kernels_serve_what_they_support(drop: Drop, tiny: Path, without_native:
         plain = tokens(llm)
     drop(KERNELS, "dropped", KERNEL)
     with small(tiny, threads=3) as llm:
-        assert llm.engine.runner.ops.name == "dropped"
+        assert local(llm.engine.executor).runner.ops.name == "dropped"
         assert "(dropped kernels" in llm.summary
         assert tokens(llm) == plain
     with small(tiny, threads=2) as llm:
-        assert llm.engine.runner.ops.name == "reference"
+        assert local(llm.engine.executor).runner.ops.name == "reference"
     with pytest.raises(
         ConfigError, match=r"--quantization int4\. dropped counts to three: use --threads 3\. cpu needs"
     ):

@@ -28,10 +28,11 @@ LAYERS = (
     ("client", "train"),
     ("server", "bench", "doctor"),
     ("llm", "testing"),  # testing: the public doubles, made of models and contracts
+    ("prompts",),
     ("engine",),
     ("speculation", "structured"),
-    ("sampling",),
     ("runtime",),
+    ("sampling",),
     ("models", "text"),
     ("checkpoint",),
     ("cache", "ops"),

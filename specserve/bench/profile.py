@@ -12,6 +12,7 @@ from rich.table import Table
 from specserve.bench.report import table_of
 from specserve.bench.traffic import Part, read_bandwidth, watched
 from specserve.bench.verify_cost import WARM_UP_ROUNDS, Timing, VerifySteps, settings
+from specserve.runtime.executor import local
 
 if TYPE_CHECKING:
     from specserve.llm import LLM
@@ -47,7 +48,7 @@ def profile(
     """
     shares: dict[str, _Share] = {}
     totals: list[float] = []
-    bandwidth = read_bandwidth(llm.engine.runner.ops)
+    bandwidth = read_bandwidth(local(llm.engine.executor).runner.ops)
     with VerifySteps(llm, ids, [rows]) as steps, watched(llm.engine, llm.config.max_num_batched_tokens) as runner:
         for number in range(WARM_UP_ROUNDS + repeats):
             on_round()
@@ -55,7 +56,7 @@ def profile(
                 if number >= WARM_UP_ROUNDS:
                     _add(shares, runner.parts(), runner.watched.seconds, timing)
                     totals.append(timing.total)
-    bandwidth = max(bandwidth, read_bandwidth(llm.engine.runner.ops))
+    bandwidth = max(bandwidth, read_bandwidth(local(llm.engine.executor).runner.ops))
     return {**settings(llm, len(ids), repeats), "rows": rows, **_figures(shares, totals, bandwidth)}
 
 

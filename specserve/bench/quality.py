@@ -12,9 +12,10 @@ from rich.table import Table
 
 from specserve.bench.report import table_of
 from specserve.config import EngineConfig
-from specserve.engine.build import choose_device, choose_ops
 from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM
+from specserve.ops.choice import choose_device, choose_ops
+from specserve.runtime.executor import local
 from specserve.types import SamplingParams
 
 REFERENCE: Mapping[str, Any] = {"dtype": "float32", "quantization": "none"}
@@ -66,7 +67,11 @@ def quality(
         _check_windows(llm, pieces)
         total = len(pieces) * (1 + len(quantizations))
         reference = _score(llm, pieces, partial(on_window, "float32", total))
-        figures = {"model": llm.config.model, "device": llm.device, "kernels": llm.engine.runner.ops.name}
+        figures = {
+            "model": llm.config.model,
+            "device": llm.device,
+            "kernels": local(llm.engine.executor).runner.ops.name,
+        }
     runs = []
     for quantization in quantizations:
         with LLM(**{**options, "quantization": quantization}) as llm:

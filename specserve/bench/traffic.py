@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specserve.engine.engine import Engine
 from specserve.ops import AttentionRows, Ops
+from specserve.runtime.executor import local
 from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Runner
 
@@ -200,15 +201,15 @@ class WatchedRunner(Runner):
 @contextmanager
 def watched(engine: Engine, max_rows: int) -> Iterator[WatchedRunner]:
     """Within it every step of the engine is taken apart; `max_rows` as for the runner that it replaces."""
-    plain = engine.runner
+    plain = local(engine.executor).runner
     model: Any = plain.model
     model.ops = WatchedOps(plain.ops)
     try:
         runner = WatchedRunner(model, model.ops, plain, max_rows)
-        engine.runner = runner
+        local(engine.executor).runner = runner
         yield runner
     finally:
-        engine.runner, model.ops = plain, plain.ops
+        local(engine.executor).runner, model.ops = plain, plain.ops
 
 
 def read_bandwidth(ops: Ops) -> float:

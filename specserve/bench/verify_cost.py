@@ -16,6 +16,7 @@ from specserve.bench.traffic import read_bandwidth, watched
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError
 from specserve.registry import NONE
+from specserve.runtime.executor import local
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.host import DraftHost
 from specserve.speculation.worker import Outcome
@@ -170,7 +171,7 @@ def verify_cost(
             f"rows are {', '.join(map(str, rows))}; they must begin with 1, which the others are compared with, and "
             "name no number twice."
         )
-    ops = llm.engine.runner.ops
+    ops = local(llm.engine.executor).runner.ops
     with VerifySteps(llm, ids, rows) as steps:
         bytes_per_step = _bytes_per_step(llm, steps)
         measured: list[_Round] = []
@@ -191,7 +192,12 @@ def _bytes_per_step(llm: LLM, steps: VerifySteps) -> int:
 
 def settings(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
     """What was measured, for the JSON."""
-    return {**described(llm), "kernels": llm.engine.runner.ops.name, "context": context, "repeats": repeats}
+    return {
+        **described(llm),
+        "kernels": local(llm.engine.executor).runner.ops.name,
+        "context": context,
+        "repeats": repeats,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from specserve.cache import integrity, prefix
 from specserve.cache.pool import BlockPool
-from specserve.cache.storage import KVStorage
 from specserve.types import BlockTable, Sequence
 
 
@@ -31,8 +30,17 @@ class Usage(NamedTuple):
     allocated_tokens: int  # slots of all referenced blocks
 
 
+class Slots(Protocol):
+    """Where KV lies: a KVStorage, or the executor that has one."""
+
+    num_blocks: int  # the null block included
+    block_size: int
+
+    def copy_slots(self, sources: list[int], targets: list[int]) -> None: ...
+
+
 class KVCache:
-    """Block tables over a `KVStorage`, after PagedAttention (arXiv 2309.06180) with hashed prefix blocks.
+    """Block tables over slots, after PagedAttention (arXiv 2309.06180) with hashed prefix blocks.
 
     Logical index i of a sequence lies in slot `blocks.ids[i // block_size] * block_size + i % block_size`. Life of a
     sequence: `match_prefix` (or `fork`), then `reserve` before and `keep` after every step, and `free`, after which it
@@ -42,18 +50,18 @@ class KVCache:
     follows them then, so that one is found where all its KV is right; it may change while there is no sequence.
     """
 
-    def __init__(self, storage: KVStorage, prefix_caching: bool) -> None:
-        self.storage = storage
+    def __init__(self, slots: Slots, prefix_caching: bool) -> None:
+        self.slots = slots
         self.prefix_caching = prefix_caching
         self.reads_next = False
-        self.block_size = storage.block_size
-        self.pool = BlockPool(storage.num_blocks)
+        self.block_size = slots.block_size
+        self.pool = BlockPool(slots.num_blocks)
         self.stats = CacheStats()
 
     @property
     def num_blocks(self) -> int:
         """Blocks that can be handed out: all but the null block. Equals num_free when nothing runs."""
-        return self.storage.num_blocks - 1
+        return self.slots.num_blocks - 1
 
     @property
     def num_free(self) -> int:
@@ -140,7 +148,9 @@ class KVCache:
         start = seq.cached + num_own
         moves = [(start + node, start + depth) for depth, node in enumerate(path) if node != depth]
         if moves:
-            self.storage.copy([self._slot(seq, src) for src, _ in moves], [self._slot(seq, dst) for _, dst in moves])
+            self.slots.copy_slots(
+                [self._slot(seq, src) for src, _ in moves], [self._slot(seq, dst) for _, dst in moves]
+            )
         first = seq.cached // self.block_size
         num_computed = seq.draft_cached - start  # of the draft's nodes, by the drafter's model
         if num_computed > 0:  # parents come before their children, so those of the path that were lead it
@@ -187,7 +197,9 @@ class KVCache:
         old, new = seq.blocks.ids[i], self.pool.allocate()
         valid = range(min(seq.cached - i * self.block_size, self.block_size))
         if valid:
-            self.storage.copy([old * self.block_size + o for o in valid], [new * self.block_size + o for o in valid])
+            self.slots.copy_slots(
+                [old * self.block_size + o for o in valid], [new * self.block_size + o for o in valid]
+            )
             self.pool.fill(new, len(valid))
         self.pool.release(old)
         seq.blocks.ids[i] = new

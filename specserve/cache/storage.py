@@ -17,7 +17,7 @@ class CopyKV(Protocol):
     def __call__(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None: ...
 
 
-def copy_slots(kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+def copy_kv(kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
     """As ops.copy_kv, for layers that hold at each slot what was written there."""
     for kv in kvs:
         kv.index_copy_(1, targets, kv.index_select(1, sources))
@@ -47,7 +47,7 @@ class KVStorage:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        copy_kv: CopyKV = copy_slots,
+        copy_kv: CopyKV = copy_kv,
     ) -> None:
         assert num_blocks >= 2, "one null block and at least one block to hand out"
         self.num_blocks = num_blocks
@@ -61,13 +61,13 @@ class KVStorage:
             for each in dict.fromkeys(shapes)
         ]
 
-    def copy(self, src_slots: list[int], dst_slots: list[int]) -> None:
-        """Copy the tokens at `src_slots` to `dst_slots` in every layer; all are read before any is written."""
-        assert len(src_slots) == len(dst_slots) == len(set(dst_slots)), "each destination is written once"
-        src = torch.tensor(src_slots, dtype=torch.int64, device=self.device)
-        dst = torch.tensor(dst_slots, dtype=torch.int64, device=self.device)
+    def copy_slots(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the tokens at `sources` to `targets` in every layer; all are read before any is written."""
+        assert len(sources) == len(targets) == len(set(targets)), "each target is written once"
+        read = torch.tensor(sources, dtype=torch.int64, device=self.device)
+        written = torch.tensor(targets, dtype=torch.int64, device=self.device)
         for layers in self._alike:
-            self._copy_kv(layers, src, dst)
+            self._copy_kv(layers, read, written)
 
     @staticmethod
     def bytes_per_block(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""One step of the engine: pick, draft, pack, run, sample, keep, observe. One synchronous thread, no I/O, no text."""
+"""One step of the engine: pick, draft, pack, execute, keep, observe. One synchronous thread, no I/O, no text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.validate import check_first_token
 from specserve.errors import ConfigError
-from specserve.runtime.pack import ScoredPrompt, Step, StepInput, num_logit_rows, pack_step
-from specserve.runtime.runner import Output, Runner
-from specserve.sampling.sampler import Sampler
+from specserve.runtime.executor import Executor, StepOutput
+from specserve.runtime.pack import Step, pack_step
+from specserve.sampling.inputs import num_logit_rows
 from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.host import DraftHost
 from specserve.speculation.policy import Policy
-from specserve.structured import masks
 from specserve.structured.base import Grammar
-from specserve.types import Event, Failure, Ids, Sequence, Verdict
+from specserve.structured.masks import Masks, advance
+from specserve.types import Event, Failure, Sequence, Verdict
 
 _BROKEN_KV = (
     "The model's keys or values of token {} are NaN or infinite: the model or its precision cannot handle this input. "
@@ -33,18 +33,16 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        executor: Executor,
         cache: KVCache,
         scheduler: Scheduler,
-        sampler: Sampler,
         policy: Policy,
         limits: Limits,
         counters: Counters,
     ) -> None:
-        self.runner = runner
+        self.executor = executor
         self.cache = cache
         self.scheduler = scheduler
-        self.sampler = sampler
         self.policy = policy
         self.limits = limits
         self.counters = counters
@@ -58,7 +56,7 @@ class Engine:
             raise ConfigError("The drafter can only be changed while no request is running.")
         self.cache.pool.forget_drafted()
         self.cache.reads_next = drafter.needs.reads_next
-        self.runner.set_outputs(drafter.needs.hidden_layers, drafter.needs.top_k)
+        self.executor.set_outputs(drafter.needs.hidden_layers, drafter.needs.top_k)
         weighing = Adaptive(self.scheduler.cost.decoding) if adaptive else None
         self.policy.replace(drafter, num_speculative_tokens, weighing)
 
@@ -94,10 +92,17 @@ class Engine:
         with timed("total"):
             step = self.scheduler.pick()
             self.policy.draft(step)
-            inputs, scored = pack_step(step, self.runner.ops.row_multiple)
-            out, allowed = self._forward(step, inputs)
-            with timed("sample"):
-                results = self._sample(step, scored, out, allowed) | _broken(step, out)
+            inputs, scored = pack_step(step, self.executor.row_multiple)
+            self.executor.start(inputs)
+            masks = Masks(step.sampled, -(-self.limits.vocab_size // 32))
+            with timed("mask"):
+                masks.fill()
+            out = self.executor.finish(masks.finish)
+            for seq, scores in zip(scored, out.sampled.scores, strict=True):
+                seq.prompt_logprobs += [None] * (not seq.prompt_logprobs)  # nothing predicts the first token
+                seq.prompt_logprobs += scores
+            results = dict(zip((each.seq for each in step.sampled), out.sampled.results, strict=True))
+            results.update(_broken(step, out))
             events, verdicts = self._keep(step, results)
             with timed("draft"):
                 self.policy.observe(step, verdicts, out.taps, out.top)
@@ -110,35 +115,9 @@ class Engine:
         decoding = [verdicts[each.seq] for each in step.decoding if each.seq in verdicts]
         self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
         self.scheduler.cost.observe(*_load(step), without_asking)
-        self.counters.end_step(mask_s + self.counters.seconds["mask"], _num_masked(step))
+        constrained = [each for each in step.sampled if each.seq.grammar is not None]
+        self.counters.end_step(mask_s + self.counters.seconds["mask"], num_logit_rows(constrained))
         return events
-
-    def _forward(self, step: Step, inputs: StepInput) -> tuple[Output, Ids | None]:
-        """What the target says, and the bits of what grammars allow: they are asked while it works."""
-        timed, own = self.counters.timed, masks.Masks(step.sampled, -(-self.limits.vocab_size // 32))
-        with timed("forward"):
-            self.runner.start(inputs)
-        with timed("mask"):
-            own.fill()
-        with timed("forward"):
-            out = self.runner.finish()
-        with timed("mask"):
-            return out, own.finish(out.best)
-
-    def _sample(
-        self, step: Step, scored: list[ScoredPrompt], out: Output, allowed: Ids | None
-    ) -> dict[Sequence, Verdict | Failure]:
-        """What the target says of each draft, and of the prompt tokens whose log-probabilities are asked for."""
-        sampled = step.sampled
-        results = self.sampler(out.logits, sampled, allowed, out.best) if sampled else []
-        start = num_logit_rows(sampled)
-        for prompt in scored:
-            stop, seq = start + len(prompt.tokens), prompt.seq
-            scores = self.sampler.score(out.logits[start:stop], prompt.tokens, seq.params.prompt_logprobs or 0)
-            seq.prompt_logprobs += [None] * (not seq.prompt_logprobs)  # nothing predicts the first token
-            seq.prompt_logprobs += scores
-            start = stop
-        return dict(zip((each.seq for each in sampled), results, strict=True))
 
     def _keep(
         self, step: Step, results: dict[Sequence, Verdict | Failure]
@@ -155,17 +134,13 @@ class Engine:
             else:
                 self.cache.keep(seq, each.num_new, result.path, result.tokens)
                 tokens = append_verdict(seq, each.draft, result)
-                fault = self._advance(seq, tokens)
+                fault = None
+                if seq.grammar is not None:
+                    with self.counters.timed("mask"):
+                        fault = advance(seq, tokens)
                 events.append(event(seq, tokens) if fault is None else _failed(seq, tokens, fault))
                 verdicts[seq] = result
         return events, verdicts
-
-    def _advance(self, seq: Sequence, tokens: list[int]) -> Failure | None:
-        """Why a sequence's grammar cannot follow it, None where it can or there is none."""
-        if seq.grammar is None:
-            return None
-        with self.counters.timed("mask"):
-            return masks.advance(seq, tokens)
 
     def _close(self, step: Step) -> None:
         """Count the step, then let go of what finished in it."""
@@ -214,7 +189,7 @@ def _load(step: Step) -> tuple[int, int, int, float]:
     return rows, context, tokens, read / max(tokens, 1)
 
 
-def _broken(step: Step, out: Output) -> dict[Sequence, Failure]:
+def _broken(step: Step, out: StepOutput) -> dict[Sequence, Failure]:
     """The sequences whose own tokens could not be computed. Draft nodes that could not are rejected as bad rows."""
     found: dict[Sequence, Failure] = {}
     for row in out.broken:
@@ -222,11 +197,6 @@ def _broken(step: Step, out: Output) -> dict[Sequence, Failure]:
         if row < each.first_row + each.num_new:
             found.setdefault(each.seq, Failure(_BROKEN_KV.format(each.start + row - each.first_row)))
     return found
-
-
-def _num_masked(step: Step) -> int:
-    """How many rows have a grammar's bits."""
-    return sum(len(each.draft) + 1 for each in step.seqs if each.sampled and each.seq.grammar is not None)
 
 
 def _failed(seq: Sequence, tokens: list[int], failure: Failure) -> Event:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.ops import AttentionRows
+from specserve.sampling.inputs import NOTHING, SamplingInput, ScoredTokens
 from specserve.types import ScheduledSeq, Sequence
 
 
@@ -32,11 +33,6 @@ class Step:
         return [each for each in self.seqs if each.sampled and each.num_new == 1]
 
 
-def num_logit_rows(sampled: Iterable[ScheduledSeq]) -> int:
-    """How many rows of logits these sequences have together."""
-    return sum(len(each.draft) + 1 for each in sampled)
-
-
 class SequenceRows(NamedTuple):
     """What one sequence gives to a step, by value."""
 
@@ -51,13 +47,14 @@ class SequenceRows(NamedTuple):
 
 @dataclass(slots=True)
 class StepInput:
-    """One step as plain arrays, without live objects: it may be copied to a device's static buffers, or sent. Rows are
-    those of sequence after sequence, then padding."""
+    """One step by value, without live objects: it may be copied to a device's static buffers, or sent. Rows are those
+    of sequence after sequence, then padding."""
 
     token_ids: NDArray[np.int64]  # [num_rows]
     positions: NDArray[np.int64]  # [num_rows]
     logit_rows: NDArray[np.int64]  # [rows of all sequences' `num_logits`, then of all `scored`, padded]
     rows: AttentionRows
+    sampling: SamplingInput = NOTHING
 
 
 def pack(seqs: Iterable[SequenceRows], multiple: int) -> StepInput:
@@ -101,20 +98,12 @@ def pack(seqs: Iterable[SequenceRows], multiple: int) -> StepInput:
     )
 
 
-@dataclass(slots=True)
-class ScoredPrompt:
-    """Tokens of a prompt whose log-probabilities are asked for, one row of logits each."""
-
-    seq: Sequence
-    tokens: list[int]
-
-
-def pack_step(step: Step, multiple: int) -> tuple[StepInput, list[ScoredPrompt]]:
-    """Pack what is scheduled: of each sequence its own tokens, then its draft. Sets first_row and logits_start. The
-    prompts that are scored have the rows of logits after those that are sampled, in their order; every row whose next
-    token is in the prompt is scored."""
+def pack_step(step: Step, multiple: int) -> tuple[StepInput, list[Sequence]]:
+    """Pack what is scheduled: of each sequence its own tokens, then its draft. Sets first_row and logits_start. Returns
+    the sequences whose prompts are scored, too, in the order of their rows of logits: those whose next token is in the
+    prompt, after all rows that are sampled."""
     rows: list[SequenceRows] = []
-    scored: list[ScoredPrompt] = []
+    scored: dict[Sequence, ScoredTokens] = {}
     num_rows = num_logits = 0
     no_rows = range(0)
     for each in step.seqs:
@@ -128,13 +117,15 @@ def pack_step(step: Step, multiple: int) -> tuple[StepInput, list[ScoredPrompt]]
         own_logits = count - num_new + 1 if each.sampled else 0
         score = no_rows
         if seq.params.prompt_logprobs is not None and (unscored := _unscored(seq, num_new)):
-            scored.append(ScoredPrompt(seq, seq.tokens[unscored.start : unscored.stop]))
+            scored[seq] = ScoredTokens(seq.tokens[unscored.start : unscored.stop], seq.params.prompt_logprobs)
             score = range(unscored.start - 1 - start, unscored.stop - 1 - start)
         rows.append(SequenceRows(tokens, start, seq.blocks.ids, parents, own_logits, score))
         each.first_row, each.logits_start = num_rows, num_logits
         num_rows += count
         num_logits += own_logits
-    return pack(rows, multiple), scored
+    packed = pack(rows, multiple)
+    packed.sampling = SamplingInput.of(step.sampled, scored.values())
+    return packed, list(scored)
 
 
 def _unscored(seq: Sequence, count: int) -> range:

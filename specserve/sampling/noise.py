@@ -24,7 +24,7 @@ class Purpose(IntEnum):
 
     SAMPLE = 0  # the target samples a token; `coupled` drafters sample with it too
     ACCEPT = 1  # a draft token is accepted or rejected
-    RECOVER = 2  # the target samples from what a rejected draft left over
+    RESAMPLE = 2  # the target samples from what a rejected draft left over
     DRAFT = 3  # a drafter samples from its own q, for `rejection` and `block`
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from specserve.config import VERIFICATIONS
 from specserve.errors import ConfigError, unknown
 from specserve.ops import NO_TOKEN_LEFT, Ops, SamplingArrays
-from specserve.runtime.pack import num_logit_rows
-from specserve.sampling import noise, verify
-from specserve.sampling.edits import changes_logits, edited, row_depths
+from specserve.sampling import edits, noise, verify
+from specserve.sampling.edits import row_depths
+from specserve.sampling.inputs import SampledSeq, SamplingInput, SamplingOutput, ScoredTokens, num_logit_rows
 from specserve.sampling.logprobs import token_logprobs
 from specserve.sampling.noise import Purpose, row_keys
-from specserve.types import Failure, Ids, SamplingParams, ScheduledSeq, TokenLogprobs, Verdict
+from specserve.types import Failure, Ids, SamplingParams, TokenLogprobs, Verdict
 
 NO_TOKEN = (
     "No token may come at position {}: the grammar, allowed_token_ids, bad_words and min_tokens together forbid every "
@@ -62,21 +62,32 @@ class Sampler:
         self._hashed = noise.hash_tokens(torch.arange(vocab_size, device=ops.device))  # [vocab]
 
     def __call__(
-        self, logits: Tensor, sampled: Many[ScheduledSeq], masks: Ids | None, best: Tensor | None = None
+        self, logits: Tensor, asked: SamplingInput, masks: Ids | None, best: Tensor | None = None
+    ) -> SamplingOutput:
+        """What is said of drafts and of prompts. logits float32 [rows, vocab_size]: those of all sequences, then those
+        of scored tokens, then padding; all else as `verdicts` has it."""
+        verdicts = self.verdicts(logits, asked, masks, best) if asked.seqs else []
+        scores, start = [], num_logit_rows(asked.seqs)
+        for each in asked.scored:
+            scores.append(self.score(logits[start:], each))
+            start += len(each.tokens)
+        return SamplingOutput(verdicts, scores)
+
+    def verdicts(
+        self, logits: Tensor, asked: SamplingInput, masks: Ids | None, best: Tensor | None = None
     ) -> list[Verdict | Failure]:
         """One verdict for each sequence, in order, or the reason why it cannot go on.
 
-        logits float32 [rows, vocab_size], of which each sequence has len(draft) + 1 from its logits_start on; what
-        follows the last of them is padding. masks int32 [rows without padding, ceil(vocab_size / 32)], bits of the
-        tokens that may come. Draft tokens are below vocab_size; q, where there is one, is finite, not negative and sums
-        to 1 in each row. What follows a token that ends the sequence is for the caller to trim. `best` is
-        ops.argmax(logits), where that is known.
+        logits float32 [rows, vocab_size], of which each sequence has len(draft) + 1 from its logits_start on. masks
+        int32 [rows of sequences, ceil(vocab_size / 32)], bits of the tokens that may come. Draft tokens are below
+        vocab_size; q, where there is one, is finite, not negative and sums to 1 in each row. What follows a token that
+        ends the sequence is for the caller to trim. `best` is ops.argmax(logits), where that is known.
         """
-        num_rows = num_logit_rows(sampled)
+        sampled, num_rows = asked.seqs, num_logit_rows(asked.seqs)
         assert logits.shape[1] == self.vocab_size, "logits are not of this vocabulary"
         assert len(logits) >= num_rows, "logits are not of this batch"
         assert masks is None or masks.shape == (num_rows, -(-self.vocab_size // 32)), "masks are not of this batch"
-        scores = edited(logits, sampled)
+        scores = edited(logits, asked)
         tokens: list[int] = (self._ops.argmax(logits) if best is None else best).tolist()
         self._sample(tokens, scores, sampled, masks)
         tried = [each for each in sampled if self._is_tried(each)]
@@ -86,23 +97,30 @@ class Sampler:
             draft = each.draft
             own = tokens[each.logits_start : each.logits_start + len(draft) + 1]
             if own[0] < 0:
-                found.append(_failure(own[0], len(each.seq.tokens)))
+                found.append(
+                    Failure(NO_TOKEN.format(each.position), "no_token_left")
+                    if own[0] == NO_TOKEN_LEFT
+                    else Failure(_NOT_FINITE.format(each.position))
+                )
                 continue
             bad = [token < 0 for token in own]
-            path = paths[each] if each in paths else verify.walk_coupled(draft, own, bad)
-            found.append(Verdict(*verify.conclude(draft, path, bad, own[verify.last_row(path)])))
+            path = paths.get(each.logits_start)
+            if path is None:
+                path = verify.walk_coupled(draft, own, bad)
+            found.append(Verdict(*verify.make_verdict(draft, path, bad, own[verify.last_row(path)])))
         return self._with_logprobs(logits, sampled, found)
 
-    def score(self, logits: Tensor, tokens: list[int], k: int) -> list[TokenLogprobs]:
-        """How likely the model found tokens[i] under logits[i] [rows, vocab_size], with the k best: for prompts. See
-        token_logprobs."""
+    def score(self, logits: Tensor, asked: ScoredTokens) -> list[TokenLogprobs]:
+        """How likely the model found tokens[i] under logits[i] [rows or more, vocab_size], with the k best: for
+        prompts. See token_logprobs."""
+        tokens, k = asked
         return token_logprobs(self._ops, logits, range(len(tokens)), tokens, [k] * len(tokens))
 
-    def _is_tried(self, each: ScheduledSeq) -> bool:
+    def _is_tried(self, each: SampledSeq) -> bool:
         """Whether the draft is accepted or rejected node by node, rather than compared with samples of the target."""
-        return self.verification != "coupled" and each.seq.params.temperature > 0 and len(each.draft) > 0
+        return self.verification != "coupled" and each.params.temperature > 0 and len(each.draft) > 0
 
-    def _sample(self, tokens: list[int], scores: Tensor, sampled: Many[ScheduledSeq], masks: Ids | None) -> None:
+    def _sample(self, tokens: list[int], scores: Tensor, sampled: Many[SampledSeq], masks: Ids | None) -> None:
         """Put the token of each row, or why it has none, in place of the best by raw logits. Greedy rows mostly keep
         it, and are searched only where it may not come; so are those of tried drafts, to see whether any token may."""
         at: list[int] = []
@@ -110,9 +128,8 @@ class Sampler:
         seeds: list[int] = []
         positions: list[int] = []
         for each in sampled:
-            seq = each.seq
-            is_drawn = seq.params.temperature > 0 and not self._is_tried(each)
-            is_changed = is_drawn or changes_logits(seq)
+            is_drawn = each.params.temperature > 0 and not self._is_tried(each)
+            is_changed = is_drawn or each.edits is not None
             if not is_changed and masks is None:
                 continue
             for row, depth in enumerate(row_depths(each.draft), each.logits_start):
@@ -120,9 +137,9 @@ class Sampler:
                 if best < 0 or (not is_changed and masks is not None and masks.item(row, best // 32) >> best % 32 & 1):
                     continue
                 at.append(row)
-                params.append(seq.params if is_drawn else _GREEDY)
-                seeds.append(seq.seed)
-                positions.append(len(seq.tokens) + depth)
+                params.append(each.params if is_drawn else _GREEDY)
+                seeds.append(each.seed)
+                positions.append(each.position + depth)
         if at:
             is_noisy = any(own is not _GREEDY for own in params)
             keys = row_keys(seeds, positions, [Purpose.SAMPLE] * len(at)).numpy() if is_noisy else None
@@ -131,13 +148,14 @@ class Sampler:
                 tokens[row] = token
 
     def _accept_or_reject(
-        self, tokens: list[int], scores: Tensor, tried: list[ScheduledSeq], masks: Ids | None
-    ) -> dict[ScheduledSeq, list[int]]:
-        """The accepted path of each tried draft. The token after it is put into `tokens`: a bonus from p, a replacement
-        from what the rejected children left of it, with noise that neither their trial nor their drafter has used."""
+        self, tokens: list[int], scores: Tensor, tried: list[SampledSeq], masks: Ids | None
+    ) -> dict[int, list[int]]:
+        """The accepted path of each tried draft, by its first row of logits. The token after it is put into `tokens`: a
+        bonus from p, a replacement from what the rejected children left of it, with noise that neither their trial nor
+        their drafter has used."""
         drafts = [each.draft for each in tried]
         at = [each.logits_start + row for each in tried for row in range(len(each.draft) + 1)]
-        params = [each.seq.params for each in tried for _ in range(len(each.draft) + 1)]
+        params = [each.params for each in tried for _ in range(len(each.draft) + 1)]
         starts = [0, *np.cumsum([len(draft) + 1 for draft in drafts])[:-1].tolist()]  # in `at`
         bad = [tokens[row] < 0 for row in at]
         left = self._ops.probabilities(scores, sampling_arrays(at, params), masks)
@@ -145,44 +163,44 @@ class Sampler:
         chances = verify.judge(left, rounds, torch.tensor(bad, device=left.device), self.verification == "block")
         accepts = (self._uniforms(tried, starts, rounds, len(at)) <= chances).tolist()
         walk = verify.walk_block if self.verification == "block" else verify.walk_rejection
-        paths: dict[ScheduledSeq, list[int]] = {}
+        paths: dict[int, list[int]] = {}
         ends: list[int] = []
         positions: list[int] = []
         purposes: list[Purpose] = []
         for each, draft, start in zip(tried, drafts, starts, strict=True):
             own = slice(start, start + len(draft) + 1)
-            path = paths[each] = walk(draft, accepts[own], bad[own])
+            path = paths[each.logits_start] = walk(draft, accepts[own], bad[own])
             end = verify.last_row(path)
             ends.append(start + end)
-            positions.append(len(each.seq.tokens) + len(path))
-            purposes.append(Purpose.RECOVER if end - 1 in draft.parents else Purpose.SAMPLE)
-        keys = row_keys([each.seq.seed for each in tried], positions, purposes).to(left.device)
+            positions.append(each.position + len(path))
+            purposes.append(Purpose.RESAMPLE if end - 1 in draft.parents else Purpose.SAMPLE)
+        keys = row_keys([each.seed for each in tried], positions, purposes).to(left.device)
         for end, token in zip(ends, noise.sample(left[ends].log_(), keys, self._hashed).tolist(), strict=True):
             if not bad[end]:
                 tokens[at[end]] = token
         return paths
 
     def _uniforms(
-        self, tried: list[ScheduledSeq], starts: list[int], rounds: list[verify.Round], num_rows: int
+        self, tried: list[SampledSeq], starts: list[int], rounds: list[verify.Round], num_rows: int
     ) -> Tensor:
         """The uniform of each node at its row, keyed by the step's first position and the node's whole path. Keyed by
         its own position and token alone, a node that `block` tried in vain would meet the same number a step later."""
         keys = torch.zeros(num_rows, dtype=torch.int64, device=self._hashed.device)
-        first = [len(each.seq.tokens) for each in tried]
-        seeds = [each.seq.seed for each in tried]
+        first = [each.position for each in tried]
+        seeds = [each.seed for each in tried]
         keys[starts] = row_keys(seeds, first, [Purpose.ACCEPT] * len(tried)).to(keys.device)
         for trial in rounds:
             keys[trial.rows] = noise.fold(keys[trial.parents], self._hashed[trial.tokens])
         return noise.unit(keys)
 
     def _with_logprobs(
-        self, logits: Tensor, sampled: Many[ScheduledSeq], found: list[Verdict | Failure]
+        self, logits: Tensor, sampled: Many[SampledSeq], found: list[Verdict | Failure]
     ) -> list[Verdict | Failure]:
         """Add what the model itself thought of each emitted token, read from the row that judged it."""
         asking = [
             (i, verdict, k, each.logits_start)
             for i, (each, verdict) in enumerate(zip(sampled, found, strict=True))
-            if isinstance(verdict, Verdict) and (k := each.seq.params.logprobs) is not None
+            if isinstance(verdict, Verdict) and (k := each.params.logprobs) is not None
         ]
         if not asking:
             return found
@@ -195,7 +213,13 @@ class Sampler:
         return found
 
 
-def _failure(reason: int, position: int) -> Failure:
-    if reason == NO_TOKEN_LEFT:
-        return Failure(NO_TOKEN.format(position), "no_token_left")
-    return Failure(_NOT_FINITE.format(position))
+def edited(logits: Tensor, asked: SamplingInput) -> Tensor:
+    """Logits [rows or more, vocab] with the edits of all sequences, float32 [rows, vocab]; `logits` itself if there are
+    none."""
+    if all(each.edits is None for each in asked.seqs):
+        return logits
+    scores = logits[: num_logit_rows(asked.seqs)].to(torch.float32, copy=True)
+    for each in asked.seqs:
+        if each.edits is not None:
+            edits.apply_edits(scores[each.logits_start : each.logits_start + len(each.draft) + 1], each.edits)
+    return scores

@@ -165,7 +165,7 @@ def last_row(path: Many[int]) -> int:
     return path[-1] + 1 if path else 0
 
 
-def conclude(draft: Draft, path: list[int], bad: Many[bool], extra: int) -> tuple[list[int], list[int]]:
+def make_verdict(draft: Draft, path: list[int], bad: Many[bool], extra: int) -> tuple[list[int], list[int]]:
     """Tokens and path of a verdict: the accepted tokens and `extra`, the bonus or replacement; or, ending on a bad row,
     the accepted tokens alone, the last of them unkept. The root must not be bad."""
     tokens = [int(draft.tokens[node]) for node in path]

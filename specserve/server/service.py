@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from specserve.engine.inputs import bad_word_ids
 from specserve.errors import InputError, PromptTooLongError
+from specserve.prompts import bad_word_ids
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.messages import Ready

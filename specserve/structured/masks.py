@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from specserve.runtime.pack import num_logit_rows
 from specserve.sampling.edits import changes_logits
+from specserve.sampling.inputs import num_logit_rows
 from specserve.types import Draft, Failure, GuardedState, Ids, ScheduledSeq, Sequence
 
 
@@ -46,13 +46,15 @@ class Masks:
             else:
                 seq.grammar.fill_draft(draft.tokens, draft.parents, seq.stop_ids, self._made(own))
 
-    def finish(self, best: Tensor) -> Ids | None:
+    def finish(self, best: Tensor | None) -> Ids | None:
         """All rows, int32 [sampled rows, num_words]; None where none needs any. `best` int64 [so many rows, or more]
         are the rows' best tokens, -1 for none: chains of sequences that take them keep rows whole where theirs may
-        come, and where no token that is taken leads."""
-        if self._late:
-            known = best.tolist()
-            for state, draft, ends, own in self._late:
+        come, and where no token that is taken leads. Where it is None, all rows are made."""
+        known = None if best is None or not self._late else best.tolist()
+        for state, draft, ends, own in self._late:
+            if known is None:
+                state.fill_draft(draft.tokens, draft.parents, ends, self._made(own))
+            else:
                 _fill_rest(state, draft, known[own], ends, partial(self._made, own))
         return self._bits
 

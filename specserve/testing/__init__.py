@@ -4,6 +4,7 @@ whose luck is scripted, a grammar that is a list of sentences, and a CUDA device
 from specserve.testing.cuda import fake_cuda as fake_cuda
 from specserve.testing.drafters import (
     ScriptedDrafter as ScriptedDrafter,
+    sampled as sampled,
     scheduled as scheduled,
 )
 from specserve.testing.grammars import (

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence as Many
 import numpy as np
 
 from specserve.errors import ConfigError
+from specserve.sampling.inputs import SamplingInput
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.types import Draft, ScheduledSeq, Sequence
 
@@ -93,6 +94,11 @@ class ScriptedDrafter:
         if accurate:
             siblings[main] = right
         return siblings, main
+
+
+def sampled(seqs: Many[Sequence], drafts: Many[Draft], starts: Many[int]) -> SamplingInput:
+    """What a sampler is asked of them; as `scheduled`."""
+    return SamplingInput.of(scheduled(seqs, drafts, starts))
 
 
 def scheduled(seqs: Many[Sequence], drafts: Many[Draft], starts: Many[int]) -> list[ScheduledSeq]:

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.engine.build import choose_device, choose_ops
 from specserve.machine.cores import default_threads
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import TargetShape
 from specserve.models.loader import check_tensors, load_model
+from specserve.ops.choice import choose_device, choose_ops
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
 

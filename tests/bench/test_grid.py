@@ -24,6 +24,7 @@ from specserve.bench.heatmap import COLOURS, grid_tables, heat_map, worst_line
 from specserve.cli.main import run
 from specserve.errors import ConfigError, EngineError, InputError
 from specserve.llm import LLM
+from specserve.runtime.executor import local
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams, SequenceStats
 
@@ -176,19 +177,20 @@ def test_cells_have_the_figures_of_every_group(llm: LLM) -> None:
 
 
 def test_a_changed_output_ends_the_grid(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = llm.engine.sampler
+    executor = local(llm.engine.executor)
+    plain = executor.sampler
 
     class Wrong:
         """Says another token after every draft of the second half."""
 
-        def __call__(self, logits: Any, sampled: Any, *rest: Any) -> Any:
-            verdicts = plain(logits, sampled, *rest)
-            for each, verdict in zip(sampled, verdicts, strict=True):
-                if len(each.draft) and each.seq.params.temperature:
+        def __call__(self, logits: Any, asked: Any, *rest: Any) -> Any:
+            said = plain(logits, asked, *rest)
+            for each, verdict in zip(asked.seqs, said.results, strict=True):
+                if len(each.draft) and each.params.temperature:
                     verdict.tokens[-1] = (verdict.tokens[-1] + 1) % llm.engine.limits.vocab_size
-            return verdicts
+            return said
 
-    monkeypatch.setattr(llm.engine, "sampler", Wrong())
+    monkeypatch.setattr(executor, "sampler", Wrong())
     made = small("ngram")
     with pytest.raises(EngineError, match=r"'ngram' changed an output \(a, 1 at once, temperature 1\)") as caught:
         measure(llm, QUESTIONS, made)

@@ -17,10 +17,10 @@ from specserve.bench import quality as module
 from specserve.bench.quality import Scores, quality, quality_table
 from specserve.bench.text import load_text, prompt, windows
 from specserve.cli.main import run
-from specserve.engine import build
 from specserve.errors import ConfigError, EngineError, InputError
 from specserve.llm import LLM
 from specserve.models.loader import load_model
+from specserve.ops import choice
 from specserve.testing import Feed, PagedDecoder, tiny_tokenizer, write_tiny_model
 from specserve.types import TokenLogprobs
 
@@ -65,7 +65,7 @@ def test_float32_against_itself_is_exactly_one(
 def test_perplexity_is_that_of_the_logits(folder: Path, without_native: None) -> None:
     """Worked out in float64 from a decoder driven by hand."""
     found = quality(options(folder), ["none"], cut)
-    ops = build.choose_ops(torch.device("cpu"), "float32", "none", 1)
+    ops = choice.choose_ops(torch.device("cpu"), "float32", "none", 1)
     logprobs: list[float] = []
     for ids in windows(TinyEncoder(), load_text()[: 16 * TOKENS], SIZE, TOKENS):
         (logits,) = PagedDecoder(load_model(folder, ops), 1, 64).step(Feed(0, ids + [0] * (-len(ids) % 4)))

@@ -24,6 +24,7 @@ from specserve.cli.main import run
 from specserve.errors import ConfigError, EngineError
 from specserve.llm import LLM
 from specserve.ops import AttentionRows
+from specserve.runtime.executor import local
 from specserve.runtime.pack import StepInput
 from specserve.testing import write_tiny_model
 from specserve.types import Draft, SamplingParams
@@ -57,7 +58,7 @@ def reference(folder: Path) -> Iterator[LLM]:
         hidden.setitem(sys.modules, "specserve.kernels._native", None)
         hidden.delitem(sys.modules, "specserve.kernels.cpu", raising=False)
         made = small(folder)
-    assert made.engine.runner.ops.name == "reference"
+    assert local(made.engine.executor).runner.ops.name == "reference"
     with made:
         yield made
 
@@ -83,13 +84,13 @@ def ids_of(llm: LLM, count: int = CONTEXT) -> list[int]:
 def batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What the runner gets from now on: rows of each step, tokens cached before it."""
     seen: list[tuple[int, int]] = []
-    start = llm.engine.runner.start
+    start = local(llm.engine.executor).runner.start
 
     def spy(inputs: StepInput) -> None:
         seen.append((len(inputs.rows.parents), int(inputs.rows.cached[0])))
         start(inputs)
 
-    monkeypatch.setattr(llm.engine.runner, "start", spy)
+    monkeypatch.setattr(local(llm.engine.executor).runner, "start", spy)
     return seen
 
 
@@ -138,13 +139,13 @@ def test_a_draft_that_is_right_is_noticed(llm: LLM, monkeypatch: pytest.MonkeyPa
 def test_afterwards_the_engine_is_as_before(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     before = llm.generate("The assert statement", greedy)[0].outputs[0].token_ids
-    runner, ops = llm.engine.runner, llm.engine.runner.ops
+    runner, ops = local(llm.engine.executor).runner, local(llm.engine.executor).runner.ops
     verify_cost(llm, ids_of(llm), [1, 3], repeats=1)
     with VerifySteps(llm, ids_of(llm), [2, 2]) as steps:
         unfinished = steps.round([2, 2])
         next(unfinished)
     assert not llm.engine.has_work
-    assert llm.engine.runner is runner
+    assert local(llm.engine.executor).runner is runner
     assert runner.model.ops is ops  # type: ignore[attr-defined]
     assert not llm.engine.policy._own.active
     assert llm.engine.policy.num_tokens == llm.config.num_speculative_tokens
@@ -156,7 +157,7 @@ def test_figures_are_whole_and_agree_with_each_other(llm: LLM) -> None:
     assert set(found) == KEYS
     assert found["rows"] == [1, 2, 6]
     assert (found["context"], found["repeats"], found["dtype"]) == (CONTEXT, 1, "float32")
-    assert found["kernels"] == llm.engine.runner.ops.name
+    assert found["kernels"] == local(llm.engine.executor).runner.ops.name
     assert found["cost"] == pytest.approx([value / found["step_ms"][0] for value in found["step_ms"]])
     for step, forward, host in zip(found["step_ms"], found["forward_ms"], found["host_ms"], strict=True):
         assert step == pytest.approx(forward + host)
@@ -237,7 +238,7 @@ def test_bytes_are_those_of_the_packed_weights_and_the_kv(folder: Path, quantiza
 
 def test_bytes_of_the_reference_are_those_of_its_tensors(reference: LLM) -> None:
     found = verify_cost(reference, ids_of(reference), [1], 1)["bytes_per_step"]
-    model: Any = reference.engine.runner.model
+    model: Any = local(reference.engine.executor).runner.model
     shapes = model.spec.shapes()
     read = sum(math.prod(shape) for name, shape in shapes.items() if "embed_tokens" not in name) * 4
     assert found == read + 64 * 4 + 3 * 2 * (CONTEXT + 1) * 2 * 16 * 4
@@ -298,9 +299,9 @@ def test_watching_changes_no_logits(llm: LLM) -> None:
 def test_bandwidth_is_measured_with_or_without_a_loop_of_the_kernels(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "BANDWIDTH_BYTES", 2**22)
     monkeypatch.setattr(traffic, "BANDWIDTH_PASSES", 2)
-    own = sys.modules[type(llm.engine.runner.ops).__module__]
+    own = sys.modules[type(local(llm.engine.executor).runner.ops).__module__]
     monkeypatch.setattr(own, "_BANDWIDTH_BYTES", 2**22, raising=False)  # where the kernels have a loop
-    assert 1e6 < read_bandwidth(llm.engine.runner.ops) < 1e14
+    assert 1e6 < read_bandwidth(local(llm.engine.executor).runner.ops) < 1e14
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def test_the_longest_context_that_is_named_works(usual: LLM) -> None:
 
 def test_a_model_that_fails_is_no_figure(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with VerifySteps(llm, ids_of(llm), [2]) as steps:
-        finish = llm.engine.runner.finish
+        finish = local(llm.engine.executor).runner.finish
 
         def broken() -> Any:
             out = finish()
@@ -333,7 +334,7 @@ def test_a_model_that_fails_is_no_figure(llm: LLM, monkeypatch: pytest.MonkeyPat
             out.best = torch.full_like(out.best, -1)
             return out
 
-        monkeypatch.setattr(llm.engine.runner, "finish", broken)
+        monkeypatch.setattr(local(llm.engine.executor).runner, "finish", broken)
         with pytest.raises(EngineError, match="NaN"):
             list(steps.round([2]))
     assert not llm.engine.has_work

@@ -21,6 +21,11 @@ def make_cache(num_blocks: int = 12, prefix_caching: bool = True) -> KVCache:
     return KVCache(KVStorage([KVShape(1, 2)] * 2, num_blocks, 4, torch.float32, "cpu"), prefix_caching)
 
 
+def layers(cache: KVCache) -> list[torch.Tensor]:
+    assert isinstance(cache.slots, KVStorage)
+    return cache.slots.layers
+
+
 def make_seq(tokens: list[int], salt: bytes = b"") -> Sequence:
     return Sequence(
         request_id="r", index=0, tokens=list(tokens), num_prompt=len(tokens),
@@ -123,7 +128,7 @@ def test_reset_drops_what_nobody_uses() -> None:
 def drafting(cache: KVCache, tokens: list[int], chunk: int = 99) -> Sequence:
     """Admit and compute all but the last token, chunk by chunk, beside a drafter whose KV of a token is the next one.
     What it has of the tokens found must be of those that follow them."""
-    kv = cache.storage.layers[-1]
+    kv = layers(cache)[-1]
     seq = make_seq(tokens)
     cache.match_prefix(seq)
     slots = [seq.blocks.ids[i // 4] * 4 + i % 4 for i in range(seq.draft_cached)]
@@ -344,13 +349,13 @@ def test_a_fork_inside_a_published_block_leaves_it_as_published() -> None:
 def fill(cache: KVCache, seq: Sequence, values: dict[int, float]) -> None:
     for index, value in values.items():
         slot = seq.blocks.ids[index // 4] * 4 + index % 4
-        for number, layer in enumerate(cache.storage.layers):
-            layer[:, slot] = value + 1000 * number
+        for number, kv in enumerate(layers(cache)):
+            kv[:, slot] = value + 1000 * number
 
 
 def stored(cache: KVCache, seq: Sequence, layer: int = 0) -> list[float]:
     slots = [seq.blocks.ids[i // 4] * 4 + i % 4 for i in range(seq.cached)]
-    return cache.storage.layers[layer][1, slots, 0, 0].tolist()
+    return layers(cache)[layer][1, slots, 0, 0].tolist()
 
 
 def test_a_tree_path_is_moved_to_where_a_chain_would_lie() -> None:

@@ -33,7 +33,7 @@ def test_copy_reads_everything_before_it_writes(dst: list[int], src: list[int]) 
         layer.copy_(torch.arange(2 * 24 * 2).view(2, 24, 1, 2) + 1000 * number)
     before = [layer.clone() for layer in storage.layers]
     dst = dst[: len(src)]
-    storage.copy(src, dst)
+    storage.copy_slots(src, dst)
     for old, new in zip(before, storage.layers, strict=True):
         expected = old.clone()
         for s, d in zip(src, dst, strict=True):
@@ -60,4 +60,4 @@ def test_a_step_does_not_begin_a_huge_page_in_many_layers(heads: int, width: int
 def test_a_destination_is_written_once() -> None:
     storage = KVStorage([KVShape(1, 2)] * 1, 2, 4, torch.float32, "cpu")
     with pytest.raises(AssertionError, match="written once"):
-        storage.copy([1, 2], [3, 3])
+        storage.copy_slots([1, 2], [3, 3])

@@ -15,6 +15,7 @@ from specserve.config import EngineConfig
 from specserve.engine import build as building
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
+from specserve.runtime.executor import local
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.host import DraftHost
 from specserve.testing import write_tiny_model
@@ -76,7 +77,7 @@ def run(engine: Engine, *requests: Request) -> dict[str, list[int] | str]:
             if event.error is not None:
                 said[name] = event.error
         engine.cache.check_integrity(engine.scheduler.running)
-    assert all(layer.isfinite().all() for layer in engine.cache.storage.layers)
+    assert all(layer.isfinite().all() for layer in local(engine.executor).storage.layers)
     return said
 
 
@@ -192,7 +193,7 @@ def test_a_step_that_fails_leaves_nothing_that_is_found(folder: Path, kernels: d
     for block, digest in engine.cache.pool.digests():
         same = other.cache.pool.find(digest)
         assert same is not None, "it is of the good tokens alone"
-        for one, two in zip(engine.cache.storage.layers, other.cache.storage.layers, strict=True):
+        for one, two in zip(local(engine.executor).storage.layers, local(other.executor).storage.layers, strict=True):
             assert one[:, block * 16 : block * 16 + 16].equal(two[:, same * 16 : same * 16 + 16])
     run(engine, Request(id="good", prompt_ids=[*prompt, 9], params=GREEDY))
     assert engine.cache.stats.num_prefix_hit_tokens == kept // 16 * 16

@@ -28,6 +28,7 @@ from specserve.errors import ConfigError, InputError
 from specserve.models.decoder import Decoder
 from specserve.models.loader import load_model
 from specserve.registry import DRAFTERS
+from specserve.runtime.executor import local
 from specserve.speculation.base import DraftInput, Needs, StepReport
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
@@ -74,7 +75,7 @@ def make(model: Path, **options: Any) -> Engine:
 
 
 def with_blocks(model: Path, blocks: int, **options: Any) -> Engine:
-    storage = make(model, **options).cache.storage
+    storage = local(make(model, **options).executor).storage
     per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
     return make(model, kv_cache_gib=(blocks + 0.5) * per_block / 2**30, **options)
 
@@ -200,9 +201,9 @@ def test_after_a_prefix_hit_the_rows_that_are_computed_are_shown(tiny: Path, ker
 def test_nothing_is_tapped_for_those_that_need_nothing(tiny: Path) -> None:
     engine = make(tiny)
     tapped(engine, mixed(1))
-    assert engine.runner.taps == (0, 2)
+    assert local(engine.executor).runner.taps == (0, 2)
     engine.use(DraftHost(ScriptedDrafter({}, VOCAB), VOCAB, 30.0), 5)
-    assert engine.runner.taps == ()
+    assert local(engine.executor).runner.taps == ()
     drive(engine, mixed(2))
 
 
@@ -264,7 +265,7 @@ def test_the_best_tokens_behind_every_node(tiny: Path, kernels: str, decoys: int
         found = drive(engine, [*mixed(6), scored])
         assert {key: tokens for key, tokens in found.items() if key[0] != "scored"} == outputs
         assert drafter.num_rejected > 50
-        anew = said_anew(engine.runner.model, list(drafter.said))
+        anew = said_anew(local(engine.executor).runner.model, list(drafter.said))
         for text, best in drafter.said.items():
             assert best == np.argsort(-anew[text].numpy(), kind="stable")[:4].tolist()
     assert drafter.num_unsampled > 0
@@ -273,11 +274,11 @@ def test_the_best_tokens_behind_every_node(tiny: Path, kernels: str, decoys: int
 
 def test_best_tokens_are_found_only_for_those_that_need_them(tiny: Path) -> None:
     engine = make(tiny)
-    num_ops = engine.runner._captured._recording.num_ops  # type: ignore[attr-defined]
+    num_ops = local(engine.executor).runner._captured._recording.num_ops  # type: ignore[attr-defined]
     engine.use(DraftHost(TopDrafter({}), VOCAB, 30.0), 5)
-    assert engine.runner._captured._recording.num_ops == num_ops + 1  # type: ignore[attr-defined]
+    assert local(engine.executor).runner._captured._recording.num_ops == num_ops + 1  # type: ignore[attr-defined]
     engine.use(DraftHost(ScriptedDrafter({}, VOCAB), VOCAB, 30.0), 5)
-    assert engine.runner._captured._recording.num_ops == num_ops  # type: ignore[attr-defined]
+    assert local(engine.executor).runner._captured._recording.num_ops == num_ops  # type: ignore[attr-defined]
     drive(engine, mixed(2))
 
 
@@ -457,11 +458,11 @@ def test_a_prefix_hit_has_as_much_of_it_as_was_computed(tiny: Path, tinier: Path
 
 def test_the_cache_is_sized_with_it(tiny: Path, tinier: Path) -> None:
     plain, (engine, _) = make(tiny, kv_cache_gib=0.01), drafting(tiny, tinier, kv_cache_gib=0.01)
-    shapes = [tuple(layer.shape[2:]) for layer in engine.cache.storage.layers]
+    shapes = [tuple(layer.shape[2:]) for layer in local(engine.executor).storage.layers]
     assert len(shapes) == 3 + 1
     assert len(set(shapes)) == 2
     assert engine.cache.num_blocks < plain.cache.num_blocks
-    assert sum(layer.nbytes for layer in engine.cache.storage.layers) <= 0.01 * 2**30
+    assert sum(layer.nbytes for layer in local(engine.executor).storage.layers) <= 0.01 * 2**30
 
 
 def test_whoever_needs_a_model_must_be_there_from_the_start(tiny: Path, tinier: Path) -> None:

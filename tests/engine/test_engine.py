@@ -22,6 +22,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, PromptTooLongError
+from specserve.runtime.executor import local
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.cost import ROWS, DecodeCost
@@ -63,9 +64,9 @@ def make(tiny: Path, drafter: Any = None, k: int = 5, blocks: int | None = None,
 
 
 def block_bytes(engine: Engine) -> int:
-    layer = engine.cache.storage.layers[0]
+    layer = local(engine.executor).storage.layers[0]
     slots = layer.shape[1]
-    return len(engine.cache.storage.layers) * layer.nbytes // slots * engine.cache.block_size
+    return len(local(engine.executor).storage.layers) * layer.nbytes // slots * engine.cache.block_size
 
 
 def drive(engine: Engine, requests: Iterable[Request], check: bool = True) -> dict[tuple[str, int], list[int]]:
@@ -356,7 +357,7 @@ def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
     engine.add(Request(id="bad", prompt_ids=prompt(9), params=GREEDY))
     for request in requests(3):
         engine.add(request)
-    pick, end, steps = engine.scheduler.pick, engine.runner.finish, list[Any]()
+    pick, end, steps = engine.scheduler.pick, local(engine.executor).runner.finish, list[Any]()
 
     def picked() -> Any:
         steps.append(pick())
@@ -370,7 +371,7 @@ def test_a_failing_row_ends_its_own_request_only(tiny: Path, alone) -> None:
                 out.logits[each.logits_start], out.best[each.logits_start] = torch.nan, -1
         return out
 
-    engine.scheduler.pick, engine.runner.finish = picked, poisoned  # type: ignore[method-assign]
+    engine.scheduler.pick, local(engine.executor).runner.finish = picked, poisoned  # type: ignore[method-assign]
     events = finish(engine)
     failed = [event for event in events if event.error is not None]
     assert [event.request_id for event in failed] == ["bad"]

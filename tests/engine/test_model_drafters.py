@@ -30,6 +30,7 @@ from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import load_model
 from specserve.ops.backend import KernelOptions
 from specserve.registry import DRAFTERS, KERNELS
+from specserve.runtime.executor import local
 from specserve.speculation import policy
 from specserve.speculation.draft_cost import SharedDraftCost
 from specserve.speculation.grammar import guide
@@ -205,7 +206,7 @@ def test_drafts_are_the_reference_s(
     monkeypatch.setattr(drafter, "propose", watched)
     own = {"head": str(heads[kind])} | ({"top_k": top_k} if top_k > 1 else {})
     options: dict[str, Any] = {"drafter": name, "drafter_options": own}
-    storage = make(tiny, options).cache.storage
+    storage = local(make(tiny, options).executor).storage
     per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
     engine = make(tiny, options, max_num_batched_tokens=24, kv_cache_gib=14.5 * per_block / 2**30)
     requests = [replace(each, params=GREEDY) for each in mixed(5)]
@@ -266,7 +267,7 @@ def tree_of(behind: Callable[[list[int]], torch.Tensor | None], count: int, top_
 
 
 def test_it_survives_preemption(tiny: Path, drafting: dict[str, Any], expected: Any) -> None:
-    storage = make(tiny, drafting).cache.storage
+    storage = local(make(tiny, drafting).executor).storage
     per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
     engine = make(tiny, drafting, max_num_batched_tokens=24, kv_cache_gib=14.5 * per_block / 2**30)
     assert drive(engine, mixed(6)) == expected
@@ -297,7 +298,7 @@ def test_a_head_has_read_the_tokens_that_follow_in_a_cached_prefix(
             engine.step()
             engine.cache.check_integrity(engine.scheduler.running)
         slots = [seq.blocks.ids[i // 16] * 16 + i % 16 for i in range(len(ids))]
-        (layer,) = engine.cache.storage.layers[3:]
+        (layer,) = local(engine.executor).storage.layers[3:]
         found = layer[:, slots].clone()
         drive(engine, [])
         return found
@@ -436,7 +437,7 @@ def test_drafts_of_passes_that_are_weighed(
     monkeypatch.setattr(Planner, "can_draft", lambda *_: True)
     monkeypatch.setattr(SharedDraftCost, "of", lambda *_: 0.0)  # so that it is asked however long a tiny model takes
     options: dict[str, Any] = {"drafter": drafter, "drafter_options": {"head": str(heads["eagle3"])}, "adaptive": True}
-    storage = make(tiny, options).cache.storage
+    storage = local(make(tiny, options).executor).storage
     per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks
     engine = make(tiny, options, max_num_batched_tokens=24, kv_cache_gib=14.5 * per_block / 2**30)
     for request in mixed(6):

@@ -16,6 +16,7 @@ from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
+from specserve.runtime.executor import local
 from specserve.runtime.pack import StepInput, most_tokens, num_shared_rows
 from specserve.speculation.host import DraftHost
 from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
@@ -36,13 +37,13 @@ def prompt(i: int, length: int) -> list[int]:
 def watched(engine: Engine) -> list[StepInput]:
     """The batches of its steps, as they come."""
     seen: list[StepInput] = []
-    start = engine.runner.start
+    start = local(engine.executor).runner.start
 
     def keep(batch: StepInput) -> None:
         seen.append(batch)
         start(batch)
 
-    engine.runner.start = keep  # type: ignore[method-assign]
+    local(engine.executor).runner.start = keep  # type: ignore[method-assign]
     return seen
 
 
@@ -142,7 +143,7 @@ def test_how_many_rows_have_logits_at_default_settings(vocab: int, seqs: int, to
 def test_what_a_step_holds_is_reckoned_with_when_the_cache_is_sized(tiny: Path, quantization: str) -> None:
     """All buffers of a recorded step, and a second set of logits."""
     config = EngineConfig(model=str(tiny), quantization=quantization, dtype="float32", max_model_len=160)
-    runner = build(config).engine.runner
+    runner = local(build(config).engine.executor).runner
     recording = runner._captured._recording
     if recording is None:
         pytest.skip("Only native kernels hold a step's buffers.")

@@ -23,6 +23,7 @@ from specserve.engine.build import Built, build
 from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import NoTokenLeftError
+from specserve.runtime.executor import local
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import StepReport
 from specserve.speculation.host import DraftHost
@@ -189,9 +190,9 @@ def test_what_may_come_is_found_out_while_the_target_works(
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: calls.append(name) or real(*args))
 
-    watch(built.engine.runner, "start")
+    watch(local(built.engine.executor).runner, "start")
     watch(Guarded, "fill")
-    watch(built.engine.runner, "finish")
+    watch(local(built.engine.executor).runner, "finish")
     asked = SamplingParams(temperature=temperature, seed=1, max_tokens=90, structured=ASKED[0])
     grammar = built.compiler.compile(ASKED[0])
     built.engine.add(Request(id="one", prompt_ids=prompt(1), params=asked, drafter="none"), grammar)

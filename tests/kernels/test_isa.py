@@ -14,11 +14,12 @@ import torch
 from specserve.cli.main import run
 from specserve.config import EngineConfig
 from specserve.doctor import examine
-from specserve.engine import build
 from specserve.errors import ConfigError
 from specserve.kernels import reference
 from specserve.llm import LLM
+from specserve.ops import choice
 from specserve.ops.isa import VARIABLE, choose_isa
+from specserve.runtime.executor import local
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
 
@@ -73,19 +74,19 @@ def test_a_name_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         EngineConfig(isa="avx3")
     monkeypatch.setenv(VARIABLE, "avx3")
     with pytest.raises(ConfigError, match=r"SPECSERVE_ISA: .*'avx3'.* avx2"):
-        build.choose_ops(CPU, "auto", "auto", 1)
+        choice.choose_ops(CPU, "auto", "auto", 1)
 
 
 @needs_native
 def test_it_decides_the_automatic_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     for isa in available():
         monkeypatch.setenv(VARIABLE, isa)
-        ops: Any = build.choose_ops(CPU, "auto", "auto", 1)
+        ops: Any = choice.choose_ops(CPU, "auto", "auto", 1)
         assert (ops.instruction_set, ops.quantization) == (isa, "int8")
         assert ops.dtype == (torch.bfloat16 if isa == "avx512" else torch.float32)
         assert ops.kv_dtype == (torch.float16 if isa in ("avx_vnni", "avx2") else ops.dtype)
         for dtype in (torch.bfloat16, torch.float32):
-            asked: Any = build.choose_ops(CPU, str(dtype).removeprefix("torch."), "int8", 1)
+            asked: Any = choice.choose_ops(CPU, str(dtype).removeprefix("torch."), "int8", 1)
             assert asked.dtype == asked.kv_dtype == dtype, "who asks for it gets it"
 
 
@@ -96,11 +97,13 @@ def test_the_environment_decides_for_kernels_and_engines_alike(tiny: Path, monke
     monkeypatch.setenv(VARIABLE, "portable")
     assert module.Kernels(torch.float32, "none", 1).instruction_set == "portable"
     with LLM(str(tiny), threads=1, kv_cache_gib=0.01) as llm:
-        assert (llm.engine.runner.ops.instruction_set, llm.dtype) == ("portable", "float32")
+        assert (local(llm.engine.executor).runner.ops.instruction_set, llm.dtype) == ("portable", "float32")
         assert "(cpu kernels, portable)" in llm.summary
         assert llm.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids
     with LLM(str(tiny), threads=1, kv_cache_gib=0.01, isa=available()[0]) as llm:
-        assert llm.engine.runner.ops.instruction_set == available()[0], "an option wins over the environment"
+        assert local(llm.engine.executor).runner.ops.instruction_set == available()[0], (
+            "an option wins over the environment"
+        )
 
 
 @needs_native
@@ -127,10 +130,10 @@ def test_flags_environment_and_file(
 def test_the_reference_has_what_torch_has(without_native: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     for dtype, quantization in (("auto", "auto"), ("float32", "none")):
-        ops = build.choose_ops(CPU, dtype, quantization, 1, "avx2")
+        ops = choice.choose_ops(CPU, dtype, quantization, 1, "avx2")
         assert (ops.name, ops.instruction_set, ops.dtype) == ("reference", "avx2", torch.float32)
     with pytest.raises(ConfigError, match=r"avx512, which the reference kernels .*: avx2\."):
-        build.choose_ops(CPU, "auto", "auto", 1, "avx512")
+        choice.choose_ops(CPU, "auto", "auto", 1, "avx512")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert reference.instruction_sets() == ["portable"]
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import specserve.kernels
-from specserve.engine import build
 from specserve.errors import ConfigError
+from specserve.ops import choice
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = os.environ.get("SPECSERVE_REQUIRE_NATIVE") == "1"
@@ -66,13 +66,13 @@ def test_its_missing_is_a_missing_module() -> None:
 
 def test_without_it_the_engine_takes_the_reference_or_says_what_it_lacks(without_native: None) -> None:
     cpu = torch.device("cpu")
-    assert [build.choose_ops(cpu, "auto", quantization, 1).name for quantization in ("auto", "none")] == [
+    assert [choice.choose_ops(cpu, "auto", quantization, 1).name for quantization in ("auto", "none")] == [
         "reference"
     ] * 2
     for quantization in ("int8", "int4"):
         lacking = rf"--quantization {quantization}\. cpu needs specserve\.kernels\._native, .* C\+\+ compiler .*"
         with pytest.raises(ConfigError, match=f"{lacking} reference has no {quantization} weights: use --quantization"):
-            build.choose_ops(cpu, "auto", quantization, 1)
+            choice.choose_ops(cpu, "auto", quantization, 1)
 
 
 def test_one_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_one_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(importlib, "import_module", broken)
     with pytest.raises(ImportError, match="undefined symbol"):
-        build.choose_ops(torch.device("cpu"), "auto", "auto", 1)
+        choice.choose_ops(torch.device("cpu"), "auto", "auto", 1)
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has several sets of instructions")

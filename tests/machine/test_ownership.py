@@ -18,6 +18,7 @@ from specserve import LLM, SamplingParams
 from specserve.engine.outputs import Collector
 from specserve.errors import ConfigError, EngineError
 from specserve.machine.ownership import Ownership
+from specserve.runtime.executor import local
 from specserve.testing import write_tiny_model
 from specserve.types import Event
 
@@ -138,9 +139,12 @@ def test_what_one_call_cannot_take_is_its_own_error(llm: LLM, monkeypatch: pytes
 def test_ctrl_c_ends_its_own_call_and_after_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever in the step it comes: another call that is open lacks nothing."""
     whole = "".join(chunk.text for chunk in llm.stream([9, 8], GREEDY))
-    pick, forward = llm.engine.scheduler.pick, llm.engine.runner.finish
+    pick, forward = llm.engine.scheduler.pick, local(llm.engine.executor).runner.finish
 
-    for owner, name, call in ((llm.engine.scheduler, "pick", pick), (llm.engine.runner, "finish", forward)):
+    for owner, name, call in (
+        (llm.engine.scheduler, "pick", pick),
+        (local(llm.engine.executor).runner, "finish", forward),
+    ):
 
         def interrupted(call: Callable[[], object] = call) -> object:
             signal.raise_signal(signal.SIGINT)
@@ -230,6 +234,6 @@ def test_torchs_threads_are_the_callers_own_between_steps(tiny: Path) -> None:
             next(stream := llm.stream([5, 6], GREEDY))
             assert torch.get_num_threads() == 3
             stream.close()
-            assert seen == {1 if llm.engine.runner.ops.has_own_threads else 2}
+            assert seen == {1 if local(llm.engine.executor).runner.ops.has_own_threads else 2}
     finally:
         torch.set_num_threads(before)

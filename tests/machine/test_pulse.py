@@ -14,6 +14,7 @@ from specserve.engine.build import build
 from specserve.engine.request import Request
 from specserve.kernels.reference import Kernels
 from specserve.machine.pulse import Pulse, shared_memory
+from specserve.runtime.executor import local
 from specserve.testing import write_tiny_model
 from specserve.types import SamplingParams
 
@@ -22,7 +23,7 @@ def test_a_recorded_step_beats_within_itself(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=3)
     engine = build(EngineConfig(model=str(folder), dtype="float32", max_model_len=128, threads=2)).engine
     pulse = Pulse()
-    engine.runner.ops.watch(pulse)
+    local(engine.executor).runner.ops.watch(pulse)
     engine.add(Request(id="r", prompt_ids=[5, 6, 7], params=SamplingParams(max_tokens=2, ignore_eos=True)))
     engine.step()
     assert pulse.count >= 2 * 3, "several times in each of three layers"

@@ -78,4 +78,7 @@ def test_a_step_has_what_was_scheduled_in_its_order() -> None:
     assert packed.logit_rows.tolist() == [0, 1, 2, 6, 7, 8, 9, 3, 4, 0, 0, 0]
     assert [each.first_row for each in seqs] == [0, 3, 5]
     assert (seqs[0].logits_start, seqs[2].logits_start) == (0, 3)
-    assert [(each.seq, each.tokens) for each in scored] == [(chunk.seq, [3, 4])]
+    assert scored == [chunk.seq]
+    assert packed.sampling.scored == [([3, 4], 0)]
+    asked = [(each.draft, each.position, each.logits_start) for each in packed.sampling.seqs]
+    assert asked == [(seqs[0].draft, 3, 0), (tree, 3, 3)]

@@ -17,9 +17,9 @@ from hypothesis import given, settings, strategies as st
 from specserve.engine.request import Limits, Request, sequences
 from specserve.sampling import bad_words
 from specserve.sampling.bad_words import of_ids, of_texts
-from specserve.sampling.edits import edited
+from specserve.sampling.sampler import edited
 from specserve.server.engine.messages import Command
-from specserve.testing import scheduled
+from specserve.testing import sampled
 from specserve.types import BadWords, Draft, SamplingParams, Sequence
 
 VOCAB = 49152
@@ -102,7 +102,7 @@ def test_counts_that_are_kept_up_are_those_made_anew(
     for tokens in [[], *grown]:
         seq.tokens += tokens
         fresh = sequence(seq.tokens, 3, **own)
-        rows = [scheduled([each], [draft], [0]) for each in (seq, fresh)]
+        rows = [sampled([each], [draft], [0]) for each in (seq, fresh)]
         assert torch.equal(edited(logits, rows[0]), edited(logits, rows[1]))
 
 
@@ -114,11 +114,10 @@ def test_completions_share_what_is_prepared_and_count_for_themselves() -> None:
     request = Request(id="r", prompt_ids=[1, 2], params=params, bad_words=of_ids([[3], [2, 7]]))
     group = sequences(request, Limits(50, 100, frozenset({0})))
     logits = torch.randn(3, 50)
-    rows = scheduled(group, [Draft.empty()] * 3, [0, 1, 2])
-    edited(logits, rows)
+    edited(logits, sampled(group, [Draft.empty()] * 3, [0, 1, 2]))
     for i, seq in enumerate(group):
         seq.tokens += [8 + i] * (i + 1)
-    together = edited(logits, rows)
+    together = edited(logits, sampled(group, [Draft.empty()] * 3, [0, 1, 2]))
     shared = {id(seq.edits.shared) for seq in group}  # type: ignore[attr-defined]
     assert len(shared) == 1
     assert len({id(seq.stop_ids) for seq in group}) == 1
@@ -126,7 +125,7 @@ def test_completions_share_what_is_prepared_and_count_for_themselves() -> None:
     for i, seq in enumerate(group):
         alone = copy.copy(seq)
         alone.edits, alone.parent = None, None
-        assert torch.equal(edited(logits[i : i + 1], scheduled([alone], [Draft.empty()], [0]))[0], together[i])
+        assert torch.equal(edited(logits[i : i + 1], sampled([alone], [Draft.empty()], [0]))[0], together[i])
 
 
 def many_words() -> BadWords:
@@ -152,15 +151,14 @@ def test_what_a_request_asks_for_costs_no_step_much(name: str) -> None:
     asked = SamplingParams(temperature=0.0, max_tokens=None, **params)
     texts = [(random.zipf(1.3, length) % VOCAB).tolist() for _ in range(16)]
     seqs = [Sequence("r", i, text, length // 2, asked, i, 10**6, bad_words=words) for i, text in enumerate(texts)]
-    rows = scheduled(seqs, [Draft.chain([1, 2, 3, 4, 5])] * 16, [*range(0, 96, 6)])
-    logits = torch.randn(96, VOCAB)
-    edited(logits, rows)
+    drafts, logits = [Draft.chain([1, 2, 3, 4, 5])] * 16, torch.randn(96, VOCAB)
+    edited(logits, sampled(seqs, drafts, [*range(0, 96, 6)]))
     times, copies = [], []
     for _ in range(5):
         for seq in seqs:
             seq.tokens.append(int(random.integers(VOCAB)))
         copies.append(thread_seconds(logits.clone))
-        times.append(thread_seconds(lambda: edited(logits, rows)))
+        times.append(thread_seconds(lambda: edited(logits, sampled(seqs, drafts, [*range(0, 96, 6)]))))
     assert min(times) < 3 * min(copies) + 0.03
 
 

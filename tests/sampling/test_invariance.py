@@ -14,12 +14,11 @@ import torch
 
 from specserve.kernels import reference
 from specserve.kernels._torch_sampling import filtered
-from specserve.runtime.pack import num_logit_rows
-from specserve.sampling.edits import edited
+from specserve.sampling.inputs import SamplingInput, ScoredTokens, num_logit_rows
 from specserve.sampling.noise import Purpose, hash_tokens, row_keys, sample
-from specserve.sampling.sampler import Sampler, sampling_arrays
-from specserve.testing import scheduled
-from specserve.types import Draft, Failure, ScheduledSeq, Sequence, TokenLogprobs, Verdict
+from specserve.sampling.sampler import Sampler, edited, sampling_arrays
+from specserve.testing import sampled
+from specserve.types import Draft, Failure, Sequence, TokenLogprobs, Verdict
 
 VOCAB = 61
 OPS = reference.Kernels(torch.device("cpu"), torch.float32)
@@ -34,7 +33,7 @@ def _logits(text: tuple[int, ...], vocab: int = VOCAB) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng([vocab, *text]).normal(0, spread, vocab).astype(np.float32))
 
 
-def _rows_of(seqs: list[Sequence], drafts: list[Draft], vocab: int = VOCAB) -> tuple[torch.Tensor, list[ScheduledSeq]]:
+def _rows_of(seqs: list[Sequence], drafts: list[Draft], vocab: int = VOCAB) -> tuple[torch.Tensor, SamplingInput]:
     """What the model says about each row, and the rows."""
     logits = [
         _logits((*seq.tokens, *(int(draft.tokens[i]) for i in draft.path_to(node))), vocab)
@@ -42,7 +41,7 @@ def _rows_of(seqs: list[Sequence], drafts: list[Draft], vocab: int = VOCAB) -> t
         for node in range(-1, len(draft))
     ]
     starts = np.cumsum([0, *(len(draft) + 1 for draft in drafts)])[:-1].tolist()
-    return torch.stack(logits), scheduled(seqs, drafts, starts)
+    return torch.stack(logits), sampled(seqs, drafts, starts)
 
 
 def _one(verdicts: list[Verdict | Failure]) -> Verdict:
@@ -107,7 +106,7 @@ def _text(kind: str, own: dict[str, Any], seed: int, sequence: Make, mode: str =
         seq = sequence(tokens, 2, seed, **own)
         draft = _draft(kind, seq)
         logits, rows = _rows_of([seq], [draft])
-        verdict = _one(Sampler(VOCAB, mode, OPS)(logits, rows, None))
+        verdict = _one(Sampler(VOCAB, mode, OPS).verdicts(logits, rows, None))
         tokens, accepted = [*tokens, *verdict.tokens], accepted + len(verdict.path)
     return tokens[:15], accepted
 
@@ -139,12 +138,12 @@ def test_without_a_draft_the_mode_does_not_matter(sequence: Make) -> None:
 
 def _batch(
     sequence: Make, mode: str, vocab: int
-) -> tuple[list[Sequence], list[Draft], torch.Tensor, list[ScheduledSeq], torch.Tensor]:
+) -> tuple[list[Sequence], list[Draft], torch.Tensor, SamplingInput, torch.Tensor]:
     kinds = itertools.cycle(KINDS)
     seqs = [sequence([i, 5, 8, 5, i + 1], 2, 1000 + i, **own) for i, own in enumerate(MIX)]
     drafts = [_draft(next(kinds), seq, vocab) for seq in seqs]
     logits, rows = _rows_of(seqs, drafts, vocab)
-    masks = torch.full((num_logit_rows(rows), -(-vocab // 32)), -1, dtype=torch.int32)
+    masks = torch.full((num_logit_rows(rows.seqs), -(-vocab // 32)), -1, dtype=torch.int32)
     generator = torch.Generator().manual_seed(1)
     masks[::7] = torch.randint(-(2**31), 2**31, masks[::7].shape, generator=generator).int() | 0b1000100010
     return seqs, drafts, logits, rows, masks.numpy()
@@ -155,16 +154,16 @@ def _batch(
 def test_a_sequence_is_judged_alike_alone_and_among_others(mode: str, vocab: int, sequence: Make) -> None:
     """Verdicts and log-probabilities are equal in every bit, in another order too."""
     seqs, drafts, logits, rows, masks = _batch(sequence, mode, vocab)
-    judge = Sampler(vocab, mode, OPS)
+    judge = Sampler(vocab, mode, OPS).verdicts
     together = judge(logits, rows, masks)
     assert sum(len(v.path) for v in together if isinstance(v, Verdict)) >= 5
-    own = [slice(each.logits_start, each.logits_start + len(each.draft) + 1) for each in rows]
+    own = [slice(each.logits_start, each.logits_start + len(each.draft) + 1) for each in rows.seqs]
     for i, seq in enumerate(seqs):
-        assert judge(logits[own[i]], scheduled([seq], [drafts[i]], [0]), masks[own[i]]) == [together[i]]
+        assert judge(logits[own[i]], sampled([seq], [drafts[i]], [0]), masks[own[i]]) == [together[i]]
     order = np.random.default_rng(0).permutation(len(seqs)).tolist()
     at = torch.cat([torch.arange(own[i].start, own[i].stop) for i in order])
     starts = np.cumsum([0, *(len(drafts[i]) + 1 for i in order)])[:-1].tolist()
-    shuffled = judge(logits[at], scheduled([seqs[i] for i in order], [drafts[i] for i in order], starts), masks[at])
+    shuffled = judge(logits[at], sampled([seqs[i] for i in order], [drafts[i] for i in order], starts), masks[at])
     assert shuffled == [together[i] for i in order]
 
 
@@ -175,7 +174,7 @@ def test_every_number_of_a_row_is_its_own(vocab: int, sequence: Make) -> None:
     fit = [own for own in MIX if not {"logit_bias", "allowed_token_ids"} & set(own) and own.get("temperature", 1) > 0]
     seqs = [sequence([0, 1, 2, 1], 2, i, **own | {"bad_ids": (), "stop_token_ids": []}) for i, own in enumerate(fit)]
     logits = torch.randn(len(seqs), vocab, generator=generator) * 4
-    rows = scheduled(seqs, [Draft.empty()] * len(seqs), [*range(len(seqs))])
+    rows = sampled(seqs, [Draft.empty()] * len(seqs), [*range(len(seqs))])
     arrays = sampling_arrays(range(len(seqs)), [seq.params for seq in seqs])
     scores = edited(logits, rows)
     together, laws = filtered(scores, arrays), OPS.probabilities(scores, arrays, None)
@@ -187,7 +186,7 @@ def test_every_number_of_a_row_is_its_own(vocab: int, sequence: Make) -> None:
     assert torch.equal(threaded, together)
     for i, seq in enumerate(seqs):
         own, only = (
-            edited(logits[i : i + 1], scheduled([seq], [Draft.empty()], [0])),
+            edited(logits[i : i + 1], sampled([seq], [Draft.empty()], [0])),
             sampling_arrays([0], [seq.params]),
         )
         alone = filtered(own, only)
@@ -203,14 +202,14 @@ BAD_VALUES = {"nan": math.nan, "plus infinity": math.inf, "minus infinity": -mat
 @pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
 def test_a_bad_row_fails_its_own_sequence(mode: str, value: float, sequence: Make) -> None:
     seqs, _, logits, rows, masks = _batch(sequence, mode, VOCAB)
-    judge = Sampler(VOCAB, mode, OPS)
+    judge = Sampler(VOCAB, mode, OPS).verdicts
     before = judge(logits, rows, masks)
     for victim in range(len(seqs)):
         broken = logits.clone()
         if value == -math.inf:
-            broken[rows[victim].logits_start] = value
+            broken[rows.seqs[victim].logits_start] = value
         else:
-            broken[rows[victim].logits_start, 1 + victim] = value
+            broken[rows.seqs[victim].logits_start, 1 + victim] = value
         after = judge(broken, rows, masks)
         failed = after.pop(victim)
         assert isinstance(failed, Failure), MIX[victim]
@@ -228,7 +227,7 @@ def test_a_bad_draft_row_shortens_and_does_not_fail(mode: str, sequence: Make) -
         seq = sequence([5, 8, 5], 2, seed, **own)
         draft = _draft("good", seq)
         logits, rows = _rows_of([seq], [draft])
-        judge = Sampler(VOCAB, mode, OPS)
+        judge = Sampler(VOCAB, mode, OPS).verdicts
         whole = _one(judge(logits, rows, None))
         logits[2] = value
         cut = _one(judge(logits, rows, None))
@@ -248,12 +247,14 @@ def test_what_forbids_everything_says_so(mode: str, sequence: Make) -> None:
     for temperature in (0.0, 1.0):
         seq = sequence([1, 2, 3], 2, 1, temperature=temperature, **own)
         logits, rows = _rows_of([seq], [Draft.chain([4, 4])])
-        (failed,) = Sampler(VOCAB, mode, OPS)(logits, rows, None)
+        (failed,) = Sampler(VOCAB, mode, OPS).verdicts(logits, rows, None)
         assert isinstance(failed, Failure)
         assert "allowed_token_ids, bad_words" in failed.message
         masks = np.full((3, 2), -1, np.int32)
         masks[0] = 0
-        (failed,) = Sampler(VOCAB, mode, OPS)(logits, scheduled([sequence([1])], [rows[0].draft], [0]), masks)
+        (failed,) = Sampler(VOCAB, mode, OPS).verdicts(
+            logits, sampled([sequence([1])], [rows.seqs[0].draft], [0]), masks
+        )
         assert isinstance(failed, Failure)
         assert "grammar" in failed.message
 
@@ -263,7 +264,7 @@ def test_a_nan_behind_a_mask_is_still_the_models_fault(sequence: Make) -> None:
     logits[0, 7] = math.nan
     for own in ({"temperature": 0.0}, {}):
         seq = sequence([1], 1, 1, allowed_token_ids=[1, 2], **own)
-        (failed,) = Sampler(VOCAB, "coupled", OPS)(logits, scheduled([seq], [Draft.empty()], [0]), None)
+        (failed,) = Sampler(VOCAB, "coupled", OPS).verdicts(logits, sampled([seq], [Draft.empty()], [0]), None)
         assert isinstance(failed, Failure)
 
 
@@ -292,7 +293,7 @@ def test_logprobs_are_of_the_raw_row_that_judged_the_token(mode: str, kind: str,
         seq = sequence([5, 8, 5], 2, seed, logprobs=k, **own)
         draft = _draft(kind, seq)
         logits, rows = _rows_of([seq, seq], [draft, draft])
-        both = Sampler(VOCAB, mode, OPS)(logits, rows, None)
+        both = Sampler(VOCAB, mode, OPS).verdicts(logits, rows, None)
         assert both[0] == both[1]
         verdict = both[1]
         assert isinstance(verdict, Verdict)
@@ -302,8 +303,8 @@ def test_logprobs_are_of_the_raw_row_that_judged_the_token(mode: str, kind: str,
             assert _same(entry, _naive_logprobs(_logits((*seq.tokens, *verdict.tokens[:i])), token, k))
         emitted += len(verdict.tokens)
         plain = _one(
-            Sampler(VOCAB, mode, OPS)(
-                logits[: len(draft) + 1], scheduled([sequence([5, 8, 5], 2, seed, **own)], [draft], [0]), None
+            Sampler(VOCAB, mode, OPS).verdicts(
+                logits[: len(draft) + 1], sampled([sequence([5, 8, 5], 2, seed, **own)], [draft], [0]), None
             )
         )
         assert plain.tokens == verdict.tokens
@@ -314,7 +315,7 @@ def test_logprobs_are_of_the_raw_row_that_judged_the_token(mode: str, kind: str,
 def test_scores_equal_reported_logprobs_and_rank_equals_by_id() -> None:
     judge = Sampler(6, "coupled", OPS)
     logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 0.0, -2.0], [0.5, -1.0, -3.0, -1.0, -torch.inf, -1.0]])
-    first, second = judge.score(logits, [3, 4], 6)
+    first, second = judge.score(logits, ScoredTokens([3, 4], 6))
     assert [*first.top] == [1, 3, 0, 2, 4, 5]
     assert first.rank == 1
     assert [*second.top] == [0, 1, 3, 5, 2, 4]
@@ -322,13 +323,13 @@ def test_scores_equal_reported_logprobs_and_rank_equals_by_id() -> None:
     assert second.logprob == -math.inf
     assert first.logprob == first.top[3]
     assert sum(math.exp(value) for value in first.top.values()) == pytest.approx(1, abs=1e-6)
-    assert judge.score(logits[:1], [3], 2)[0].top == {1: first.top[1], 3: first.top[3]}
+    assert judge.score(logits[:1], ScoredTokens([3], 2))[0].top == {1: first.top[1], 3: first.top[3]}
 
 
 def test_a_broken_prompt_row_scores_as_impossible() -> None:
     logits = torch.zeros(3, 4)
     logits[1, 2] = math.nan
-    good, broken, other = Sampler(4, "coupled", OPS).score(logits, [1, 1, 2], 2)
+    good, broken, other = Sampler(4, "coupled", OPS).score(logits, ScoredTokens([1, 1, 2], 2))
     assert (broken.logprob, broken.rank, broken.top) == (-math.inf, 4, {})
     assert good.logprob == other.logprob == pytest.approx(math.log(0.25))
 
@@ -336,4 +337,4 @@ def test_a_broken_prompt_row_scores_as_impossible() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_judges_nothing_says_nothing(mode: str) -> None:
     """All of its rows were prefill."""
-    assert Sampler(VOCAB, mode, OPS)(torch.zeros(4, VOCAB), scheduled([], [], []), None) == []
+    assert Sampler(VOCAB, mode, OPS).verdicts(torch.zeros(4, VOCAB), sampled([], [], []), None) == []

@@ -24,7 +24,7 @@ from specserve.sampling import edits, noise, sampler as sampler_file, verify
 from specserve.sampling.noise import Purpose, fold, hash_tokens, row_keys, sample
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.tree import Proposals
-from specserve.testing import scheduled
+from specserve.testing import sampled
 from specserve.types import Draft, Failure, Ids, Sequence
 
 OPS = reference.Kernels(torch.device("cpu"), torch.float32)
@@ -122,7 +122,7 @@ def _step(cell: Cell, judge: Sampler, seqs: list[Sequence], texts: list[Text]) -
     starts = np.cumsum([0, *(len(draft) + 1 for draft in drafts)])[:-1].tolist()
     logits, masks = _inputs(cell, texts, drafts)
     longer = []
-    for text, said in zip(texts, judge(logits, scheduled(seqs, drafts, starts), masks), strict=True):
+    for text, said in zip(texts, judge.verdicts(logits, sampled(seqs, drafts, starts), masks), strict=True):
         assert not isinstance(said, Failure)
         assert len(said.tokens) == len(said.path) + 1
         longer.append((*text, *said.tokens))
@@ -250,7 +250,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
         "keys[trial.parents]",
         at("rejection", "one-hot"),
     ),
-    ("a uniform of another step", "_uniforms", "len(each.seq.tokens)", "0", at("block", "one-hot")),
+    ("a uniform of another step", "_uniforms", "each.position", "0", at("block", "one-hot")),
     (
         "a node's uniform keyed by its own position and token alone",
         "_uniforms",
@@ -262,7 +262,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
                 "        place = torch.zeros_like(keys) if trial is rounds[0] else place",
                 "        place[starts] = torch.tensor(first) - 1",
                 "        origin[trial.rows], place[trial.rows] = origin[trial.parents], place[trial.parents] + 1",
-                "        own = [tried[i].seq.seed for i in origin[trial.rows].tolist()]",
+                "        own = [tried[i].seed for i in origin[trial.rows].tolist()]",
                 "        own = row_keys(own, place[trial.rows].tolist(), [Purpose.ACCEPT] * len(own))",
                 "        keys[trial.rows] = noise.fold(own, self._hashed[trial.tokens])",
             )
@@ -274,7 +274,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     (
         "recovery with the drafter's noise",
         "_accept_or_reject",
-        "Purpose.RECOVER",
+        "Purpose.RESAMPLE",
         "Purpose.DRAFT",
         Cell("rejection", "dense", False, {"logit_bias": {1: 1.0}}),
     ),
@@ -282,7 +282,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     (
         "recovery with one position for all",
         "_accept_or_reject",
-        "len(each.seq.tokens) + len(path)",
+        "each.position + len(path)",
         "0",
         at("rejection", "one-hot"),
     ),
@@ -295,15 +295,15 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
     ),
     (
         "judged before it is edited",
-        "__call__",
+        "verdicts",
         "self._accept_or_reject(tokens, scores",
         "self._accept_or_reject(tokens, logits",
         Cell("rejection", "dense", False, PENALISED),
     ),
-    ("sampled before it is edited", "__call__", "self._sample(tokens, scores", "self._sample(tokens, logits", ENVELOPE),
+    ("sampled before it is edited", "verdicts", "self._sample(tokens, scores", "self._sample(tokens, logits", ENVELOPE),
     ("sampled without a mask", "_sample", "self._hashed, masks", "self._hashed, None", ENVELOPE),
     ("all of a text with one position", "_sample", "+ depth)", ")", at("coupled", "one-hot")),
-    ("seed left out", "_sample", "(seq.seed)", "(0)", at("coupled", "none")),
+    ("seed left out", "_sample", "(each.seed)", "(0)", at("coupled", "none")),
     (
         "rows of another sequence",
         "_accept_or_reject",
@@ -323,9 +323,15 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
         "added[node + 1] = added[node]",
         BRANCHING,
     ),
-    ("prompt not repeated", "_Occurrences.__init__", "shared.prompt_ids", "shared.prompt_ids[:0]", ENVELOPE),
-    ("repetition always divides", "_Shared.penalised", "logits * repetition", "logits / repetition", ENVELOPE),
-    ("presence once per occurrence", "_Shared.penalised", "(counts > 0)", "counts", REPEATING),
+    (
+        "prompt not repeated",
+        "_Occurrences.__init__",
+        "prompt = shared.prompt_ids",
+        "prompt = shared.prompt_ids[:0]",
+        ENVELOPE,
+    ),
+    ("repetition always divides", "_penalised", "logits * repetition", "logits / repetition", ENVELOPE),
+    ("presence once per occurrence", "_penalised", "(counts > 0)", "counts", REPEATING),
     ("no temperature", "filtered", ".div_(_column(sampling.temperature, scores.device))", "", ENVELOPE),
     (
         "top-p one token short",

@@ -14,10 +14,10 @@ from torch import Tensor
 from specserve.kernels import reference
 from specserve.ops import NO_TOKEN_LEFT, NOT_FINITE, SamplingArrays
 from specserve.ops.isa import choose_isa
-from specserve.runtime.pack import num_logit_rows
+from specserve.sampling.inputs import num_logit_rows
 from specserve.sampling.noise import hash_tokens, row_keys
 from specserve.sampling.sampler import Sampler, sampling_arrays
-from specserve.testing import scheduled
+from specserve.testing import sampled
 from specserve.types import Draft, Ids, SamplingParams, Sequence
 
 cpu = pytest.importorskip("specserve.kernels.cpu", exc_type=ImportError)
@@ -157,17 +157,17 @@ def test_a_batch_of_all_kinds_is_judged_the_same_by_native_kernels_and_torch(
     seqs = [sequence([i, 5, 8], 2, 100 + i, **each["filters"]) for i, each in enumerate(asked)]
     drafts = [DRAFTS[each["draft"]] for each in asked]
     starts = np.cumsum([0, *(len(draft) + 1 for draft in drafts)]).tolist()
-    rows = scheduled(seqs, drafts, starts[:-1])
+    rows = sampled(seqs, drafts, starts[:-1])
     generator, rng = torch.Generator().manual_seed(data.draw(st.integers(0, 999))), np.random.default_rng(1)
-    logits = (torch.randn(num_logit_rows(rows), vocab, generator=generator) * 4).round() / 2
-    masks = np.full((num_logit_rows(rows), 3), -1, np.int32)
+    logits = (torch.randn(num_logit_rows(rows.seqs), vocab, generator=generator) * 4).round() / 2
+    masks = np.full((num_logit_rows(rows.seqs), 3), -1, np.int32)
     for start, end, each in zip(starts, starts[1:], asked, strict=False):
         if each["share"] is not None:
             masks[start:end] = random_masks(end - start, vocab, each["share"], rng)
         if each["broken"] is not None:
             logits[end - 1, 3] = each["broken"]
     best = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
-    native, torchs = Sampler(vocab, "coupled", KERNELS[isa]), Sampler(vocab, "coupled", OPS)
+    native, torchs = (Sampler(vocab, "coupled", ops).verdicts for ops in (KERNELS[isa], OPS))
     wanted = torchs(logits, rows, masks)
     assert torchs(logits, rows, masks, best) == wanted
     assert native(logits, rows, masks, best) == wanted

@@ -17,10 +17,11 @@ from specserve.kernels import _torch_sampling, reference
 from specserve.ops import NO_TOKEN_LEFT
 from specserve.ops.fixed_point import row_total
 from specserve.sampling import bad_words, edits
-from specserve.sampling.edits import edited, row_depths
-from specserve.sampling.sampler import Sampler, sampling_arrays
-from specserve.testing import scheduled
-from specserve.types import Draft, Failure, Ids, SamplingParams, ScheduledSeq, Sequence, Verdict
+from specserve.sampling.edits import row_depths
+from specserve.sampling.inputs import SamplingInput
+from specserve.sampling.sampler import Sampler, edited, sampling_arrays
+from specserve.testing import sampled
+from specserve.types import Draft, Failure, Ids, SamplingParams, Sequence, Verdict
 
 VOCAB = 12
 OPS = reference.Kernels(torch.device("cpu"), torch.float32)
@@ -95,7 +96,7 @@ def test_the_law_of_every_row_is_the_oracles(
     raw = torch.tensor(logits)
     before = raw.clone()
     masks = _words(allowed) if allowed else None
-    scores = edited(raw, scheduled([seq], [draft], [0]))
+    scores = edited(raw, sampled([seq], [draft], [0]))
     assert torch.equal(raw, before), "the caller's logits were changed"
     hashed = torch.zeros(VOCAB, dtype=torch.int64)
     greedy = sampling_arrays(range(len(scores)), [SamplingParams(temperature=0.0)] * len(scores))
@@ -111,8 +112,8 @@ def test_the_law_of_every_row_is_the_oracles(
             np.testing.assert_allclose(laws[row].numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
-def judge(mode: str, vocab: int = VOCAB) -> Sampler:
-    return Sampler(vocab, mode, OPS)
+def judge(mode: str, vocab: int = VOCAB) -> Callable[..., list[Verdict | Failure]]:
+    return Sampler(vocab, mode, OPS).verdicts
 
 
 def one(verdicts: list[Verdict | Failure]) -> Verdict:
@@ -148,11 +149,11 @@ def test_a_draft_row_is_the_row_of_plain_decoding(parents: list[int], greedy: bo
         draft = Draft(picks, np.array(parents, np.int32))
         logits = torch.randn(len(parents) + 1, VOCAB, generator=generator) * 2
         seq = sequence(tokens, 2, trial, **own)
-        together = edited(logits, scheduled([seq], [draft], [0]))
+        together = edited(logits, sampled([seq], [draft], [0]))
         assert not torch.equal(together, logits)
         for row in range(len(logits)):
             later = sequence([*tokens, *_path(draft, row)], 2, trial, **own)
-            alone = edited(logits[row : row + 1], scheduled([later], [Draft.empty()], [0]))
+            alone = edited(logits[row : row + 1], sampled([later], [Draft.empty()], [0]))
             assert torch.equal(alone[0], together[row])
             if not greedy:
                 shaped = [_filtered(scores, [seq.params] * len(scores)) for scores in (alone, together)]
@@ -162,8 +163,8 @@ def test_a_draft_row_is_the_row_of_plain_decoding(parents: list[int], greedy: bo
 def test_prompt_counts_for_repetition_alone(sequence: Make) -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 1.0]])
 
-    def rows(**own: float) -> list[ScheduledSeq]:
-        return scheduled([sequence([0, 1, 2, 3, 2], 2, **own)], [Draft.empty()], [0])
+    def rows(**own: float) -> SamplingInput:
+        return sampled([sequence([0, 1, 2, 3, 2], 2, **own)], [Draft.empty()], [0])
 
     assert edited(logits, rows(repetition_penalty=2.0)).tolist() == [[1.0, -4.0, 1.0, -4.0, 1.0]]
     assert edited(logits, rows(presence_penalty=0.5)).tolist() == [[2.0, -2.0, 1.5, -2.5, 1.0]]
@@ -173,7 +174,7 @@ def test_prompt_counts_for_repetition_alone(sequence: Make) -> None:
 def test_nothing_asked_costs_nothing(sequence: Make) -> None:
     """No copy of the logits unless something edits them."""
     logits = torch.randn(3, VOCAB)
-    rows = scheduled(
+    rows = sampled(
         [sequence([1, 2], 1), sequence([3], 1, min_tokens=0, temperature=0.0)],
         [Draft.chain([4]), Draft.empty()],
         [0, 2],
@@ -185,7 +186,7 @@ def test_one_sequences_parameters_leave_the_other_rows_alone(sequence: Make) -> 
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     plain, changed = sequence([1, 2, 3], 1), sequence([1, 2, 3], 1, allowed_token_ids=[1, 5], **EVERYTHING)
     drafts = [Draft.chain([1]), Draft.chain([2]), Draft.chain([3])]
-    scores = edited(logits, scheduled([plain, changed, plain], drafts, [0, 2, 4]))
+    scores = edited(logits, sampled([plain, changed, plain], drafts, [0, 2, 4]))
     masks = np.full((6, 1), -1, np.int32)
     masks[2:4] = 0b101010
     params = [SamplingParams()] * 6
@@ -218,8 +219,8 @@ def test_greedy_rows_under_masks_say_the_same_with_and_without_a_best_token(
     best = torch.where(logits.isnan().any(-1), -1, best)
     greedy = SamplingParams(temperature=0.0)
     seqs = [Sequence("r", i, [1, 2], 1, greedy, 0, 9) for i in range(2)]
-    rows = scheduled(seqs, [Draft.chain([3]), Draft.empty()], [0, 2])
-    sampler = Sampler(VOCAB, "coupled", OPS)
+    rows = sampled(seqs, [Draft.chain([3]), Draft.empty()], [0, 2])
+    sampler = Sampler(VOCAB, "coupled", OPS).verdicts
     assert sampler(logits, rows, masks, best) == sampler(logits, rows, masks, None)
 
 
@@ -230,7 +231,7 @@ def test_mask_bits_of_wide_vocabularies(vocab: int, sequence: Make) -> None:
     for token in range(vocab):
         mask = np.zeros((1, words), np.int32)
         mask[0, token // 32] = -(2**31) if token % 32 == 31 else 1 << token % 32
-        rows = scheduled([sequence([1], 1, token)], [Draft.empty()], [0])
+        rows = sampled([sequence([1], 1, token)], [Draft.empty()], [0])
         assert one(judge("coupled", vocab)(torch.zeros(1, vocab), rows, mask)).tokens == [token]
 
 
@@ -280,7 +281,7 @@ def test_greedy_takes_the_lowest_of_equals(sequence: Make) -> None:
         logits = torch.zeros(1, vocab)
         logits[0, vocab // 2 :] = 1.0
         verdict = one(
-            judge("coupled", vocab)(logits, scheduled([sequence([1], 1, temperature=0)], [Draft.empty()], [0]), None)
+            judge("coupled", vocab)(logits, sampled([sequence([1], 1, temperature=0)], [Draft.empty()], [0]), None)
         )
         assert verdict.tokens == [vocab // 2]
 
@@ -296,7 +297,7 @@ def test_greedy_walks_the_best_in_every_mode(mode: str, sequence: Make) -> None:
     for best, tokens, path in ((5, [3, 5, 7], [1, 3]), (8, [3, 8], [1])):
         logits[2] = 0.0
         logits[2, best] = 4.0
-        verdict = one(judge(mode)(logits, scheduled([sequence([1], 1, temperature=0.0)], [draft], [0]), None))
+        verdict = one(judge(mode)(logits, sampled([sequence([1], 1, temperature=0.0)], [draft], [0]), None))
         assert (verdict.tokens, verdict.path) == (tokens, path)
 
 
@@ -316,7 +317,7 @@ def test_row_depths() -> None:
 def test_padding_rows_and_half_precision_are_welcome(sequence: Make) -> None:
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(3)).bfloat16()
     logits[3:] = torch.nan
-    rows = scheduled([sequence([1], 1, 5)], [Draft.chain([2, 3])], [0])
+    rows = sampled([sequence([1], 1, 5)], [Draft.chain([2, 3])], [0])
     assert judge("coupled")(logits, rows, None) == judge("coupled")(logits[:3].float(), rows, None)
 
 
@@ -326,7 +327,7 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 FAULTS = [
-    (edits, "_Edits.apply", "if depth < missing", "if missing", "min_tokens ignores the draft"),
+    (edits, "_Prepared.edits", "if depth < missing", "if missing", "min_tokens ignores the draft"),
     (bad_words, "_backwards", "texts[parent + 1]", "texts[0]", "bad words ignore the path"),
     (
         bad_words,
@@ -342,15 +343,15 @@ FAULTS = [
         "len(words.stems) - 1",
         "another stem is looked at",
     ),
-    (edits, "_Edits.apply", ".add_(biases)", ".copy_(biases)", "bias replaces the logit"),
+    (edits, "apply_edits", ".add_(biases)", ".copy_(biases)", "bias replaces the logit"),
     (
         edits,
-        "_Edits.apply",
-        "scores.masked_fill_(shared.not_allowed, -torch.inf)",
-        "pass",
+        "apply_edits",
+        "scores.fill_(-torch.inf)",
+        "scores",
         "allowed tokens not enforced",
     ),
-    (edits, "_Shared.penalised", "logits > 0", "logits < 0", "repetition rewards"),
+    (edits, "_penalised", "logits > 0", "logits < 0", "repetition rewards"),
     (edits, "_Occurrences.drafted", "added[parent + 1]", "added[0]", "penalties forget a part of the path"),
     (_torch_sampling, "_masked", "== 0", "== 1", "mask inverted"),
     (_torch_sampling, "_keep_top_k", "best.gather(1, widths[:, None] - 1)", "best[:, -1:]", "another row's top-k"),
@@ -380,7 +381,7 @@ def check_rows(sequence: Make, oracle: Oracle) -> None:
     logits = random.normal(0, 2, (18, VOCAB)).astype(np.float32)
     logits[:, [0, 1, 5]] += 3  # a stop token and the ends of bad words, all wanted
     allowed = random.random((18, VOCAB)) < 0.8
-    scores = edited(torch.from_numpy(logits), scheduled(seqs, [draft] * 3, [0, 6, 12]))
+    scores = edited(torch.from_numpy(logits), sampled(seqs, [draft] * 3, [0, 6, 12]))
     laws = _probabilities(scores, [seqs[row // 6].params for row in range(18)], _words(allowed.tolist())).numpy()
     for row in range(18):
         expected = oracle(logits[row].tolist(), seqs[row // 6], _path(draft, row % 6), allowed[row].tolist())

@@ -83,3 +83,24 @@ def test_a_token_id_is_refused_in_words(name: str, token: Any) -> None:
 def test_limits_are_written_out() -> None:
     with pytest.raises(InputError, match="must be a whole number from 1 to 9223372036854775807"):
         SamplingParams(max_tokens=0)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize("value", [5, 0.5, True, object()], ids=lambda value: type(value).__name__)
+def test_what_is_no_list_is_refused_in_words(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{name} is .*; it must be a ") as refused:
+        SamplingParams(**{name: value})
+    assert refused.value.param == name
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+@pytest.mark.parametrize("value", [[5], ["a", None], [""]])
+def test_texts_that_are_none_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{name} holds .*; it takes texts") as refused:
+        SamplingParams(**{name: value})
+    assert refused.value.param == name
+
+
+def test_a_text_is_a_list_of_one_and_none_is_nothing() -> None:
+    taken = SamplingParams(stop=None, bad_words="no", stop_token_ids=None)  # type: ignore[arg-type]
+    assert (taken.stop, taken.bad_words, taken.stop_token_ids) == ((), ("no",), ())

@@ -122,7 +122,7 @@ def _coupled_outcomes(draft: Draft, laws: np.ndarray, bad: list[bool]) -> Iterat
     for each in itertools.product(*possible):
         winners, probability = [token for token, _ in each], math.prod(p for _, p in each)
         path = verify.walk_coupled(draft, winners, bad)
-        yield tuple(verify.conclude(draft, path, bad, winners[verify.last_row(path)])[0]), probability
+        yield tuple(verify.make_verdict(draft, path, bad, winners[verify.last_row(path)])[0]), probability
 
 
 def _tried_outcomes(
@@ -138,7 +138,7 @@ def _tried_outcomes(
         path = walk(draft, [True, *stands], bad)
         for extra, p in enumerate(laws[verify.last_row(path)].tolist()):
             if p > 0:
-                yield tuple(verify.conclude(draft, path, bad, extra)[0]), float(probability * p)
+                yield tuple(verify.make_verdict(draft, path, bad, extra)[0]), float(probability * p)
 
 
 def target_law(case: Case, given: tuple[int, ...] = ()) -> np.ndarray:
@@ -425,7 +425,7 @@ FAULTS = [
     ("walk_coupled", "sampled[row]", "sampled[0]", "compared with the root's sample"),
     ("walk_coupled", "sampled[row]", "sampled[-1]", "compared with the last row's sample"),
     ("last_row", "path[-1] + 1", "path[-1]", "extra token from the wrong row"),
-    ("conclude", "if not bad[last_row(path)]", "if True", "a bad row's token emitted"),
+    ("make_verdict", "if not bad[last_row(path)]", "if True", "a bad row's token emitted"),
 ]
 
 

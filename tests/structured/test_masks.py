@@ -13,7 +13,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from specserve.kernels import reference
-from specserve.runtime.pack import num_logit_rows
+from specserve.sampling.inputs import SamplingInput, num_logit_rows
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.grammar import guide
 from specserve.structured import masks
@@ -301,8 +301,9 @@ def test_whoever_takes_the_best_token_says_the_same_with_the_bits_that_it_needs(
     before = list(state.said)
     few = filled_rows(rows, WORDS, best)
     assert state.said == before
-    sampler = Sampler(VOCAB, "coupled", reference.Kernels(torch.device("cpu"), torch.float32))
-    assert sampler(logits, rows, few, best) == sampler(logits, rows, filled_rows(rows, WORDS), best)
+    verdicts = Sampler(VOCAB, "coupled", reference.Kernels(torch.device("cpu"), torch.float32)).verdicts
+    asked = SamplingInput.of(rows)
+    assert verdicts(logits, asked, few, best) == verdicts(logits, asked, filled_rows(rows, WORDS), best)
 
 
 def test_bits_are_made_from_the_first_row_on_whose_best_token_may_not_come() -> None:

@@ -195,7 +195,7 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         config = EngineConfig(**wire.configuration())
         begun = time.perf_counter()
         built = build(config)
-        built.engine.runner.ops.watch(Pulse(memory))
+        built.ops.watch(Pulse(memory))
         loaded = time.perf_counter()
         port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers))
         _warm_up(port)
@@ -250,10 +250,10 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
             "device": built.device,
             "dtype": built.dtype,
             "quantization": built.quantization,
-            "kv_cache_dtype": str(engine.runner.ops.kv_dtype).removeprefix("torch."),
+            "kv_cache_dtype": str(built.ops.kv_dtype).removeprefix("torch."),
             "threads": str(built.threads),
-            "kernels": engine.runner.ops.name,
-            "instruction_set": engine.runner.ops.instruction_set,
+            "kernels": built.ops.name,
+            "instruction_set": built.ops.instruction_set,
         },
         phases=phases,
     )

@@ -1,0 +1,106 @@
+"""What computes a step: the contract between an engine, which decides, and whoever holds the model; and the executor
+of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from specserve.cache.storage import KVStorage
+from specserve.errors import ConfigError
+from specserve.runtime.pack import StepInput
+from specserve.runtime.runner import Runner
+from specserve.sampling.inputs import SamplingOutput
+from specserve.sampling.sampler import Sampler
+from specserve.types import Ids
+
+# The bits of the tokens that may come at each row of logits that is sampled, int32 [rows, ceil(vocab / 32)], None where
+# any may: asked with the rows' best tokens int64 [rows], by which fewer have to be made, or with None: for all that any
+# of them may need.
+MakeMasks = Callable[[Tensor | None], Ids | None]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What came of a step. Tensors stay where they were computed, and are valid until the next step."""
+
+    sampled: SamplingOutput  # what stands of each draft, the token after it, log-probabilities that were asked for
+    broken: list[int] = field(default_factory=list)  # rows of the step whose KV is not what the model computed
+    taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer float32 [rows, hidden], the residual after it
+    top: Ids | None = None  # int32 [logit rows, k], the k best tokens of each row, -1 where the logits are broken
+
+
+class Executor(Protocol):
+    """Owns a target with its KV, and what was captured of its step. All that it needs for a step is in the step's
+    input: it decides nothing, so that several of them, wherever they run, do the same.
+
+    A step is started, then finished; slots are copied, and outputs set, between steps. Calls take effect in their
+    order."""
+
+    block_size: int
+    num_blocks: int  # that a slot may lie in, the null block included
+    row_multiple: int  # rows of a step are padded to
+    max_rows: int  # of a step
+    max_logit_rows: int
+
+    def start(self, step: StepInput) -> None:
+        """Begin to compute; whatever the host does before `finish` takes the device no time."""
+
+    def finish(self, masks: MakeMasks) -> StepOutput:
+        """What came of it."""
+
+    def copy_slots(self, sources: list[int], targets: list[int]) -> None:
+        """Let slots `targets` hold the KV that `sources` hold, in every layer, a drafter's model's too; all are read
+        before any is written."""
+
+    def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
+        """Show the residual stream after these layers, and so many of the best tokens of each row of logits, with every
+        step from now on."""
+
+
+class LocalExecutor:
+    """An executor whose model runs in this process. `timed` takes the time of a phase, as engine.counters has them."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        storage: KVStorage,
+        timed: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.runner, self.sampler, self.storage = runner, sampler, storage
+        self.block_size, self.num_blocks = storage.block_size, storage.num_blocks
+        self.row_multiple = runner.ops.row_multiple
+        self.max_rows, self.max_logit_rows = runner.max_rows, runner.max_logit_rows
+        self._timed = timed
+
+    def start(self, step: StepInput) -> None:
+        with self._timed("forward"):
+            self._step = step
+            self.runner.start(step)
+
+    def finish(self, masks: MakeMasks) -> StepOutput:
+        with self._timed("forward"):
+            out = self.runner.finish()
+        with self._timed("mask"):
+            allowed = masks(out.best)
+        with self._timed("sample"):
+            sampled = self.sampler(out.logits, self._step.sampling, allowed, out.best)
+        return StepOutput(sampled, out.broken, out.taps, out.top)
+
+    def copy_slots(self, sources: list[int], targets: list[int]) -> None:
+        self.storage.copy_slots(sources, targets)
+
+    def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
+        self.runner.set_outputs(taps, top_k)
+
+
+def local(executor: Executor) -> LocalExecutor:
+    """An executor whose insides may be looked at. Raises ConfigError for one whose model runs elsewhere."""
+    if not isinstance(executor, LocalExecutor):
+        raise ConfigError("This is measured where the model runs, and that is another process.")
+    return executor
