@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings, strategies as st
-from transformers import AutoTokenizer
 
 from specserve.errors import ConfigError
 from specserve.kernels.reference import Kernels
@@ -78,7 +78,7 @@ def test_equal_arguments_write_equal_bytes_and_seeds_differ(tmp_path: Path) -> N
 def test_transformers_reads_tokenizer_and_chat_template(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tokenizer = AutoTokenizer.from_pretrained(write_tiny_model(tmp_path, "llama"))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(write_tiny_model(tmp_path, "llama"))
     messages = [{"role": "user", "content": "hi"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"

@@ -14,9 +14,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specserve.checkpoint.catalog import CATALOG
 from specserve.checkpoint.gguf import convert
@@ -170,7 +170,7 @@ def transformers_model(path: Path, config: Any) -> Any:
     would ask for accelerate; its own reading of the configuration leaves out head sizes.)"""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     loaded = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(loaded, strict=False)
     assert not unexpected
@@ -192,7 +192,7 @@ def meant_config(architecture: str, vocab: int) -> Any:
             "rope_local_base_freq": 10000.0,
         },
     }
-    return AutoConfig.for_model(
+    return transformers.AutoConfig.for_model(
         "gemma3_text" if architecture == "gemma3" else architecture,
         vocab_size=vocab,
         hidden_size=HIDDEN,
@@ -214,7 +214,9 @@ def test_weights_and_logits_equal_those_of_transformers_gguf_loader(tmp_path: Pa
     path = write_gguf(tmp_path / "m.gguf", architecture)
     folder = converted(path)
     theirs = transformers_model(path, meant_config(architecture, len(byte_level_metadata()["tokens"])))
-    ours, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    ours, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     weights = Weights(folder)
     expected = {
@@ -235,12 +237,12 @@ def test_the_real_file_gives_the_tensors_and_tokens_transformers_gives(smollm2: 
         pytest.skip("SPECSERVE_TEST_GGUF does not name the GGUF file of smollm2-135m")
     path = Path(source)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == CATALOG["smollm2-135m"].member_sha256
-    theirs = transformers_model(path, AutoConfig.from_pretrained(smollm2)).state_dict()
+    theirs = transformers_model(path, transformers.AutoConfig.from_pretrained(smollm2)).state_dict()
     weights = Weights(smollm2)
     assert set(weights) == set(theirs) - {"lm_head.weight"}
     for name, value in weights.items():
         assert torch.equal(value, theirs[name]), name
-    tokenizer, other = Tokenizer(smollm2), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer, other = Tokenizer(smollm2), transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # Without digits after spaces: there transformers leaves out this model's splitting of digits.
     for text in (
         "Hello, world!",

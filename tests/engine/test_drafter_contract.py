@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from msgspec.structs import replace
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import specserve.drafters
 from specserve.config import EngineConfig
@@ -214,7 +214,7 @@ def test_a_layer_that_the_model_has_not_is_refused_at_the_start(tiny: Path, monk
 
 
 def _assert_transformers_agrees(tiny: Path, drafter: TapDrafter, outputs: dict[tuple[str, int], list[int]]) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     for request in mixed(6):
         tokens = [*request.prompt_ids, *outputs[request.id, 0]][:-1]
         with torch.inference_mode():

@@ -18,14 +18,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-)
 
 from specserve.errors import CapacityError, ConfigError, ModelError
 from specserve.kernels.reference import Kernels
@@ -131,7 +125,7 @@ def write(folder: Path, case: str, seed: int = 1) -> Path:
 def transformers_logits(folder: Path, *prompts: list[int]) -> list[torch.Tensor]:
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")  # transformers deprecates itself
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
         model, info = loaded
@@ -167,7 +161,7 @@ def test_spec_survives_transformers_own_rewriting(case: str, tmp_path: Path) -> 
     """Old-style settings, and the same as transformers 5 saves them, describe one model."""
     write(tmp_path, case)
     original = json.loads((tmp_path / "config.json").read_text())
-    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     rewritten = json.loads((tmp_path / "config.json").read_text())
     assert "rope_parameters" in rewritten
     assert find_architecture(original).spec(original) == find_architecture(rewritten).spec(rewritten)
@@ -215,9 +209,11 @@ def test_gemma3_with_a_vision_tower_reads_its_text_tensors(kernels: str, tmp_pat
     torch.manual_seed(2)
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
-        config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=3)
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=3
+        )
         config._attn_implementation = "eager"
-        model = Gemma3ForConditionalGeneration(config).train(False)
+        model = transformers.Gemma3ForConditionalGeneration(config).train(False)
         model.save_pretrained(tmp_path)
         prompt = [token for token in PROMPT if token != 3]
         expected = model(torch.tensor([prompt])).logits[0]
@@ -236,7 +232,7 @@ def test_both_layouts_of_multimodal_gemma3_names() -> None:
 
 def test_gemma3_defaults_are_transformers_own() -> None:
     published = {"model_type": "gemma3_text"}
-    full = Gemma3TextConfig().to_dict()
+    full = transformers.Gemma3TextConfig().to_dict()
     assert find_architecture(published).spec(published) == find_architecture(full).spec(full)
 
 

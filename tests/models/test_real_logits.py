@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 from specserve.kernels.reference import Kernels
 from specserve.models.decoder import Decoder
@@ -48,7 +48,7 @@ def make_ops(name: str) -> Ops:
 @pytest.fixture(scope="module")
 def prompt(smollm2: Path) -> list[int]:
     torch.set_num_threads(1)
-    ids: list[int] = AutoTokenizer.from_pretrained(smollm2)(TEXT)["input_ids"]
+    ids: list[int] = transformers.AutoTokenizer.from_pretrained(smollm2)(TEXT)["input_ids"]
     return ids
 
 
@@ -57,7 +57,9 @@ def expected(smollm2: Path, prompt: list[int]) -> torch.Tensor:
     """The logits of transformers, float32 [tokens, vocab]."""
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")  # transformers deprecates itself
-        reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)  # in evaluation mode
+        reference = transformers.AutoModelForCausalLM.from_pretrained(
+            smollm2, dtype=torch.float32
+        )  # in evaluation mode
         logits: torch.Tensor = reference(torch.tensor([prompt])).logits[0]
     return logits
 
@@ -84,7 +86,7 @@ def test_reads_a_folder_that_transformers_wrote_of_the_same_model(smollm2: Path,
     ops = Kernels(torch.device("cpu"), torch.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).save_pretrained(tmp_path)
+        transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).save_pretrained(tmp_path)
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
     ours, theirs = (PagedDecoder(load_model(folder, ops, max_len=512), 1, 32) for folder in (smollm2, tmp_path))
     feed = Feed(0, [1, 4093, 253, 3, 28, 198, 1789, 17])

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from specserve.errors import InputError, ModelError
 from specserve.text import control
@@ -62,7 +62,7 @@ def write(folder: Path, backend: Backend | None = None, template: Any = None, **
 
 
 def theirs(folder: Path) -> Any:
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 # --- ids and bytes ----------------------------------------------------------------------------------------------------
