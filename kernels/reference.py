@@ -139,7 +139,8 @@ class Kernels:
         self._pulse = pulse
 
     def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
-        """On a CPU oneDNN's blocked layout: read without repacking, 8 rows cost 40 to 55 % less time."""
+        """What is quantised becomes the numbers it stands for. On a CPU they lie in oneDNN's blocked layout: read
+        without repacking, 8 rows cost 40 to 55 % less time."""
         packed = weight[:].to(self.device, self.dtype).to(self.weight_dtype).contiguous()
         if self.device.type == "cpu" and torch._C._has_mkldnn:
             packed = torch.ops.mkldnn._reorder_linear_weight(packed, _PACKED_ROWS)

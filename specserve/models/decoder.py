@@ -12,18 +12,18 @@ from specserve.models.layers import LayerStack
 from specserve.models.reader import WeightReader
 from specserve.models.spec import DecoderSpec
 from specserve.ops import Ops
-from specserve.ops.packing import PackedCache, uncached
+from specserve.ops.packing import PackedCache, Weight, uncached
 
 
 class Decoder:
-    """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype; they are
-    copied, and only those read that `cached` does not have in their packed form. The number of rows given to `forward`
-    is a multiple of ops.row_multiple."""
+    """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype, or to
+    quantised matrices; they are copied, and only those read that `cached` does not have in their packed form. The
+    number of rows given to `forward` is a multiple of ops.row_multiple."""
 
     features_width = 0  # it reads tokens alone
 
     def __init__(
-        self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops, cached: PackedCache = uncached
+        self, spec: DecoderSpec, weights: Mapping[str, Weight], ops: Ops, cached: PackedCache = uncached
     ) -> None:
         self.spec = spec
         self.ops = ops

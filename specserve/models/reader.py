@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from specserve.models.spec import RmsNorm
 from specserve.ops import Ops
-from specserve.ops.packing import Lazy, PackedCache, below, uncached
+from specserve.ops.packing import Lazy, PackedCache, Weight, below, stacked, uncached
 
 
 class WeightReader:
@@ -20,7 +17,7 @@ class WeightReader:
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         ops: Ops,
         cached: PackedCache = uncached,
     ) -> None:
@@ -55,4 +52,4 @@ class WeightReader:
         """A copy even of a single tensor: file mappings are not aligned as kernels like it, and may be closed."""
         full = [f"{name}.{kind}" for name in names]
         shape = (sum(self._shapes[name][0] for name in full), *self._shapes[full[0]][1:])
-        return Lazy(shape, lambda: torch.cat([self._weights[name] for name in full]))
+        return Lazy(shape, lambda: stacked([self._weights[name] for name in full]))

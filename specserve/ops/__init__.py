@@ -125,7 +125,8 @@ class Ops(Protocol):
         and read the weights only when that packs. Then memory from `cached` begins at a multiple of 64 bytes."""
 
     def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> Any:
-        """A weight [out, in] with its bias [out] as `linear` wants them; called once at load."""
+        """A weight [out, in] with its bias [out] as `linear` wants them; called once at load. Of a quantised weight a
+        backend packs the integers, or the numbers that they stand for, which it may round to integers of its own."""
 
     def pack_head(self, weight: Source, cached: PackedCache = uncached) -> Any:
         """The LM head [vocab, hidden] for `linear`, in no less than 8 bits: its errors are the tokens' own."""

@@ -2,26 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specserve.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantized:
+    """A matrix [out, in] of integers, as GPTQ, AWQ, compressed-tensors and GGUF have them. Number i of row o is
+    (ints[o, i] - zeros[o, g]) * scales[o, g], where g, the group of input i, is order[i], or i // group where all
+    inputs of a group lie together. Indexed by rows it is these numbers, float32."""
+
+    ints: Tensor  # [out, in] of any integer dtype, one number each
+    scales: Tensor  # float [out, groups]
+    zeros: Tensor | None  # [out, groups], integers or floats; None: 0
+    group: int  # inputs that share a scale
+    order: Tensor | None = None  # integer [in]: GPTQ's g_idx (act-order)
+
+    def __post_init__(self) -> None:
+        (rows, columns), num_groups = self.ints.shape, self.scales.shape[1]
+        assert self.scales.shape == (rows, num_groups), "a scale for each group of each row"
+        assert self.zeros is None or self.zeros.shape == self.scales.shape, "a zero for each scale"
+        assert self.order is None or self.order.shape == (columns,), "a group for each input"
+        assert self.order is not None or num_groups == -(-columns // self.group), "groups of inputs that lie together"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.ints.shape)
+
+    @property
+    def groups(self) -> Tensor:
+        """The group of each input, int64 [in]."""
+        if self.order is not None:
+            return self.order.long()
+        return torch.arange(self.shape[1], device=self.ints.device) // self.group
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        numbers = self.ints[rows].float()
+        if self.zeros is not None:
+            numbers -= self._of_inputs(self.zeros[rows])
+        return numbers.mul_(self._of_inputs(self.scales[rows]))
+
+    def _of_inputs(self, values: Tensor) -> Tensor:
+        """Of each group -> of each of its inputs, float32 [out, in], or [out, 1] where there is one group."""
+        return values.float() if values.shape[1] == 1 else values.float().index_select(1, self.groups)
+
+
+Weight = Tensor | Quantized  # of a checkpoint
+
 
 @dataclass(frozen=True, slots=True)
 class Lazy:
-    """A tensor that is read when it is indexed."""
+    """A weight that is read when it is indexed, and then by rows its numbers."""
 
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    read: Callable[[], Weight]
 
-    def __getitem__(self, index: slice) -> Tensor:
-        return self.read()[index]
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.read()[rows]
 
 
-Source = Tensor | Lazy  # of what is packed
+Source = Weight | Lazy  # of what is packed
+
+
+def stacked(weights: Sequence[Weight]) -> Weight:
+    """The rows of one after those of the other, a copy. Integers stay integers where all have the same groups."""
+    first = weights[0]
+    parts = [weight for weight in weights if isinstance(weight, Quantized)]
+    if not isinstance(first, Quantized) or len(parts) < len(weights) or not all(_alike(first, each) for each in parts):
+        return torch.cat([weight[:] for weight in weights])
+    zeros = [torch.zeros_like(each.scales) if each.zeros is None else each.zeros for each in parts]
+    return replace(
+        first,
+        ints=torch.cat([each.ints for each in parts]),
+        scales=torch.cat([each.scales for each in parts]),
+        zeros=None if all(each.zeros is None for each in parts) else torch.cat(zeros),
+    )
+
+
+def _alike(one: Quantized, other: Quantized) -> bool:
+    if one.order is None or other.order is None:
+        return one.order is other.order and one.group == other.group
+    return torch.equal(one.order, other.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `count` equal parts of a weight: of its rows (axis 0), which are outputs, or of its columns (axis 1),
+    which are inputs. A bias has rows alone."""
+
+    axis: int
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        assert self.axis in (0, 1) and 0 <= self.index < self.count, "a part of rows or columns"
+
+    def cut(self, source: Source) -> Source:
+        """This part of it, which is read when it is needed. Raises ModelError where it has no equal parts."""
+        size, rest = divmod(source.shape[self.axis], self.count)
+        if rest:
+            names = ("rows", "columns")
+            raise ModelError(
+                f"A weight of {source.shape[self.axis]} {names[self.axis]} has no {self.count} equal parts of them."
+            )
+        if not isinstance(source, Lazy):
+            return self._part(source, size)
+        shape = tuple(size if axis == self.axis else each for axis, each in enumerate(source.shape))
+        return Lazy(shape, lambda: self._part(source.read(), size))
+
+    def _part(self, weight: Weight, size: int) -> Weight:
+        start = self.index * size
+        if isinstance(weight, Tensor):
+            return weight.narrow(self.axis, start, size)
+        if self.axis == 0:
+            rows = slice(start, start + size)
+            zeros = None if weight.zeros is None else weight.zeros[rows]
+            return replace(weight, ints=weight.ints[rows], scales=weight.scales[rows], zeros=zeros)
+        columns = slice(start, start + size)
+        ints = weight.ints[:, columns]
+        if weight.order is not None or start % weight.group or size % weight.group:  # a cut through groups
+            return replace(weight, ints=ints, order=weight.groups[columns])
+        own = slice(start // weight.group, (start + size) // weight.group)
+        zeros = None if weight.zeros is None else weight.zeros[:, own]
+        return replace(weight, ints=ints, scales=weight.scales[:, own], zeros=zeros)
 
 
 class PackedCache(Protocol):

@@ -14,6 +14,7 @@ from torch import Tensor
 from specserve.checkpoint.folder import TensorInfo
 from specserve.checkpoint.weights import Weights
 from specserve.errors import ModelError
+from specserve.ops.packing import Quantized
 
 FORMAT = "int-quantized"
 _SCALE = "_scale"
@@ -45,7 +46,7 @@ class Int8Weights(Mapping[str, Tensor]):
                 f"{self._folder}: {name}{_SCALE} is {found}; int8 matrices of a draft head have one scale for each "
                 f"row, here [{len(tensor)}, 1]. Store them so, or as bfloat16."
             )
-        return tensor.float() * scale.float()
+        return Quantized(tensor, scale, zeros=None, group=tensor.shape[1])[:]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.infos)
