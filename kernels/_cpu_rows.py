@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,10 +35,8 @@ def padded(x: Tensor) -> Tensor:
     return out
 
 
-def alternating(gate: Tensor, up: Tensor) -> Tensor:
-    """Tiles of gate and up in turn, each filled up with zeros: [2 * padded n, columns]."""
-    n, columns = gate.shape
-    out = torch.zeros((pad(n) // TILE, 2, TILE, columns), device=gate.device)
-    for i, part in enumerate((gate, up)):
-        out[:, i] = torch.nn.functional.pad(part.float(), (0, 0, 0, pad(n) - n)).view(-1, TILE, columns)
-    return out.view(-1, columns)
+def alternating(parts: Sequence[Tensor]) -> Tensor:
+    """Tiles of gate and up, [n, columns] each, in turn, each filled up with zeros: [2 * padded n, columns]."""
+    n, columns = parts[0].shape
+    tiles = [torch.nn.functional.pad(part, (0, 0, 0, pad(n) - n)).view(-1, 1, TILE, columns) for part in parts]
+    return torch.cat(tiles, 1).view(-1, columns)

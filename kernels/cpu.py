@@ -22,18 +22,16 @@ import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
 from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
+from specserve.kernels._cpu_weights import FLOAT32, FORMATS, GROUP, INT8, pack_tiles
 from specserve.kernels._torch_sampling import probabilities
 from specserve.machine.pulse import Pulse
 from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation, RowScores, SamplingArrays
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
-from specserve.ops.packing import Lazy, PackedCache, Source, below, uncached
+from specserve.ops.packing import Lazy, PackedCache, Quantized, Source, below, by_rows, loaded, uncached
 from specserve.types import Ids
 
 PRIORITY = 10
-_GROUP = 32  # inputs that share a scale
-_FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
-_FORMATS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int8": _INT8, "int4": _INT4}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _BANDWIDTH_BYTES, _BANDWIDTH_PASSES = 2**28, 7  # no cache holds so much
 _MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than reading their context
@@ -117,8 +115,8 @@ class Kernels:
         self.quantization = quantization
         self.instruction_set = choose_isa(isa, instruction_sets(), self.name)
         unquantised = "bfloat16" if dtype == torch.bfloat16 else "float32"
-        self._format = _FORMATS[unquantised if quantization == "none" else quantization]
-        self._kind = min(self._format, _INT8)
+        self._format = FORMATS[unquantised if quantization == "none" else quantization]
+        self._kind = min(self._format, INT8)
         self._thread_pool = _native.ThreadPool(threads)
         self._row_sampler = _native.RowSampler(self._thread_pool, self.instruction_set)
         self._recordings: dict[int, Recording] = {}  # by thread
@@ -149,7 +147,8 @@ class Kernels:
         numbers = (torch.arange(45 * 70) * 7919 % 2003 / 1001.5 - 1).view(45, 70)
         grid, vector = (numbers * 8).round() / 8, numbers[:, 0]
         gated = self.pack_gated(numbers, grid, vector, vector)
-        weights = self.pack(numbers, vector), self.pack(grid), gated, self.pack_head(numbers)
+        integers = Quantized((grid * 7).to(torch.int8)[:, :64], vector[:, None].abs(), None, 64)
+        weights = self.pack(numbers, vector), self.pack(grid), gated, self.pack_head(numbers), self.pack(integers)
         parts = [part for weight in weights for part in (weight.memory, weight.bias) if part is not None]
         digest = hashlib.sha256()
         for part in (*parts, self.pack_vector(vector), self.pack_table(numbers)):
@@ -157,22 +156,20 @@ class Kernels:
         return f"{self.name}-{self.quantization}-{str(self.dtype).removeprefix('torch.')}-{digest.hexdigest()[:16]}"
 
     def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
-        """int8 and int4 round the weight's numbers in groups of 32 inputs, those of a quantised weight too: to int4
-        without loss where a group lies on a grid with a step and an end in float16."""
+        """int8 and int4 keep a quantised weight's integers where they fit, and round the numbers of all others."""
         return self._pack("linear", self._format, weight, bias, cached)
 
     def pack_head(self, weight: Source, cached: PackedCache = uncached) -> _Weight:
-        return self._pack("head", min(self._format, _INT8), weight, None, cached)
+        return self._pack("head", min(self._format, INT8), weight, None, cached)
 
     def _pack(self, kind: str, form: int, weight: Source, bias: Source | None, cached: PackedCache) -> _Weight:
         outputs, inputs = weight.shape
         shape = (pad(outputs) // TILE * _native.tile_bytes(form, inputs),)
 
         def packed() -> Tensor:
-            zeros: Tensor = _zeros(shape, torch.uint8)
-            rows = weight[:].to(torch.float32).contiguous()
-            _native.pack(form, rows.data_ptr(), outputs, inputs, zeros.data_ptr())
-            return zeros
+            tiles: Tensor = _zeros(shape, torch.uint8)
+            pack_tiles(form, loaded(weight), tiles)
+            return tiles
 
         memory = cached(kind, shape, torch.uint8, packed)
         native = _native.weight(form, outputs, inputs, memory.data_ptr())
@@ -184,11 +181,11 @@ class Kernels:
     ) -> _Weight:
         assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
         n, inputs = gate.shape
-        weight = Lazy((2 * pad(n), inputs), lambda: alternating(gate[:], up[:]))
+        weight = Lazy((2 * pad(n), inputs), lambda: by_rows((loaded(gate), loaded(up)), alternating))
         bias = None
         if gate_bias is not None and up_bias is not None:
             biases = gate_bias, up_bias
-            bias = Lazy((2 * pad(n),), lambda: alternating(*(values[:][:, None] for values in biases))[:, 0])
+            bias = Lazy((2 * pad(n),), lambda: alternating([values[:][:, None] for values in biases])[:, 0])
         return replace(self._pack("gated", self._format, weight, bias, cached), outputs=n)
 
     def pack_vector(self, values: Source, cached: PackedCache = uncached) -> Tensor:
@@ -233,7 +230,7 @@ class Kernels:
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, hidden = x.shape
-        out = self._activation("norm", rows, hidden, _FLOAT32)
+        out = self._activation("norm", rows, hidden, FLOAT32)
         x = padded(x)
         with self._program(rows, x, weight) as program:
             program.fused_add_rms_norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
@@ -336,10 +333,10 @@ class Kernels:
         kv_heads, d = kv.shape[2:]
         rows, width = q.shape
         is_split = width // kv_heads % TILE != 0  # two kv heads would write one group
-        out = self._activation("attention", rows, width, _FLOAT32 if is_split else self._kind)
+        out = self._activation("attention", rows, width, FLOAT32 if is_split else self._kind)
         with self._program(rows, q, kv, plan=plan) as program:
             program.attention(at(q), width // d, kv_heads, d, *self._cache(kv), scale, window or 0, out.native)
-        return self._activated(out.parts[0], width) if is_split and self._kind != _FLOAT32 else out
+        return self._activated(out.parts[0], width) if is_split and self._kind != FLOAT32 else out
 
     def plan(self, rows: AttentionRows, block_size: int) -> _native.Plan:
         # So few rows of a sequence at once that even one kv head's work is shared by all threads.
@@ -395,8 +392,8 @@ class Kernels:
         columns = pad(width)
         dtype = (torch.float32, torch.bfloat16, torch.int8)[kind]
         parts = [self._buffer(op, rows, columns, dtype)]
-        if kind == _INT8:
-            parts.append(self._buffer(f"{op} scales", rows, columns // _GROUP, torch.float32))
-            parts.append(self._buffer(f"{op} sums", rows, columns // _GROUP, torch.int32))
+        if kind == INT8:
+            parts.append(self._buffer(f"{op} scales", rows, columns // GROUP, torch.float32))
+            parts.append(self._buffer(f"{op} sums", rows, columns // GROUP, torch.int32))
         addresses = [part.data_ptr() for part in parts] + [0] * (3 - len(parts))
         return _Activation(_native.activation(kind, width, *addresses), tuple(parts), width)

@@ -209,6 +209,12 @@ NB_MODULE(_native, m) {
           pack(Format(format), at<float>(rows), outputs, inputs, at<uint8_t>(out));
         },
         nb::call_guard<nb::gil_scoped_release>());
+  m.def("pack_groups",
+        [](int format, Address numbers, Address scales, Address minima, int outputs, int inputs, Address out) {
+          pack_groups(Format(format), at<uint8_t>(numbers), at<uint16_t>(scales), at<uint16_t>(minima), outputs, inputs,
+                      at<uint8_t>(out));
+        },
+        nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Weight>(m, "Weight").def_ro("outputs", &Weight::outputs).def_ro("inputs", &Weight::inputs);
   nb::class_<Activation>(m, "Activation").def_ro("width", &Activation::width);
   using Places = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

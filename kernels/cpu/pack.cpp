@@ -43,15 +43,15 @@ float from_half(uint16_t h) {
   return float_of(sign | uint32_t(h & 0x7fff) << 13) * float_of(0x77800000);
 }
 
-// Scale of one group as it is stored, and integers of at most 127 that it turns into the weights.
-uint16_t round_int8(const float* x, int8_t* out) {
+// Scale of one group as it is stored, and integers of at most 127, offset by 128, that it turns into the weights.
+uint16_t round_int8(const float* x, uint8_t* out) {
   float peak = 0;
   for (int i = 0; i < kGroup; ++i) peak = std::max(peak, std::fabs(x[i]));
   const uint16_t stored = to_half(peak / 127.0f);
   const float scale = from_half(stored);
   for (int i = 0; i < kGroup; ++i) {
     const float n = scale > 0 ? std::nearbyint(x[i] / scale) : 0.0f;
-    out[i] = int8_t(std::clamp(n, -127.0f, 127.0f));
+    out[i] = uint8_t(int(std::clamp(n, -127.0f, 127.0f)) + 128);
   }
   return stored;
 }
@@ -85,6 +85,22 @@ Grid find_grid(const float* x) {
   return {to_half((high - low) / 15.0f), to_half(low)};
 }
 
+// One output's group into its place among those of a tile.
+void put_int8(uint16_t scale, const uint8_t* n, int lane, uint8_t* group) {
+  ((uint16_t*)group)[lane] = scale;
+  for (int j = 0; j < kGroup; ++j) group[2 * kTile + j / 4 * 4 * kTile + lane * 4 + j % 4] = n[j];
+}
+
+void put_int4(uint16_t scale, uint16_t minimum, const uint8_t* n, int lane, uint8_t* group) {
+  ((uint16_t*)group)[lane] = scale;
+  ((uint16_t*)group)[kTile + lane] = minimum;
+  for (int j = 0; j < kGroup / 2; ++j)
+    group[4 * kTile + j / 4 * 4 * kTile + lane * 4 + j % 4] = uint8_t(n[j] | n[j + kGroup / 2] << 4);
+}
+
+// Bytes of a group of a tile.
+int64_t group_bytes(Format format) { return tile_bytes(format, kGroup); }
+
 // One output's numbers into its place in a tile.
 void place(Format format, const float* x, int inputs, int lane, uint8_t* tile) {
   if (format == Format::kFloat32) {
@@ -92,20 +108,17 @@ void place(Format format, const float* x, int inputs, int lane, uint8_t* tile) {
   } else if (format == Format::kBfloat16) {
     uint16_t* to = (uint16_t*)tile;
     for (int i = 0; i < inputs; ++i) to[int64_t(i / 2) * kTile * 2 + lane * 2 + i % 2] = to_bfloat(x[i]);
-  } else if (format == Format::kInt8) {
-    for (int i = 0; i < inputs; i += kGroup, tile += 2 * kTile + kTile * kGroup) {
-      int8_t n[kGroup];
-      ((uint16_t*)tile)[lane] = round_int8(x + i, n);
-      for (int j = 0; j < kGroup; ++j) tile[2 * kTile + j / 4 * 4 * kTile + lane * 4 + j % 4] = uint8_t(n[j] + 128);
-    }
   } else {
-    for (int i = 0; i < inputs; i += kGroup, tile += 4 * kTile + kTile * kGroup / 2) {
-      const Grid grid = find_grid(x + i);
-      ((uint16_t*)tile)[lane] = grid.scale;
-      ((uint16_t*)tile)[kTile + lane] = grid.offset;
-      for (int j = 0; j < kGroup / 2; ++j)
-        tile[4 * kTile + j / 4 * 4 * kTile + lane * 4 + j % 4] =
-            uint8_t(grid.nearest(x[i + j]) | grid.nearest(x[i + j + kGroup / 2]) << 4);
+    uint8_t n[kGroup];
+    for (int i = 0; i < inputs; i += kGroup, tile += group_bytes(format)) {
+      if (format == Format::kInt8) {
+        const uint16_t scale = round_int8(x + i, n);
+        put_int8(scale, n, lane, tile);
+      } else {
+        const Grid grid = find_grid(x + i);
+        for (int j = 0; j < kGroup; ++j) n[j] = uint8_t(grid.nearest(x[i + j]));
+        put_int4(grid.scale, grid.offset, n, lane, tile);
+      }
     }
   }
 }
@@ -136,6 +149,21 @@ void pack(Format format, const float* rows, int outputs, int inputs, uint8_t* ou
     else
       std::fill(row.begin(), row.end(), 0.0f);
     place(format, row.data(), int(padded(inputs)), o % kTile, out + o / kTile * tile_bytes(format, inputs));
+  }
+}
+
+void pack_groups(Format format, const uint8_t* numbers, const uint16_t* scales, const uint16_t* minima, int outputs,
+                 int inputs, uint8_t* out) {
+  const int groups = inputs / kGroup;
+  for (int64_t o = 0; o < outputs; ++o) {
+    uint8_t* group = out + o / kTile * tile_bytes(format, inputs);
+    for (int64_t at = o * groups; at < (o + 1) * groups; ++at, group += group_bytes(format)) {
+      const uint8_t* n = numbers + at * kGroup;
+      if (format == Format::kInt8)
+        put_int8(scales[at], n, int(o % kTile), group);
+      else
+        put_int4(scales[at], minima[at], n, int(o % kTile), group);
+    }
   }
 }
 

@@ -18,4 +18,9 @@ Kind kind_of(Format format);
 // Rounds `rows` [outputs, inputs] to the format, into the tiles they fill; outputs and inputs need not be padded.
 void pack(Format format, const float* rows, int outputs, int inputs, uint8_t* out);
 
+// Integers [outputs, inputs] as int8 or int4 have them, int8's offset by 128, with the scales and minima [outputs, inputs /
+// kGroup] of their groups, in float16; int8 has no minima. Inputs fill whole groups, and `out` has zeros.
+void pack_groups(Format format, const uint8_t* numbers, const uint16_t* scales, const uint16_t* minima, int outputs,
+                 int inputs, uint8_t* out);
+
 }  // namespace specserve

@@ -45,10 +45,10 @@ class Quantized:
     def __getitem__(self, rows: slice) -> Tensor:
         numbers = self.ints[rows].float()
         if self.zeros is not None:
-            numbers -= self._of_inputs(self.zeros[rows])
-        return numbers.mul_(self._of_inputs(self.scales[rows]))
+            numbers -= self.of_inputs(self.zeros[rows])
+        return numbers.mul_(self.of_inputs(self.scales[rows]))
 
-    def _of_inputs(self, values: Tensor) -> Tensor:
+    def of_inputs(self, values: Tensor) -> Tensor:
         """Of each group -> of each of its inputs, float32 [out, in], or [out, 1] where there is one group."""
         return values.float() if values.shape[1] == 1 else values.float().index_select(1, self.groups)
 
@@ -70,19 +70,29 @@ class Lazy:
 Source = Weight | Lazy  # of what is packed
 
 
-def stacked(weights: Sequence[Weight]) -> Weight:
-    """The rows of one after those of the other, a copy. Integers stay integers where all have the same groups."""
+def loaded(source: Source) -> Weight:
+    return source.read() if isinstance(source, Lazy) else source
+
+
+def by_rows(weights: Sequence[Weight], arrange: Callable[[list[Tensor]], Tensor]) -> Weight:
+    """What `arrange` makes of the rows of several weights, [rows, any] each: of their integers and of what belongs to
+    these where all have the same groups of inputs, else of their numbers."""
     first = weights[0]
     parts = [weight for weight in weights if isinstance(weight, Quantized)]
     if not isinstance(first, Quantized) or len(parts) < len(weights) or not all(_alike(first, each) for each in parts):
-        return torch.cat([weight[:] for weight in weights])
+        return arrange([weight[:] for weight in weights])
     zeros = [torch.zeros_like(each.scales) if each.zeros is None else each.zeros for each in parts]
     return replace(
         first,
-        ints=torch.cat([each.ints for each in parts]),
-        scales=torch.cat([each.scales for each in parts]),
-        zeros=None if all(each.zeros is None for each in parts) else torch.cat(zeros),
+        ints=arrange([each.ints for each in parts]),
+        scales=arrange([each.scales for each in parts]),
+        zeros=None if all(each.zeros is None for each in parts) else arrange(zeros),
     )
+
+
+def stacked(weights: Sequence[Weight]) -> Weight:
+    """The rows of one after those of the other, a copy."""
+    return by_rows(weights, torch.cat)
 
 
 def _alike(one: Quantized, other: Quantized) -> bool:

@@ -379,7 +379,7 @@ def test_kernels_that_pack_otherwise_have_another_layout(
 ) -> None:
     plain, layout = cpu.alternating, make_ops(weights).layout
     load_model(folder, make_ops(weights))
-    monkeypatch.setattr(cpu, "alternating", lambda gate, up: plain(gate, up).flip(1))
+    monkeypatch.setattr(cpu, "alternating", lambda parts: plain(parts).flip(1))
     assert make_ops(weights).layout != layout
     reads.clear()
     load_model(folder, make_ops(weights))

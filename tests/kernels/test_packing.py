@@ -3,9 +3,11 @@ and every backend packs either kind to the same bits."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -171,10 +173,10 @@ def test_stacked_of_different_groups_are_floats() -> None:
 # Backends
 
 
-@pytest.fixture(params=(*FLOATS, *INTEGERS))
-def ops(request: pytest.FixtureRequest) -> Ops:
-    """Skips native kernels that were not built; with SPECSERVE_REQUIRE_NATIVE=1 that fails."""
-    backend, weights = request.param.split("-")
+def make_ops(name: str) -> Ops:
+    """Kernels by name: reference or native, then how they keep weights. Skips native ones that were not built; with
+    SPECSERVE_REQUIRE_NATIVE=1 that fails."""
+    backend, weights = name.split("-")
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
     if backend == "reference":
         reference: Ops = Kernels(torch.device("cpu"), dtype)
@@ -187,34 +189,107 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return native
 
 
-def products(ops: Ops, one: Source, other: Source) -> list[Tensor]:
-    """What linear layers, a head and a table make of two weights [n, in]."""
-    x = ops.quantize_activation(torch.randn((4, one.shape[1]), generator=torch.Generator().manual_seed(3)))
-    found = [ops.linear(x, ops.pack(one)).clone(), ops.linear(x, ops.pack_head(other)).clone()]
-    down = ops.pack(torch.eye(one.shape[0]))
-    found.append(ops.linear(ops.gated(x, ops.pack_gated(one, other, None, None), "silu"), down).clone())
+def dense(ops: Ops, packed: Any, columns: int) -> Tensor:
+    """The matrix that linear layers multiply with, float32 [out, in]; one step of an activation is 1 / 127."""
+    return ops.linear(ops.quantize_activation(torch.eye(columns)), packed).float().T.clone()
+
+
+def in_memory(ops: Ops, one: Source, other: Source) -> list[Tensor]:
+    """What is multiplied with of two weights [n, in], as linear layer, head and gated MLP; and a table."""
+    columns = one.shape[1]
+    found = [dense(ops, ops.pack(one), columns), dense(ops, ops.pack_head(other), columns)]
+    rows = ops.quantize_activation(torch.eye(columns))
+    gated = ops.gated(rows, ops.pack_gated(one, other, None, None), "silu")
+    found.append(ops.linear(gated, ops.pack(torch.eye(one.shape[0]))).float().T.clone())
     return [*found, ops.pack_table(one)]
 
 
+@pytest.mark.parametrize("kernels", FLOATS)
 @pytest.mark.parametrize("act_order", [False, True])
-def test_integers_are_packed_as_their_numbers_are(ops: Ops, act_order: bool) -> None:
+def test_floats_of_integers_are_their_numbers(kernels: str, act_order: bool) -> None:
+    ops = make_ops(kernels)
     one, other = (quantized(40, 128, 64, act_order=act_order, seed=seed) for seed in (1, 2))
-    wanted = products(ops, one[:], other[:])
     lazy = Lazy(one.shape, lambda: one), Lazy(other.shape, lambda: other)
-    for found in (products(ops, one, other), products(ops, *lazy)):
+    wanted = in_memory(ops, one[:], other[:])
+    for found in (in_memory(ops, one, other), in_memory(ops, *lazy)):
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def test_a_decoder_of_integers_is_one_of_their_numbers(ops: Ops) -> None:
+@pytest.mark.parametrize("kernels", INTEGERS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("zeros", ["none", "integers"])
+def test_integers_that_fit_are_kept(kernels: str, group: int, zeros: str) -> None:
+    """But for what float16 rounds of int4's minima, and not so if they are rounded again."""
+    ops = make_ops(kernels)
+    weight, other = (quantized(40, 256, group, zeros=zeros, seed=seed) for seed in (1, 2))
+    least = torch.zeros(1) if weight.zeros is None else weight.of_inputs(weight.zeros) * weight.of_inputs(weight.scales)
+    tolerance = 1e-6 + (least * 2.0**-11 if kernels == "native-int4" else 0)
+    kept, rounded = (dense(ops, ops.pack(each), 256) for each in (weight, weight[:]))
+    assert ((kept - weight[:]).abs() <= tolerance).all()
+    if zeros == "integers" and group > 32:
+        assert (kept - weight[:]).norm() < 0.1 * (rounded - weight[:]).norm()
+    _, head, gated, _ = in_memory(ops, weight, other)
+    assert ((head - other[:]).abs() <= 1e-6).all()  # a head is int8
+    apart = torch.nn.functional.silu(kept) * dense(ops, ops.pack(other), 256)
+    assert (gated - apart).norm() < 0.02 * apart.norm()
+
+
+def test_signed_int4_is_kept() -> None:
+    ops = make_ops("native-int4")
+    weight = quantized(33, 64, 64, zeros="none")
+    signed = Quantized((weight.ints.char() - 8), weight.scales, None, 64)
+    found = dense(ops, ops.pack(signed), 64)
+    torch.testing.assert_close(found, signed[:], rtol=1e-6, atol=1e-7)
+
+
+WEIGHT = quantized(40, 128, 64)
+MISFITS: dict[str, tuple[Quantized, tuple[str, ...]]] = {
+    "act-order": (quantized(40, 128, 64, act_order=True), INTEGERS),
+    "small groups": (quantized(40, 128, 16), INTEGERS),
+    "odd groups": (quantized(40, 144, 48), INTEGERS),
+    "half a group": (quantized(40, 112, 64), INTEGERS),
+    "tiny scales": (dataclasses.replace(WEIGHT, scales=WEIGHT.scales.float() * 1e-7), INTEGERS),
+    "huge scales": (dataclasses.replace(WEIGHT, scales=WEIGHT.scales.float() * 1e7), INTEGERS),
+    "fine scales": (dataclasses.replace(WEIGHT, scales=torch.full((40, 2), 6.1e-6 / 7)), INTEGERS),
+    "8 bits": (dataclasses.replace(WEIGHT, ints=WEIGHT.ints * 16), ("native-int4",)),
+    "beyond 127": (dataclasses.replace(WEIGHT, ints=WEIGHT.ints.short() * 16), ("native-int8",)),
+    "half a zero": (quantized(40, 128, 64, zeros="floats"), ("native-int8",)),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_integers_that_do_not_fit_are_rounded_as_their_numbers_are(misfit: str) -> None:
+    weight, kernels = MISFITS[misfit]
+    for name in kernels:
+        ops = make_ops(name)
+        found, wanted = (ops.pack(each).memory for each in (weight, weight[:]))
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kernels", [*FLOATS, *INTEGERS])
+def test_a_decoder_of_integers_is_one_of_their_numbers(kernels: str) -> None:
     spec = llama_spec(
         vocab_size=60, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, max_len=32
     )
     plain = random_weights(spec.shapes())
     weights: dict[str, Weight] = {
-        name: quantized(*tensor.shape, 32, act_order="o_proj" in name, seed=seed) if "proj" in name else tensor
+        name: scaled(quantized(*tensor.shape, 32, act_order="o_proj" in name, seed=seed)) if "proj" in name else tensor
         for seed, (name, tensor) in enumerate(plain.items())
     }
     numbers = {name: weight[:] for name, weight in weights.items()}
-    decoders = [PagedDecoder(Decoder(spec, each, ops), 1, 32) for each in (weights, numbers)]
-    found, wanted = (each.chunks(0, list(range(20)), 7) for each in decoders)
-    assert torch.equal(found, wanted)
+
+    def logits(ops: Ops, of: Mapping[str, Weight]) -> Tensor:
+        return PagedDecoder(Decoder(spec, of, ops), 1, 32).chunks(0, list(range(20)), 7)
+
+    found, wanted = logits(make_ops(kernels), weights), logits(make_ops(kernels), numbers)
+    if kernels in FLOATS:
+        assert torch.equal(found, wanted)
+        return
+    exact = logits(make_ops("reference-float32"), numbers)
+    assert not torch.equal(found, wanted)
+    assert (found - exact).norm() < (wanted - exact).norm()
+
+
+def scaled(weight: Quantized) -> Quantized:
+    """To numbers of the size that layers have."""
+    return dataclasses.replace(weight, scales=weight.scales * 0.3)
