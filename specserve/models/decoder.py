@@ -32,7 +32,8 @@ class Decoder:
         self._embedding = ops.pack_table(*read.named("model.embed_tokens"))
         # Rounded as transformers rounds it: Gemma was trained with the scale in the compute dtype.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))
-        self._head = ops.pack_head(*read.named("model.embed_tokens" if spec.tied_embeddings else "lm_head"))
+        head = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
+        self._head = ops.pack_head(*read.named(head, 1 / spec.logit_divisor))
         self._norm = read.norm("model.norm", spec.final_norm)
         self._stack = LayerStack(read, spec, "model.")
 

@@ -14,16 +14,16 @@ from specserve.ops import HeadNorms, Ops, Rotation
 
 
 class Attention:
-    """Grouped heads over the cached KV. Queries, keys and values are one product."""
+    """Grouped heads over the cached KV. Queries, keys and values are one product; `multiplier` is of the output."""
 
-    def __init__(self, read: WeightReader, name: str, spec: AttentionSpec) -> None:
+    def __init__(self, read: WeightReader, name: str, spec: AttentionSpec, multiplier: float) -> None:
         self._scale, self._window = spec.scale, spec.window
         self.head_norms: HeadNorms | None = None
         if (norm := spec.head_norm) is not None:
             q, k = (read.norm(f"{name}.{each}_norm", norm) for each in "qk")
             self.head_norms = HeadNorms(q, k, norm.eps)
         self.qkv = read.linear(*(f"{name}.{each}_proj" for each in "qkv"))
-        self.out = read.linear(f"{name}.o_proj")
+        self.out = read.linear(f"{name}.o_proj", times=multiplier)
 
     def run(self, ops: Ops, x: Any, rotation: Rotation, kv: Tensor, plan: Any) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
@@ -32,12 +32,12 @@ class Attention:
 
 
 class Mlp:
-    """A gated MLP. Gate and up are one product."""
+    """A gated MLP. Gate and up are one product; `multiplier` is of the output."""
 
-    def __init__(self, read: WeightReader, name: str, spec: GatedMlp) -> None:
+    def __init__(self, read: WeightReader, name: str, spec: GatedMlp, multiplier: float) -> None:
         self._activation = spec.activation
         self.gate_up = read.gated(f"{name}.gate_proj", f"{name}.up_proj")
-        self.down = read.linear(f"{name}.down_proj")
+        self.down = read.linear(f"{name}.down_proj", times=multiplier)
 
     def run(self, ops: Ops, x: Any) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
@@ -51,10 +51,10 @@ class Layer:
     def __init__(self, read: WeightReader, name: str, spec: LayerSpec) -> None:
         before, after, mlp, after_mlp = (each and f"{name}.{each}" for each in spec.norm_names)
         self.norm = read.norm(before, spec.norm)
-        self.attention = Attention(read, f"{name}.self_attn", spec.attention)
+        self.attention = Attention(read, f"{name}.self_attn", spec.attention, spec.residual.multiplier)
         self.post_norm = read.norm(after, spec.norm)
         self.mlp_norm = read.norm(mlp, spec.norm)
-        self.mlp = Mlp(read, f"{name}.mlp", spec.mlp)
+        self.mlp = Mlp(read, f"{name}.mlp", spec.mlp, spec.residual.multiplier)
         self.post_mlp_norm = read.norm(after_mlp, spec.norm)
         self._eps = spec.norm.eps
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError, ModelError
@@ -18,6 +18,20 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {  # by scaling, those of Rope that it
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 _LARGEST = 2**31 - 1  # ids and positions are int32
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raise ModelError for what is no count or size."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+        raise ModelError(f"config.json gives {name} as {value!r}; it must be a whole number from 1 to {_LARGEST}.")
+
+
+def _check_number(name: str, value: Any, *, positive: bool = True) -> None:
+    """Raise ModelError for what a configuration gives as something else, or that no calculation survives."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
+        kind = "positive number" if positive else "number of at least 0"
+        raise ModelError(f"config.json gives {name} as {value!r}; it must be a {kind}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +116,16 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """Attention reads a norm of the residual stream and its output joins that, then the MLP likewise. With `post_norms`
-    each output is normed before it joins (Gemma)."""
+    """Attention reads a norm of the residual stream and its output, times `multiplier`, joins that, then the MLP
+    likewise. With `post_norms` each output is normed before it joins (Gemma)."""
 
     post_norms: bool = False
+    multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_number("residual_multiplier", self.multiplier)
+        if self.post_norms and self.multiplier != 1.0:
+            raise ModelError("A residual_multiplier of outputs that are normed is not supported.")
 
 
 class NormNames(NamedTuple):
@@ -162,6 +182,24 @@ class LayerSpec:
         return shapes
 
 
+class ModelSpec(Protocol):
+    """What the engine has to know of a model: sizes in numbers, `max_len` in tokens, and what each layer keeps of one.
+    `step_width` is how many numbers ops hold at most for each row of a step, but for its logits."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def kv_shapes(self) -> list[KVShape]: ...
+    @property
+    def step_width(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """A decoder: an embedding, layers, a norm and an LM head. Raises ModelError for sizes that contradict each other
@@ -173,12 +211,15 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     final_norm: RmsNorm
     embedding_scale: float = 1.0
+    logit_divisor: float = 1.0
     tied_embeddings: bool = False
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_len", "num_layers"):
             check_size(name, getattr(self, name))
+        _check_number("embedding_multiplier", self.embedding_scale)
+        _check_number("logits_scaling", self.logit_divisor)
         if self.logit_softcap is not None:
             _check_number("final_logit_softcapping", self.logit_softcap)
         # What a layer adds is normed by its own eps and joins the stream in one op with the norm of the next one.
@@ -191,13 +232,11 @@ class DecoderSpec:
 
     @property
     def kv_shapes(self) -> list[KVShape]:
-        """What each layer keeps of a token."""
         return [KVShape(each.attention.num_kv_heads, each.attention.head_dim) for each in self.layers]
 
     @property
     def step_width(self) -> int:
-        """Numbers that ops hold at most for each row of a step, but for its logits: what goes into a layer, what its
-        products come to, and the residual."""
+        """What goes into a layer, what its products come to, and the residual."""
         inner = (4 * own.attention.q_size + 2 * own.attention.kv_size + 3 * own.mlp.size for own in set(self.layers))
         return 5 * self.hidden_size + max(inner)
 
@@ -217,17 +256,3 @@ def shorten(spec: DecoderSpec, max_len: int) -> DecoderSpec:
     if not 1 <= max_len <= spec.max_len:
         raise ConfigError(f"max_model_len is {max_len}, but the model was made for at most {spec.max_len} tokens.")
     return dataclasses.replace(spec, max_len=max_len)
-
-
-def check_size(name: str, value: Any) -> None:
-    """Raise ModelError for what is no count or size."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
-        raise ModelError(f"config.json gives {name} as {value!r}; it must be a whole number from 1 to {_LARGEST}.")
-
-
-def _check_number(name: str, value: Any, *, positive: bool = True) -> None:
-    """Raise ModelError for what a configuration gives as something else, or that no calculation survives."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
-        kind = "positive number" if positive else "number of at least 0"
-        raise ModelError(f"config.json gives {name} as {value!r}; it must be a {kind}.")

@@ -95,6 +95,15 @@ def stacked(weights: Sequence[Weight]) -> Weight:
     return by_rows(weights, torch.cat)
 
 
+def scaled(weight: Weight, times: float) -> Weight:
+    """Its numbers, multiplied; itself where that changes none."""
+    if times == 1.0:
+        return weight
+    if isinstance(weight, Tensor):
+        return weight.float() * times
+    return replace(weight, scales=weight.scales.float() * times)
+
+
 def _alike(one: Quantized, other: Quantized) -> bool:
     if one.order is None or other.order is None:
         return one.order is other.order and one.group == other.group

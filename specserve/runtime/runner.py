@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specserve.models.spec import ModelSpec
 from specserve.ops import Ops
 from specserve.ops.capture import Captured
 from specserve.runtime.pack import StepInput
@@ -21,10 +22,11 @@ _MOST_VIEWS = 256  # 4 KB each; steps of a load have few sizes, chunks of prompt
 
 class Model(Protocol):
     """What a Runner can run; models.decoder.Decoder is one, whose `forward` says what is what. A model that reads more
-    than tokens says how many numbers each row has, and may overwrite these `features`. Its `spec` has at least
-    num_layers, num_kv_heads, head_dim, max_len and vocab_size."""
+    than tokens says how many numbers each row has, and may overwrite these `features`."""
 
-    spec: Any
+    @property
+    def spec(self) -> ModelSpec: ...
+
     features_width: int
 
     def forward(

@@ -50,6 +50,13 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 3.0,
+    },
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 2},
     "gemma3": {
         "model_type": "gemma3_text",

@@ -409,7 +409,7 @@ def test_a_decoder_that_packs_otherwise_is_noticed(
     load_model(folder, make_ops())
     plain = WeightReader.linear
     with monkeypatch.context() as patch:
-        patch.setattr(WeightReader, "linear", lambda self, *names: plain(self, *names[::-1]))
+        patch.setattr(WeightReader, "linear", lambda self, *names, **more: plain(self, *names[::-1], **more))
         reads.clear()
         swapped = logits(load_model(folder, make_ops()))
         assert {name.rpartition(".")[0].rpartition(".")[2] for name in reads} == {"q_proj", "k_proj", "v_proj"}

@@ -19,7 +19,7 @@ from specserve.errors import ModelError
 from specserve.kernels.reference import Kernels
 from specserve.models.decoder import Decoder
 from specserve.ops import Ops
-from specserve.ops.packing import Lazy, Quantized, Shard, Source, Weight, stacked
+from specserve.ops.packing import Lazy, Quantized, Shard, Source, Weight, scaled as multiplied, stacked
 from specserve.testing import PagedDecoder, llama_spec
 from specserve.testing.heads import random_weights
 
@@ -168,6 +168,14 @@ def test_stacked_of_different_groups_are_floats() -> None:
             whole = stacked(parts)
             assert isinstance(whole, Tensor)
             assert torch.equal(whole, torch.cat([part[:] for part in parts]))
+
+
+def test_scaled_integers_are_scaled_numbers() -> None:
+    weight = quantized(3, 32, 8, act_order=True)
+    found = multiplied(weight, 0.5)
+    assert isinstance(found, Quantized) and torch.equal(found[:], weight[:] * 0.5)
+    assert torch.equal(multiplied(weight[:], 0.5)[:], weight[:] * 0.5)
+    assert multiplied(weight, 1.0) is weight
 
 
 # Backends

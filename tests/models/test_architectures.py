@@ -27,7 +27,7 @@ from specserve.models import loader
 from specserve.models.config import read_rope
 from specserve.models.decoder import Decoder
 from specserve.models.loader import check_memory, find_architecture, load_model, native_model_types, num_weight_bytes
-from specserve.models.spec import DecoderSpec, LayerSpec, RmsNorm, Rope
+from specserve.models.spec import DecoderSpec, LayerSpec, RmsNorm, Rope, Sequential
 from specserve.ops import AttentionRows, Ops
 from specserve.testing import Feed, PagedDecoder, heads, llama_spec, tiny_config, unequal_rows, write_tiny_model
 
@@ -62,6 +62,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "granite": ("granite", {}),
+    "granite-odd-biased-tied": (
+        "granite",
+        {**ODD, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "residual_multiplier": 0.22},
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "smollm3-every-second": ("smollm3", {**ODD, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
@@ -176,6 +181,7 @@ WRONG: dict[str, Callable[[LayerSpec], LayerSpec]] = {
     "no rotation": lambda layer: dataclasses.replace(layer, position=None),
     "window": lambda layer: with_attention(layer, window=None),
     "scale": lambda layer: with_attention(layer, scale=0.3),
+    "multiplier": lambda layer: dataclasses.replace(layer, residual=Sequential(multiplier=0.9)),
     "eps": lambda layer: dataclasses.replace(layer, norm=RmsNorm(1e-3)),
     "activation": lambda layer: dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, activation="gelu_tanh")),
 }
@@ -408,6 +414,14 @@ def test_unsupported_settings_are_named(overrides: dict[str, Any], words: list[s
     assert all(word in message for word in words), message
 
 
+def test_multipliers_are_checked() -> None:
+    for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"):
+        for value in (0, -1.0, "1", float("nan")):
+            assert "positive number" in refusal(tiny_config("granite", **{name: value}))
+    with pytest.raises(ModelError, match="residual_multiplier"):
+        Sequential(post_norms=True, multiplier=0.5)
+
+
 def test_layer_types_are_checked() -> None:
     assert "2 entries for 3" in refusal(tiny_config("smollm3", no_rope_layers=[1, 0]))
     assert "linear_attention" in refusal(tiny_config("qwen3", layer_types=["full_attention", "linear_attention"]))
@@ -425,7 +439,16 @@ def test_llama3_falls_back_on_the_models_own_length() -> None:
 def test_unknown_model_type_lists_near_misses() -> None:
     message = refusal({"model_type": "qwen3_moe"})
     assert all(word in message for word in ("'qwen3_moe'", "Did you mean", "'qwen3'", "mistral")), message
-    assert set(native_model_types()) == {"llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3", "gemma3_text"}
+    assert set(native_model_types()) == {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "granite",
+        "gemma3",
+        "gemma3_text",
+    }
 
 
 def edit(folder: Path, changes: dict[str, torch.Tensor], remove: str = "") -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from specserve.models.decoder import Decoder
 from specserve.models.heads.block import BlockHead
 from specserve.models.heads.eagle import EagleHead
 from specserve.models.heads.medusa import MedusaHead
+from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
 from specserve.models.loader import load_model
 from specserve.models.spec import DecoderSpec
@@ -240,3 +242,12 @@ def test_medusa_logits_are_the_reference_s(target: Decoder, ops: Ops, num_layers
     found = MedusaHead(head, weights, torch.arange(40), ops, target).logits(hidden, 2)
     hidden = target.final_norm(hidden)
     torch.testing.assert_close(found, medusa(head, weights, hidden)[:2], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite", "gemma3"])
+def test_tables_of_a_target_are_what_it_computes_with(architecture: str, ops: Ops, tmp_path: Path) -> None:
+    """With its scales: a head that shares them must find the target's own numbers."""
+    folder = write_tiny_model(tmp_path, architecture)
+    origin, (embedding, lm_head) = TargetOrigin(folder), matrices(load_model(folder, ops))
+    torch.testing.assert_close(origin.embedding(), embedding, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(origin.head(), lm_head, rtol=1e-5, atol=1e-6)

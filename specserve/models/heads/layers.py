@@ -70,7 +70,8 @@ def write_layers(layers: DecoderSpec, vocab_size: int) -> dict[str, Any]:
     first, windows = layers.layers[0], [each.attention.window for each in layers.layers]
     own, mlp, rope = first.attention, first.mlp, first.position
     alike = {replace(each, attention=replace(each.attention, window=None)) for each in layers.layers}
-    plain = (first.norm.offset, layers.embedding_scale, first.residual) == (0.0, 1.0, Sequential())
+    scales = first.norm.offset, layers.embedding_scale, layers.logit_divisor
+    plain = (*scales, first.residual) == (0.0, 1.0, 1.0, Sequential())
     if len(alike) > 1 or len(set(windows) - {None}) > 1 or rope is None or not plain or own.scale != own.head_dim**-0.5:
         raise ModelError(
             "These draft layers cannot be written: all must share one rotary embedding and one window, with the norms "

@@ -24,8 +24,9 @@ class TargetOrigin:
         return table
 
     def head(self) -> Tensor:
-        """The LM head, float32 [vocab, hidden]."""
-        return self._tensors["model.embed_tokens.weight" if self._spec.tied_embeddings else "lm_head.weight"].float()
+        """The LM head, float32 [vocab, hidden], with what divides its scores."""
+        table = self._tensors["model.embed_tokens.weight" if self._spec.tied_embeddings else "lm_head.weight"]
+        return table.float() / self._spec.logit_divisor
 
     def norm(self) -> Tensor:
         """By what the final norm multiplies, float32 [hidden]."""
