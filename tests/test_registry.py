@@ -276,7 +276,17 @@ def test_parts_and_folders_are_no_entries() -> None:
     for registry in (DRAFTERS, KERNELS, GRAMMARS, MODELS):
         assert not [name for name in registry.names() if name.startswith("_")]
     assert "library" not in GRAMMARS.names()
-    assert MODELS.names() == ["gemma3", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3"]
+    assert MODELS.names() == [
+        "ernie4_5",
+        "gemma3",
+        "granite",
+        "helium",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+    ]
     with pytest.raises(ConfigError, match="Unknown kernel backend '_native'"):
         KERNELS.find("_native")
 

@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specserve.models.reader import WeightReader
-from specserve.models.rotary import rotary_tables
-from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec
+from specserve.models.rotary import feature_order, rotary_tables
+from specserve.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 from specserve.ops import HeadNorms, Ops, Rotation
 
 
 class Attention:
-    """Grouped heads over the cached KV. Queries, keys and values are one product; `multiplier` is of the output."""
+    """Grouped heads over the cached KV. Queries, keys and values are one product."""
 
-    def __init__(self, read: WeightReader, name: str, spec: AttentionSpec, multiplier: float) -> None:
+    def __init__(self, read: WeightReader, name: str, layer: LayerSpec) -> None:
+        spec = layer.attention
         self._scale, self._window = spec.scale, spec.window
+        order = feature_order(layer.position, spec.head_dim)
         self.head_norms: HeadNorms | None = None
         if (norm := spec.head_norm) is not None:
-            q, k = (read.norm(f"{name}.{each}_norm", norm) for each in "qk")
+            q, k = (read.norm(f"{name}.{each}_norm", norm, order) for each in "qk")
             self.head_norms = HeadNorms(q, k, norm.eps)
-        self.qkv = read.linear(*(f"{name}.{each}_proj" for each in "qkv"))
-        self.out = read.linear(f"{name}.o_proj", times=multiplier)
+        rows = None if order is None else _with_values(spec, order)
+        self.qkv = read.linear(*(f"{name}.{each}_proj" for each in "qkv"), order=rows)
+        self.out = read.linear(f"{name}.o_proj", times=layer.residual.multiplier)
 
     def run(self, ops: Ops, x: Any, rotation: Rotation, kv: Tensor, plan: Any) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
@@ -31,13 +35,19 @@ class Attention:
         return ops.linear(ops.attention(q, kv, plan, self._scale, self._window), self.out)
 
 
-class Mlp:
-    """A gated MLP. Gate and up are one product; `multiplier` is of the output."""
+def _with_values(spec: AttentionSpec, order: Tensor) -> Tensor:
+    """The order of a head's features -> that of all queries, keys and values; these stay as they are."""
+    rows = torch.arange(spec.q_size + 2 * spec.kv_size).view(-1, spec.head_dim)
+    return torch.cat((rows[: -spec.num_kv_heads, order], rows[-spec.num_kv_heads :])).flatten()
 
-    def __init__(self, read: WeightReader, name: str, spec: GatedMlp, multiplier: float) -> None:
-        self._activation = spec.activation
+
+class Mlp:
+    """A gated MLP. Gate and up are one product."""
+
+    def __init__(self, read: WeightReader, name: str, layer: LayerSpec) -> None:
+        self._activation = layer.mlp.activation
         self.gate_up = read.gated(f"{name}.gate_proj", f"{name}.up_proj")
-        self.down = read.linear(f"{name}.down_proj", times=multiplier)
+        self.down = read.linear(f"{name}.down_proj", times=layer.residual.multiplier)
 
     def run(self, ops: Ops, x: Any) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
@@ -51,10 +61,10 @@ class Layer:
     def __init__(self, read: WeightReader, name: str, spec: LayerSpec) -> None:
         before, after, mlp, after_mlp = (each and f"{name}.{each}" for each in spec.norm_names)
         self.norm = read.norm(before, spec.norm)
-        self.attention = Attention(read, f"{name}.self_attn", spec.attention, spec.residual.multiplier)
+        self.attention = Attention(read, f"{name}.self_attn", spec)
         self.post_norm = read.norm(after, spec.norm)
         self.mlp_norm = read.norm(mlp, spec.norm)
-        self.mlp = Mlp(read, f"{name}.mlp", spec.mlp, spec.residual.multiplier)
+        self.mlp = Mlp(read, f"{name}.mlp", spec)
         self.post_mlp_norm = read.norm(after_mlp, spec.norm)
         self._eps = spec.norm.eps
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from specserve.models.spec import RmsNorm
 from specserve.ops import Ops
-from specserve.ops.packing import Lazy, PackedCache, Weight, below, scaled, stacked, uncached
+from specserve.ops.packing import Lazy, PackedCache, Weight, below, reordered, scaled, stacked, uncached
 
 
 class WeightReader:
@@ -30,27 +32,33 @@ class WeightReader:
         weight = f"{name}.weight"
         return Lazy(self._shapes[weight], lambda: scaled(self._weights[weight], times)), below(self._cached, name)
 
-    def norm(self, name: str | None, spec: RmsNorm) -> Any:
-        """None where there is none."""
+    def norm(self, name: str | None, spec: RmsNorm, order: Tensor | None = None) -> Any:
+        """None where there is none. `order`: its numbers as this lists them."""
         if name is None or f"{name}.weight" not in self._shapes:
             return None
         weight, cached = self.named(name)
-        return self.ops.pack_vector(Lazy(weight.shape, lambda: weight[:].float() + spec.offset), cached)
+        values = Lazy(weight.shape, lambda: reordered(weight[:].float() + spec.offset, order))
+        return self.ops.pack_vector(values, cached)
 
-    def linear(self, *names: str, times: float = 1.0) -> Any:
-        """One product for several layers that read the same input, its outputs multiplied; all have a bias or none."""
-        weight, bias = self._stacked("weight", *names, times=times), self._bias(*names, times=times)
-        return self.ops.pack(weight, bias, below(self._cached, "+".join(names)))
+    def linear(self, *names: str, times: float = 1.0, order: Tensor | None = None) -> Any:
+        """One product for several layers that read the same input; all have a bias or none. Its outputs are multiplied,
+        and as `order` lists them."""
+        weight, bias = self._stacked("weight", *names), self._bias(*names)
+
+        def changed(source: Lazy) -> Lazy:
+            return Lazy(source.shape, lambda: reordered(scaled(source.read(), times), order))
+
+        return self.ops.pack(changed(weight), bias and changed(bias), below(self._cached, "+".join(names)))
 
     def gated(self, gate: str, up: str) -> Any:
         weights = self._stacked("weight", gate), self._stacked("weight", up)
         return self.ops.pack_gated(*weights, self._bias(gate), self._bias(up), below(self._cached, f"{gate}+{up}"))
 
-    def _bias(self, *names: str, times: float = 1.0) -> Lazy | None:
-        return self._stacked("bias", *names, times=times) if f"{names[0]}.bias" in self._shapes else None
+    def _bias(self, *names: str) -> Lazy | None:
+        return self._stacked("bias", *names) if f"{names[0]}.bias" in self._shapes else None
 
-    def _stacked(self, kind: str, *names: str, times: float = 1.0) -> Lazy:
+    def _stacked(self, kind: str, *names: str) -> Lazy:
         """A copy even of a single tensor: file mappings are not aligned as kernels like it, and may be closed."""
         full = [f"{name}.{kind}" for name in names]
         shape = (sum(self._shapes[name][0] for name in full), *self._shapes[full[0]][1:])
-        return Lazy(shape, lambda: scaled(stacked([self._weights[name] for name in full]), times))
+        return Lazy(shape, lambda: stacked([self._weights[name] for name in full]))

@@ -1,4 +1,4 @@
-"""The tables of rotary position embedding."""
+"""The tables of rotary position embedding, and the order of features in which ops rotate by halves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rotary_tables(rope: Rope | None, head_dim: int, max_len: int, device: torch.
     halves, where swap exchanges the halves. So sin is negative in the first half. Those of None leave x as it is.
 
     Frequencies and angles are float32, as models were trained; cosines go through float64 so that their bits do not
-    depend on the table's length or on the machine's vector width.
+    depend on the table's length or on the machine's vector width. Features are in feature_order.
     """
     if rope is None:
         shape = max_len, head_dim
@@ -25,9 +25,24 @@ def rotary_tables(rope: Rope | None, head_dim: int, max_len: int, device: torch.
     return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
+def feature_order(rope: Rope | None, head_dim: int) -> Tensor | None:
+    """The order of a head's features, int64 [head_dim], in which those that rotate together are half a head apart, as
+    ops rotate; None where they are anyway. Queries and keys in the same order have the same products."""
+    if rope is None or rope.is_plain:
+        return None
+    rotated, rest = torch.arange(head_dim).tensor_split([rope.rotated(head_dim)])
+    pairs = rotated.view(-1, 2).T if rope.interleaved else rotated.view(2, -1)
+    return torch.cat((pairs, rest.view(2, -1)), 1).flatten()
+
+
 def _frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per token, float32 [head_dim / 2], after the scaling."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    """Radians per token, float32 [head_dim / 2], after the scaling; 0 for what does not rotate."""
+    count = rope.rotated(head_dim)
+    return torch.nn.functional.pad(_scaled(rope, count), (0, (head_dim - count) // 2))
+
+
+def _scaled(rope: Rope, count: int) -> Tensor:
+    plain = 1.0 / rope.theta ** (torch.arange(0, count, 2).float() / count)
     if rope.scaling != "llama3":
         return plain / rope.factor
     trained = rope.original_max_position_embeddings

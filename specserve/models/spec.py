@@ -45,6 +45,8 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position_embeddings: int = 0  # tokens of the first pre-training; llama3 only
+    interleaved: bool = False  # pairs of features are neighbours (GPT-J), not a half of the head apart (GPT-NeoX)
+    fraction: float = 1.0  # of each head, its first features, that rotate
 
     def __post_init__(self) -> None:
         for name in ("theta", "factor"):
@@ -53,6 +55,18 @@ class Rope:
             _check_number(f"rotary {name}", getattr(self, name), positive=False)
         if self.scaling == "llama3" and self.low_freq_factor == self.high_freq_factor:
             raise ModelError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}; they must differ.")
+        _check_number("partial_rotary_factor", self.fraction)
+        if self.fraction > 1:
+            raise ModelError(f"partial_rotary_factor is {self.fraction}; it must be at most 1.")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether whole heads rotate by halves, as ops do."""
+        return not self.interleaved and self.fraction == 1
+
+    def rotated(self, head_dim: int) -> int:
+        """How many features of a head rotate."""
+        return int(head_dim * self.fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +161,10 @@ class LayerSpec:
     attention: AttentionSpec
     mlp: GatedMlp
     residual: Sequential = Sequential()
+
+    def __post_init__(self) -> None:
+        if self.position is not None and (count := self.position.rotated(self.attention.head_dim)) % 2:
+            raise ModelError(f"{count} features of each head rotate; they must be pairs.")
 
     @property
     def norm_names(self) -> NormNames:

@@ -95,6 +95,11 @@ def stacked(weights: Sequence[Weight]) -> Weight:
     return by_rows(weights, torch.cat)
 
 
+def reordered(weight: Weight, rows: Tensor | None) -> Weight:
+    """Its rows as int64 `rows` lists them; itself where that is None."""
+    return weight if rows is None else by_rows([weight], lambda parts: parts[0][rows])
+
+
 def scaled(weight: Weight, times: float) -> Weight:
     """Its numbers, multiplied; itself where that changes none."""
     if times == 1.0:

@@ -24,14 +24,16 @@ def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rotated(x: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
-    """x [rows, heads, d] by halves, without scaling."""
+    """x [rows, heads, d], without scaling."""
     if rope is None:
         return x
-    d = x.shape[-1]
+    d = rope.rotated(x.shape[-1])
     angles = positions[:, None] * (1.0 / rope.theta ** (torch.arange(0, d, 2) / d))
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    a, b = x[..., : d // 2], x[..., d // 2 :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    a, b = (x[..., 0:d:2], x[..., 1:d:2]) if rope.interleaved else (x[..., : d // 2], x[..., d // 2 : d])
+    pairs = a * cos - b * sin, b * cos + a * sin
+    found = torch.stack(pairs, -1).flatten(-2) if rope.interleaved else torch.cat(pairs, -1)
+    return torch.cat((found, x[..., d:]), -1)
 
 
 def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:

@@ -50,6 +50,8 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
+    "ernie4_5": {"architectures": ["Ernie4_5ForCausalLM"]},
+    "helium": {"architectures": ["HeliumForCausalLM"], "rms_norm_eps": 1e-8},
     "granite": {
         "architectures": ["GraniteForCausalLM"],
         "embedding_multiplier": 2.0,

@@ -75,7 +75,8 @@ class TrainedHead(nn.Module, ABC):
 
 
 def layers_spec(target: DecoderSpec, num_layers: int, vocab_size: int, qk_norm: bool) -> DecoderSpec:
-    """Layers like the target's, but plain: without biases, norms after sublayers and windows."""
+    """Layers like the target's, but plain: without biases, norms after sublayers and windows, rotating whole
+    heads by halves."""
     like = next((layer for layer in target.layers if layer.attention.window is None), target.layers[0])
     norm = RmsNorm(like.norm.eps)
     attention = AttentionSpec(
@@ -85,8 +86,9 @@ def layers_spec(target: DecoderSpec, num_layers: int, vocab_size: int, qk_norm: 
         scale=like.attention.head_dim**-0.5,
         head_norm=norm if qk_norm else None,
     )
-    rotating = next((layer.position for layer in (like, *target.layers) if layer.position is not None), Rope())
-    layer = LayerSpec(norm=norm, position=rotating, attention=attention, mlp=replace(like.mlp, bias=False))
+    rope = next((layer.position for layer in (like, *target.layers) if layer.position is not None), Rope())
+    position = replace(rope, interleaved=False, fraction=1.0)
+    layer = LayerSpec(norm=norm, position=position, attention=attention, mlp=replace(like.mlp, bias=False))
     return DecoderSpec(
         vocab_size=vocab_size,
         hidden_size=target.hidden_size,

@@ -19,7 +19,7 @@ from specserve.errors import ModelError
 from specserve.kernels.reference import Kernels
 from specserve.models.decoder import Decoder
 from specserve.ops import Ops
-from specserve.ops.packing import Lazy, Quantized, Shard, Source, Weight, scaled as multiplied, stacked
+from specserve.ops.packing import Lazy, Quantized, Shard, Source, Weight, reordered, scaled as multiplied, stacked
 from specserve.testing import PagedDecoder, llama_spec
 from specserve.testing.heads import random_weights
 
@@ -176,6 +176,14 @@ def test_scaled_integers_are_scaled_numbers() -> None:
     assert isinstance(found, Quantized) and torch.equal(found[:], weight[:] * 0.5)
     assert torch.equal(multiplied(weight[:], 0.5)[:], weight[:] * 0.5)
     assert multiplied(weight, 1.0) is weight
+
+
+def test_rows_of_integers_in_another_order() -> None:
+    weight, rows = quantized(4, 32, 8, act_order=True), torch.tensor([3, 0, 2, 1])
+    found = reordered(weight, rows)
+    assert isinstance(found, Quantized) and torch.equal(found[:], weight[:][rows])
+    assert torch.equal(reordered(torch.arange(4.0), rows)[:], torch.tensor([3.0, 0.0, 2.0, 1.0]))
+    assert reordered(weight, None) is weight
 
 
 # Backends

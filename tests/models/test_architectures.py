@@ -27,6 +27,7 @@ from specserve.models import loader
 from specserve.models.config import read_rope
 from specserve.models.decoder import Decoder
 from specserve.models.loader import check_memory, find_architecture, load_model, native_model_types, num_weight_bytes
+from specserve.models.rotary import feature_order, rotary_tables
 from specserve.models.spec import DecoderSpec, LayerSpec, RmsNorm, Rope, Sequential
 from specserve.ops import AttentionRows, Ops
 from specserve.testing import Feed, PagedDecoder, heads, llama_spec, tiny_config, unequal_rows, write_tiny_model
@@ -63,6 +64,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "ernie4_5": ("ernie4_5", {"num_key_value_heads": 1}),
+    "ernie4_5-odd-biased-tied": ("ernie4_5", {**ODD, "use_bias": True, "tie_word_embeddings": True}),
+    "helium-biased": ("helium", {"attention_bias": True, "mlp_bias": True}),
     "granite": ("granite", {}),
     "granite-odd-biased-tied": (
         "granite",
@@ -178,6 +182,8 @@ def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
 
 WRONG: dict[str, Callable[[LayerSpec], LayerSpec]] = {
     "theta": lambda layer: dataclasses.replace(layer, position=Rope(9_000.0)),
+    "neighbours": lambda layer: dataclasses.replace(layer, position=Rope(interleaved=True)),
+    "half a head": lambda layer: dataclasses.replace(layer, position=Rope(fraction=0.5)),
     "no rotation": lambda layer: dataclasses.replace(layer, position=None),
     "window": lambda layer: with_attention(layer, window=None),
     "scale": lambda layer: with_attention(layer, scale=0.3),
@@ -255,6 +261,9 @@ def unlike_layers() -> DecoderSpec:
         with_attention(dataclasses.replace(first, position=None), num_heads=6, num_kv_heads=6, head_dim=8, scale=0.4),
         with_attention(first, num_heads=3, num_kv_heads=1, head_dim=32, qkv_bias=True, head_norm=first.norm),
         dataclasses.replace(first, position=Rope(500.0), mlp=dataclasses.replace(first.mlp, size=40)),
+        with_attention(dataclasses.replace(first, position=Rope(fraction=0.25)), head_norm=first.norm, qkv_bias=True),
+        dataclasses.replace(first, position=Rope(70.0, interleaved=True, fraction=0.75)),
+        with_attention(dataclasses.replace(first, position=Rope(interleaved=True)), head_norm=first.norm),
     )
     return dataclasses.replace(plain, layers=(first, *others))
 
@@ -274,13 +283,38 @@ def test_layers_may_differ_from_each_other(kernels: str) -> None:
     spec = unlike_layers()
     weights = heads.random_weights(spec.shapes())
     assert spec.shapes()["model.layers.1.self_attn.k_proj.weight"] == (48, 64)
-    assert [tuple(shape) for shape in spec.kv_shapes] == [(2, 16), (6, 8), (1, 32), (2, 16)]
+    assert [tuple(shape) for shape in spec.kv_shapes] == [(2, 16), (6, 8), (1, 32), *[(2, 16)] * 4]
     model = Decoder(spec, weights, make_ops(kernels))
     paged = PagedDecoder(model, 2, 48)
     expected = reference_logits(spec, weights, PROMPT)
     for found in (paged.chunks(0, PROMPT, 45), paged.chunks(1, PROMPT, 7)):
         assert (found - expected).abs().max() / expected.abs().max() < 2e-5
     assert unequal_rows(model) == []
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_heads_in_order_rotate_as_transformers_rotates_them(interleaved: bool, fraction: float) -> None:
+    """Up to the order of features, which queries and keys share. GLM rotates neighbours, GPT-NeoX halves."""
+    name = "glm" if interleaved else "gpt_neox"
+    theirs = importlib.import_module(f"transformers.models.{name}.modeling_{name}").apply_rotary_pos_emb
+    x, positions, d = torch.randn(2, 20, 16), torch.arange(20), int(16 * fraction)  # [heads, rows, head_dim]
+    angles = torch.outer(positions.float(), 1.0 / 10_000.0 ** (torch.arange(0, d, 2) / d)).repeat(1, 2)[None]
+    wanted, _ = theirs(x[None], x[None], angles.cos(), angles.sin())
+    rope = Rope(interleaved=interleaved, fraction=fraction)
+    order, (cos, sin) = feature_order(rope, 16), rotary_tables(rope, 16, 20, CPU)
+    own = x if order is None else x[..., order]
+    found = own * cos + own.roll(8, -1) * sin
+    assert (order is None) == (not interleaved and fraction == 1)
+    torch.testing.assert_close(found, wanted[0] if order is None else wanted[0][..., order])
+
+
+def test_rotary_settings_are_checked() -> None:
+    for fraction, words in ((0.0, "positive"), (1.5, "at most 1")):
+        with pytest.raises(ModelError, match=words):
+            Rope(fraction=fraction)
+    with pytest.raises(ModelError, match="5 features of each head rotate"):
+        dataclasses.replace(unlike_layers().layers[0], position=Rope(fraction=0.32))
 
 
 def test_norms_of_different_eps_are_refused() -> None:
@@ -446,6 +480,8 @@ def test_unknown_model_type_lists_near_misses() -> None:
         "qwen3",
         "smollm3",
         "granite",
+        "ernie4_5",
+        "helium",
         "gemma3",
         "gemma3_text",
     }

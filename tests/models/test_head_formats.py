@@ -854,6 +854,7 @@ def test_names_are_those_of_the_format(tmp_path: Path) -> None:
         (eagle_spec(1, decoder(hidden_size=32)), {}, r"hidden size is 32 and its target's 16"),
         (block_spec(decoder(), hidden_layers=(2, 6)), {}, r"output of layer 6 of a target with layers 0 to 5"),
         (block_spec(decoder(norm=RmsNorm(1e-6, offset=1.0))), {}, r"cannot be written"),
+        (block_spec(decoder(rope=Rope(interleaved=True))), {}, r"cannot be written"),
         (SPECS[3], {}, r"d2t is for heads with a draft vocabulary"),
     ],
 )

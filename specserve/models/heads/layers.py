@@ -72,7 +72,8 @@ def write_layers(layers: DecoderSpec, vocab_size: int) -> dict[str, Any]:
     alike = {replace(each, attention=replace(each.attention, window=None)) for each in layers.layers}
     scales = first.norm.offset, layers.embedding_scale, layers.logit_divisor
     plain = (*scales, first.residual) == (0.0, 1.0, 1.0, Sequential())
-    if len(alike) > 1 or len(set(windows) - {None}) > 1 or rope is None or not plain or own.scale != own.head_dim**-0.5:
+    plain = plain and own.scale == own.head_dim**-0.5
+    if len(alike) > 1 or len(set(windows) - {None}) > 1 or rope is None or not rope.is_plain or not plain:
         raise ModelError(
             "These draft layers cannot be written: all must share one rotary embedding and one window, with the norms "
             "and scales of Llama."
