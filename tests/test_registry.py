@@ -279,10 +279,12 @@ def test_parts_and_folders_are_no_entries() -> None:
     assert MODELS.names() == [
         "ernie4_5",
         "gemma3",
+        "glm",
         "granite",
         "helium",
         "llama",
         "mistral",
+        "phi3",
         "qwen2",
         "qwen3",
         "smollm3",

@@ -45,13 +45,19 @@ def read_spec(config: Config, layers: Sequence[LayerSpec] = (), **own: Any) -> D
 
 
 def read_layer(
-    config: Config, kind: str = FULL, window: int | None = None, *, mlp_bias: bool = False, **own: Any
+    config: Config,
+    kind: str = FULL,
+    window: int | None = None,
+    *,
+    position: Rope | None = None,
+    mlp_bias: bool = False,
+    **own: Any,
 ) -> LayerSpec:
-    """Llama's layer with the attention `kind`, of which the sliding one has the `window`; `own` are the fields of
-    AttentionSpec that an architecture sets itself."""
+    """Llama's layer with the attention `kind`, of which the sliding one has the `window`. `own` are the fields of
+    AttentionSpec that an architecture sets itself, `position` its rotary embedding where that is not read_rope's."""
     return LayerSpec(
         norm=read_norm(config),
-        position=read_rope(config, kind),
+        position=position or read_rope(config, kind),
         attention=read_attention(config, window=window if kind == SLIDING else None, **own),
         mlp=read_mlp(config, bias=mlp_bias),
     )
@@ -124,9 +130,10 @@ def read_activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def read_rope(config: Config, layer_type: str = FULL, theta: float = 10_000.0) -> Rope:
+def read_rope(config: Config, layer_type: str = FULL, theta: float = 10_000.0, fraction: float | None = None) -> Rope:
     """The rotary embedding of one kind of layer, in the old style (rope_theta beside rope_scaling) or that of
-    transformers 5 (rope_parameters, one for all layers or one per layer type); `theta` is what an absent one means.
+    transformers 5 (rope_parameters, one for all layers or one per layer type). `theta` is what an absent one means, and
+    `fraction` an absent partial_rotary_factor; None: the architecture has none.
 
     Raises ModelError naming a scaling that is not default, linear or llama3, or a parameter it lacks.
     """
@@ -138,11 +145,13 @@ def read_rope(config: Config, layer_type: str = FULL, theta: float = 10_000.0) -
     if kind not in ROPE_FIELDS:
         known = ", ".join(sorted(ROPE_FIELDS))
         raise ModelError(f"Rotary scaling of type {kind!r} is not supported; supported are {known}.")
-    if given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError("partial_rotary_factor is not 1: rotating a part of each head is not supported.")
+    partial = _first(given.get("partial_rotary_factor"), config.get("partial_rotary_factor"), fraction, 1.0)
+    if partial != 1.0 and fraction is None:
+        raise ModelError(f"partial_rotary_factor is {partial}; layers of this architecture rotate whole heads.")
     trained = {"original_max_position_embeddings": config.get("max_position_embeddings")}
     values = {name: required({**trained, **config, **given}, name) for name in ROPE_FIELDS[kind]}
-    return Rope(float(_first(given.get("rope_theta"), config.get("rope_theta"), theta)), kind, **values)
+    base = float(_first(given.get("rope_theta"), config.get("rope_theta"), theta))
+    return Rope(base, kind, fraction=partial, **values)
 
 
 def _refuse_unsupported(config: Config) -> None:

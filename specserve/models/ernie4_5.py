@@ -15,6 +15,6 @@ _DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "ti
 def spec(config: Config) -> DecoderSpec:
     config = {**_DEFAULTS, **config}
     bias = bool(config.get("use_bias"))
-    layer = read_layer(config, qkv_bias=bias, out_bias=bias, mlp_bias=bias)
-    layer = replace(layer, position=replace(read_rope(config), interleaved=True))
+    position = replace(read_rope(config), interleaved=True)
+    layer = read_layer(config, position=position, qkv_bias=bias, out_bias=bias, mlp_bias=bias)
     return read_spec(config, [layer] * num_layers(config))

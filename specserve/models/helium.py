@@ -15,6 +15,6 @@ _DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 100_000.0}
 def spec(config: Config) -> DecoderSpec:
     config = {**_DEFAULTS, **config}
     bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-    layer = read_layer(config, qkv_bias=bias, mlp_bias=mlp_bias)
-    layer = replace(layer, position=replace(read_rope(config), interleaved=True))
+    position = replace(read_rope(config), interleaved=True)
+    layer = read_layer(config, position=position, qkv_bias=bias, mlp_bias=mlp_bias)
     return read_spec(config, [layer] * num_layers(config))

@@ -80,7 +80,8 @@ def check_tensors(folder: Path) -> CheckedTensors:
             raise ModelError(
                 f"{folder / 'config.json'} says {layers:,} layers, and the files have {len(weights):,} tensors."
             )
-        return CheckedTensors(architecture.spec(config), weights, getattr(architecture, "rename", str), folder)
+        rename, fused = getattr(architecture, "rename", str), getattr(architecture, "FUSED", {})
+        return CheckedTensors(architecture.spec(config), weights, rename, fused, folder)
 
 
 @contextmanager
@@ -111,21 +112,42 @@ def find_architecture(config: Config) -> Any:
 
 class CheckedTensors(Mapping[str, Tensor]):
     """A checkpoint's tensors under the names of spec.shapes(); `rename` turns a stored name into one of these, or None
-    for one that is not needed. Names, shapes and dtypes are checked at once, from the files' headers, and tensors and
-    their numbers when they are taken. Raises ModelError naming the tensor."""
+    for one that is not needed. `fused` has the layers whose rows are those of several layers, one after the other.
+    Names, shapes and dtypes are checked at once, from the files' headers, and tensors and their numbers when they are
+    taken. Raises ModelError naming the tensor."""
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, rename: Callable[[str], str | None], folder: Path) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Weights,
+        rename: Callable[[str], str | None],
+        fused: Mapping[str, tuple[str, ...]],
+        folder: Path,
+    ) -> None:
         self.spec = spec
         self._shapes = spec.shapes()
         self._weights = weights
         self._folder = folder
         names = {rename(stored): stored for stored in weights if not _HARMLESS.fullmatch(stored)}
         self._stored = {name: stored for name, stored in names.items() if name is not None}
+        self._rows: dict[str, slice] = {}  # of what is stored with others
+        self._split(fused)
         # Some tools store a tied head a second time.
         self._second_head = self._stored.pop("lm_head.weight", None) if spec.tied_embeddings else None
         self._check_names()
         for name in self._shapes:
             self._check_tensor(name)
+
+    def _split(self, fused: Mapping[str, tuple[str, ...]]) -> None:
+        for whole, parts in fused.items():
+            for name in [name for name in self._stored if f".{whole}." in name]:
+                stored, start = self._stored.pop(name), 0
+                for part in (name.replace(whole, each) for each in parts):
+                    if part in self._stored:
+                        raise ModelError(f"{self._folder} has {stored} and {self._stored[part]}, a part of it.")
+                    rows = self._shapes.get(part, (0,))[0]  # 0: a tensor too many, which is refused by its name
+                    self._stored[part], self._rows[part] = stored, slice(start, start + rows)
+                    start += rows
 
     @property
     def files(self) -> list[Path]:
@@ -134,7 +156,7 @@ class CheckedTensors(Mapping[str, Tensor]):
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._weights.infos[stored].num_bytes for stored in self._stored.values())
+        return sum(self._weights.infos[stored].num_bytes for stored in set(self._stored.values()))
 
     @property
     def num_parameters(self) -> int:
@@ -150,6 +172,9 @@ class CheckedTensors(Mapping[str, Tensor]):
 
     def _check_tensor(self, name: str) -> None:
         stored, wanted = self._stored[name], self._shapes[name]
+        if name in self._rows:
+            parts = [part for part in self._rows if self._stored[part] == stored]
+            wanted = (sum(self._shapes[part][0] for part in parts), *wanted[1:])
         info = self._weights.infos[stored]
         if info.shape != wanted:
             raise ModelError(f"{self._folder}: {stored} has shape {info.shape}; config.json implies {wanted}.")
@@ -174,6 +199,8 @@ class CheckedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._weights[self._stored[name]]
+        if name in self._rows:
+            tensor = tensor[self._rows[name]]
         self._check_numbers(name, tensor)
         if name == "model.embed_tokens.weight":
             self._check_second_head(tensor)

@@ -52,6 +52,8 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
     "ernie4_5": {"architectures": ["Ernie4_5ForCausalLM"]},
     "helium": {"architectures": ["HeliumForCausalLM"], "rms_norm_eps": 1e-8},
+    "glm": {"architectures": ["GlmForCausalLM"], "attention_bias": True},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
     "granite": {
         "architectures": ["GraniteForCausalLM"],
         "embedding_multiplier": 2.0,
@@ -93,7 +95,7 @@ def write_tiny_model(folder: Path, architecture: str, seed: int = 0, **overrides
     """
     config = tiny_config(architecture, **overrides)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(random_weights(config, seed)), folder / "model.safetensors", {"format": "pt"})
+    save_file(_fused(config, dict(random_weights(config, seed))), folder / "model.safetensors", {"format": "pt"})
     generation = {"eos_token_id": config["eos_token_id"], "pad_token_id": config["pad_token_id"]}
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -124,6 +126,15 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, 
         else:
             gain = _LOGIT_SIZE if "q_proj" in name or "lm_head" in name else 1.5
             yield name, gain / math.sqrt(shape[1]) * noise
+
+
+def _fused(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As the architecture's checkpoints have them."""
+    for whole, parts in getattr(find_architecture(config), "FUSED", {}).items():
+        for name in [name for name in tensors if f".{parts[0]}." in name]:
+            names = [name.replace(parts[0], part) for part in parts]
+            tensors[name.replace(parts[0], whole)] = torch.cat([tensors.pop(each) for each in names])
+    return tensors
 
 
 def _norm_size(spec: DecoderSpec, name: str) -> float:

@@ -67,6 +67,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", {"num_key_value_heads": 1}),
     "ernie4_5-odd-biased-tied": ("ernie4_5", {**ODD, "use_bias": True, "tie_word_embeddings": True}),
     "helium-biased": ("helium", {"attention_bias": True, "mlp_bias": True}),
+    "glm": ("glm", {"rms_norm_eps": 1.5625e-7}),
+    "glm-odd-unbiased": ("glm", {**ODD, "attention_bias": False, "partial_rotary_factor": 1.0}),
+    "phi3": ("phi3", {"sliding_window": None, "head_dim": None}),
+    "phi3-window": ("phi3", {"sliding_window": 7, "head_dim": None, "partial_rotary_factor": 1.0}),
     "granite": ("granite", {}),
     "granite-odd-biased-tied": (
         "granite",
@@ -482,6 +486,8 @@ def test_unknown_model_type_lists_near_misses() -> None:
         "granite",
         "ernie4_5",
         "helium",
+        "glm",
+        "phi3",
         "gemma3",
         "gemma3_text",
     }
@@ -509,6 +515,18 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.gate.weight" in load_refusal(strange)
     integers = edit(write(tmp_path / "int", "llama"), {name: torch.zeros(128, 64, dtype=torch.int8)})
     assert f"{name} holds I8" in load_refusal(integers)
+
+
+def test_fused_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    missing = load_refusal(edit(write(tmp_path / "missing", "phi3"), {}, remove=name))
+    assert "model.layers.1.self_attn.q_proj.weight" in missing
+    shape = load_refusal(edit(write(tmp_path / "shape", "phi3"), {name: torch.zeros(64, 64)}))
+    assert all(word in shape for word in (name, "(64, 64)", "(128, 64)")), shape
+    bias = "model.layers.0.mlp.gate_up_proj.bias"
+    assert bias in load_refusal(edit(write(tmp_path / "bias", "phi3"), {bias: torch.zeros(256)}))
+    twice = "model.layers.2.self_attn.k_proj.weight"
+    assert "a part of it" in load_refusal(edit(write(tmp_path / "twice", "phi3"), {twice: torch.zeros(32, 64)}))
 
 
 def test_a_folder_that_claims_more_layers_than_it_has_is_refused(tmp_path: Path) -> None:
