@@ -50,16 +50,16 @@ class DraftSampler:
     ) -> Tensor:
         """Logits [rows, n] with -inf for what grammars do not allow after sequences and tokens of their drafts, and
         where something is forced for all else, unless a distribution belongs to the draft."""
-        guided = [row for row, (seq, _) in enumerate(behind) if seq.has_grammar]
-        if not guided:
+        constrained = [row for row, (seq, _) in enumerate(behind) if seq.has_grammar]
+        if not constrained:
             return logits
-        some = [behind[row] for row in guided]
+        some = [behind[row] for row in constrained]
         bits = np.stack([seq.allowed(tokens, is_forced=self.is_chosen([seq])) for seq, tokens in some])
         of_all = torch.from_numpy(np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little").astype(bool))
         of_all = of_all.to(logits.device)
         allowed = of_all[:, : logits.shape[1]] if ids is None else of_all[:, ids]
         found = logits.clone()
-        found[guided] = found[guided].masked_fill(~allowed, -torch.inf)
+        found[constrained] = found[constrained].masked_fill(~allowed, -torch.inf)
         return found
 
     def best(self, logits: Tensor, count: int, ids: Tensor | None) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ class _Branch(NamedTuple):
     tokens: list[int]  # its own, then the forced ones; of -1 the forced ones alone
 
 
-def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
+def constrain(seq: Sequence, draft: Draft, budget: int) -> Draft:
     """The draft as the grammar of its sequence leaves it, of at most `budget` tokens: without what may not stand, and
     with what is forced in front of it, behind each node, and so at its ends. What contradicts a forced token is
     dropped, what agrees with one becomes it. Nodes keep their order, which is their priority; a forced token is as
@@ -25,7 +25,7 @@ def guide(seq: Sequence, draft: Draft, budget: int) -> Draft:
 
     A draft with distributions keeps what it has drawn, with nothing put in: a token that may not stand ends its branch.
     Without that token it would not be what its distributions say, and what is generated not what the target says."""
-    assert seq.grammar is not None, "free sequences are not guided"
+    assert seq.grammar is not None, "free sequences are not constrained"
     is_drawn = draft.q is not None and len(draft) > 0
     branches = _walk(seq.grammar, draft, budget, seq.stop_ids, is_drawn)
     if len(branches) - 1 == len(draft) == sum(len(branch.tokens) for branch in branches) <= budget:

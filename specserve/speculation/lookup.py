@@ -53,7 +53,7 @@ def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
         for option in options:
             if option not in names:
                 raise ConfigError(unknown(f"option of drafter {name!r}:", option, names))
-    missing = _missing(drafter, options)
+    missing = [p.name for p in parameters if p.kind in _NAMED and p.default is p.empty and p.name not in options]
     if of_request and (missing or name in DRAFTERS.stating(RUNS_MODEL)):
         needed = ", ".join(missing) or "a model of its own"
         reason = f"needs {needed}, which no request can give: it must be the engine's --drafter"
@@ -68,9 +68,3 @@ def _suiting(name: str, options: Mapping[str, Any]) -> PartMaker:
     make, suits = prepare(name, options), getattr(DRAFTERS.find(name), "suits", None)
     assert make is not None, "a file of drafters/"
     return lambda context: make(context) if suits is None or suits(context, **options) else None
-
-
-def _missing(drafter: Callable[..., Drafter], options: Mapping[str, Any]) -> list[str]:
-    """The options without a default that are not given."""
-    parameters = list(inspect.signature(drafter).parameters.values())[1:]
-    return [p.name for p in parameters if p.kind in _NAMED and p.default is p.empty and p.name not in options]

@@ -19,7 +19,7 @@ from specserve.runtime.pack import Step
 from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.context import TargetContext
 from specserve.speculation.draft_cost import Asked
-from specserve.speculation.grammar import guide
+from specserve.speculation.grammar import constrain
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers
 from specserve.speculation.tree import Proposals
@@ -115,10 +115,11 @@ class Policy:
         budgets: dict[ScheduledSeq, int] = {}
         if adaptive is not None:
             adaptive.start(step)
-            heard = adaptive.select([each for each in weighed if each.seq.draft_limit])
-            budgets = {each: min(limits[each], each.seq.draft_limit) for each in heard}
+            selected = adaptive.select([each for each in weighed if each.seq.draft_limit])
+            budgets = {each: min(limits[each], each.seq.draft_limit) for each in selected}
         for each in whole:
-            unread = self._unread(each.seq)
+            seq, runs_model = each.seq, self._hosts[each.seq.drafter].needs.cost_class == "model"
+            unread = max(0, seq.cached - seq.draft_cached) if runs_model else 0  # by the drafter's own model
             length = limits[each] if adaptive is None else adaptive.length(each.seq, limits[each], unread)
             budgets[each] = self._reserve(step, each, length)
             asked[each.seq.drafter][each.seq] = Asked(budgets[each], unread)
@@ -133,7 +134,7 @@ class Policy:
             seconds = time.perf_counter() - begun
             if adaptive is not None:
                 for host in (host for host, late in zip(hosts, is_head, strict=True) if late):
-                    took[host.name] = self._ask_late(host, step, proposals, adaptive, limits)
+                    took[host.name] = self._ask_head(host, step, proposals, adaptive, limits)
         self._asking = time.perf_counter() - begun
         for each, found in drafts.items():
             self._keep_whole(each, found, budgets[each])
@@ -190,11 +191,6 @@ class Policy:
         for host in self._hosts.values():
             host.close()
 
-    def _unread(self, seq: Sequence) -> int:
-        """Tokens that the target has computed and the model of the sequence's drafter has not; 0 where it has none."""
-        runs_model = self._hosts[seq.drafter].needs.cost_class == "model"
-        return max(0, seq.cached - seq.draft_cached) if runs_model else 0
-
     def _limit(self, seq: Sequence) -> int:
         """How many tokens a draft may have. A step emits one token more than the draft, and none past max_tokens or the
         context."""
@@ -235,7 +231,7 @@ class Policy:
             self.draft_seconds[host.name] += took[host.name]
         return drafts, took
 
-    def _ask_late(
+    def _ask_head(
         self,
         host: DraftHost,
         step: Step,
@@ -272,7 +268,7 @@ class Policy:
         each.draft = proposed
         if budget and seq.grammar is not None:
             with self._timed("mask"):
-                each.draft = guide(seq, proposed, budget)
+                each.draft = constrain(seq, proposed, budget)
         if each.draft is not proposed:
             _forget_others(seq, proposed, each.draft)
         if self.adaptive is not None and len(proposed):
@@ -291,7 +287,9 @@ class Policy:
         with self._timed("mask"):
             for each, found in proposals.items():
                 if each.seq.grammar is not None:
-                    proposals[each] = found.guided(guide(each.seq, found.draft(range(len(found))), limits[each]))
+                    proposals[each] = found.constrained(
+                        constrain(each.seq, found.draft(range(len(found))), limits[each])
+                    )
         with self._timed("draft"):
             there = {each: found for each, found in proposals.items() if len(found)}
             most = min(step.num_tokens_left, step.num_logits_left)

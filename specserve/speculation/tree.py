@@ -94,7 +94,7 @@ class Proposals:
         for node, parent in enumerate(self.parents):
             self.survival.append(chances[node] * (self.survival[parent] if parent >= 0 else 1.0))
 
-    def guided(self, draft: Draft) -> Proposals:
+    def constrained(self, draft: Draft) -> Proposals:
         """What a grammar made of the draft of all nodes: those that were there keep their owners."""
         found = Proposals()
         found.jump_forward = draft.jump_forward

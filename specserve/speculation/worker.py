@@ -1,5 +1,4 @@
-"""Runs a drafter's code: foreign code on a thread of its own, given up on after a time, and our own at once. Knows
-nothing of what it runs."""
+"""Runs a drafter's code: foreign code on a thread of its own, given up on after a time, and our own at once."""
 
 from __future__ import annotations
 
@@ -60,11 +59,8 @@ class Inline:
         self._uses_torch = uses_torch
 
     def call(self, function: Callable[[], Any]) -> Outcome:
-        try:
-            with torch.no_grad() if self._uses_torch else nullcontext():
-                return Outcome(function(), None)
-        except Exception as error:
-            return Outcome(None, error, traceback.format_exc())
+        with torch.no_grad() if self._uses_torch else nullcontext():
+            return _run(function, Exception)
 
     def stop(self) -> None:
         """Nothing runs between calls."""
@@ -74,12 +70,12 @@ def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[O
     with torch.no_grad():  # the mode belongs to a thread: the engine's own does not reach here
         while (call := calls.get()) is not None:
             function, reply = call
-            reply.put(_run(function))
+            reply.put(_run(function, BaseException))  # whatever foreign code raises does not end the thread
             del call, function, reply  # an idle worker must not keep a step's tensors alive
 
 
-def _run(function: Callable[[], Any]) -> Outcome:
+def _run(function: Callable[[], Any], caught: type[BaseException]) -> Outcome:
     try:
         return Outcome(function(), None)
-    except BaseException as error:  # whatever foreign code raises is its outcome and not the thread's end
+    except caught as error:
         return Outcome(None, error, traceback.format_exc())

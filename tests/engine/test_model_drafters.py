@@ -33,7 +33,7 @@ from specserve.registry import DRAFTERS, KERNELS
 from specserve.runtime.executor import local
 from specserve.speculation import policy
 from specserve.speculation.draft_cost import SharedDraftCost
-from specserve.speculation.grammar import guide
+from specserve.speculation.grammar import constrain
 from specserve.speculation.planner import Planner
 from specserve.speculation.tree import Proposals
 from specserve.structured.spec import Structured
@@ -344,9 +344,9 @@ def test_a_grammar_holds(
         behind: list[int] = []
         visit(seq.grammar, draft.tokens, draft.parents, seq.stop_ids, behind.append)
         fitting.extend(i in behind for i in range(len(draft)))
-        return guide(seq, draft, budget)
+        return constrain(seq, draft, budget)
 
-    monkeypatch.setattr(policy, "guide", watched)
+    monkeypatch.setattr(policy, "constrain", watched)
     outputs = []
     for options in ({"drafter": "none"}, drafting):
         mode = {"verification": verification} if options is drafting else {}

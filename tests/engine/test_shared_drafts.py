@@ -18,7 +18,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.explained import HIDDEN, Explained
 from specserve.speculation.check import checked
-from specserve.speculation.grammar import guide
+from specserve.speculation.grammar import constrain
 from specserve.speculation.tree import Proposals
 from specserve.structured.base import Guarded
 from specserve.testing import LanguageGrammar, write_tiny_model
@@ -140,9 +140,9 @@ def test_merging_and_grammars_keep_whose_a_node_is(own: list[Any], others: list[
         request_id="r", index=0, tokens=[9], num_prompt=1, params=SamplingParams(), seed=0, max_tokens=9,
         grammar=Guarded(language.start(), language),
     )  # fmt: skip
-    guided = guide(seq, whole, 9)
-    again = merged.guided(guided).draft(range(len(guided)))
-    for draft in (guided, again):
+    constrained = constrain(seq, whole, 9)
+    again = merged.constrained(constrained).draft(range(len(constrained)))
+    for draft in (constrained, again):
         for node in range(len(draft)):
             is_own = paths(draft, [node]) <= wanted or node in draft.jump_forward
             assert (node in draft.own) == is_own

@@ -15,7 +15,7 @@ from torch import Tensor
 from specserve.kernels import reference
 from specserve.sampling.inputs import SamplingInput, num_logit_rows
 from specserve.sampling.sampler import Sampler
-from specserve.speculation.grammar import guide
+from specserve.speculation.grammar import constrain
 from specserve.structured import masks
 from specserve.structured.base import Guarded
 from specserve.testing import LanguageGrammar, LanguageState, scheduled
@@ -60,7 +60,9 @@ def _sampled(seq: Sequence) -> Sequence:
     return replace(seq, params=SamplingParams(temperature=1))
 
 
-def guided(language: list[list[int]], said: int = 0, fault_after: int | None = None) -> tuple[Sequence, LanguageState]:
+def constrained(
+    language: list[list[int]], said: int = 0, fault_after: int | None = None
+) -> tuple[Sequence, LanguageState]:
     """A sequence that has said the first tokens of the first sentence."""
     grammar = LanguageGrammar([[*sentence, EOS] for sentence in language], fault_after)
     seq = Sequence("r", 0, [7], 1, SamplingParams(), 0, 99, eos_ids=frozenset([EOS]))
@@ -86,7 +88,7 @@ def bits(row: np.ndarray) -> set[int]:
 
 @given(sentences, trees(), st.integers(0, 4))
 def test_each_row_is_what_a_walk_from_scratch_says(language: list[list[int]], draft: Draft, said: int) -> None:
-    seq, state = guided(language, said)
+    seq, state = constrained(language, said)
     free = Sequence("f", 0, [7], 1, SamplingParams(), 0, 99)
     before = list(state.said)
     filled = filled_rows(scheduled([free, seq], [Draft.chain([1, 2]), draft], [0, 3]), WORDS)
@@ -127,7 +129,7 @@ class Spelling(LanguageState):
 
 
 def spelled(language: list[list[int]], said: int = 0, most: int = 99) -> tuple[Sequence, Spelling]:
-    seq, state = guided(language, said)
+    seq, state = constrained(language, said)
     spelling = Spelling(state.grammar, list(state.said))
     spelling.most, spelling.num_calls = most, Counter()
     seq.grammar = Guarded(spelling)
@@ -176,7 +178,7 @@ def test_a_guided_draft_is_all_that_may_stand_as_far_as_the_budget_goes(
     seq, state = spelled(language, said, most)
     seq.stop_ids = frozenset([EOS, *stops])
     before = list(state.said)
-    led = guide(seq, draft, budget)
+    led = constrain(seq, draft, budget)
     assert state.said == before
     assert all(parent < node for node, parent in enumerate(led.parents.tolist()))
     found = [(path, node in led.jump_forward) for node, path in enumerate(paths_of(led))]
@@ -188,7 +190,7 @@ def test_a_guided_draft_is_all_that_may_stand_as_far_as_the_budget_goes(
 def test_a_node_is_looked_at_once(language: list[list[int]], draft: Draft, budget: int) -> None:
     """A chain is never taken back before its end, and no token moves the grammar twice."""
     seq, state = spelled(language)
-    led = guide(seq, draft, budget)
+    led = constrain(seq, draft, budget)
     assert state.num_calls["advance"] <= len(draft) + len(all_that_may_stand(state, draft, seq.stop_ids))
     assert state.num_calls["jump_forward"] <= 1 + len(draft) + len(led)
     assert state.num_calls["rollback"] <= (1 if draft.is_chain else len(draft) + 1)
@@ -198,10 +200,10 @@ def test_a_node_is_looked_at_once(language: list[list[int]], draft: Draft, budge
 def test_a_draft_with_distributions_keeps_what_it_has_drawn_up_to_what_may_not_stand(
     language: list[list[int]], draft: Draft, said: int
 ) -> None:
-    seq, state = guided(language, said)
+    seq, state = constrained(language, said)
     q = torch.rand(len(draft), VOCAB)
     confidence = np.linspace(0, 1, len(draft), dtype=np.float32)
-    led = guide(seq, replace(draft, q=q, confidence=confidence), max(1, len(draft)))
+    led = constrain(seq, replace(draft, q=q, confidence=confidence), max(1, len(draft)))
     paths = paths_of(draft)
     following = [all(p[i] in may_come(state, list(p[:i])) - {EOS} for i in range(len(p) - 1)) for p in paths]
     kept = [node for node, follows in enumerate(following) if follows]
@@ -215,50 +217,50 @@ def test_a_draft_with_distributions_keeps_what_it_has_drawn_up_to_what_may_not_s
 
 
 def test_what_is_forced_grows_in_every_branch_of_a_tree() -> None:
-    seq, _ = guided([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2], [1, 2, 3, 0], [1, 2, 3, 1, 2]])
+    seq, _ = constrained([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2], [1, 2, 3, 0], [1, 2, 3, 1, 2]])
     draft = Draft(
         np.array([1, 3, 2, 3, 0, 0, 1], np.int32),  # 1 2 3 1, 1 2 0, and what may not stand: 3, 1 2 3 0 is not drafted
         np.array([-1, -1, 0, 2, 1, 2, 3], np.int32),
         confidence=np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], np.float32),
     )
-    led = guide(seq, draft, 16)
+    led = constrain(seq, draft, 16)
     assert led.tokens.tolist() == [1, 2, 3, 0, 3, 3, EOS, 1, 2, EOS]
     assert led.parents.tolist() == [-1, 0, 1, 1, 3, 4, 5, 2, 7, 8]
     assert led.jump_forward == {0, 1, 4, 5, 6, 8, 9}
     assert led.confidence is not None
     assert led.confidence.tolist() == pytest.approx([1, 1, 0.4, 0.6, 1, 1, 1, 0.7, 1, 1])
-    assert guide(seq, draft, 5).tokens.tolist() == [1, 2, 3, 0, 3]
+    assert constrain(seq, draft, 5).tokens.tolist() == [1, 2, 3, 0, 3]
 
 
 @given(sentences, trees(), st.integers(0, 3), st.integers(1, 9))
 def test_a_fault_in_the_midst_of_a_draft_leaves_what_was_found_before_it(
     language: list[list[int]], draft: Draft, fault_after: int, budget: int
 ) -> None:
-    seq, _ = guided(language, fault_after=fault_after)
-    whole, state = guided(language)
-    led = guide(seq, draft, budget)
+    seq, _ = constrained(language, fault_after=fault_after)
+    whole, state = constrained(language)
+    led = constrain(seq, draft, budget)
     for path in paths_of(led):
         assert path[-1] in may_come(state, list(path[:-1]))
         assert len(path) <= fault_after
     assert seq.grammar is not None
     if seq.grammar.fault is not None:
         assert "planted" in seq.grammar.fault.message
-        assert len(guide(seq, draft, budget)) == 0
+        assert len(constrain(seq, draft, budget)) == 0
     else:
-        assert paths_of(led) == paths_of(guide(whole, draft, budget))
+        assert paths_of(led) == paths_of(constrain(whole, draft, budget))
 
 
 def test_what_is_forced_stands_before_between_and_after_what_is_drafted() -> None:
-    seq, _ = guided([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2]])
-    assert guide(seq, Draft.chain([1, 2, 0]), 9).tokens.tolist() == [1, 2, 0, 3, 3, EOS]
-    assert guide(seq, Draft.chain([2, 0]), 9).tokens.tolist() == [1, 2], "a draft that begins elsewhere is dropped"
-    assert guide(seq, Draft.chain([1, 2, 2]), 9).tokens.tolist() == [1, 2]
-    assert guide(seq, Draft.chain([1, 2, 1]), 4).tokens.tolist() == [1, 2, 1, 3]
+    seq, _ = constrained([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2]])
+    assert constrain(seq, Draft.chain([1, 2, 0]), 9).tokens.tolist() == [1, 2, 0, 3, 3, EOS]
+    assert constrain(seq, Draft.chain([2, 0]), 9).tokens.tolist() == [1, 2], "a draft that begins elsewhere is dropped"
+    assert constrain(seq, Draft.chain([1, 2, 2]), 9).tokens.tolist() == [1, 2]
+    assert constrain(seq, Draft.chain([1, 2, 1]), 4).tokens.tolist() == [1, 2, 1, 3]
 
 
 def test_a_guided_draft_says_which_of_its_tokens_are_forced() -> None:
-    seq, _ = guided([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2]])
-    drafts = [guide(seq, Draft.chain(said), 9) for said in ([1, 2, 0], [1, 2, 1], [1, 2, 2], [])]
+    seq, _ = constrained([[1, 2, 0, 3, 3], [1, 2, 1, 3, 2]])
+    drafts = [constrain(seq, Draft.chain(said), 9) for said in ([1, 2, 0], [1, 2, 1], [1, 2, 2], [])]
     assert [(draft.tokens.tolist(), set(draft.jump_forward)) for draft in drafts] == [
         ([1, 2, 0, 3, 3, EOS], {0, 1, 3, 4, 5}),
         ([1, 2, 1, 3, 2, EOS], {0, 1, 3, 4, 5}),
@@ -268,12 +270,12 @@ def test_a_guided_draft_says_which_of_its_tokens_are_forced() -> None:
 
 
 def test_a_draft_that_may_stand_whole_is_not_touched() -> None:
-    seq, _ = guided([[1, 2], [1, 3], [0, 0]])
+    seq, _ = constrained([[1, 2], [1, 3], [0, 0]])
     draft = Draft.chain([1, 2])
-    assert guide(seq, draft, 2) is draft
-    seq, _ = guided([[1, 2, 0], [1, 2, 1], [1, 3, 0], [1, 3, 1], [0, 0]])
+    assert constrain(seq, draft, 2) is draft
+    seq, _ = constrained([[1, 2, 0], [1, 2, 1], [1, 3, 0], [1, 3, 1], [0, 0]])
     tree = Draft(np.array([1, 2, 3], np.int32), np.array([-1, 0, 0], np.int32))
-    assert guide(seq, tree, 9) is tree
+    assert constrain(seq, tree, 9) is tree
 
 
 def test_nobody_with_a_grammar_means_no_masks() -> None:
@@ -287,8 +289,8 @@ def test_whoever_takes_the_best_token_says_the_same_with_the_bits_that_it_needs(
 ) -> None:
     """Beside a sampled sequence with a grammar, and one without."""
     noise = torch.Generator().manual_seed(seed)
-    greedy, state = guided(language, said)
-    sampled, _ = guided(language, said)
+    greedy, state = constrained(language, said)
+    sampled, _ = constrained(language, said)
     greedy.params = SamplingParams(temperature=0.0)
     free = Sequence("f", 0, [7], 1, SamplingParams(temperature=0.0), 0, 99)
     draft = Draft.chain(tree.tokens.tolist()) if likes_chain else tree
@@ -307,7 +309,7 @@ def test_whoever_takes_the_best_token_says_the_same_with_the_bits_that_it_needs(
 
 
 def test_bits_are_made_from_the_first_row_on_whose_best_token_may_not_come() -> None:
-    seq, _ = guided([[1, 2, 3, 3], [1, 2, 0, 3]])
+    seq, _ = constrained([[1, 2, 3, 3], [1, 2, 0, 3]])
     seq.params = SamplingParams(temperature=0.0)
     rows = scheduled([seq], [Draft.chain([1, 2, 3])], [0])
     assert filled_rows(rows, WORDS, torch.tensor([1, 2, 0, 9])) is None, "none is needed behind what departs"
@@ -326,7 +328,7 @@ def test_bits_are_made_from_the_first_row_on_whose_best_token_may_not_come() -> 
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.0, "logit_bias": {1: 1.0}}], ids=str)
 def test_whoever_takes_another_token_than_the_best_gets_all_bits(params: dict[str, Any]) -> None:
-    seq, _ = guided([[1, 2]])
+    seq, _ = constrained([[1, 2]])
     seq.params = SamplingParams(**params)
     filled = filled_rows(scheduled([seq], [Draft.empty()], [0]), WORDS, torch.tensor([1]))
     assert filled is not None
@@ -335,8 +337,8 @@ def test_whoever_takes_another_token_than_the_best_gets_all_bits(params: dict[st
 
 @pytest.mark.parametrize("fault_after", [0, 1, 2])
 def test_a_grammar_that_fails_closes_its_own_rows_and_says_why(fault_after: int) -> None:
-    failing, _ = guided([[1, 2, 3]], fault_after=fault_after)
-    whole, state = guided([[1, 2, 3]])
+    failing, _ = constrained([[1, 2, 3]], fault_after=fault_after)
+    whole, state = constrained([[1, 2, 3]])
     draft = Draft.chain([1, 2])
     filled = filled_rows(scheduled([failing, whole], [draft, draft], [0, 3]), WORDS)
     assert filled is not None
@@ -345,12 +347,12 @@ def test_a_grammar_that_fails_closes_its_own_rows_and_says_why(fault_after: int)
     assert "planted" in str(failing.grammar.fault)
     assert (rows[fault_after:3] == 0).all()
     assert [bits(row) for row in rows[3:]] == [{1}, {2}, {3}]
-    assert guide(failing, draft, 4).tokens.tolist() == []
+    assert constrain(failing, draft, 4).tokens.tolist() == []
     assert "planted" in str(masks.advance(failing, [1]))
     assert masks.advance(whole, [1, 2]) is None
     assert state.said == [1, 2]
 
 
 def test_a_token_that_was_not_allowed_is_told() -> None:
-    seq, _ = guided([[1, 2]])
+    seq, _ = constrained([[1, 2]])
     assert "30" in str(masks.advance(seq, [1, 30]))

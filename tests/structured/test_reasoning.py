@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from specserve.speculation.grammar import guide
+from specserve.speculation.grammar import constrain
 from specserve.structured import masks
 from specserve.structured.base import Guarded
 from specserve.structured.reasoning import ReasoningGrammar, ReasoningState, wrapped
@@ -146,7 +146,7 @@ def trees(draw: st.DrawFn) -> Draft:
     return Draft(np.array(tokens, np.int32), np.array(parents, np.int32))
 
 
-def guided(state: ReasoningState) -> Sequence:
+def constrained(state: ReasoningState) -> Sequence:
     seq = Sequence("r", 0, [HEAD], 1, SamplingParams(), 0, 99, eos_ids=frozenset([EOS]))
     seq.grammar = Guarded(state)
     return seq
@@ -166,7 +166,7 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
     and what is cut from it."""
     state = begun(language, opening, closing, is_open)
     path = list(itertools.takewhile(state.advance, before))
-    seq = guided(state)
+    seq = constrained(state)
     rows = bits_behind(seq, draft)
     assert rows is not None
     stands: dict[int, bool] = {-1: True}
@@ -183,8 +183,8 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
     assert filled(state) == may_come(language, opening, closing, is_open, path)
     if len(draft):
         behind = [stands[int(parent)] and (parent < 0 or int(draft.tokens[parent]) != EOS) for parent in draft.parents]
-        assert len(guide(seq, replace(draft, q=torch.ones(len(draft), VOCAB)), 20)) == sum(behind)
-    led = guide(seq, draft, 20)
+        assert len(constrain(seq, replace(draft, q=torch.ones(len(draft), VOCAB)), 20)) == sum(behind)
+    led = constrain(seq, draft, 20)
     for node in range(len(led)):
         to_node = [*path, *(int(led.tokens[n]) for n in led.path_to(node))]
         assert to_node[-1] in may_come(language, opening, closing, is_open, to_node[:-1])
@@ -194,12 +194,12 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
 def test_a_chain_across_the_end_of_reasoning_is_led_behind_it() -> None:
     """What the grammar forces is added where the draft closes the reasoning, and not before."""
     state = begun([[0, 1, 2], [0, 1, 3]], [1], [2, 3], is_open=True)
-    seq = guided(state)
-    assert guide(seq, Draft.chain([1, 1, 2, 3]), 9).tokens.tolist() == [1, 1, 2, 3, 0, 1]
-    assert guide(seq, Draft.chain([1, 1, 2, 3, 0, 1, 3]), 9).tokens.tolist() == [1, 1, 2, 3, 0, 1, 3, EOS]
-    assert guide(seq, Draft.chain([1, 2, 3, 1]), 9).tokens.tolist() == [1, 2, 3, 0, 1], "not of the language"
-    assert guide(seq, Draft.chain([1, 2, EOS]), 9).tokens.tolist() == [1, 2], "no end while it reasons"
-    assert guide(seq, Draft.empty(), 9).tokens.tolist() == []
+    seq = constrained(state)
+    assert constrain(seq, Draft.chain([1, 1, 2, 3]), 9).tokens.tolist() == [1, 1, 2, 3, 0, 1]
+    assert constrain(seq, Draft.chain([1, 1, 2, 3, 0, 1, 3]), 9).tokens.tolist() == [1, 1, 2, 3, 0, 1, 3, EOS]
+    assert constrain(seq, Draft.chain([1, 2, 3, 1]), 9).tokens.tolist() == [1, 2, 3, 0, 1], "not of the language"
+    assert constrain(seq, Draft.chain([1, 2, EOS]), 9).tokens.tolist() == [1, 2], "no end while it reasons"
+    assert constrain(seq, Draft.empty(), 9).tokens.tolist() == []
 
 
 def test_nothing_is_forced_before_the_answer_but_the_rest_of_what_opens_reasoning() -> None:
@@ -241,7 +241,7 @@ def test_states_of_one_request_do_not_know_each_other() -> None:
 
 def test_a_grammar_that_fails_behind_reasoning_says_so_then() -> None:
     failing = ReasoningGrammar(LanguageGrammar([[0, EOS]], fault_after=0), reasoning([3], [2]), is_open=True)
-    seq = guided(failing.start())
+    seq = constrained(failing.start())
     assert masks.advance(seq, [1, 1]) is None
     rows = bits_behind(seq, Draft.chain([1, 2]))
     assert rows is not None
