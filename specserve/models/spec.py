@@ -163,7 +163,9 @@ class LayerSpec:
     residual: Sequential = Sequential()
 
     def __post_init__(self) -> None:
-        if self.position is not None and (count := self.position.rotated(self.attention.head_dim)) % 2:
+        if self.position is None:
+            return
+        if (count := self.position.rotated(self.attention.head_dim)) % 2 or not count:
             raise ModelError(f"{count} features of each head rotate; they must be pairs.")
 
     @property

@@ -317,8 +317,9 @@ def test_rotary_settings_are_checked() -> None:
     for fraction, words in ((0.0, "positive"), (1.5, "at most 1")):
         with pytest.raises(ModelError, match=words):
             Rope(fraction=fraction)
-    with pytest.raises(ModelError, match="5 features of each head rotate"):
-        dataclasses.replace(unlike_layers().layers[0], position=Rope(fraction=0.32))
+    for fraction, words in ((0.32, "5 features of each head rotate"), (0.01, "0 features")):
+        with pytest.raises(ModelError, match=words):
+            dataclasses.replace(unlike_layers().layers[0], position=Rope(fraction=fraction))
 
 
 def test_norms_of_different_eps_are_refused() -> None:

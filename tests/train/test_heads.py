@@ -15,14 +15,16 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.kernels.reference import Kernels
+from specserve.models.heads.layers import write_layers
 from specserve.models.loader import load_model
-from specserve.testing import Feed, PagedDecoder
+from specserve.models.spec import RmsNorm, Rope
+from specserve.testing import Feed, PagedDecoder, llama_spec
 from specserve.train.acceptance import measure
 from specserve.train.batches import Answer, Batch, make_batch
 from specserve.train.block import BlockHead
 from specserve.train.config import TrainingOptions
 from specserve.train.eagle import EagleHead
-from specserve.train.heads import Guesses, TrainedHead, batch_loss, loss_of
+from specserve.train.heads import Guesses, TrainedHead, batch_loss, layers_spec, loss_of
 from specserve.train.kinds import make_head
 from specserve.train.layers import attend, attend_unrolled
 from specserve.train.muon import Optimiser, learning_rate, orthogonal
@@ -284,3 +286,15 @@ def test_layers_that_the_target_does_not_have(make: Any) -> None:
         make("eagle", hidden_layers=(0, 7))
     with pytest.raises(ConfigError, match="Leave it out"):
         make("medusa", hidden_layers=(0,))
+
+
+def test_layers_of_a_head_can_be_written_whatever_its_target_is() -> None:
+    """Layers that rotate neighbours in a part of each head, or nothing, have no place in the format of heads."""
+    target = llama_spec(
+        vocab_size=40, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, max_len=32,
+        rope=Rope(500.0, interleaved=True, fraction=0.5), norm=RmsNorm(1e-6, offset=1.0), window=9, qkv_bias=True,
+    )  # fmt: skip
+    target = dataclasses.replace(target, layers=(dataclasses.replace(target.layers[0], position=None), *target.layers))
+    found = layers_spec(target, 2, 30, qk_norm=True)
+    assert [layer.position for layer in found.layers] == [Rope(500.0)] * 2
+    assert write_layers(found, 40)["rope_theta"] == 500.0
