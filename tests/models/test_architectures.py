@@ -364,7 +364,9 @@ def blind_to_trees(ops: Ops) -> Callable[[Any, int], Any]:
 
 INVARIANCE = (  # how weights are kept is the products' affair: the odd shapes tell, and one with windows
     *itertools.product(("llama-odd-biased", "gemma3-pattern-softcap"), ALL_WEIGHTS),
-    *itertools.product(("llama", "mistral-window", "qwen2-window", "qwen3", "smollm3", "gemma3"), FLOAT32),
+    *itertools.product(
+        ("llama", "mistral-window", "qwen2-window", "qwen3", "smollm3", "granite", "phi3", "glm", "gemma3"), FLOAT32
+    ),
 )
 
 
