@@ -1,5 +1,4 @@
-"""What the native kernels do with logits once a step has them: the arrays and addresses for kernels/cpu/sample.h and
-score.h."""
+"""What the native kernels do with logits once a step has them: the arrays and addresses for kernels/cpu/verify.h."""
 
 from __future__ import annotations
 
@@ -9,29 +8,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import specserve.kernels._native as _native
-from specserve.ops import RowScores, SamplingArrays, fraction_bits
+from specserve.config import VERIFICATIONS
+from specserve.ops import DraftArrays, RowScores, Verified, fraction_bits
 from specserve.types import Ids
 
 
-def sample(
-    sampler: _native.RowSampler, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None
-) -> NDArray[np.int64]:
-    """As Ops.sample."""
+def verify(
+    verifier: _native.Verifier,
+    scores: Tensor,
+    best: Tensor,
+    drafts: DraftArrays,
+    hashed: Tensor,
+    masks: Ids | None,
+    verification: str,
+) -> Verified:
+    """As Ops.verify."""
     assert hashed.is_contiguous() and (masks is None or masks.flags.c_contiguous)
-    assert scores.dtype == torch.float32 and scores.stride(1) == 1
-    p = sampling
-    arrays = [np.ascontiguousarray(x) for x in (p.rows, p.temperature, p.min_p, p.top_p, p.top_k, p.keys)]
-    rows, temperature, min_p, top_p, top_k, keys = (array.ctypes.data for array in arrays)
-    out = np.empty(len(p.rows), np.int64)
-    sampler.sample(
-        scores.data_ptr(), scores.stride(0), scores.shape[1], len(out), rows, temperature, min_p, top_p, top_k, keys,
-        hashed.data_ptr(), 0 if masks is None else masks.ctypes.data, out.ctypes.data,
+    assert scores.dtype == torch.float32 and scores.stride(1) == 1 and best.is_contiguous()
+    num_seqs, num_rows = len(drafts.starts) - 1, drafts.rows.shape[1]
+    q = [(seq, law.to(torch.float64).contiguous()) for seq, law in drafts.q.items()]
+    out = np.zeros(2 * num_rows + num_seqs, np.int64)
+    verifier.verify(
+        scores.data_ptr(), scores.stride(0), scores.shape[1], best.data_ptr(), hashed.data_ptr(),
+        0 if masks is None else masks.ctypes.data, drafts.starts, drafts.rows, drafts.seqs, drafts.laws,
+        [(seq, law.data_ptr()) for seq, law in q], VERIFICATIONS.index(verification), out,
     )  # fmt: skip
-    return out
+    return Verified(out[:num_rows], out[num_rows : 2 * num_rows], out[2 * num_rows :])
 
 
 def score(
-    sampler: _native.RowSampler, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int
+    verifier: _native.Verifier, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int
 ) -> RowScores:
     """As Ops.score."""
     n, vocab = len(rows), logits.shape[1]
@@ -45,7 +51,7 @@ def score(
         np.zeros((n, 1 + k), np.float32),
     )
     rows, tokens = np.ascontiguousarray(rows), np.ascontiguousarray(tokens)
-    sampler.score(
+    verifier.score(
         logits.data_ptr(), logits.stride(0), vocab, n, rows.ctypes.data, tokens.ctypes.data, k,
         2.0 ** fraction_bits(vocab), found.peaks.ctypes.data, found.totals.ctypes.data, found.ranks.ctypes.data,
         found.best.ctypes.data, found.logits.ctypes.data,

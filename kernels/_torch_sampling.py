@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.ops import NO_TOKEN_LEFT, NOT_FINITE, DrawArrays, RowScores, SamplingArrays, fraction_bits
+from specserve.ops import NO_TOKEN_LEFT, NOT_FINITE, DrawArrays, RowScores, fraction_bits
 from specserve.ops.fixed_point import row_total, to_fixed
 from specserve.sampling import noise
 from specserve.types import Ids
@@ -31,10 +32,25 @@ _LN_2 = float.fromhex("0x1.62e42fee00000p-1"), float.fromhex("0x1.a39ef35793c76p
 _TAYLOR = [1 / math.factorial(n) for n in range(11, -1, -1)]
 
 
-def sample(scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
-    """As Ops.sample."""
+@dataclass(frozen=True, slots=True)
+class SamplingArrays:
+    """How each of n rows is sampled: arrays [n] on the host."""
+
+    rows: NDArray[np.int64]  # which row of the scores
+    temperature: NDArray[np.float64]  # 0: greedy
+    min_p: NDArray[np.float64]
+    top_p: NDArray[np.float64]
+    top_k: NDArray[np.int64]  # 0: all tokens
+    keys: NDArray[np.int64]  # of the noise, from noise.row_keys
+
+    def __getitem__(self, some: slice | list[int]) -> SamplingArrays:
+        return SamplingArrays(*(getattr(self, entry.name)[some] for entry in fields(self)))
+
+
+def sample(scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> Tensor:
+    """A token for each of n rows, or why it has none, as Ops.verify says, int64 [n]."""
     at_once = max(1, _CACHED_ELEMENTS // scores.shape[1]) if scores.is_cpu else sys.maxsize
-    found = [np.empty(0, np.int64)]
+    found = [hashed[:0]]
     for first in range(0, len(sampling.rows), at_once):
         some = sampling[first : first + at_once]
         own = _masked(scores, some.rows, masks)
@@ -43,8 +59,8 @@ def sample(scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids 
             keys = torch.from_numpy(some.keys[drawn]).to(scores.device)
             taken = noise.sample(filtered(own[drawn], some[drawn]), keys, hashed)
             tokens[drawn] = torch.where(tokens[drawn] < 0, tokens[drawn], taken)
-        found.append(tokens.cpu().numpy())
-    return np.concatenate(found)
+        found.append(tokens)
+    return torch.cat(found)
 
 
 def draw(
@@ -74,7 +90,8 @@ def masked_argmax(scores: Tensor) -> Tensor:
 
 
 def probabilities(scores: Tensor, sampling: SamplingArrays, masks: Ids | None) -> Tensor:
-    """As Ops.probabilities."""
+    """The distributions that `sample` draws from, float64 [n, vocab]; temperatures are above 0. Whatever the row, it
+    has no NaN."""
     weights = filtered(_masked(scores, sampling.rows, masks), sampling).exp_()
     return weights / row_total(weights, weights.shape[1])[:, None]
 

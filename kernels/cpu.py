@@ -23,9 +23,8 @@ import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
 from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
 from specserve.kernels._cpu_weights import FLOAT32, FORMATS, GROUP, INT8, pack_tiles
-from specserve.kernels._torch_sampling import probabilities
 from specserve.machine.pulse import Pulse
-from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation, RowScores, SamplingArrays
+from specserve.ops import MOST_TOP_K, AttentionRows, DraftArrays, DrawArrays, HeadNorms, Rotation, RowScores, Verified
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import Lazy, PackedCache, Quantized, Source, below, by_rows, loaded, uncached
@@ -118,7 +117,7 @@ class Kernels:
         self._format = FORMATS[unquantised if quantization == "none" else quantization]
         self._kind = min(self._format, INT8)
         self._thread_pool = _native.ThreadPool(threads)
-        self._row_sampler = _native.RowSampler(self._thread_pool, self.instruction_set)
+        self._verifier = _native.Verifier(self._thread_pool, self.instruction_set)
         self._recordings: dict[int, Recording] = {}  # by thread
 
     @property
@@ -301,16 +300,14 @@ class Kernels:
             )  # fmt: skip
         return tokens[:, 0], confidence[:, 0]
 
-    def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
-        tokens: NDArray[np.int64] = _sampling.sample(self._row_sampler, scores, sampling, hashed, masks)
-        return tokens
-
-    def probabilities(self, scores: Tensor, sampling: SamplingArrays, masks: Ids | None) -> Tensor:
-        found: Tensor = probabilities(scores, sampling, masks)
-        return found
+    def verify(
+        self, scores: Tensor, best: Tensor, drafts: DraftArrays, hashed: Tensor, masks: Ids | None, verification: str
+    ) -> Verified:
+        verified: Verified = _sampling.verify(self._verifier, scores, best, drafts, hashed, masks, verification)
+        return verified
 
     def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
-        scores: RowScores = _sampling.score(self._row_sampler, logits, rows, tokens, k)
+        scores: RowScores = _sampling.score(self._verifier, logits, rows, tokens, k)
         return scores
 
     def rope_and_cache(

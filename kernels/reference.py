@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import specserve.kernels._torch_sampling as _sampling
+import specserve.kernels._torch_verify as _verify
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, DrawArrays, HeadNorms, Recording, Rotation, RowScores, SamplingArrays
+from specserve.ops import AttentionRows, DraftArrays, DrawArrays, HeadNorms, Recording, Rotation, RowScores, Verified
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import PackedCache, Source, uncached
@@ -239,13 +240,11 @@ class Kernels:
         found: tuple[Tensor, Tensor] = _sampling.draw(logits, bias, how, ids, hashed)
         return found
 
-    def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
-        tokens: NDArray[np.int64] = _sampling.sample(scores, sampling, hashed, masks)
-        return tokens
-
-    def probabilities(self, scores: Tensor, sampling: SamplingArrays, masks: Ids | None) -> Tensor:
-        found: Tensor = _sampling.probabilities(scores, sampling, masks)
-        return found
+    def verify(
+        self, scores: Tensor, best: Tensor, drafts: DraftArrays, hashed: Tensor, masks: Ids | None, verification: str
+    ) -> Verified:
+        verified: Verified = _verify.verify(scores, best, drafts, hashed, masks, verification)
+        return verified
 
     def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
         scores: RowScores = _sampling.score(logits, rows, tokens, k)

@@ -177,6 +177,27 @@ struct SampleArgs {
   const int32_t* masks;  // [all rows, (vocab + 31) / 32], bits of the tokens that may come; or null
 };
 
+enum Verification { kCoupled, kRejection, kBlock };
+
+// Drafts of several sequences, as specserve/ops has them: rows from starts[s] on are for what follows the last token of
+// sequence s, then each node of its draft.
+struct VerifyArgs {
+  const float* scores;  // [rows or more, stride]
+  int64_t stride;
+  int vocab, num_seqs;
+  const int64_t* best;    // [rows or more], of the logits; negative: the row is broken
+  const int64_t* hashed;  // [vocab]
+  const int32_t* masks;   // [rows, (vocab + 31) / 32] or null
+  const int64_t* starts;  // [num_seqs + 1]
+  const int64_t *tokens, *parents, *positions;  // [rows]
+  const int64_t *seeds, *top_k, *is_edited;     // [num_seqs]
+  const double *temperature, *min_p, *top_p;    // [num_seqs]
+  const double* const* q;                       // [num_seqs] of nodes and tokens, null: one-hot
+  Verification verification;
+  int64_t *said, *nodes;  // [rows], zeros
+  int64_t* counts;        // [num_seqs], zeros
+};
+
 // Row i is drawn from logits[rows[i]] + bias[i], whose entry j is token ids[j]: the best where its temperature is 0, else
 // with noise. `confidence` is the chance of the best one at that temperature, or at 1 where it is greedy; it is 0, and the
 // token any, where the scores are not finite.
@@ -245,6 +266,10 @@ struct Kernels {
   void (*quantize_activation)(const QuantizeActivationArgs&, int begin, int end);
   void (*softcap)(float* x, int width, float cap, int begin, int end);
   int (*sample)(const SampleArgs&, int row, const SampleScratch&);
+  void (*probabilities)(const SampleArgs&, int row, const SampleScratch&, double* p);
+  double (*reject)(double* p, int vocab, double weight, int token, const double* q);
+  void (*normalise)(const double* q, int vocab, double* out);
+  int (*sample_from)(const double* p, int vocab, uint64_t key, const int64_t* hashed);
   void (*score)(const ScoreArgs&, int begin, int end);
   void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);
   void (*top_k)(const TopKArgs&, int begin, int end);

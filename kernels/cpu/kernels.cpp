@@ -8,6 +8,7 @@
 // after the vectors it computes with
 #include "attention.h"
 #include "linear.h"
+#include "reject.h"
 #include "rope_and_cache.h"
 #include "rowwise.h"
 #include "sample.h"
@@ -19,7 +20,7 @@
 namespace specserve::SPECSERVE_ISA {
 
 extern const Kernels kKernels = {SPECSERVE_NAME(SPECSERVE_ISA), linear, gated, embed, fused_add_rms_norm, joined_norms, gather_rows,
-                                 rope_and_cache, attention, attention_segment, merge_segments, quantize_activation, softcap, sample, score,
-                                 argmax, top_k, draw};
+                                 rope_and_cache, attention, attention_segment, merge_segments, quantize_activation, softcap, sample,
+                                 probabilities, reject, normalise, sample_from, score, argmax, top_k, draw};
 
 }

@@ -2,11 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -17,6 +17,7 @@
 #include "pack.h"
 #include "pauses.h"
 #include "program.h"
+#include "verify.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -58,47 +59,6 @@ Weight weight(int format, int outputs, int inputs, Address data) {
 Activation activation(int kind, int width, Address data, Address scales, Address sums) {
   return {Kind(kind), int(padded(width)), at<void>(data), at<float>(scales), at<int32_t>(sums)};
 }
-
-// Samples and scores rows with a thread pool, in memory that it keeps: so much of it costs more to ask for than to use. Any
-// thread may call it.
-class RowSampler {
- public:
-  RowSampler(std::shared_ptr<ThreadPool> pool, const Kernels& kernels) : pool_(std::move(pool)), kernels_(kernels) {}
-
-  void sample(const SampleArgs& args, int count, int64_t* out) {
-    std::lock_guard<std::mutex> only(memory_);
-    const size_t size = padded(args.vocab), num_threads = pool_->threads();
-    if (tokens_.size() < size * num_threads) {
-      floats_.resize(3 * size * num_threads);
-      tokens_.resize(size * num_threads);
-    }
-    each(count, [&](int row, int thread) {
-      float* own = floats_.data() + 3 * size * thread;
-      out[row] = kernels_.sample(args, row, {own, own + size, own + 2 * size, tokens_.data() + size * thread});
-    });
-  }
-
-  void score(const ScoreArgs& args, int count) {
-    each(count, [&](int row, int) { kernels_.score(args, row, row + 1); });
-  }
-
- private:
-  // use(row, thread) for every row, by whichever thread is free.
-  template <class Use>
-  void each(int count, Use use) {
-    if (count == 1) return use(0, 0);  // waking the others takes as long
-    std::atomic<int> next{0};
-    pool_->run({[&](int thread) {
-      for (int row; (row = next.fetch_add(1)) < count;) use(row, thread);
-    }});
-  }
-
-  std::shared_ptr<ThreadPool> pool_;
-  const Kernels& kernels_;
-  std::mutex memory_;  // of these
-  std::vector<float> floats_;
-  std::vector<int32_t> tokens_;
-};
 
 // Threads may still read a plan that Python has let go of.
 struct SharedPlan {
@@ -256,28 +216,39 @@ NB_MODULE(_native, m) {
           if (shared.plan->broken()[row].load(std::memory_order_relaxed)) rows.push_back(row);
         return rows;
       });
-  nb::class_<RowSampler>(m, "RowSampler")
+  using Int64s = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
+  using Float64s = nb::ndarray<const double, nb::c_contig, nb::device::cpu>;
+  using Out = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  nb::class_<Verifier>(m, "Verifier")
       .def("__init__",
-           [](RowSampler* self, std::shared_ptr<ThreadPool> pool, const std::string& isa) {
-             new (self) RowSampler(std::move(pool), kernels_named(isa));
+           [](Verifier* self, std::shared_ptr<ThreadPool> pool, const std::string& isa) {
+             new (self) Verifier(std::move(pool), kernels_named(isa));
            })
       .def(
-          "sample",
-          [](RowSampler& sampler, Address scores, int64_t stride, int vocab, int count, Address rows, Address temperature,
-             Address min_p, Address top_p, Address top_k, Address keys, Address hashed, Address masks, Address out) {
-            sampler.sample({at<float>(scores), stride, vocab, at<int64_t>(rows), at<double>(temperature),
-                            at<double>(min_p), at<double>(top_p), at<int64_t>(top_k), at<int64_t>(keys),
-                            at<int64_t>(hashed), at<int32_t>(masks)},
-                           count, at<int64_t>(out));
-          },
-          nb::call_guard<nb::gil_scoped_release>())
+          "verify",
+          [](Verifier& verifier, Address scores, int64_t stride, int vocab, Address best, Address hashed, Address masks,
+             const Int64s& starts, const Int64s& rows, const Int64s& seqs, const Float64s& laws,
+             const std::vector<std::pair<int, Address>>& q, int verification, const Out& out) {
+            const int num_seqs = int(starts.size()) - 1;
+            const size_t num_rows = rows.size() / 3;
+            std::vector<const double*> drafted(num_seqs);
+            for (const auto& [seq, address] : q) drafted[seq] = at<double>(address);
+            const VerifyArgs args{at<float>(scores), stride, vocab, num_seqs, at<int64_t>(best), at<int64_t>(hashed),
+                                  at<int32_t>(masks), starts.data(), rows.data(), rows.data() + num_rows,
+                                  rows.data() + 2 * num_rows, seqs.data(), seqs.data() + num_seqs,
+                                  seqs.data() + 2 * num_seqs, laws.data(), laws.data() + num_seqs,
+                                  laws.data() + 2 * num_seqs, drafted.data(), Verification(verification), out.data(),
+                                  out.data() + num_rows, out.data() + 2 * num_rows};
+            nb::gil_scoped_release others_go_on;
+            verifier.verify(args);
+          })
       .def(
           "score",
-          [](RowSampler& sampler, Address scores, int64_t stride, int vocab, int count, Address rows, Address tokens, int k,
+          [](Verifier& verifier, Address scores, int64_t stride, int vocab, int count, Address rows, Address tokens, int k,
              double unit, Address peak, Address total, Address ranks, Address best, Address logits) {
-            sampler.score({at<float>(scores), stride, vocab, at<int64_t>(rows), at<int64_t>(tokens), k, unit,
-                           at<float>(peak), at<int64_t>(total), at<int64_t>(ranks), at<int64_t>(best), at<float>(logits)},
-                          count);
+            verifier.score({at<float>(scores), stride, vocab, at<int64_t>(rows), at<int64_t>(tokens), k, unit,
+                            at<float>(peak), at<int64_t>(total), at<int64_t>(ranks), at<int64_t>(best), at<float>(logits)},
+                           count);
           },
           nb::call_guard<nb::gil_scoped_release>());
   bind_program(m);

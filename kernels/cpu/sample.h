@@ -184,50 +184,55 @@ inline uint64_t mix(uint64_t x) {
   return x ^ x >> 31;
 }
 
-inline double with_noise(const Distribution& p, int i, uint64_t key, const int64_t* hashed) {
-  const double u = (double(mix(key ^ uint64_t(hashed[p.token(i)])) >> 12) + 0.5) * 0x1p-52;
-  return p.log_weight(p.scores[i]) - std::log(-std::log(u));
-}
+inline double unit(uint64_t key) { return (double(key >> 12) + 0.5) * 0x1p-52; }
 
-// The token with the highest score plus noise. Since -log(u) >= 1 - u, a token can only beat `highest` if 1 - u is below
-// e^(score - highest): most are out without a logarithm.
-inline int gumbel_max(const Distribution& p, uint64_t key, const int64_t* hashed) {
-  int winner = p.best;
-  double highest = with_noise(p, winner, key, hashed);
-  for (int first = 0; first < p.size; first += kNoiseAtOnce) {
-    const int n = std::min(kNoiseAtOnce, p.size - first);
+inline double gumbel(uint64_t key) { return -std::log(-std::log(unit(key))); }
+
+// The entry with the highest log-weight plus noise, `tokens` null where entry i is token i. Since -log(u) >= 1 - u, an entry
+// can only beat `highest` if 1 - u is below e^(log-weight - highest): most are out without a logarithm.
+template <class Weight, class LogWeight>
+inline int gumbel_max(const Weight* weights, const int32_t* tokens, int size, int best, LogWeight log_weight, uint64_t key,
+               const int64_t* hashed) {
+  const auto with_noise = [=](int i) {
+    return log_weight(i) + gumbel(mix(key ^ uint64_t(hashed[tokens ? tokens[i] : i])));
+  };
+  int winner = best;
+  double highest = with_noise(winner);
+  for (int first = 0; first < size; first += kNoiseAtOnce) {
+    const int n = std::min(kNoiseAtOnce, size - first);
     const double reach = std::exp(-highest) * (1 + 1e-5);  // weights are rounded
     int64_t gathered[kNoiseAtOnce];
     const int64_t* own = hashed + first;
-    if (p.tokens) {
-      for (int i = 0; i < n; ++i) gathered[i] = hashed[p.tokens[first + i]];
+    if (tokens) {
+      for (int i = 0; i < n; ++i) gathered[i] = hashed[tokens[first + i]];
       own = gathered;
     }
     uint8_t near[kNoiseAtOnce] = {};
     for (int i = 0; i < n; ++i) {
       const uint64_t noise = mix(key ^ uint64_t(own[i])) >> 12;
       const double miss = (double(int64_t(0xFFFFFFFFFFFFF - noise)) + 0.5) * 0x1p-52;  // 1 - u
-      near[i] = miss < double(p.weights[first + i]) * reach;
+      near[i] = miss < double(weights[first + i]) * reach;
     }
     for (int i = 0; i < n; ++i) {
       if (!near[i]) continue;
-      const double at = with_noise(p, first + i, key, hashed);
+      const double at = with_noise(first + i);
       if (at > highest || (at == highest && first + i < winner)) {
         highest = at;
         winner = first + i;
       }
     }
   }
-  return p.token(winner);
+  return winner;
 }
 
-// The token of row i, or why it has none.
-inline int sample(const SampleArgs& args, int i, const SampleScratch& scratch) {
-  const float* scores = args.scores + args.rows[i] * args.stride;
-  const int num_words = (args.vocab + kMaskWidth - 1) / kMaskWidth;
-  const int32_t* mask = args.masks ? args.masks + args.rows[i] * num_words : nullptr;
-  if (mask && std::all_of(mask, mask + num_words, [](int32_t word) { return word == -1; })) mask = nullptr;
-  if (args.temperature[i] == 0) return mask ? masked_argmax(scores, args.vocab, mask) : first_best(scores, args.vocab);
+inline int gumbel_max(const Distribution& p, uint64_t key, const int64_t* hashed) {
+  const auto log_weight = [p](int i) { return p.log_weight(p.scores[i]); };
+  return p.token(gumbel_max(p.weights, p.tokens, p.size, p.best, log_weight, key, hashed));
+}
+
+// What row i is drawn from; its best is why there is none, where that is negative.
+inline Distribution distribution(const SampleArgs& args, int i, const SampleScratch& scratch, const float* scores,
+                                 const int32_t* mask) {
   Distribution p;
   p.scores = mask ? scratch.scores : scores;
   p.tokens = mask ? scratch.tokens : nullptr;
@@ -236,12 +241,29 @@ inline int sample(const SampleArgs& args, int i, const SampleScratch& scratch) {
   p.candidates = scratch.candidates;
   p.temperature = args.temperature[i];
   p.best = first_best(p.scores, p.size);
-  if (p.best < 0) return p.best;
+  if (p.best < 0) return p;
   set_weights(p);
   keep_min_p(p, args.min_p[i]);
   keep_top_k(p, args.top_k[i]);
   keep_top_p(p, args.top_p[i]);
-  return gumbel_max(p, uint64_t(args.keys[i]), args.hashed);
+  return p;
+}
+
+// Null where all tokens may come.
+inline const int32_t* mask_of(const SampleArgs& args, int i) {
+  const int num_words = (args.vocab + kMaskWidth - 1) / kMaskWidth;
+  const int32_t* mask = args.masks ? args.masks + args.rows[i] * num_words : nullptr;
+  const bool is_whole = mask && std::all_of(mask, mask + num_words, [](int32_t word) { return word == -1; });
+  return is_whole ? nullptr : mask;
+}
+
+// The token of row i, or why it has none.
+inline int sample(const SampleArgs& args, int i, const SampleScratch& scratch) {
+  const float* scores = args.scores + args.rows[i] * args.stride;
+  const int32_t* mask = mask_of(args, i);
+  if (args.temperature[i] == 0) return mask ? masked_argmax(scores, args.vocab, mask) : first_best(scores, args.vocab);
+  const Distribution p = distribution(args, i, scratch, scores, mask);
+  return p.best < 0 ? p.best : gumbel_max(p, uint64_t(args.keys[i]), args.hashed);
 }
 
 inline void draw(const DrawArgs& args, int begin, int end, float* scratch) {

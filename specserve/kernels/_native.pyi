@@ -30,23 +30,23 @@ class ThreadPool:
     threads: int
     def set_pulse(self, counter: int) -> None: ...
 
-class RowSampler:
+class Verifier:
     def __init__(self, pool: ThreadPool, instruction_set: str) -> None: ...
-    def sample(
+    def verify(
         self,
         scores: int,
         stride: int,
         vocab: int,
-        count: int,
-        rows: int,
-        temperature: int,
-        min_p: int,
-        top_p: int,
-        top_k: int,
-        keys: int,
+        best: int,
         hashed: int,
         masks: int,
-        out: int,
+        starts: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        seqs: NDArray[np.int64],
+        laws: NDArray[np.float64],
+        q: list[tuple[int, int]],
+        verification: int,
+        out: NDArray[np.int64],
     ) -> None: ...
     def score(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,19 +29,45 @@ NOT_FINITE, NO_TOKEN_LEFT = -1, -2  # what stands in place of a token in a row t
 MOST_TOP_K = 16  # tokens of a row that `top_k` is asked for
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingArrays:
-    """How each of n rows is sampled: arrays [n] on the host."""
+class DraftArrays(NamedTuple):
+    """The drafts of n sequences and how they are verified: arrays on the host. A sequence has one row for what follows
+    its last token and one for what follows each node of its draft, parents before children. Few arrays, as each takes
+    as long to make as twenty numbers."""
 
-    rows: NDArray[np.int64]  # which row of the scores
-    temperature: NDArray[np.float64]  # 0: greedy
-    min_p: NDArray[np.float64]
-    top_p: NDArray[np.float64]
-    top_k: NDArray[np.int64]  # 0: all tokens
-    keys: NDArray[np.int64]  # of the noise, from sampling.noise.row_keys
+    starts: NDArray[np.int64]  # [n + 1] the first row of each, and how many rows there are
+    rows: NDArray[np.int64]  # [3, rows] see the next three
+    seqs: NDArray[np.int64]  # [3, n] seeds modulo 2^64; top_k, 0: all tokens; whether the scores are not the logits
+    laws: NDArray[np.float64]  # [3, n] temperature, 0: greedy; min_p; top_p
+    q: dict[int, Tensor]  # of sequences, float [nodes, vocab]: what nodes were drawn from; the others' are one-hot
 
-    def __getitem__(self, some: slice | list[int]) -> SamplingArrays:
-        return SamplingArrays(*(getattr(self, entry.name)[some] for entry in fields(self)))
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Of the node before each row; 0 in first rows."""
+        return np.asarray(self.rows[0])
+
+    @property
+    def parents(self) -> NDArray[np.int64]:
+        """The row that judges this node; -1 in first rows."""
+        return np.asarray(self.rows[1])
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """In prompt and output, of the token that follows the node."""
+        return np.asarray(self.rows[2])
+
+    def is_tried(self, verification: str) -> NDArray[np.bool_]:
+        """Whose nodes are accepted or rejected one by one, not compared with samples of the target, bool [n]."""
+        return np.asarray((np.diff(self.starts) > 1) & (self.laws[0] > 0) & (verification != "coupled"))
+
+
+class Verified(NamedTuple):
+    """What the target says of the drafts of n sequences: arrays on the host. A sequence emits counts[i] tokens: the
+    nodes kept, one fewer, and one more; both lie in `tokens` and `nodes` from its first row on. It emits none where
+    that row has no token, but the reason; what else is in the arrays is 0."""
+
+    tokens: NDArray[np.int64]  # [rows]; NOT_FINITE and NO_TOKEN_LEFT are reasons
+    nodes: NDArray[np.int64]  # [rows], of the draft
+    counts: NDArray[np.int64]  # [n]
 
 
 class DrawArrays(NamedTuple):
@@ -196,16 +222,20 @@ class Ops(Protocol):
         Returns int64 [n], and float32 [n] the chance of the best at that temperature, 1 where it is 0; where scores are
         not finite that is 0, and the token any of those."""
 
-    def sample(self, scores: Tensor, sampling: SamplingArrays, hashed: Tensor, masks: Ids | None) -> NDArray[np.int64]:
-        """A token for each of n rows of scores float32 [all rows, vocab], none of them NaN, among those whose bit is
-        set in masks int32 [all rows, ceil(vocab / 32)]. Where the temperature is 0 the best, of equals the lowest; else
-        temperature, min-p, top-k and top-p apply, in this order (vLLM's), and sampling.noise.sample draws from what
-        they leave by the row's key and the hashed token ids int64 [vocab]. NOT_FINITE where the highest score is
-        infinite, NO_TOKEN_LEFT where all are -inf. One caller at a time."""
+    def verify(
+        self, scores: Tensor, best: Tensor, drafts: DraftArrays, hashed: Tensor, masks: Ids | None, verification: str
+    ) -> Verified:
+        """What the target says of drafts. `verification` is of config.VERIFICATIONS: with "coupled", and of sequences
+        that are greedy or have no draft, a node stands that is the token its row chooses; with "rejection" and "block"
+        a sampled sequence's nodes are accepted or rejected with the chance that keeps the target's law, one by one or
+        by whole paths. Then one more token follows.
 
-    def probabilities(self, scores: Tensor, sampling: SamplingArrays, masks: Ids | None) -> Tensor:
-        """The distributions that `sample` draws from, float64 [n, vocab]; temperatures are above 0. Whatever the row,
-        it has no NaN."""
+        A row chooses by its scores, float32 [rows or more, vocab], among the tokens whose bit is set in masks int32
+        [rows, ceil(vocab / 32)]. Where the temperature is 0 that is the best, of equals the lowest; else temperature,
+        min-p, top-k and top-p apply, in this order (vLLM's), and sampling.noise decides by seed, position and hashed
+        token ids int64 [vocab]. `best` int64 [rows or more] is argmax(logits), of which only edited scores differ. A
+        row has no token, but NOT_FINITE, where its best is -1 or its highest score infinite; NO_TOKEN_LEFT, where all
+        are -inf. One caller at a time."""
 
     def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
         """How likely tokens int64 [n] are, each under one of `rows` int64 [n] of logits float [all rows, vocab], and

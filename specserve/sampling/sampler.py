@@ -6,18 +6,15 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.config import VERIFICATIONS
 from specserve.errors import ConfigError, unknown
-from specserve.ops import NO_TOKEN_LEFT, Ops, SamplingArrays
-from specserve.sampling import edits, noise, verify
-from specserve.sampling.edits import row_depths
+from specserve.ops import NO_TOKEN_LEFT, DraftArrays, Ops
+from specserve.sampling import edits, noise
 from specserve.sampling.inputs import SampledSeq, SamplingInput, SamplingOutput, ScoredTokens, num_logit_rows
 from specserve.sampling.logprobs import token_logprobs
-from specserve.sampling.noise import Purpose, row_keys
-from specserve.types import Failure, Ids, SamplingParams, TokenLogprobs, Verdict
+from specserve.types import Failure, Ids, TokenLogprobs, Verdict
 
 NO_TOKEN = (
     "No token may come at position {}: the grammar, allowed_token_ids, bad_words and min_tokens together forbid every "
@@ -27,28 +24,13 @@ _NOT_FINITE = (
     "The model's logits for token {} are NaN or infinite: the model or its precision cannot handle this input. Try "
     "another dtype."
 )
-_GREEDY = SamplingParams(temperature=0.0)
 _TINIEST_TEMPERATURE = 1e-300  # 0 / denormal is NaN where denormals are flushed to zero
 
 
-def sampling_arrays(
-    rows: Many[int], params: Many[SamplingParams], keys: NDArray[np.int64] | None = None
-) -> SamplingArrays:
-    """The parameters of some rows as ops want them; without keys where nothing is drawn."""
-    return SamplingArrays(
-        np.array(rows, np.int64),
-        np.array([p.temperature and max(p.temperature, _TINIEST_TEMPERATURE) for p in params], np.float64),
-        np.array([p.min_p for p in params], np.float64),
-        np.array([p.top_p for p in params], np.float64),
-        np.array([p.top_k for p in params], np.int64),
-        np.zeros(len(rows), np.int64) if keys is None else keys,
-    )
-
-
 class Sampler:
-    """Turns logits into verdicts. `verification` is "coupled", "rejection" or "block" (see `verify`); greedy sequences
-    and those without a draft come out the same in all three. Holds nothing but constants: every number it draws is a
-    hash of the sequence's seed, the position and the token (see `noise`).
+    """Turns logits into verdicts. `verification` is "coupled", "rejection" or "block", as Ops.verify says; greedy
+    sequences and those without a draft come out the same in all three. Holds nothing but constants: every number that
+    is drawn is a hash of the sequence's seed, the position and the token (see `noise`).
 
     Raises ConfigError for an unknown `verification`.
     """
@@ -83,115 +65,29 @@ class Sampler:
         vocab_size; q, where there is one, is finite, not negative and sums to 1 in each row. What follows a token that
         ends the sequence is for the caller to trim. `best` is ops.argmax(logits), where that is known.
         """
-        sampled, num_rows = asked.seqs, num_logit_rows(asked.seqs)
+        drafts = draft_arrays(asked.seqs)
+        num_rows = drafts.rows.shape[1]
         assert logits.shape[1] == self.vocab_size, "logits are not of this vocabulary"
         assert len(logits) >= num_rows, "logits are not of this batch"
         assert masks is None or masks.shape == (num_rows, -(-self.vocab_size // 32)), "masks are not of this batch"
-        scores = edited(logits, asked)
-        tokens: list[int] = (self._ops.argmax(logits) if best is None else best).tolist()
-        self._sample(tokens, scores, sampled, masks)
-        tried = [each for each in sampled if self._is_tried(each)]
-        paths = self._accept_or_reject(tokens, scores, tried, masks) if tried else {}
+        if best is None:
+            best = self._ops.argmax(logits)
+        verified = self._ops.verify(edited(logits, asked), best, drafts, self._hashed, masks, self.verification)
+        tokens, nodes = verified.tokens.tolist(), verified.nodes.tolist()
         found: list[Verdict | Failure] = []
-        for each in sampled:
-            draft = each.draft
-            own = tokens[each.logits_start : each.logits_start + len(draft) + 1]
-            if own[0] < 0:
-                found.append(
-                    Failure(NO_TOKEN.format(each.position), "no_token_left")
-                    if own[0] == NO_TOKEN_LEFT
-                    else Failure(_NOT_FINITE.format(each.position))
-                )
-                continue
-            bad = [token < 0 for token in own]
-            path = paths.get(each.logits_start)
-            if path is None:
-                path = verify.walk_coupled(draft, own, bad)
-            found.append(Verdict(*verify.make_verdict(draft, path, bad, own[verify.last_row(path)])))
-        return self._with_logprobs(logits, sampled, found)
+        for each, count in zip(asked.seqs, verified.counts.tolist(), strict=True):
+            row = each.logits_start
+            if count:
+                found.append(Verdict(tokens[row : row + count], nodes[row : row + count - 1]))
+            else:
+                found.append(_failure(tokens[row], each.position))
+        return self._with_logprobs(logits, asked.seqs, found)
 
     def score(self, logits: Tensor, asked: ScoredTokens) -> list[TokenLogprobs]:
         """How likely the model found tokens[i] under logits[i] [rows or more, vocab_size], with the k best: for
         prompts. See token_logprobs."""
         tokens, k = asked
         return token_logprobs(self._ops, logits, range(len(tokens)), tokens, [k] * len(tokens))
-
-    def _is_tried(self, each: SampledSeq) -> bool:
-        """Whether the draft is accepted or rejected node by node, rather than compared with samples of the target."""
-        return self.verification != "coupled" and each.params.temperature > 0 and len(each.draft) > 0
-
-    def _sample(self, tokens: list[int], scores: Tensor, sampled: Many[SampledSeq], masks: Ids | None) -> None:
-        """Put the token of each row, or why it has none, in place of the best by raw logits. Greedy rows mostly keep
-        it, and are searched only where it may not come; so are those of tried drafts, to see whether any token may."""
-        at: list[int] = []
-        params: list[SamplingParams] = []
-        seeds: list[int] = []
-        positions: list[int] = []
-        for each in sampled:
-            is_drawn = each.params.temperature > 0 and not self._is_tried(each)
-            is_changed = is_drawn or each.edits is not None
-            if not is_changed and masks is None:
-                continue
-            for row, depth in enumerate(row_depths(each.draft), each.logits_start):
-                best = tokens[row]
-                if best < 0 or (not is_changed and masks is not None and masks.item(row, best // 32) >> best % 32 & 1):
-                    continue
-                at.append(row)
-                params.append(each.params if is_drawn else _GREEDY)
-                seeds.append(each.seed)
-                positions.append(each.position + depth)
-        if at:
-            is_noisy = any(own is not _GREEDY for own in params)
-            keys = row_keys(seeds, positions, [Purpose.SAMPLE] * len(at)).numpy() if is_noisy else None
-            found = self._ops.sample(scores, sampling_arrays(at, params, keys), self._hashed, masks)
-            for row, token in zip(at, found.tolist(), strict=True):
-                tokens[row] = token
-
-    def _accept_or_reject(
-        self, tokens: list[int], scores: Tensor, tried: list[SampledSeq], masks: Ids | None
-    ) -> dict[int, list[int]]:
-        """The accepted path of each tried draft, by its first row of logits. The token after it is put into `tokens`: a
-        bonus from p, a replacement from what the rejected children left of it, with noise that neither their trial nor
-        their drafter has used."""
-        drafts = [each.draft for each in tried]
-        at = [each.logits_start + row for each in tried for row in range(len(each.draft) + 1)]
-        params = [each.params for each in tried for _ in range(len(each.draft) + 1)]
-        starts = [0, *np.cumsum([len(draft) + 1 for draft in drafts])[:-1].tolist()]  # in `at`
-        bad = [tokens[row] < 0 for row in at]
-        left = self._ops.probabilities(scores, sampling_arrays(at, params), masks)
-        rounds = verify.plan(drafts, starts, left.device)
-        chances = verify.judge(left, rounds, torch.tensor(bad, device=left.device), self.verification == "block")
-        accepts = (self._uniforms(tried, starts, rounds, len(at)) <= chances).tolist()
-        walk = verify.walk_block if self.verification == "block" else verify.walk_rejection
-        paths: dict[int, list[int]] = {}
-        ends: list[int] = []
-        positions: list[int] = []
-        purposes: list[Purpose] = []
-        for each, draft, start in zip(tried, drafts, starts, strict=True):
-            own = slice(start, start + len(draft) + 1)
-            path = paths[each.logits_start] = walk(draft, accepts[own], bad[own])
-            end = verify.last_row(path)
-            ends.append(start + end)
-            positions.append(each.position + len(path))
-            purposes.append(Purpose.RESAMPLE if end - 1 in draft.parents else Purpose.SAMPLE)
-        keys = row_keys([each.seed for each in tried], positions, purposes).to(left.device)
-        for end, token in zip(ends, noise.sample(left[ends].log_(), keys, self._hashed).tolist(), strict=True):
-            if not bad[end]:
-                tokens[at[end]] = token
-        return paths
-
-    def _uniforms(
-        self, tried: list[SampledSeq], starts: list[int], rounds: list[verify.Round], num_rows: int
-    ) -> Tensor:
-        """The uniform of each node at its row, keyed by the step's first position and the node's whole path. Keyed by
-        its own position and token alone, a node that `block` tried in vain would meet the same number a step later."""
-        keys = torch.zeros(num_rows, dtype=torch.int64, device=self._hashed.device)
-        first = [each.position for each in tried]
-        seeds = [each.seed for each in tried]
-        keys[starts] = row_keys(seeds, first, [Purpose.ACCEPT] * len(tried)).to(keys.device)
-        for trial in rounds:
-            keys[trial.rows] = noise.fold(keys[trial.parents], self._hashed[trial.tokens])
-        return noise.unit(keys)
 
     def _with_logprobs(
         self, logits: Tensor, sampled: Many[SampledSeq], found: list[Verdict | Failure]
@@ -211,6 +107,53 @@ class Sampler:
         for i, verdict, _, _ in asking:
             found[i] = Verdict(verdict.tokens, verdict.path, [next(entries) for _ in verdict.tokens])
         return found
+
+
+def draft_arrays(sampled: Many[SampledSeq]) -> DraftArrays:
+    """The drafts and parameters of sequences whose rows follow one another, as ops want them."""
+    starts = [0]
+    tokens: list[int] = []
+    parents: list[int] = []
+    positions: list[int] = []
+    q: dict[int, Tensor] = {}
+    for draft, _, _, position, start, _ in sampled:
+        assert start == starts[-1], "rows of sequences follow one another"
+        num_nodes = len(draft.tokens)
+        starts.append(start + num_nodes + 1)
+        tokens.append(0)
+        parents.append(-1)
+        positions.append(position)
+        if not num_nodes:
+            continue
+        tokens += draft.tokens.tolist()
+        if draft.is_chain:
+            parents += range(start, start + num_nodes)
+            positions += range(position + 1, position + num_nodes + 1)
+        else:
+            parents += (draft.parents + (start + 1)).tolist()
+            positions += (draft.depths + (position + 1)).tolist()
+        if draft.q is not None:
+            q[len(starts) - 2] = draft.q
+    params = [each.params for each in sampled]
+    own = [seed if seed < 2**63 else seed - 2**64 for _, _, seed, _, _, _ in sampled]
+    own += [p.top_k for p in params]
+    own += [edits is not None for _, _, _, _, _, edits in sampled]
+    laws = [p.temperature and max(p.temperature, _TINIEST_TEMPERATURE) for p in params]
+    laws += [p.min_p for p in params]
+    laws += [p.top_p for p in params]
+    return DraftArrays(
+        np.array(starts, np.int64),
+        np.array(tokens + parents + positions, np.int64).reshape(3, -1),
+        np.array(own, np.int64).reshape(3, -1),
+        np.array(laws, np.float64).reshape(3, -1),
+        q,
+    )
+
+
+def _failure(reason: int, position: int) -> Failure:
+    if reason == NO_TOKEN_LEFT:
+        return Failure(NO_TOKEN.format(position), "no_token_left")
+    return Failure(_NOT_FINITE.format(position))
 
 
 def edited(logits: Tensor, asked: SamplingInput) -> Tensor:

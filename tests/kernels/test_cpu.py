@@ -30,12 +30,15 @@ from torch import Tensor
 from specserve.kernels.reference import Kernels as Reference
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
-from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation, SamplingArrays
+from specserve.ops import MOST_TOP_K, AttentionRows, DrawArrays, HeadNorms, Rotation
 from specserve.ops.isa import choose_isa
 from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Output, Runner, _Computed
+from specserve.sampling.inputs import SampledSeq
 from specserve.sampling.noise import hash_tokens
+from specserve.sampling.sampler import draft_arrays
 from specserve.testing import Feed, PagedDecoder, random_weights, tiny_config, unequal_rows
+from specserve.types import Draft, SamplingParams
 
 if importlib.util.find_spec("specserve.kernels._native") is None and os.environ.get("SPECSERVE_REQUIRE_NATIVE") != "1":
     pytest.skip("Built without native kernels.", allow_module_level=True)
@@ -1215,9 +1218,10 @@ def test_threads_of_python_share_kernels(isa: str) -> None:
     weight = ops.pack(matrix)
     wanted = [alone.linear(alone.quantize_activation(rows), alone.pack(matrix)).clone() for rows in x]
     scores, hashed = torch.randn(24, 500), hash_tokens(torch.arange(500))
-    numbers = np.arange(24)
-    drawn = SamplingArrays(numbers, np.ones(24), np.zeros(24), np.ones(24), np.zeros(24, np.int64), numbers * 77)
-    sampled = alone.sample(scores, drawn, hashed, None)
+    params = SamplingParams(temperature=1.0)
+    drafts = draft_arrays([SampledSeq(Draft.empty(), params, 77 * i, 5, i, None) for i in range(24)])
+    asked = scores, scores.argmax(-1), drafts, hashed, None, "coupled"
+    sampled = alone.verify(*asked)
 
     def recorded() -> tuple[Any, Tensor, Tensor]:
         rows = returned(ops, x[0].clone())
@@ -1237,7 +1241,7 @@ def test_threads_of_python_share_kernels(isa: str) -> None:
         assert torch.equal(ops.linear(ops.quantize_activation(x[turn % 5]), weight), wanted[turn % 5])
 
     def sample(turn: int) -> None:
-        assert ops.sample(scores, drawn, hashed, None).tolist() == sampled.tolist()
+        assert ops.verify(*asked).tokens.tolist() == sampled.tokens.tolist()
 
     def profiled(turn: int) -> None:
         recording, _, found = recorded()

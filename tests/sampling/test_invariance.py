@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from specserve.kernels import reference
-from specserve.kernels._torch_sampling import filtered
+from specserve.kernels._torch_sampling import SamplingArrays, filtered, probabilities
 from specserve.sampling.inputs import SamplingInput, ScoredTokens, num_logit_rows
 from specserve.sampling.noise import Purpose, hash_tokens, row_keys, sample
-from specserve.sampling.sampler import Sampler, edited, sampling_arrays
+from specserve.sampling.sampler import Sampler, draft_arrays, edited
 from specserve.testing import sampled
 from specserve.types import Draft, Failure, Sequence, TokenLogprobs, Verdict
 
@@ -167,6 +167,13 @@ def test_a_sequence_is_judged_alike_alone_and_among_others(mode: str, vocab: int
     assert shuffled == [together[i] for i in order]
 
 
+def arrays_of(rows: SamplingInput) -> SamplingArrays:
+    """How rows without drafts are sampled."""
+    drafts = draft_arrays(rows.seqs)
+    at = np.arange(len(rows.seqs))
+    return SamplingArrays(at, *drafts.laws, drafts.seqs[1], 0 * at)
+
+
 @pytest.mark.parametrize("vocab", [3, 8, VOCAB, 1003, 4099])
 def test_every_number_of_a_row_is_its_own(vocab: int, sequence: Make) -> None:
     """Not only what comes out: laws are equal bit for bit, one row at a time and all at once."""
@@ -175,9 +182,9 @@ def test_every_number_of_a_row_is_its_own(vocab: int, sequence: Make) -> None:
     seqs = [sequence([0, 1, 2, 1], 2, i, **own | {"bad_ids": (), "stop_token_ids": []}) for i, own in enumerate(fit)]
     logits = torch.randn(len(seqs), vocab, generator=generator) * 4
     rows = sampled(seqs, [Draft.empty()] * len(seqs), [*range(len(seqs))])
-    arrays = sampling_arrays(range(len(seqs)), [seq.params for seq in seqs])
+    arrays = arrays_of(rows)
     scores = edited(logits, rows)
-    together, laws = filtered(scores, arrays), OPS.probabilities(scores, arrays, None)
+    together, laws = filtered(scores, arrays), probabilities(scores, arrays, None)
     keys = row_keys([seq.seed for seq in seqs], [4] * len(seqs), [0] * len(seqs))
     drawn = sample(together, keys, hash_tokens(torch.arange(vocab)))
     torch.set_num_threads(2)
@@ -185,13 +192,11 @@ def test_every_number_of_a_row_is_its_own(vocab: int, sequence: Make) -> None:
     torch.set_num_threads(1)
     assert torch.equal(threaded, together)
     for i, seq in enumerate(seqs):
-        own, only = (
-            edited(logits[i : i + 1], sampled([seq], [Draft.empty()], [0])),
-            sampling_arrays([0], [seq.params]),
-        )
+        one = sampled([seq], [Draft.empty()], [0])
+        own, only = edited(logits[i : i + 1], one), arrays_of(one)
         alone = filtered(own, only)
         assert torch.equal(alone[0], together[i])
-        assert torch.equal(OPS.probabilities(own, only, None)[0], laws[i])
+        assert torch.equal(probabilities(own, only, None)[0], laws[i])
         assert sample(alone, keys[i : i + 1], hash_tokens(torch.arange(vocab))).item() == drawn[i]
 
 

@@ -18,16 +18,18 @@ import pytest
 import torch
 from scipy import stats
 
-from specserve.kernels import _torch_sampling, reference
+from specserve.kernels import _torch_sampling, _torch_verify, reference
 from specserve.ops import fixed_point
-from specserve.sampling import edits, noise, sampler as sampler_file, verify
+from specserve.sampling import edits, noise, sampler as sampler_file
 from specserve.sampling.noise import Purpose, fold, hash_tokens, row_keys, sample
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.tree import Proposals
 from specserve.testing import sampled
 from specserve.types import Draft, Failure, Ids, Sequence
 
+cpu = pytest.importorskip("specserve.kernels.cpu", exc_type=ImportError)
 OPS = reference.Kernels(torch.device("cpu"), torch.float32)
+KERNELS = {"torch": OPS, "native": cpu.Kernels(torch.float32, "none", 1)}
 VOCAB, LENGTH = 4, 3  # texts of LENGTH tokens are compared
 CONTEXT = [1, 2, 0, 2]  # two of prompt, two of output
 HASHED = hash_tokens(torch.arange(VOCAB))
@@ -121,17 +123,17 @@ def _step(cell: Cell, judge: Sampler, seqs: list[Sequence], texts: list[Text]) -
     drafts = _propose(cell, seqs)
     starts = np.cumsum([0, *(len(draft) + 1 for draft in drafts)])[:-1].tolist()
     logits, masks = _inputs(cell, texts, drafts)
-    longer = []
-    for text, said in zip(texts, judge.verdicts(logits, sampled(seqs, drafts, starts), masks), strict=True):
+    longer, best = [], logits.argmax(-1)
+    for text, said in zip(texts, judge.verdicts(logits, sampled(seqs, drafts, starts), masks, best), strict=True):
         assert not isinstance(said, Failure)
         assert len(said.tokens) == len(said.path) + 1
         longer.append((*text, *said.tokens))
     return longer
 
 
-def generate(cell: Cell, sequence: Callable[..., Sequence], seeds: range) -> list[Text]:
+def generate(cell: Cell, sequence: Callable[..., Sequence], seeds: range, kernels: str = "torch") -> list[Text]:
     """The first LENGTH tokens for every seed."""
-    judge = Sampler(VOCAB, cell.mode, OPS)
+    judge = Sampler(VOCAB, cell.mode, KERNELS[kernels])
     params = sequence(CONTEXT, 2, **cell.options).params
     seqs = [Sequence("r", 0, CONTEXT[:], 2, params, seed, 99) for seed in seeds]
     texts: list[Text] = [()] * len(seeds)
@@ -194,16 +196,17 @@ CELLS = [cell for group in range(len(GROUPS)) for cell in _cells(group)]
 SEEDS_PER_CELL = 400
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("mode", "draft"), GROUPS)
 def test_every_cell_has_the_targets_law(
-    mode: str, draft: str, sequence: Callable[..., Sequence], oracle: Oracle
+    mode: str, draft: str, kernels: str, sequence: Callable[..., Sequence], oracle: Oracle
 ) -> None:
     """Each cell on its own, and all cells of a mode and draft together, which sees smaller faults than any one."""
     statistic, freedom = 0.0, 0
     for index, cell in enumerate(CELLS):
         if (cell.mode, cell.draft) == (mode, draft):
             seeds = range(index * SEEDS_PER_CELL, (index + 1) * SEEDS_PER_CELL)
-            counts = _counts(generate(cell, sequence, seeds))
+            counts = _counts(generate(cell, sequence, seeds, kernels))
             p_value, pearson, cell_freedom = compare(counts, expected_law(cell, sequence, oracle), cell)
             assert p_value > 0.001 / len(CELLS), cell
             statistic, freedom = statistic + pearson, freedom + cell_freedom
@@ -224,7 +227,7 @@ def _home(name: str) -> tuple[ModuleType, str]:
     """Where a function is looked up by its callers."""
     if name in vars(Sampler):
         return sampler_file, f"Sampler.{name}"
-    first, files = name.partition(".")[0], (sampler_file, edits, _torch_sampling, verify, noise, fixed_point)
+    first, files = name.partition(".")[0], (sampler_file, edits, _torch_sampling, _torch_verify, noise, fixed_point)
     return next(module for module in files if first in vars(module)), name
 
 
@@ -235,42 +238,47 @@ REPEATING, BRANCHING = (
     Cell("coupled", draft, False, {"frequency_penalty": -2.0, "presence_penalty": 1.0}) for draft in ("one-hot", "tree")
 )
 FAULTS: list[tuple[str, str, str, str, Cell]] = [
-    ("one uniform for all nodes", "_uniforms", "keys[trial.parents]", "keys[:1] * 0", at("rejection", "tree")),
+    ("one uniform for all nodes", "uniforms", "keys[trial.parents]", "keys[:1] * 0", at("rejection", "tree")),
     (
         "siblings share a uniform",
-        "_uniforms",
-        "noise.fold(keys[trial.parents], self._hashed[trial.tokens])",
-        "noise.fold(keys[trial.parents], self._hashed[trial.tokens * 0])",
+        "uniforms",
+        "noise.fold(keys[trial.parents], hashed[trial.tokens])",
+        "noise.fold(keys[trial.parents], hashed[trial.tokens * 0])",
         at("rejection", "tree"),
     ),
     (
         "a parent's uniform used again",
-        "_uniforms",
-        "noise.fold(keys[trial.parents], self._hashed[trial.tokens])",
+        "uniforms",
+        "noise.fold(keys[trial.parents], hashed[trial.tokens])",
         "keys[trial.parents]",
         at("rejection", "one-hot"),
     ),
-    ("a uniform of another step", "_uniforms", "each.position", "0", at("block", "one-hot")),
+    (
+        "a uniform of another step",
+        "uniforms",
+        "[drafts.starts[:-1]].tolist()",
+        "[drafts.starts[:-1]].clip(0, 0).tolist()",
+        at("block", "one-hot"),
+    ),
     (
         "a node's uniform keyed by its own position and token alone",
-        "_uniforms",
-        "keys[trial.rows] = noise.fold(keys[trial.parents], self._hashed[trial.tokens])",
+        "uniforms",
+        "keys[trial.rows] = noise.fold(keys[trial.parents], hashed[trial.tokens])",
         "\n".join(
             (
                 "origin = torch.zeros_like(keys) if trial is rounds[0] else origin",
-                "        origin[starts] = torch.arange(len(starts))",
-                "        place = torch.zeros_like(keys) if trial is rounds[0] else place",
-                "        place[starts] = torch.tensor(first) - 1",
-                "        origin[trial.rows], place[trial.rows] = origin[trial.parents], place[trial.parents] + 1",
-                "        own = [tried[i].seed for i in origin[trial.rows].tolist()]",
-                "        own = row_keys(own, place[trial.rows].tolist(), [Purpose.ACCEPT] * len(own))",
-                "        keys[trial.rows] = noise.fold(own, self._hashed[trial.tokens])",
+                "        origin[drafts.starts[:-1]] = torch.arange(len(seeds))",
+                "        own = [seeds[i] for i in origin[trial.parents].tolist()]",
+                "        origin[trial.rows] = origin[trial.parents]",
+                "        place = drafts.positions[trial.parents].tolist()",
+                "        own = noise.row_keys(own, place, [Purpose.ACCEPT] * len(own))",
+                "        keys[trial.rows] = noise.fold(own, hashed[trial.tokens])",
             )
         ),
         Cell("block", "one-hot", False, {"logit_bias": {2: 1.0}}),
     ),
-    ("accepting above the chance", "_accept_or_reject", "<= chances", ">= chances", at("rejection", "dense")),
-    ("accepting at even odds", "_accept_or_reject", "<= chances", "<= chances * 0 + 0.5", at("block", "dense")),
+    ("accepting above the chance", "_accept_or_reject", "<= judge(", ">= judge(", at("rejection", "dense")),
+    ("accepting at even odds", "_accept_or_reject", "<= judge(", "<= 0.5 + 0 * judge(", at("block", "dense")),
     (
         "recovery with the drafter's noise",
         "_accept_or_reject",
@@ -278,40 +286,46 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
         "Purpose.DRAFT",
         Cell("rejection", "dense", False, {"logit_bias": {1: 1.0}}),
     ),
-    ("recovery from the root", "_accept_or_reject", "left[ends]", "left[starts]", at("rejection", "one-hot")),
+    ("recovery from the root", "_accept_or_reject", "left[end]", "left[part.first_rows]", at("rejection", "one-hot")),
     (
         "recovery with one position for all",
         "_accept_or_reject",
-        "each.position + len(path)",
-        "0",
+        "keys[end]",
+        "keys[part.first_rows * 0]",
         at("rejection", "one-hot"),
     ),
     (
         "judged without a mask",
         "_accept_or_reject",
-        "sampling_arrays(at, params), masks",
-        "sampling_arrays(at, params), None",
+        "drafts.laws[0, part.owners]), masks)",
+        "drafts.laws[0, part.owners]), None)",
         Cell("rejection", "dense", True, {}),
     ),
     (
         "judged before it is edited",
         "verdicts",
-        "self._accept_or_reject(tokens, scores",
-        "self._accept_or_reject(tokens, logits",
+        "verify(edited(logits, asked)",
+        "verify(logits",
         Cell("rejection", "dense", False, PENALISED),
     ),
-    ("sampled before it is edited", "verdicts", "self._sample(tokens, scores", "self._sample(tokens, logits", ENVELOPE),
-    ("sampled without a mask", "_sample", "self._hashed, masks", "self._hashed, None", ENVELOPE),
-    ("all of a text with one position", "_sample", "+ depth)", ")", at("coupled", "one-hot")),
-    ("seed left out", "_sample", "(each.seed)", "(0)", at("coupled", "none")),
+    ("sampled before it is edited", "verdicts", "verify(edited(logits, asked)", "verify(logits", ENVELOPE),
+    ("sampled without a mask", "_choose", "hashed, masks)", "hashed, None)", ENVELOPE),
+    (
+        "all of a text with one position",
+        "_keys",
+        "positions.tolist()",
+        "positions.clip(0, 0).tolist()",
+        at("coupled", "one-hot"),
+    ),
+    ("seed left out", "_keys", "part.owners]", "part.owners * 0]", at("coupled", "none")),
     (
         "rows of another sequence",
-        "_accept_or_reject",
-        "cumsum([len(draft) + 1",
-        "cumsum([len(draft)",
+        "_sampling_arrays",
+        "(part.at[rows]",
+        "(part.at[rows - 1]",
         at("block", "dense"),
     ),
-    ("extra token of the wrong row", "last_row", "path[-1] + 1", "path[-1]", at("coupled", "one-hot")),
+    ("extra token of the wrong row", "emitted", "= tokens[end]\n", "= tokens[first]\n", at("coupled", "one-hot")),
     ("residual of another law", "_subtract", "trial.q).clamp_(min=0.0)", "trial.q * 0)", at("rejection", "dense")),
     ("mask at the root alone", "_masked", "masks[rows]", "masks[rows * 0]", ENVELOPE),
     ("mask of another bit order", "_masked", 'bitorder="little"', 'bitorder="big"', ENVELOPE),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from specserve.config import VERIFICATIONS
 from specserve.kernels import reference
-from specserve.ops import NO_TOKEN_LEFT, NOT_FINITE, SamplingArrays
+from specserve.ops import NO_TOKEN_LEFT, NOT_FINITE, DraftArrays, Ops
 from specserve.ops.isa import choose_isa
-from specserve.sampling.inputs import num_logit_rows
-from specserve.sampling.noise import hash_tokens, row_keys
-from specserve.sampling.sampler import Sampler, sampling_arrays
+from specserve.sampling.inputs import SampledSeq
+from specserve.sampling.noise import hash_tokens
+from specserve.sampling.sampler import Sampler, draft_arrays, edited
 from specserve.testing import sampled
 from specserve.types import Draft, Ids, SamplingParams, Sequence
 
@@ -37,17 +38,11 @@ filters = st.fixed_dictionaries(
 
 sequences = st.fixed_dictionaries(
     {
-        "filters": st.one_of(st.just({"temperature": 0.0}), filters),
-        "draft": st.sampled_from([0, 1, 2]),
+        "filters": st.one_of(st.just({"temperature": 0.0}), filters, st.just({"repetition_penalty": 1.7})),
         "share": st.sampled_from([None, None, 0.0, 0.05, 0.5]),
         "broken": st.sampled_from([None, None, None, torch.nan, torch.inf]),
     }
 )
-DRAFTS = [
-    Draft.empty(),
-    Draft.chain([3, 7]),
-    Draft(np.array([3, 9, 11], np.int32), np.array([-1, -1, 0], np.int32)),
-]
 
 
 def examples(n: int) -> settings:
@@ -55,19 +50,29 @@ def examples(n: int) -> settings:
     return settings(max_examples=min(n, settings().max_examples))
 
 
-def arrays(params: list[SamplingParams], rows: list[int] | None = None) -> SamplingArrays:
-    """For rows seeded by their index."""
-    keys = row_keys(list(range(len(params))), [5] * len(params), [0] * len(params))
-    return sampling_arrays(range(len(params)) if rows is None else rows, params, keys.numpy())
+def arrays(params: list[SamplingParams]) -> DraftArrays:
+    """For rows seeded by their index, none of which may keep the best by raw logits unseen."""
+    drafts = draft_arrays([SampledSeq(Draft.empty(), own, row, 5, row, None) for row, own in enumerate(params)])
+    drafts.seqs[2] = True
+    return drafts
+
+
+def sample(ops: Ops, scores: Tensor, drafts: DraftArrays, masks: Ids | None) -> Ids:
+    """The token of each row, or why it has none."""
+    best, hashed = torch.zeros(len(scores), dtype=torch.int64), hash_tokens(torch.arange(scores.shape[1]))
+    found = ops.verify(scores, best, drafts, hashed, masks, "coupled")
+    assert found.counts.tolist() == (found.tokens >= 0).tolist()
+    assert not found.nodes.any()
+    return found.tokens
 
 
 def check(isa: str, scores: Tensor, params: list[SamplingParams], masks: Ids | None = None) -> list[int]:
     """The tokens that the native kernels and torch agree on, by a mask and by scores that it has been applied to."""
-    sampling, hashed = arrays(params), hash_tokens(torch.arange(scores.shape[1]))
+    drafts = arrays(params)
     masked = scores if masks is None else scores.masked_fill(~bits(masks, scores.shape[1]), -torch.inf)
-    wanted = OPS.sample(masked, sampling, hashed, None).tolist()
-    assert OPS.sample(scores, sampling, hashed, masks).tolist() == wanted
-    assert KERNELS[isa].sample(scores, sampling, hashed, masks).tolist() == wanted
+    wanted = sample(OPS, masked, drafts, None).tolist()
+    assert sample(OPS, scores, drafts, masks).tolist() == wanted
+    assert sample(KERNELS[isa], scores, drafts, masks).tolist() == wanted
     return wanted
 
 
@@ -133,44 +138,79 @@ def test_a_row_samples_the_same_whether_scores_or_a_mask_rule_tokens_out(isa: st
     scores = torch.from_numpy(rng.normal(0, 6, (count, vocab)).astype(np.float32))
     masks = random_masks(count, vocab, 0.7, rng)
     masked = scores.masked_fill(~bits(masks, vocab), -torch.inf)
-    sampling, hashed = arrays([SamplingParams(temperature=1.0)] * count), hash_tokens(torch.arange(vocab))
-    unfiltered = KERNELS[isa].sample(scores, sampling, hashed, masks)
+    drafts = arrays([SamplingParams(temperature=1.0)] * count)
+    unfiltered = sample(KERNELS[isa], scores, drafts, masks)
     assert len(np.unique(unfiltered)) > 100, "sampled from all over the vocabulary"
     low, high = np.zeros(count), np.ones(count)
     for _ in range(60):
-        sampling = replace(sampling, top_p=(low + high) / 2)
-        by_mask = KERNELS[isa].sample(scores, sampling, hashed, masks)
-        assert np.array_equal(by_mask, KERNELS[isa].sample(masked, sampling, hashed, None))
+        top_p = drafts.laws[2] = (low + high) / 2
+        by_mask = sample(KERNELS[isa], scores, drafts, masks)
+        assert np.array_equal(by_mask, sample(KERNELS[isa], masked, drafts, None))
         inside = by_mask == unfiltered
-        low, high = np.where(inside, low, sampling.top_p), np.where(inside, sampling.top_p, high)
+        low, high = np.where(inside, low, top_p), np.where(inside, top_p, high)
 
 
+@st.composite
+def drafts_of(draw: st.DrawFn, vocab: int) -> Draft:
+    """None, a chain or a tree of likely and unlikely tokens, one-hot or drawn from anything, even where that is not
+    what it says."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    is_chain = draw(st.booleans())
+    for node in range(draw(st.integers(0, 6))):
+        parent = node - 1 if is_chain else draw(st.integers(-1, node - 1))
+        elders = {token for token, other in zip(tokens, parents, strict=True) if other == parent}
+        parents.append(parent)
+        tokens.append(draw(st.sampled_from(sorted({*range(8)} - elders))))
+    nodes = np.array(tokens, np.int32), np.array(parents, np.int32)
+    kind = draw(st.sampled_from([None, None, torch.float32, torch.float64]))
+    if kind is None or not tokens:
+        return Draft(*nodes)
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    q = random.dirichlet(np.full(vocab, 0.3), len(tokens)) * 0.5
+    q[np.arange(len(tokens)), tokens] += 0.5
+    return Draft(*nodes, torch.tensor(q).to(kind))
+
+
+@pytest.mark.parametrize("verification", VERIFICATIONS)
 @pytest.mark.parametrize("isa", KERNELS)
-@examples(40)
+@examples(60)
 @given(data=st.data())
-def test_a_batch_of_all_kinds_is_judged_the_same_by_native_kernels_and_torch(
-    isa: str, sequence: Callable[..., Sequence], data: st.DataObject
+def test_drafts_are_verified_alike_by_native_kernels_and_torch(
+    isa: str, verification: str, sequence: Callable[..., Sequence], data: st.DataObject
 ) -> None:
     """Greedy and sampled, free and constrained, with chains and trees of drafts, broken rows and rows in which nothing
-    may come: the same verdicts and failures."""
+    may come: every number of the result, alone and among others."""
     vocab, asked = 70, data.draw(st.lists(sequences, min_size=1, max_size=6))
-    seqs = [sequence([i, 5, 8], 2, 100 + i, **each["filters"]) for i, each in enumerate(asked)]
-    drafts = [DRAFTS[each["draft"]] for each in asked]
+    drafts = [data.draw(drafts_of(vocab)) for _ in asked]
+    seqs = [sequence([i, 5, 8], 2, 2**63 * (i % 2) + i, **each["filters"]) for i, each in enumerate(asked)]
     starts = np.cumsum([0, *(len(draft) + 1 for draft in drafts)]).tolist()
     rows = sampled(seqs, drafts, starts[:-1])
     generator, rng = torch.Generator().manual_seed(data.draw(st.integers(0, 999))), np.random.default_rng(1)
-    logits = (torch.randn(num_logit_rows(rows.seqs), vocab, generator=generator) * 4).round() / 2
-    masks = np.full((num_logit_rows(rows.seqs), 3), -1, np.int32)
+    logits = (torch.randn(starts[-1], vocab, generator=generator) * 4).round() / 2
+    logits[:, :8] += data.draw(st.sampled_from([0, 3]))
+    masks = np.full((starts[-1], 3), -1, np.int32)
     for start, end, each in zip(starts, starts[1:], asked, strict=False):
         if each["share"] is not None:
             masks[start:end] = random_masks(end - start, vocab, each["share"], rng)
         if each["broken"] is not None:
             logits[end - 1, 3] = each["broken"]
     best = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
-    native, torchs = (Sampler(vocab, "coupled", ops).verdicts for ops in (KERNELS[isa], OPS))
-    wanted = torchs(logits, rows, masks)
-    assert torchs(logits, rows, masks, best) == wanted
-    assert native(logits, rows, masks, best) == wanted
+    given_masks = data.draw(st.sampled_from([None, masks]))
+    scores, hashed = edited(logits, rows), hash_tokens(torch.arange(vocab))
+    wanted, found = (
+        ops.verify(scores, best, draft_arrays(rows.seqs), hashed, given_masks, verification)
+        for ops in (OPS, KERNELS[isa])
+    )
+    for one, other in zip(wanted, found, strict=True):
+        assert one.tolist() == other.tolist()
+    native = Sampler(vocab, verification, KERNELS[isa])
+    together = native.verdicts(logits, rows, given_masks, best)
+    assert Sampler(vocab, verification, OPS).verdicts(logits, rows, given_masks) == together
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
+        own = None if given_masks is None else given_masks[start:end]
+        alone = sampled(seqs[i : i + 1], drafts[i : i + 1], [0])
+        assert native.verdicts(logits[start:end], alone, own, best[start:end]) == [together[i]]
 
 
 @pytest.mark.parametrize("isa", KERNELS)
@@ -195,14 +235,13 @@ def test_a_row_without_a_best_token_says_why_and_spoils_no_other(isa: str, bad: 
 
 @pytest.mark.parametrize("isa", KERNELS)
 def test_rows_are_sampled_wherever_they_lie(isa: str) -> None:
-    """Row indices pick rows of a wider tensor, whose rows may be padded; their masks are picked with them."""
-    wide, rows = torch.randn(10, 128), [7, 2, 9]
-    scores, params = wide[:, :100], [SamplingParams(temperature=1.0), SamplingParams(), SamplingParams(temperature=0.0)]
-    masks, hashed = random_masks(10, 100, 0.5, np.random.default_rng(0)), hash_tokens(torch.arange(100))
-    for some, own in ((None, None), (masks, masks[rows])):
-        got = KERNELS[isa].sample(scores, arrays(params, rows), hashed, some).tolist()
-        assert got == check(isa, scores[rows].contiguous(), params, own)
-        assert got == OPS.sample(scores, arrays(params, rows), hashed, some).tolist()
+    """In a wider tensor, whose rows may be padded, with more rows after them."""
+    scores = torch.randn(10, 128)[:, :100]
+    params = [SamplingParams(temperature=1.0), SamplingParams(), SamplingParams(temperature=0.0)]
+    for masks in (None, random_masks(3, 100, 0.5, np.random.default_rng(0))):
+        wanted = check(isa, scores[:3].contiguous(), params, masks)
+        for ops in (KERNELS[isa], OPS):
+            assert sample(ops, scores, arrays(params), masks).tolist() == wanted
 
 
 @pytest.mark.parametrize("isa", KERNELS)
@@ -227,6 +266,6 @@ def test_the_best_of_those_that_may_come(isa: str, data: st.DataObject) -> None:
         wanted.append(max(may_come, key=lambda token: scores[row, token], default=NO_TOKEN_LEFT))
     if infinite:
         wanted[1] = NOT_FINITE
-    greedy, hashed = arrays([SamplingParams(temperature=0.0)] * 3), hash_tokens(torch.arange(vocab))
+    greedy = arrays([SamplingParams(temperature=0.0)] * 3)
     for ops in (KERNELS[isa], OPS):
-        assert ops.sample(torch.from_numpy(scores)[:, :vocab], greedy, hashed, masks).tolist() == wanted
+        assert sample(ops, torch.from_numpy(scores)[:, :vocab], greedy, masks).tolist() == wanted

@@ -14,12 +14,13 @@ from hypothesis import given, settings, strategies as st
 
 from specserve.errors import ConfigError
 from specserve.kernels import _torch_sampling, reference
+from specserve.kernels._torch_sampling import SamplingArrays
 from specserve.ops import NO_TOKEN_LEFT
 from specserve.ops.fixed_point import row_total
 from specserve.sampling import bad_words, edits
 from specserve.sampling.edits import row_depths
-from specserve.sampling.inputs import SamplingInput
-from specserve.sampling.sampler import Sampler, edited, sampling_arrays
+from specserve.sampling.inputs import SampledSeq, SamplingInput
+from specserve.sampling.sampler import Sampler, draft_arrays, edited
 from specserve.testing import sampled
 from specserve.types import Draft, Failure, Ids, SamplingParams, Sequence, Verdict
 
@@ -71,12 +72,19 @@ def _words(allowed: list[list[bool]]) -> Ids:
     return np.packbits(rows, axis=1, bitorder="little").view(np.int32)
 
 
+def _arrays(params: list[SamplingParams]) -> SamplingArrays:
+    """How rows are sampled that are so many."""
+    drafts = draft_arrays([SampledSeq(Draft.empty(), own, 0, 0, row, None) for row, own in enumerate(params)])
+    at = np.arange(len(params))
+    return SamplingArrays(at, *drafts.laws, drafts.seqs[1], 0 * at)
+
+
 def _filtered(scores: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    return _torch_sampling.filtered(scores, sampling_arrays(range(len(scores)), params))
+    return _torch_sampling.filtered(scores, _arrays(params))
 
 
 def _probabilities(scores: torch.Tensor, params: list[SamplingParams], masks: Ids | None = None) -> torch.Tensor:
-    return OPS.probabilities(scores, sampling_arrays(range(len(scores)), params), masks)
+    return _torch_sampling.probabilities(scores, _arrays(params), masks)
 
 
 def _path(draft: Draft, row: int) -> list[int]:
@@ -99,8 +107,7 @@ def test_the_law_of_every_row_is_the_oracles(
     scores = edited(raw, sampled([seq], [draft], [0]))
     assert torch.equal(raw, before), "the caller's logits were changed"
     hashed = torch.zeros(VOCAB, dtype=torch.int64)
-    greedy = sampling_arrays(range(len(scores)), [SamplingParams(temperature=0.0)] * len(scores))
-    best = OPS.sample(scores, greedy, hashed, masks)
+    best = _torch_sampling.sample(scores, _arrays([SamplingParams(temperature=0.0)] * len(scores)), hashed, masks)
     laws = _probabilities(scores, [seq.params] * len(scores), masks) if seq.params.temperature else None
     for row in range(len(scores)):
         expected = oracle(logits[row], seq, _path(draft, row), allowed[row] if allowed else None)

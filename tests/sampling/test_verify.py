@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from specserve.sampling import verify
+from specserve.kernels import _torch_verify as verify
+from specserve.ops import DraftArrays
+from specserve.sampling.inputs import SampledSeq
+from specserve.sampling.sampler import draft_arrays
 from specserve.speculation import grammar
 from specserve.speculation.tree import Proposals
 from specserve.types import Draft, SamplingParams, Sequence
@@ -41,6 +44,7 @@ TREES = {
     "ladder": [-1, 0, -1, 1],
 }
 SHAPES = CHAINS | TREES
+NEVER = 99  # no token of these vocabularies
 
 
 @dataclass(frozen=True)
@@ -116,29 +120,64 @@ def outcomes(case: Case, draft: Draft) -> Iterator[tuple[tuple[int, ...], float]
         yield from _tried_outcomes(draft, laws, bad, case.mode == "block")
 
 
+def arrays_of(drafts: list[Draft]) -> DraftArrays:
+    starts = np.cumsum([0, *(len(draft) + 1 for draft in drafts)]).tolist()
+    pairs = zip(drafts, starts, strict=False)
+    return draft_arrays([SampledSeq(draft, SamplingParams(), 0, 5, start, None) for draft, start in pairs])
+
+
+def rounds_of(*drafts: Draft) -> list[verify.Round]:
+    return verify.plan(arrays_of([*drafts]), torch.device("cpu"))
+
+
+def said(
+    draft: Draft, accepts: np.ndarray, chosen: np.ndarray, block: bool = False
+) -> list[tuple[tuple[int, ...], list[int]]]:
+    """What is emitted and kept of a draft, once for each row of accepts bool [n, rows] and chosen int64 [n, rows], the
+    rows' tokens, which are negative where a row is bad."""
+    copies = Draft(draft.tokens, draft.parents)
+    arrays, bad = arrays_of([copies] * len(accepts)), torch.from_numpy(chosen.reshape(-1) < 0)
+    rounds = verify.plan(arrays, bad.device)
+    first = torch.from_numpy(arrays.starts[:-1])
+    owners = torch.arange(len(accepts)).repeat_interleave(len(draft) + 1)
+    given = torch.from_numpy(accepts.reshape(-1)), bad, first, owners
+    end = verify.first_accepted(arrays, rounds, *given) if block else verify.descend(rounds, *given)
+    found = verify.emitted(arrays, end, torch.from_numpy(chosen.reshape(-1)))
+    tokens, nodes, counts = (each.tolist() for each in found.split([len(bad), len(bad), len(accepts)]))
+    return [
+        (tuple(tokens[start : start + count]), nodes[start : start + count - 1])
+        for start, count in zip(first.tolist(), counts, strict=True)
+    ]
+
+
 def _coupled_outcomes(draft: Draft, laws: np.ndarray, bad: list[bool]) -> Iterator[tuple[tuple[int, ...], float]]:
     """Gumbel noise decides which token wins in each row; one row per position is visited, so rows are independent."""
     possible = [[(token, p) for token, p in enumerate(law) if p > 0] for law in laws.tolist()]
-    for each in itertools.product(*possible):
-        winners, probability = [token for token, _ in each], math.prod(p for _, p in each)
-        path = verify.walk_coupled(draft, winners, bad)
-        yield tuple(verify.make_verdict(draft, path, bad, winners[verify.last_row(path)])[0]), probability
+    each = [*itertools.product(*possible)]
+    winners = np.array([[token for token, _ in one] for one in each])
+    accepts = winners[:, [0, *(draft.parents + 1)]] == np.array([-1, *draft.tokens])
+    for (tokens, _), one in zip(said(draft, accepts, np.where(bad, -1, winners)), each, strict=True):
+        yield tokens, math.prod(p for _, p in one)
 
 
 def _tried_outcomes(
     draft: Draft, laws: torch.Tensor, bad: list[bool], block: bool
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    rounds = verify.plan([draft], [0], torch.device("cpu"))
+    rounds = rounds_of(draft)
     chances = verify.judge(laws, rounds, torch.tensor(bad), block).clamp(0, 1).tolist()  # P(uniform <= chance)
-    walk = verify.walk_block if block else verify.walk_rejection
-    for stands in itertools.product((False, True), repeat=len(draft)):
-        probability = np.prod([chances[i + 1] if s else 1 - chances[i + 1] for i, s in enumerate(stands)])
+    stands = np.array([*itertools.product((False, True), repeat=len(draft))], np.bool_)
+    accepts = np.concatenate([np.ones((len(stands), 1), np.bool_), stands], 1)
+    probabilities = np.where(stands, chances[1:], 1 - np.array(chances[1:])).prod(1)
+    chosen = np.where(bad, -1, np.full((len(stands), len(bad)), NEVER))
+    for (tokens, path), probability in zip(said(draft, accepts, chosen, block), probabilities, strict=True):
         if probability == 0:
             continue
-        path = walk(draft, [True, *stands], bad)
-        for extra, p in enumerate(laws[verify.last_row(path)].tolist()):
+        if tokens[-1] != NEVER:  # it ends on a bad row
+            yield tokens, float(probability)
+            continue
+        for extra, p in enumerate(laws[path[-1] + 1 if path else 0].tolist()):
             if p > 0:
-                yield tuple(verify.make_verdict(draft, path, bad, extra)[0]), float(probability * p)
+                yield (*tokens[:-1], extra), float(probability * p)
 
 
 def target_law(case: Case, given: tuple[int, ...] = ()) -> np.ndarray:
@@ -258,7 +297,7 @@ class PossibleState:
 def _guided(case: Case) -> Case:
     seq = Sequence("", 0, [0], 1, SamplingParams(), 0, 99)
     seq.grammar = PossibleState(case.target)  # type: ignore[assignment]
-    return replace(case, shorten=lambda draft: grammar.guide(seq, draft, len(draft)))
+    return replace(case, shorten=lambda draft: grammar.constrain(seq, draft, len(draft)))
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["one-hot", "dense"])
@@ -343,13 +382,13 @@ def test_a_token_the_target_cannot_say_never_stands() -> None:
         laws = torch.tensor([[0.0, 0.4, 0.6], [0.3, 0.3, 0.4]], dtype=torch.float64)
         draft = Draft.chain([0], q)
         for block in (False, True):
-            rounds = verify.plan([draft], [0], torch.device("cpu"))
+            rounds = rounds_of(draft)
             assert verify.judge(laws.clone(), rounds, torch.zeros(2, dtype=torch.bool), block)[1] == 0
 
 
 def test_a_float32_q_counts_as_normalised() -> None:
     q = torch.rand(1, 5000, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    (trial,) = verify.plan([Draft.chain([3], q)], [0], torch.device("cpu"))
+    (trial,) = rounds_of(Draft.chain([3], q))
     assert trial.q is not None
     assert abs(trial.q.sum().item() - 1) < 1e-12
     laws = torch.cat([q, q]).double()
@@ -371,29 +410,36 @@ def test_a_draft_is_judged_alike_alone_and_among_others(block: bool) -> None:
     laws = torch.tensor(random.dirichlet(np.ones(37), starts[-1]))
     bad = torch.zeros(len(laws), dtype=torch.bool)
     together = laws.clone()
-    chances = verify.judge(together, verify.plan(drafts, starts[:-1], laws.device), bad, block)
+    chances = verify.judge(together, rounds_of(*drafts), bad, block)
     for draft, first, end in zip(drafts, starts, starts[1:], strict=False):
         alone = laws[first:end].clone()
-        own = verify.judge(alone, verify.plan([draft], [0], laws.device), bad[first:end], block)
+        own = verify.judge(alone, rounds_of(draft), bad[first:end], block)
         assert torch.equal(own, chances[first:end])
         assert torch.equal(alone, together[first:end])
 
 
 def test_siblings_are_tried_in_order_and_children_first() -> None:
     draft = Draft(np.arange(6, dtype=np.int32), np.array([-1, -1, 0, 0, 1, 2], np.int32))
-    good = [False] * 7
-    assert verify._leaves_first(draft, good) == [5, 2, 3, 0, 4, 1]
-    assert verify.walk_block(draft, [False, True, True, False, True, True, False], good) == [0, 3]
-    assert verify.walk_rejection(draft, [False, False, True, True, True, True, True], good) == [1, 4]
-    assert verify.walk_coupled(draft, [1, 9, 4, 9, 9, 7, 9], good) == [1, 4]
-    assert verify._leaves_first(draft, [True, *good[1:]]) == []
+    assert verify.youngest_first(arrays_of([draft])).tolist() == [0, 2, 5, 1, 4, 3, 6]
+
+    def path(accepted: set[int], block: bool, bad: int = -1) -> list[int]:
+        chosen = np.where(np.arange(7) == bad, -1, 9)[None]
+        return said(draft, np.array([[row - 1 in accepted for row in range(7)]]), chosen, block)[0][1]
+
+    assert path({0, 1, 3, 4}, block=True) == [0, 3]
+    assert path({1, 2, 3, 4, 5}, block=False) == [1, 4]
+    assert path({4}, block=True) == [1, 4]
+    assert path({0, 4}, block=True) == [0]
+    assert path({0, 1, 2, 3, 4, 5}, block=True, bad=1) == [], "node 0 stands, unkept"
+    assert path({0, 2, 5}, block=True, bad=3) == [0], "node 2 stands, unkept"
+    assert path({0, 2, 5}, block=False, bad=3) == [0]
 
 
 def test_a_thousand_deep_chain_is_walked() -> None:
     draft = Draft.chain([0] * 1024)
-    stands = [True] * 1025
-    assert verify.walk_block(draft, stands, [False] * 1025) == list(range(1024))
-    assert verify.walk_rejection(draft, stands, [False] * 1025) == list(range(1024))
+    for block in (False, True):
+        ((_, path),) = said(draft, np.ones((1, 1025), np.bool_), np.zeros((1, 1025), np.int64), block)
+        assert path == list(range(1024))
 
 
 FAULTS = [
@@ -411,21 +457,22 @@ FAULTS = [
     ("_subtract", "wanted.sub_(trial.q).clamp_(min=0.0)", "wanted", "dense q not subtracted"),
     ("_subtract", "wanted.scatter_(1, trial.tokens[:, None], 0.0)", "pass", "rejected token left in p"),
     ("_subtract", ".clamp_(min=0.0)", ".abs_()", "|p - q| for max(p - q, 0)"),
-    ("_round", "starts[i] + 1 + int(drafts[i].parents[j])", "starts[i] + j", "wrong parent row"),
-    ("_round", "int(drafts[i].tokens[j])", "int(drafts[i].tokens[0])", "wrong node's token"),
-    ("_round", "q[j].to", "q[0].to", "wrong node's q"),
-    ("plan", "(depths[node], place, draft.q", "(depths[node], -place, draft.q", "siblings judged in reverse"),
-    ("_descend", "row = node + 1", "row = len(bad) - 1", "wrong row after an acceptance"),
-    ("_descend", "not bad[row]", "True", "bad rows judge"),
-    ("_leaves_first", "order[::-1]", "order", "parents tried before children"),
-    ("_leaves_first", "if not bad[node + 1]", "if True", "nodes below a bad row tried"),
-    ("walk_rejection", "accepts[node + 1]", "not accepts[node + 1]", "comparison the wrong way round"),
-    ("walk_rejection", "accepts[node + 1]", "accepts[node]", "trial of another node"),
-    ("walk_block", "accepts[node + 1]", "not accepts[node + 1]", "comparison the wrong way round in block"),
-    ("walk_coupled", "sampled[row]", "sampled[0]", "compared with the root's sample"),
-    ("walk_coupled", "sampled[row]", "sampled[-1]", "compared with the last row's sample"),
-    ("last_row", "path[-1] + 1", "path[-1]", "extra token from the wrong row"),
-    ("make_verdict", "if not bad[last_row(path)]", "if True", "a bad row's token emitted"),
+    ("_round", "[drafts.parents[rows], rows", "[rows - 1, rows", "wrong parent row"),
+    ("_round", "drafts.tokens[rows]", "drafts.tokens[rows * 0 + 1]", "wrong node's token"),
+    ("_round", "[row - drafts.starts[i] - 1]", "[0]", "wrong node's q"),
+    ("plan", "(depth, place, index in", "(depth, -place, index in", "siblings judged in reverse"),
+    ("descend", "stands[trial.rows] = taken", "stands[trial.rows] = accepts[trial.rows]", "a rejected node's child"),
+    ("descend", "is_done = bad.clone()", "is_done = torch.zeros_like(bad)", "bad rows judge"),
+    ("descend", "is_done[trial.parents] |= taken", "pass", "a younger sibling stands too"),
+    ("descend", "& accepts[", "& ~accepts[", "comparison the wrong way round"),
+    ("descend", "accepts[trial.rows]", "accepts[trial.parents]", "trial of another node"),
+    ("youngest_first", "ahead.pop()", "ahead.pop(0)", "the oldest child first"),
+    ("youngest_first", "return np.array(order", "return np.array(sorted(order)", "parents tried before children"),
+    ("first_accepted", "& ~bad[trial.parents]", "", "nodes below a bad row tried"),
+    ("first_accepted", "exists & accepts", "exists & ~accepts", "comparison the wrong way round in block"),
+    ("emitted", "tokens[end]\n    nodes", "tokens[first]\n    nodes", "extra token from the wrong row"),
+    ("emitted", "depths + ~is_bad", "depths + 1", "a bad row's token emitted"),
+    ("emitted", "= own[row]", "= own[end]", "one node's token for all"),
 ]
 
 
