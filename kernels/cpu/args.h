@@ -267,8 +267,8 @@ struct Kernels {
   void (*softcap)(float* x, int width, float cap, int begin, int end);
   int (*sample)(const SampleArgs&, int row, const SampleScratch&);
   void (*probabilities)(const SampleArgs&, int row, const SampleScratch&, double* p);
-  double (*reject)(double* p, int vocab, double weight, int token, const double* q);
-  void (*normalise)(const double* q, int vocab, double* out);
+  double (*total)(const double* x, int n);  // of numbers from 0 on, at most 2 together
+  double (*reject)(double* p, int vocab, double weight, int token, const double* q, double q_total);
   int (*sample_from)(const double* p, int vocab, uint64_t key, const int64_t* hashed);
   void (*score)(const ScoreArgs&, int begin, int end);
   void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);

@@ -35,16 +35,13 @@ inline void probabilities(const SampleArgs& args, int i, const SampleScratch& sc
   for (int j = 0; j < args.vocab; ++j) p[j] /= total;
 }
 
-inline void normalise(const double* q, int vocab, double* out) {
-  const double total = fixed_total(q, vocab, 2);
-  for (int i = 0; i < vocab; ++i) out[i] = q[i] / total;
-}
+inline double total(const double* x, int n) { return fixed_total(x, n, 2); }
 
-// Makes of p what is left of weight * p once a token drawn from q (null: this token alone) is rejected, and returns how much
-// that was. Nothing left means that it could not fail (p = q): should rounding get here, p stays as it was.
-inline double reject(double* p, int vocab, double weight, int token, const double* q) {
-  const auto left = [&](int i) {
-    const double wanted = weight * p[i] - (q ? q[i] : 0.0);
+// Makes of p what is left of weight * p once a token drawn from q / q_total (q null: this token alone) is rejected, and
+// returns how much that was. Nothing left means that it could not fail (p = q): should rounding get here, p stays as it was.
+inline double reject(double* p, int vocab, double weight, int token, const double* q, double q_total) {
+  const auto left = [=](int i) {
+    const double wanted = weight * p[i] - (q ? q[i] / q_total : 0.0);
     return wanted < 0 ? 0.0 : wanted;
   };
   const double unit = 0x1p61;  // for sums of at most 2

@@ -11,8 +11,10 @@ namespace {
 
 constexpr int kUnknown = INT_MIN;
 constexpr int kMaskWidth = 32;
+constexpr int kLawsKept = 16;  // distributions that a thread keeps memory for: trees of a thousand nodes are rare
 enum Purpose { kSample, kAccept, kResample, kDraft, kNumPurposes };  // as in specserve/sampling/noise.py
 
+// As in sample.h, whose functions are those of one instruction set.
 uint64_t mix(uint64_t x) {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
   x = (x ^ x >> 27) * 0x94D049BB133111EBu;
@@ -68,6 +70,7 @@ class Verifier::Walk {
     }
     const int end = !is_tried_ ? compared() : args_.verification == kBlock ? first_accepted() : descended();
     emit(end, token(end) >= 0 && is_tried_ ? replacement(end) : token(end));
+    if (memory_.laws.size() > size_t(kLawsKept) * args_.vocab) std::vector<double>().swap(memory_.laws);
   }
 
  private:
@@ -113,7 +116,7 @@ class Verifier::Walk {
         row = next;
         if (token(row) >= 0) compute(row, 0);
       } else {
-        kernels_.reject(law(0), args_.vocab, 1.0, int(args_.tokens[next]), drafted_);
+        kernels_.reject(law(0), args_.vocab, 1.0, int(args_.tokens[next]), q_, q_total_);
       }
     }
     at_end_ = law(0);
@@ -139,7 +142,7 @@ class Verifier::Walk {
       is_made[parent] = true;
       const double weight = weights[parent];
       weights[node] = chance(law(parent), weight, next);
-      const double total = kernels_.reject(law(parent), args_.vocab, weight, int(args_.tokens[next]), drafted_);
+      const double total = kernels_.reject(law(parent), args_.vocab, weight, int(args_.tokens[next]), q_, q_total_);
       weights[parent] = weight < 1 ? total / (total + 1 - weight) : 1.0;
     }
     int end = 0;
@@ -163,12 +166,9 @@ class Verifier::Walk {
       keys_[row - start_] = mix(keys_[args_.parents[row] - start_] ^ uint64_t(args_.hashed[args_.tokens[row]]));
   }
 
-  // Memory for so many distributions, and one of a drafter.
-  void reserve(int laws) {
-    memory_.laws.resize(std::max(memory_.laws.size(), size_t(laws + 1) * args_.vocab));
-  }
+  void reserve(int laws) { memory_.laws.resize(std::max(memory_.laws.size(), size_t(laws) * args_.vocab)); }
 
-  double* law(int i) const { return memory_.laws.data() + size_t(i + 1) * args_.vocab; }
+  double* law(int i) const { return memory_.laws.data() + size_t(i) * args_.vocab; }
 
   void compute(int row, int i) {
     const int64_t at = row, key = 0;
@@ -178,13 +178,10 @@ class Verifier::Walk {
   // min(1, w p / q) of a node; 0 where the target cannot emit it, whatever q says. Sets what it was drawn from.
   double chance(const double* p, double weight, int row) {
     const int64_t token = args_.tokens[row];
-    drafted_ = nullptr;
-    if (const double* q = args_.q[seq_]) {
-      kernels_.normalise(q + int64_t(row - start_ - 1) * args_.vocab, args_.vocab, memory_.laws.data());
-      drafted_ = memory_.laws.data();
-    }
+    q_ = args_.q[seq_] ? args_.q[seq_] + int64_t(row - start_ - 1) * args_.vocab : nullptr;
+    q_total_ = q_ ? kernels_.total(q_, args_.vocab) : 1.0;
     const double target = weight * p[token];
-    return target > 0 ? std::min(target / (drafted_ ? drafted_[token] : 1.0), 1.0) : 0.0;
+    return target > 0 ? std::min(target / (q_ ? q_[token] / q_total_ : 1.0), 1.0) : 0.0;
   }
 
   // A bonus, or what replaces rejected children, with noise that neither their trial nor their drafter has used.
@@ -212,7 +209,8 @@ class Verifier::Walk {
   const int seq_, start_, stop_;
   bool is_drawn_, is_tried_;
   std::vector<uint64_t> keys_;
-  const double* drafted_ = nullptr;
+  const double* q_ = nullptr;  // of the node that is tried, null: one-hot
+  double q_total_ = 1.0;       // sums of float32 miss 1 by 1e-7
   const double* at_end_ = nullptr;
 };
 
