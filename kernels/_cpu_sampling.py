@@ -26,7 +26,7 @@ def verify(
     assert hashed.is_contiguous() and (masks is None or masks.flags.c_contiguous)
     assert scores.dtype == torch.float32 and scores.stride(1) == 1 and best.is_contiguous()
     num_seqs, num_rows = len(drafts.starts) - 1, drafts.rows.shape[1]
-    q = [(seq, law.to(torch.float64).contiguous()) for seq, law in drafts.q.items()]
+    q = [(seq, law.to(torch.float64).contiguous()) for seq, law in drafts.q.items() if verification != "coupled"]
     out = np.zeros(2 * num_rows + num_seqs, np.int64)
     verifier.verify(
         scores.data_ptr(), scores.stride(0), scores.shape[1], best.data_ptr(), hashed.data_ptr(),

@@ -63,11 +63,11 @@ def verify(
     """As Ops.verify."""
     tried = drafts.is_tried(verification)
     parts: list[tuple[NDArray[np.bool_], _Part, Tensor]] = []
-    for which in (tried, ~tried):
+    for which, is_tried in ((tried, True), (~tried, False)):
         if which.any():
-            part = _part(drafts, which, scores.device)
+            part = _part(drafts, which, is_tried, scores.device)
             tokens = _choose(scores, best, part, hashed, masks, verification)
-            if which is tried:
+            if is_tried:
                 end, extra = _accept_or_reject(scores, tokens < 0, part, hashed, masks, verification == "block")
                 tokens[end] = torch.where(tokens[end] < 0, tokens[end], extra)
             else:
@@ -90,14 +90,14 @@ def _to(array: NDArray[np.int64] | NDArray[np.bool_], like: Tensor) -> Tensor:
     return torch.from_numpy(array).to(like.device)
 
 
-def _part(drafts: DraftArrays, which: NDArray[np.bool_], device: torch.device) -> _Part:
+def _part(drafts: DraftArrays, which: NDArray[np.bool_], is_tried: bool, device: torch.device) -> _Part:
     sizes = np.diff(drafts.starts)
     chosen = np.repeat(which, sizes)
     at, places = np.flatnonzero(chosen), np.cumsum(chosen) - 1
     starts = np.concatenate(([0], np.cumsum(sizes[which])))
     rows = drafts.rows[:, at]
     rows[1] = np.where(rows[1] < 0, -1, places[rows[1]])
-    q = {i: drafts.q[s] for i, s in enumerate(np.flatnonzero(which).tolist()) if s in drafts.q}
+    q = {i: drafts.q[s] for i, s in enumerate(np.flatnonzero(which).tolist()) if s in drafts.q and is_tried}
     own = DraftArrays(starts, rows, drafts.seqs[:, which], drafts.laws[:, which], q)
     owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     return _Part(own, at, owners, plan(own, device), torch.from_numpy(starts[:-1]).to(device))
