@@ -54,7 +54,7 @@ def _kept(form: int, weight: Quantized) -> _Groups | None:
         fits = highest - lowest <= _INT4_MOST and bool(minima.isfinite().all())
         numbers = weight.ints - lowest
     else:
-        numbers = weight.ints.short() - weight.of_inputs(zeros).short()
+        numbers = weight.ints.int() - weight.of_inputs(zeros).int()
         fits = bool((zeros == zeros.round()).all() and (numbers.abs() <= _INT8_MOST).all())
         numbers, minima = numbers + _INT8_OFFSET, torch.zeros_like(halves)
     if not fits:

@@ -65,23 +65,23 @@ class SamplingParams:
     structured: Structured | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_LISTS, "logit_bias"):
-            what = "list" if name in _LISTS else "mapping of token ids to numbers"
-            if not isinstance(given := getattr(self, name), (Iterable if name in _LISTS else Mapping) | None):
-                raise InputError(f"{name} is {shown(given)}; it must be a {what}.", name)
+        for name in _LISTS:
+            if not isinstance(given := getattr(self, name), Iterable | None):
+                raise InputError(f"{name} is {shown(given)}; it must be a list.", name)
+            if given is not None or name != "allowed_token_ids":  # which allows all, where an empty list allows none
+                given = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+                object.__setattr__(self, name, given)
+        if not isinstance(given := self.logit_bias, Mapping | None):
+            raise InputError(f"logit_bias is {shown(given)}; it must be a mapping of ids to numbers.", "logit_bias")
         for name, (kind, low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 _check_number(name, value, kind, low, high)
-        for name in ("stop", "bad_words", "stop_token_ids"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given or ()))
         for name, texts in (("stop", self.stop), ("bad_words", self.bad_words)):
             if wrong := [text for text in texts if not isinstance(text, str) or not text]:
                 raise InputError(f"{name} holds {shown(wrong[0])}; it takes texts that are not empty.", name)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            reason = "allowed_token_ids is empty: no token could be chosen. Leave it out to allow all."
-            raise InputError(reason, "allowed_token_ids")
+        if self.allowed_token_ids == ():
+            raise InputError("allowed_token_ids is empty: leave it out to allow all tokens.", "allowed_token_ids")
         for token, bias in (self.logit_bias or {}).items():
             _check_number(f"logit_bias[{shown(token)}]", bias, float, -100.0, 100.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

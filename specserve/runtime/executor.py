@@ -18,9 +18,9 @@ from specserve.sampling.inputs import SamplingOutput
 from specserve.sampling.sampler import Sampler
 from specserve.types import Ids
 
-# The bits of the tokens that may come at each row of logits that is sampled, int32 [rows, ceil(vocab / 32)], None where
-# any may: asked with the rows' best tokens int64 [rows], by which fewer have to be made, or with None: for all that any
-# of them may need.
+# Makes the bits of the tokens that grammars allow at each sampled row of logits, int32 [rows, ceil(vocab / 32)], or
+# None where no grammar is asked. Given the rows' best tokens, int64 [rows], it leaves out those that these decide;
+# given None, it makes all.
 MakeMasks = Callable[[Tensor | None], Ids | None]
 
 
@@ -42,10 +42,10 @@ class Executor(Protocol):
     order."""
 
     block_size: int
-    num_blocks: int  # that a slot may lie in, the null block included
-    row_multiple: int  # rows of a step are padded to
+    num_blocks: int  # of KV cache, the null block included
+    row_multiple: int  # that the rows of a step are padded to
     max_rows: int  # of a step
-    max_logit_rows: int
+    max_logit_rows: int  # of these, how many may have logits
 
     def start(self, step: StepInput) -> None:
         """Begin to compute; whatever the host does before `finish` takes the device no time."""
@@ -102,5 +102,5 @@ class LocalExecutor:
 def local(executor: Executor) -> LocalExecutor:
     """An executor whose insides may be looked at. Raises ConfigError for one whose model runs elsewhere."""
     if not isinstance(executor, LocalExecutor):
-        raise ConfigError("This is measured where the model runs, and that is another process.")
+        raise ConfigError("This needs the model in this process, and it runs in another process.")
     return executor

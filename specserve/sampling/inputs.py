@@ -42,12 +42,11 @@ class SamplingInput(NamedTuple):
 
     @classmethod
     def of(cls, sampled: Iterable[ScheduledSeq], scored: Iterable[ScoredTokens] = ()) -> SamplingInput:
-        found = (
-            SampledSeq(draft, seq.params, seq.seed, len(seq.tokens), each.logits_start, edits_of(seq, draft))
-            for each in sampled
-            for seq, draft in [(each.seq, each.draft)]
-        )
-        return cls([*found], [*scored])
+        seqs = []
+        for each in sampled:
+            seq, edits = each.seq, edits_of(each.seq, each.draft)
+            seqs.append(SampledSeq(each.draft, seq.params, seq.seed, len(seq.tokens), each.logits_start, edits))
+        return cls(seqs, [*scored])
 
 
 NOTHING = SamplingInput()

@@ -101,6 +101,14 @@ def test_texts_that_are_none_are_refused_by_name(name: str, value: Any) -> None:
     assert refused.value.param == name
 
 
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_arrays_are_lists(name: str) -> None:
+    """Of which the ids are told to be of another type than Python's."""
+    params = SamplingParams(**{name: np.arange(2)})
+    with pytest.raises(InputError, match=f"^{name} holds .*; token ids are whole numbers"):
+        params.check_ids(9)
+
+
 def test_a_text_is_a_list_of_one_and_none_is_nothing() -> None:
     taken = SamplingParams(stop=None, bad_words="no", stop_token_ids=None)  # type: ignore[arg-type]
     assert (taken.stop, taken.bad_words, taken.stop_token_ids) == ((), ("no",), ())
