@@ -10,17 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.speculation.base import (
-    MOST_MISSING,
-    DraftContext,
-    DraftInput,
-    DraftOutput,
-    DraftRequest,
-    HiddenInput,
-    Needs,
-    SequenceView,
-    StepReport,
-)
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.draft_sampler import (
     ChainDraft,
     DraftSampler,
@@ -28,6 +18,7 @@ from specserve.speculation.draft_sampler import (
     checked_probability,
     named_for_auto,
 )
+from specserve.speculation.models import MOST_MISSING, DraftInput, DraftOutput, HiddenInput, ModelContext
 from specserve.types import Draft
 
 PRIORITY = 5
@@ -46,7 +37,7 @@ class BlockDrafter:
     ModelError for a head that cannot be run or was made for another target.
     """
 
-    def __init__(self, context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> None:
+    def __init__(self, context: ModelContext, head: str | None = None, min_probability: float = 0.0) -> None:
         self._min_probability = checked_probability(min_probability)
         self._head = context.load_head(head, "block")
         self._layers: tuple[int, ...] = self._head.head.hidden_layers
@@ -58,7 +49,7 @@ class BlockDrafter:
         self._draws = self._head.draws(self._sampler.hashed(self._head.spec.vocab_size, self._head.ids))
 
     @staticmethod
-    def suits(context: DraftContext, head: str | None = None, min_probability: float = 0.0) -> bool:
+    def suits(context: ModelContext, head: str | None = None, min_probability: float = 0.0) -> bool:
         return named_for_auto(context, head, "block")
 
     def begin(self, seq: SequenceView) -> None: ...

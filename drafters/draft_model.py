@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.draft_sampler import DraftSampler, checked_probability
 from specserve.speculation.likeliest import Passes, checked_top_k
+from specserve.speculation.models import ModelContext
 from specserve.types import Draft
 
 RUNS_MODEL = True
@@ -24,7 +25,7 @@ class DraftModelDrafter:
 
     needs = Needs(cost_class="model", observes=False)
 
-    def __init__(self, context: DraftContext, model: str, min_probability: float = 0.0, top_k: int = 1) -> None:
+    def __init__(self, context: ModelContext, model: str, min_probability: float = 0.0, top_k: int = 1) -> None:
         self._min_probability, self._top_k = checked_probability(min_probability), checked_top_k(top_k)
         loaded, shared = context.load(model)
         self._max_len: int = loaded.spec.max_len

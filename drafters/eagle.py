@@ -6,20 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve.speculation.base import (
-    MOST_MISSING,
-    DraftContext,
-    DraftInput,
-    DraftOutput,
-    DraftRequest,
-    DraftRunner,
-    Needs,
-    SequenceReport,
-    SequenceView,
-    StepReport,
-)
+from specserve.speculation.base import DraftRequest, Needs, SequenceReport, SequenceView, StepReport
 from specserve.speculation.draft_sampler import DraftSampler, checked_probability, named_for_auto
 from specserve.speculation.likeliest import Passes, checked_top_k
+from specserve.speculation.models import MOST_MISSING, DraftInput, DraftOutput, DraftRunner, ModelContext
 from specserve.types import Draft
 
 PRIORITY = 6
@@ -39,7 +29,7 @@ class EagleDrafter:
     """
 
     def __init__(
-        self, context: DraftContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1
+        self, context: ModelContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1
     ) -> None:
         self._min_probability, self._top_k = checked_probability(min_probability), checked_top_k(top_k)
         self._context = context
@@ -51,7 +41,7 @@ class EagleDrafter:
         self._known: dict[SequenceView, _Known] = {}
 
     @staticmethod
-    def suits(context: DraftContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1) -> bool:
+    def suits(context: ModelContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1) -> bool:
         return named_for_auto(context, head, "eagle")
 
     def begin(self, seq: SequenceView) -> None:

@@ -8,9 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.draft_sampler import DraftSampler, checked_probability, named_for_auto
 from specserve.speculation.likeliest import LikeliestTree, checked_top_k
+from specserve.speculation.models import ModelContext
 from specserve.types import Draft
 
 PRIORITY = 4
@@ -27,7 +28,7 @@ class MedusaDrafter:
     """
 
     def __init__(
-        self, context: DraftContext, head: str | None = None, top_k: int = 4, min_probability: float = 0.0
+        self, context: ModelContext, head: str | None = None, top_k: int = 4, min_probability: float = 0.0
     ) -> None:
         self._min_probability = checked_probability(min_probability)
         self._heads = context.load_head(head, "medusa")
@@ -37,7 +38,7 @@ class MedusaDrafter:
         self._last: dict[SequenceView, Tensor] = {}  # what the target says of each sequence, float32 [hidden]
 
     @staticmethod
-    def suits(context: DraftContext, head: str | None = None, top_k: int = 4, min_probability: float = 0.0) -> bool:
+    def suits(context: ModelContext, head: str | None = None, top_k: int = 4, min_probability: float = 0.0) -> bool:
         return named_for_auto(context, head, "medusa")
 
     def begin(self, seq: SequenceView) -> None: ...

@@ -57,12 +57,16 @@ CONTRACTS = (
     "speculation.base",
     "speculation.draft_sampler",
     "speculation.likeliest",
+    "speculation.models",
     "speculation.ngrams",
     "checkpoint.textstore",
 )
 CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
 # Drafters that run models, and what these alone use, are no part of it.
-WITH_MODELS = ("draft_model", "eagle", "block", "medusa", "draft_cost", "model_runner", "draft_sampler", "likeliest")
+WITH_MODELS = (
+    *("draft_model", "eagle", "block", "medusa"),
+    *("models", "context", "model_runner", "draft_cost", "draft_sampler", "likeliest"),
+)
 CORE_LIMIT = 4_800
 CONFIG_FIELDS_LIMIT = 22
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from specserve.cache import integrity, prefix
+from specserve.cache import prefix
 from specserve.cache.pool import BlockPool
 from specserve.types import BlockTable, Sequence
 
@@ -181,10 +181,6 @@ class KVCache:
     def usage(self) -> Usage:
         """How full the blocks in use are; a shared block counts once. O(1)."""
         return Usage(self.pool.num_filled, (self.num_blocks - self.num_free) * self.block_size)
-
-    def check_integrity(self, seqs: Many[Sequence]) -> None:
-        """Raise AssertionError, with a sentence, if any invariant is broken. `seqs` are all that hold blocks."""
-        integrity.check(self.pool, self.block_size, seqs, int(self.reads_next))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -23,7 +23,7 @@ LATE_MEMORY_BYTES = 4 * 2**20  # of a drafter that comes when the cache has its 
 
 
 class TargetContext:
-    """A DraftContext over a loaded model. Runners that it makes wait for their KV until `bind`, after which it makes no
+    """A ModelContext over a loaded model. Runners that it makes wait for their KV until `bind`, after which it makes no
     more: how large the cache is has then been decided. No step of theirs has more than `max_rows` rows, or logits for
     more than `max_logit_rows`."""
 

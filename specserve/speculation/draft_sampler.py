@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 from specserve.errors import ConfigError
 from specserve.ops import DrawArrays, Ops
 from specserve.sampling import noise
-from specserve.speculation.base import DraftContext, SequenceView
+from specserve.speculation.base import SequenceView
+from specserve.speculation.models import ModelContext
 from specserve.types import Draft
 
 
@@ -132,7 +133,7 @@ def checked_probability(value: float) -> float:
     return value
 
 
-def named_for_auto(context: DraftContext, head: str | None, kind: str) -> bool:
+def named_for_auto(context: ModelContext, head: str | None, kind: str) -> bool:
     """For "auto": whether a head of that kind is named. Raises ConfigError where its drafts may not be cut."""
     if head is None or not context.has_head(head, kind):
         return False

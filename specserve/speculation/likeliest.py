@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ConfigError
-from specserve.speculation.base import DraftInput, DraftOutput, DraftRequest, DraftRunner, SequenceView
+from specserve.speculation.base import DraftRequest, SequenceView
 from specserve.speculation.draft_sampler import ChainDraft, DraftSampler, GrowingChains
+from specserve.speculation.models import DraftInput, DraftOutput, DraftRunner
 from specserve.types import Draft
 
 ROOT = -1  # the sequence's last token

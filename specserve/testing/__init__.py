@@ -1,5 +1,6 @@
 """Public test doubles: tiny random models in real model folders, a decoder driven by hand over paged KV, a drafter
-whose luck is scripted, a grammar that is a list of sentences, and a CUDA device that is not there."""
+whose luck is scripted, a grammar that is a list of sentences, and a CUDA device that is not there; and a check of all
+invariants of the KV cache."""
 
 from specserve.testing.cuda import fake_cuda as fake_cuda
 from specserve.testing.drafters import (
@@ -11,6 +12,7 @@ from specserve.testing.grammars import (
     LanguageGrammar as LanguageGrammar,
     LanguageState as LanguageState,
 )
+from specserve.testing.integrity import check_integrity as check_integrity
 from specserve.testing.models import (
     CHAT_TEMPLATE as CHAT_TEMPLATE,
     SPECIAL_TOKENS as SPECIAL_TOKENS,

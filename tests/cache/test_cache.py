@@ -14,6 +14,7 @@ from specserve.cache import prefix
 from specserve.cache.cache import CacheStats, KVCache
 from specserve.cache.pool import BlockPool
 from specserve.cache.storage import KVShape, KVStorage
+from specserve.testing import check_integrity
 from specserve.types import BlockTable, SamplingParams, Sequence
 
 
@@ -75,7 +76,7 @@ def test_running_sequences_share_blocks_and_the_table_names_them() -> None:
     assert second.blocks.ids[:2] == first.blocks.ids[:2]
     assert second.blocks.hashes[:2] == first.blocks.hashes[:2]
     assert len(second.blocks.hashes) == second.cached // 4
-    cache.check_integrity([first, second])
+    check_integrity(cache, [first, second])
 
 
 def test_salts_separate() -> None:
@@ -154,7 +155,7 @@ def test_drafters_kv_for_another_next_token_is_not_found() -> None:
     assert third.blocks.ids[:6] == second.blocks.ids[:6]
     assert second.blocks.ids[:1] == first.blocks.ids[:1] != second.blocks.ids[1:2]
     assert hit(cache, [*A[:8], 7, 7]) == 4
-    cache.check_integrity([first, second, third])
+    check_integrity(cache, [first, second, third])
 
 
 texts = st.builds(lambda n, rest: [1] * n + rest, st.sampled_from([3, 4, 8]), st.lists(st.integers(1, 2), min_size=1))
@@ -166,7 +167,7 @@ def test_drafters_kv_that_is_found_is_of_the_tokens_that_follow(texts: list[tupl
     cache.reads_next = True
     for tokens, chunk in texts:
         seq = drafting(cache, tokens, chunk)
-        cache.check_integrity([seq])
+        check_integrity(cache, [seq])
         cache.free(seq)
         assert hit(cache, tokens) == (len(tokens) - 1) // 4 * 4, "and all that was computed is found"
     assert cache.num_free == cache.num_blocks
@@ -191,7 +192,7 @@ def test_what_a_failed_step_wrote_is_not_found_and_all_else_is() -> None:
     assert cache.reserve(failed, 17)
     cache.free(failed)
     assert (hit(cache, A), hit(cache, A + B)) == (16, 16)
-    cache.check_integrity([running])
+    check_integrity(cache, [running])
 
 
 # --- order of eviction ----------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ def least_recently_used_goes_first() -> None:
         assert cache.pool.num_evictions == evicted
         assert peek(cache, tokens) == [True] * num_left + [False] * (4 - num_left)
         assert tokens is A or all(peek(cache, A)), "the more recent is whole until the older is gone"
-    cache.check_integrity([filler])
+    check_integrity(cache, [filler])
 
 
 def test_a_hit_makes_a_prefix_recent() -> None:
@@ -304,7 +305,7 @@ def test_copy_on_write_takes_a_block_and_refuses_without_one() -> None:
     filler = make_seq(B)
     assert cache.reserve(filler, 1)
     assert not cache.reserve(child, 1), "the copy needs a block"
-    cache.check_integrity([parent, child, filler])
+    check_integrity(cache, [parent, child, filler])
     cache.free(filler)
     assert cache.reserve(child, 1)
     assert child.blocks.ids[0] == parent.blocks.ids[0]
@@ -326,7 +327,7 @@ def test_a_prompt_shared_by_n_costs_n_minus_one_copies() -> None:
         assert cache.reserve(seq, 1)
     assert cache.stats.num_copies_on_write == 3
     assert cache.usage() == (4 + 4 * 2, 4 + 4 * 4)
-    cache.check_integrity(everyone)
+    check_integrity(cache, everyone)
     for seq in everyone:
         cache.free(seq)
     assert cache.num_free == cache.num_blocks
@@ -343,7 +344,7 @@ def test_a_fork_inside_a_published_block_leaves_it_as_published() -> None:
     cache.keep(child, 1)
     assert hit(cache, [*A[:7], 999, 0]) == 8
     assert hit(cache, A[:9]) == 4
-    cache.check_integrity([child])
+    check_integrity(cache, [child])
 
 
 def fill(cache: KVCache, seq: Sequence, values: dict[int, float]) -> None:
@@ -490,7 +491,7 @@ def _change_a_token(cache: KVCache, seq: Sequence) -> None:
 def test_every_invariant_is_checked(damage: Callable[[KVCache, Sequence], None], sentence: str) -> None:
     cache = make_cache()
     seq = run(cache, make_seq(A))
-    cache.check_integrity([seq])
+    check_integrity(cache, [seq])
     damage(cache, seq)
     with pytest.raises(AssertionError, match=sentence):
-        cache.check_integrity([seq])
+        check_integrity(cache, [seq])

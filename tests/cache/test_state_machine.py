@@ -17,6 +17,7 @@ from specserve.cache import prefix
 from specserve.cache.cache import KVCache
 from specserve.cache.pool import BlockPool, FreeList
 from specserve.cache.storage import KVShape, KVStorage
+from specserve.testing import check_integrity
 from specserve.types import Draft, SamplingParams, Sequence
 
 BLOCK_SIZE = 4
@@ -138,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        self.cache.check_integrity(self.running)
+        check_integrity(self.cache, self.running)
 
     @invariant()
     def every_sequence_sees_its_own_kv(self) -> None:

@@ -18,7 +18,7 @@ from specserve.engine.request import Request
 from specserve.runtime.executor import local
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.host import DraftHost
-from specserve.testing import write_tiny_model
+from specserve.testing import check_integrity, write_tiny_model
 from specserve.types import Draft, SamplingParams
 
 BROKEN = 200
@@ -76,7 +76,7 @@ def run(engine: Engine, *requests: Request) -> dict[str, list[int] | str]:
             tokens += event.tokens
             if event.error is not None:
                 said[name] = event.error
-        engine.cache.check_integrity(engine.scheduler.running)
+        check_integrity(engine.cache, engine.scheduler.running)
     assert all(layer.isfinite().all() for layer in local(engine.executor).storage.layers)
     return said
 

@@ -15,7 +15,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.errors import ConfigError
 from specserve.speculation.cost import StepCost
-from specserve.testing import write_tiny_model
+from specserve.testing import check_integrity, write_tiny_model
 from specserve.types import SamplingParams
 
 DECODE_S, TOKEN_S, CONTEXT_S = 0.010, 2e-4, 1e-6
@@ -158,7 +158,7 @@ def _outputs(engine: Engine, which: list[int]) -> dict[int, list[int]]:
         for event in engine.step():
             if event.index == 0:
                 found[int(event.request_id)] += event.tokens
-        engine.cache.check_integrity(engine.scheduler.running)
+        check_integrity(engine.cache, engine.scheduler.running)
     return found
 
 

@@ -29,7 +29,7 @@ from specserve.ops.backend import KernelOptions
 from specserve.registry import KERNELS
 from specserve.sampling import noise
 from specserve.speculation.draft_sampler import DraftSampler
-from specserve.testing import write_tiny_model
+from specserve.testing import check_integrity, write_tiny_model
 from specserve.text.tokenizer import Tokenizer
 from specserve.text.vocabularies import shared_vocabulary
 from specserve.types import SamplingParams
@@ -90,7 +90,7 @@ def drive(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list
         for event in engine.step():
             assert event.error is None
             tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
-        engine.cache.check_integrity(engine.scheduler.running)
+        check_integrity(engine.cache, engine.scheduler.running)
     assert engine.policy.num_dropped == 0
     assert engine.cache.num_free == engine.cache.num_blocks
     return tokens

@@ -29,10 +29,11 @@ from specserve.models.decoder import Decoder
 from specserve.models.loader import load_model
 from specserve.registry import DRAFTERS
 from specserve.runtime.executor import local
-from specserve.speculation.base import DraftInput, Needs, StepReport
+from specserve.speculation.base import Needs, StepReport
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
-from specserve.testing import Feed, PagedDecoder, ScriptedDrafter, tiny_config, write_tiny_model
+from specserve.speculation.models import DraftInput
+from specserve.testing import Feed, PagedDecoder, ScriptedDrafter, check_integrity, tiny_config, write_tiny_model
 from specserve.types import SamplingParams
 
 VOCAB = tiny_config("llama")["vocab_size"]
@@ -92,7 +93,7 @@ def drive(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list
         for event in engine.step():
             assert event.error is None
             tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
-        engine.cache.check_integrity(engine.scheduler.running)
+        check_integrity(engine.cache, engine.scheduler.running)
     assert engine.policy.num_dropped == 0
     assert engine.cache.num_free == engine.cache.num_blocks
     return tokens

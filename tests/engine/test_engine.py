@@ -29,7 +29,7 @@ from specserve.speculation.cost import ROWS, DecodeCost
 from specserve.speculation.guard import Guard
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers, prepare
-from specserve.testing import ScriptedDrafter, tiny_config, write_tiny_model
+from specserve.testing import ScriptedDrafter, check_integrity, tiny_config, write_tiny_model
 from specserve.types import Draft, Event, SamplingParams
 
 VOCAB = tiny_config("llama")["vocab_size"]
@@ -79,7 +79,7 @@ def drive(engine: Engine, requests: Iterable[Request], check: bool = True) -> di
             assert event.error is None
             tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
         if check:
-            engine.cache.check_integrity(engine.scheduler.running)
+            check_integrity(engine.cache, engine.scheduler.running)
             for seq in engine.scheduler.running:
                 assert 0 <= seq.cached < len(seq.tokens)
     assert engine.cache.num_free == engine.cache.num_blocks
@@ -297,7 +297,7 @@ def test_abort_gives_every_block_back(tiny: Path) -> None:
         engine.step()
         ended = engine.abort(f"r{i}")
         assert all(event.finish_reason == "abort" for event in ended)
-        engine.cache.check_integrity(engine.scheduler.running)
+        check_integrity(engine.cache, engine.scheduler.running)
     assert engine.abort("r0") == [], "aborting twice is no error"
     assert engine.counters.num_aborted > 3
     drive(engine, [])
@@ -454,7 +454,7 @@ def test_any_order_of_arrivals_and_aborts_keeps_the_invariants(tiny: Path, alone
         if engine.has_work:
             for event in engine.step():
                 got.setdefault((event.request_id, event.index), []).extend(event.tokens)
-        engine.cache.check_integrity(engine.scheduler.running)
+        check_integrity(engine.cache, engine.scheduler.running)
     assert engine.cache.num_free == engine.cache.num_blocks
     assert not drafter.live
     for (name, index), tokens in got.items():

@@ -29,7 +29,7 @@ from specserve.registry import KERNELS
 from specserve.runtime.executor import LocalExecutor, MakeMasks, StepOutput, local
 from specserve.runtime.pack import StepInput
 from specserve.structured.spec import Structured
-from specserve.testing import write_tiny_model
+from specserve.testing import check_integrity, write_tiny_model
 from specserve.testing.heads import trained_block, trained_eagle, trained_medusa
 from specserve.types import Event, SamplingParams
 
@@ -151,7 +151,7 @@ def drive(built: Built) -> dict[str, list[Any]]:
     while built.engine.has_work:
         for event in built.engine.step():
             _add(found.setdefault(event.request_id, [[], [], None, None]), event)
-        built.engine.cache.check_integrity(built.engine.scheduler.running)
+        check_integrity(built.engine.cache, built.engine.scheduler.running)
     assert built.engine.cache.num_free == built.engine.cache.num_blocks
     assert built.engine.policy.num_dropped == 0
     return found

@@ -17,7 +17,7 @@ from specserve.engine.request import Request
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.host import DraftHost
 from specserve.structured.spec import Structured
-from specserve.testing import write_tiny_model
+from specserve.testing import check_integrity, write_tiny_model
 from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
 
 Outputs = dict[tuple[str, int], list[int]]
@@ -47,7 +47,7 @@ def drive(built: Built, drafter: Any, timeout_s: float = LONG) -> Outputs:
         for event in engine.step():
             assert event.error is None
             outputs.setdefault((event.request_id, event.index), []).extend(event.tokens)
-        engine.cache.check_integrity(engine.scheduler.running)
+        check_integrity(engine.cache, engine.scheduler.running)
     return outputs
 
 

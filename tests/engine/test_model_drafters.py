@@ -38,7 +38,7 @@ from specserve.speculation.planner import Planner
 from specserve.speculation.tree import Proposals
 from specserve.structured.spec import Structured
 from specserve.structured.walk import visit
-from specserve.testing import write_tiny_model
+from specserve.testing import check_integrity, write_tiny_model
 from specserve.testing.heads import (
     block,
     eagle,
@@ -147,7 +147,7 @@ def drive(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list
         for event in engine.step():
             assert event.error is None
             tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
-        engine.cache.check_integrity(engine.scheduler.running)
+        check_integrity(engine.cache, engine.scheduler.running)
     assert engine.policy.num_dropped == 0
     assert engine.cache.num_free == engine.cache.num_blocks
     return tokens
@@ -296,7 +296,7 @@ def test_a_head_has_read_the_tokens_that_follow_in_a_cached_prefix(
         (seq,) = engine.requests["x"]
         while seq.num_output < 20:
             engine.step()
-            engine.cache.check_integrity(engine.scheduler.running)
+            check_integrity(engine.cache, engine.scheduler.running)
         slots = [seq.blocks.ids[i // 16] * 16 + i % 16 for i in range(len(ids))]
         (layer,) = local(engine.executor).storage.layers[3:]
         found = layer[:, slots].clone()

@@ -12,6 +12,7 @@ from specserve.cache import prefix
 from specserve.cache.cache import KVCache
 from specserve.cache.storage import KVShape, KVStorage
 from specserve.engine.scheduler import Scheduler
+from specserve.testing import check_integrity
 from specserve.types import SamplingParams, Sequence
 
 BLOCK = 16
@@ -68,7 +69,7 @@ def test_a_prompt_that_waits_is_looked_up_once(num_waiting: int) -> None:
     ):
         for _ in range(STEPS):
             step(scheduler)
-    cache.check_integrity(scheduler.running)
+    check_integrity(cache, scheduler.running)
     assert len(scheduler.waiting) == num_waiting, "or nothing waited"
     own = 2 * (STEPS // BLOCK + 1)  # blocks that the running ones filled
     assert hashed.call_count <= 129 + own

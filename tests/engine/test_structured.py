@@ -31,7 +31,7 @@ from specserve.speculation.lookup import prepare
 from specserve.speculation.policy import MOST_JUMP_FORWARD
 from specserve.structured.base import Grammar, Guarded, RefusedError
 from specserve.structured.spec import Structured
-from specserve.testing import LanguageGrammar, ScriptedDrafter, write_tiny_model
+from specserve.testing import LanguageGrammar, ScriptedDrafter, check_integrity, write_tiny_model
 from specserve.types import Draft, Event, SamplingParams
 
 Outputs = dict[str, list[int]]
@@ -106,7 +106,7 @@ def drive(built: Built, asked: list[Asked]) -> Outputs:
         for event in engine.step():
             assert event.error is None
             outputs[event.request_id] += event.tokens
-        engine.cache.check_integrity(engine.scheduler.running)
+        check_integrity(engine.cache, engine.scheduler.running)
     assert engine.cache.num_free == engine.cache.num_blocks
     return outputs
 

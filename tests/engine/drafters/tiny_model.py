@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from specserve.models.loader import load_model
-from specserve.speculation.base import DraftContext, DraftInput, DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.speculation.models import DraftInput, ModelContext
 from specserve.types import Draft
 
 
@@ -21,7 +22,7 @@ class TinyModelDrafter:
 
     needs = Needs(cost_class="model")
 
-    def __init__(self, context: DraftContext, model: str, tree: bool = False, eager: bool = False) -> None:
+    def __init__(self, context: ModelContext, model: str, tree: bool = False, eager: bool = False) -> None:
         self.model = load_model(Path(model), context.ops)
         self.runner = context.runner(self.model)
         self.tree, self.eager = tree, eager

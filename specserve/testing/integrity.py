@@ -6,19 +6,20 @@ from collections import Counter
 from collections.abc import Sequence as Many
 
 from specserve.cache import prefix
+from specserve.cache.cache import KVCache
 from specserve.cache.pool import BlockPool
 from specserve.types import Sequence
 
 
-def check(pool: BlockPool, block_size: int, seqs: Many[Sequence], num_ahead: int = 0) -> None:
-    """Raise AssertionError with a sentence for the first invariant that does not hold; `seqs` hold all references.
+def check_integrity(cache: KVCache, seqs: Many[Sequence]) -> None:
+    """Raise AssertionError with a sentence for the first invariant that does not hold; `seqs` are all that hold blocks.
     Blocks are named as `prefix.span` says."""
-    _check_free_list(pool)
-    _check_references(pool, seqs)
-    _check_published(pool)
-    _check_filled(pool, block_size, seqs)
+    _check_free_list(cache.pool)
+    _check_references(cache.pool, seqs)
+    _check_published(cache.pool)
+    _check_filled(cache.pool, cache.block_size, seqs)
     for seq in seqs:
-        _check_table(pool, block_size, seq, num_ahead)
+        _check_table(cache.pool, cache.block_size, seq, int(cache.reads_next))
 
 
 def _require(condition: bool, sentence: str) -> None:
