@@ -22,6 +22,10 @@ settings.load_profile("patient")
 
 _HTTP = "tests/server/http"
 
+# Before anything imports triton: without a GPU its kernels are interpreted.
+if not any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Before anything imports torch. Where as many processes as cores run tests, threads of one would wait for those of
 # another: tests that are about threads say how many. Whoever sets these variables has the last word, but the process
 # that starts the others is not who: they inherit what it has set for itself.

@@ -1,0 +1,240 @@
+"""Paged attention over chains, trees and blocks, in Triton: one kernel for prefill, decode and verification.
+
+A row sees a list of logical positions, the one it stands at being the last, and its bits depend on what lies there
+alone. The list is cut into splits of SPLIT positions, each a softmax of its own, and these are merged from the first to
+the last. With few rows every split is a program, and a second kernel merges them; with many rows a program has all
+splits of its row and merges as it goes, with the same operations. A tree node's list is its path from the root, the
+same as if that path were a chain.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve.kernels._triton_numbers import add_product, rounded
+
+SPLIT = 256  # logical positions; whole tiles
+MERGED_AT_ONCE = 8  # splits whose loads do not wait for each other
+_ENOUGH_PROGRAMS = 512  # that keep a GPU busy without splits
+_ALL = 2**30  # logical positions of a window that hides nothing
+_MOST_TILE_BYTES = 16 * 1024  # of keys, and as many of values, by stage
+_LOG2_E = 1.4426950408889634
+
+
+class Plan(Protocol):
+    """Where the rows of a step find their keys and values: tensors int32 on the device."""
+
+    @property
+    def row_seq(self) -> Tensor:
+        """[rows] whose tables a row reads."""
+
+    @property
+    def visible(self) -> Tensor:
+        """[rows] how many logical positions a row sees, its own included; 0: padding, whose result is 0."""
+
+    @property
+    def prefix(self) -> Tensor:
+        """[rows] logical position j below this has slot tables[row_seq, j // block_size] * block_size +
+        j % block_size."""
+
+    @property
+    def path_start(self) -> Tensor:
+        """[rows] logical position j from prefix on has slot paths[path_start + j - prefix]."""
+
+    @property
+    def paths(self) -> Tensor:
+        """[any] KV slots."""
+
+    @property
+    def tables(self) -> Tensor:
+        """[seqs, blocks] block ids."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def max_splits(self) -> int:
+        """At least visible / SPLIT of any row."""
+
+
+def attention(q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | None) -> Tensor:
+    """q [rows, heads, d] over kv [2, slots, kv_heads, d] -> [rows, heads * d] of kv's dtype. A row sees at most the
+    `window` latest of its logical positions."""
+    is_looped = plan.max_splits == 1 or len(q) * kv.shape[2] >= _ENOUGH_PROGRAMS
+    return attention_in(is_looped, q, kv, plan, scale, window)
+
+
+def attention_in(is_looped: bool, q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | None) -> Tensor:
+    """`attention`, with all splits of a row in one program or each in its own."""
+    rows, heads, d = q.shape
+    assert q.is_contiguous() and kv.is_contiguous() and plan.tables.is_contiguous()
+    out = torch.empty((rows, heads * d), dtype=kv.dtype, device=q.device)
+    if not rows:
+        return out
+    splits = 1 if is_looped else plan.max_splits
+    partial = None if is_looped else torch.empty((rows, heads, splits, d), dtype=torch.float32, device=q.device)
+    scalars = None if is_looped else torch.empty((2, rows, heads, splits), dtype=torch.float32, device=q.device)
+    where = (plan.row_seq, plan.visible, plan.prefix, plan.path_start, plan.paths, plan.tables)
+    window = _ALL if window is None else window
+    numbers = (plan.tables.stride(0), kv.stride(0), rows, window, scale * _LOG2_E)
+    cut, options = constants(heads, kv.shape[2], d, plan.block_size, kv.element_size(), is_looped)
+    _attention_kernel[rows, kv.shape[2], splits](q, kv, out, partial, scalars, *where, *numbers, **cut, **options)
+    if not is_looped:
+        block_d = triton.next_power_of_2(d)
+        tensors = (partial, scalars, out, plan.visible)
+        sizes = (splits, rows, window, heads, d, block_d, SPLIT, MERGED_AT_ONCE)
+        _merge_kernel[rows, heads](*tensors, *sizes, num_warps=max(block_d // 64, 1))
+    return out
+
+
+def constants(
+    heads: int, kv_heads: int, d: int, block_size: int, itemsize: int, is_looped: bool
+) -> tuple[dict[str, int | bool], dict[str, int]]:
+    """Constants and options of the kernel. LOOPED alone may depend on rows."""
+    block_d = triton.next_power_of_2(d)
+    share = heads // kv_heads
+    tile = min(64, max(16, _MOST_TILE_BYTES // (block_d * itemsize)))
+    cut = {"HEADS": heads, "KV_HEADS": kv_heads, "D": d, "BLOCK_D": max(block_d, 16)}
+    cut |= {"SHARE": share, "BLOCK_H": max(triton.next_power_of_2(share), 16), "TILE": tile}
+    return {**cut, "SPLIT": SPLIT, "BLOCK_SIZE": block_size, "LOOPED": is_looped}, {"num_warps": 4, "num_stages": 3}
+
+
+@triton.jit
+def _slots(at, stop, prefix, table, path, BLOCK_SIZE: tl.constexpr):
+    """The KV slots of logical positions `at`, 0 from `stop` on."""
+    is_cached = at < tl.minimum(prefix, stop)
+    block = tl.load(table + at // BLOCK_SIZE, mask=is_cached, other=0)
+    node = tl.load(path + (at - prefix), mask=(at >= prefix) & (at < stop), other=0)
+    return tl.where(is_cached, block * BLOCK_SIZE + at % BLOCK_SIZE, node).to(tl.int64)
+
+
+@triton.jit
+def _attend(
+    q, keys, values, start, first, stop, prefix, table, path, scale,
+    KV_WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One split: the highest score [BLOCK_H], as a power of 2, the sum of all scores' powers [BLOCK_H] and the values
+    times these [BLOCK_H, BLOCK_D], both divided by that of the highest. Its logical positions are those of
+    [first, stop) from `start` on; `start` is a multiple of TILE, and every tile has one of them."""
+    BLOCK_H: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    at_d = tl.arange(0, BLOCK_D)
+    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    mixed = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    for tile in range(start, stop, TILE):
+        at = tile + tl.arange(0, TILE)
+        is_seen = (at >= first) & (at < stop)
+        place = _slots(at, stop, prefix, table, path, BLOCK_SIZE)[:, None] * KV_WIDTH + at_d[None, :]
+        mask = is_seen[:, None] & (at_d < D)[None, :]
+        k = tl.load(keys + place, mask=mask, other=0.0)
+        scores = add_product(q, tl.trans(k), tl.zeros((BLOCK_H, TILE), tl.float32))
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        shrink = tl.exp2(top - higher)
+        powers = tl.exp2(_fma(scores, tl.full((1, 1), scale, tl.float32), -higher[:, None]))
+        total = tl.fma(total, shrink, tl.sum(powers, 1))
+        v = tl.load(values + place, mask=mask, other=0.0)
+        mixed = add_product(rounded(powers, v.dtype), v, mixed * shrink[:, None])
+        top = higher
+    return top, total, mixed
+
+
+@triton.jit
+def _fma(x, y, z):
+    """x y + z, rounded once: where a compiler may choose, two kernels may differ."""
+    y = tl.broadcast_to(y, x.shape)
+    return tl.fma(x, y, tl.broadcast_to(z, x.shape))
+
+
+@triton.jit
+def _shares(top, top_next):
+    """The higher of two powers of 2, and both divided by it."""
+    higher = tl.maximum(top, top_next)
+    return higher, tl.exp2(top - higher), tl.exp2(top_next - higher)
+
+
+@triton.jit(do_not_specialize=["rows", "window"])
+def _attention_kernel(
+    q, kv, out, partial, scalars, row_seq, visible, prefix, path_start, paths, tables,
+    table_stride, kv_stride, rows, window, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, LOOPED: tl.constexpr,
+):  # fmt: skip
+    """Program (row, kv head, split). LOOPED: of all splits, to `out`; else `partial` float32 [rows, heads, splits, d]
+    gets the split's values, `scalars` float32 [2, rows, heads, splits] its highest score and its sum."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    stop = tl.load(visible + row)
+    first = tl.maximum(stop - window, 0)
+    at_h = tl.arange(0, BLOCK_H)
+    at_d = tl.arange(0, BLOCK_D)
+    mask = (at_h < SHARE)[:, None] & (at_d < D)[None, :]
+    head = row * HEADS + kv_head * SHARE + at_h
+    own = tl.load(q + head[:, None] * D + at_d[None, :], mask=mask, other=0.0)
+    own = rounded(own, kv.dtype.element_ty)
+    keys = kv + kv_head * D
+    values = keys + kv_stride
+    prefix = tl.load(prefix + row)
+    table = tables + tl.load(row_seq + row).to(tl.int64) * table_stride
+    path = paths + tl.load(path_start + row)
+    if LOOPED:
+        top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_H,), tl.float32)
+        mixed = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+        for split in range(first // SPLIT, tl.cdiv(stop, SPLIT)):
+            start = tl.maximum(split * SPLIT, first // TILE * TILE)
+            end = tl.minimum(stop, split * SPLIT + SPLIT)
+            top_next, total_next, mixed_next = _attend(
+                own, keys, values, start, first, end, prefix, table, path, scale, KV_HEADS * D, D, BLOCK_SIZE, TILE
+            )
+            top, left, right = _shares(top, top_next)
+            total = tl.fma(total, left, total_next * right)
+            mixed = _fma(mixed, left[:, None], mixed_next * right[:, None])
+        y = mixed / tl.where(stop > 0, total, 1.0)[:, None]
+        tl.store(out + head[:, None] * D + at_d[None, :], rounded(y, out.dtype.element_ty), mask=mask)
+    else:
+        split = tl.program_id(2)
+        start = tl.maximum(split * SPLIT, first // TILE * TILE)
+        end = tl.minimum(stop, split * SPLIT + SPLIT)
+        if start < end:
+            top, total, mixed = _attend(
+                own, keys, values, start, first, end, prefix, table, path, scale, KV_HEADS * D, D, BLOCK_SIZE, TILE
+            )
+            place = head * tl.num_programs(2) + split
+            tl.store(partial + place[:, None] * D + at_d[None, :], mixed, mask=mask)
+            tl.store(scalars + place, top, mask=at_h < SHARE)
+            tl.store(scalars + rows.to(tl.int64) * HEADS * tl.num_programs(2) + place, total, mask=at_h < SHARE)
+
+
+@triton.jit(do_not_specialize=["splits", "rows", "window"])
+def _merge_kernel(
+    partial, scalars, out, visible, splits, rows, window,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head). Splits that the row does not have are merged as sums of nothing, which changes no bit."""
+    row = tl.program_id(0).to(tl.int64)
+    head = row * HEADS + tl.program_id(1)
+    stop = tl.load(visible + row)
+    end = tl.cdiv(stop, SPLIT)
+    at_d = tl.arange(0, BLOCK_D)
+    top = float("-inf")
+    total = 0.0
+    mixed = tl.zeros((BLOCK_D,), tl.float32)
+    for begin in range(tl.maximum(stop - window, 0) // SPLIT, end, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            split = begin + i
+            place = head * splits + split
+            top_next = tl.load(scalars + place, mask=split < end, other=float("-inf"))
+            total_next = tl.load(scalars + rows.to(tl.int64) * HEADS * splits + place, mask=split < end, other=0.0)
+            mixed_next = tl.load(partial + place * D + at_d, mask=(split < end) & (at_d < D), other=0.0)
+            top, left, right = _shares(top, top_next)
+            total = tl.fma(total, left, total_next * right)
+            mixed = _fma(mixed, left, mixed_next * right)
+    y = mixed / tl.where(stop > 0, total, 1.0)
+    tl.store(out + head * D + at_d, rounded(y, out.dtype.element_ty), mask=at_d < D)

@@ -1,0 +1,235 @@
+"""Linear layers in Triton: row-invariant, near memory bandwidth for few rows.
+
+A row's bits depend on the order in which its products are added, and that is the order of K alone: in tiles of
+`block_k`, which follows from the weight's shape, from the first to the last, by one program. How many rows and outputs
+a program has, its warps and its stages only decide who computes what, and are free to follow the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve.kernels._triton_numbers import H100_SHARED_MEMORY, add_product, rounded, shared_memory_of
+
+_RESERVED = 2 * 1024  # bytes of shared memory that the compiler may want for itself
+_MOST_STAGES = {16: 8, 32: 6, 64: 5, 128: 4}  # by block_m
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+class Tiles(NamedTuple):
+    """How a launch is cut. Of these `block_k` alone decides about bits."""
+
+    block_m: int  # rows of a program
+    block_n: int  # outputs of a program
+    block_k: int  # inputs of a step of its loop
+    num_warps: int
+    num_stages: int
+
+    def shared_memory(self, itemsize: int, parts: int) -> int:
+        """Bytes of the tiles of x and of `parts` weights that are on their way."""
+        return self.num_stages * (self.block_m + parts * self.block_n) * self.block_k * itemsize
+
+
+def tiles_for(
+    rows: int, n: int, k: int, itemsize: int, parts: int = 1, shared_memory: int = H100_SHARED_MEMORY
+) -> Tiles:
+    """For x [rows, k] times `parts` weights [n, k] of elements of `itemsize` bytes. There are four buckets of rows, and
+    all of a bucket are cut alike."""
+    block_m = next((m for m in (16, 32, 64) if rows <= m), 128)
+    block_k = _block_k(k, itemsize)
+    if itemsize == 4:  # no tensor cores: products and sums of single numbers, in registers
+        cut = Tiles(16 if rows <= 16 else 64, 32, block_k, 4, 3)
+    else:
+        cut = Tiles(block_m, _block_n(block_m, n, parts), block_k, 8 if block_m == 128 else 4, _MOST_STAGES[block_m])
+    while cut.num_stages > 1 and cut.shared_memory(itemsize, parts) > shared_memory - _RESERVED:
+        cut = cut._replace(num_stages=cut.num_stages - 1)
+    return cut
+
+
+def _block_k(k: int, itemsize: int) -> int:
+    if itemsize == 4:
+        return 32
+    return next((size for size in (128, 64, 32) if k % size == 0), 64)
+
+
+def _block_n(block_m: int, n: int, parts: int) -> int:
+    """Narrow where only that gives every multiprocessor (an H100 has 132) a program; but every program reads all of
+    its rows of x."""
+    if block_m == 128:
+        return 64 if parts == 2 or n < 128 * 128 else 128
+    if block_m == 64:
+        return 32 if n < 64 * 128 else 64
+    return 16 if n < 32 * 256 else 32
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [rows, k] times weight [n, k] transposed, plus bias [n] -> [rows, n], added up in float32 and rounded once, to
+    `out_dtype` (None: the weight's). An x of float32 is rounded to the weight's dtype first."""
+    n, k = weight.shape
+    cut = tiles_for(len(x), n, k, weight.element_size(), 1, shared_memory_of(x.device))
+    return linear_in(cut, x, weight, bias, out_dtype)
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, hidden] times weight [vocab, hidden] transposed -> float32 [rows, vocab], not rounded in between."""
+    return linear(x, weight, None, torch.float32)
+
+
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(gate) * up -> [rows, n]. x [rows, k] times weight [2 n, k] transposed, plus bias [2 n], is gate's n
+    columns, then up's; both are rounded to the weight's dtype. `activation` is one of ACTIVATIONS."""
+    n, k = len(weight) // 2, weight.shape[1]
+    cut = tiles_for(len(x), n, k, weight.element_size(), 2, shared_memory_of(x.device))
+    return gated_in(cut, x, weight, bias, activation)
+
+
+def linear_in(
+    cut: Tiles, x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`linear` with tiles of one's choice."""
+    out = _empty(x, weight, len(weight), out_dtype or weight.dtype)
+    if len(out):
+        sizes = (len(x), *weight.shape)
+        _linear_kernel[_grid(cut, out)](x, weight, bias, out, *sizes, *constants(cut, *weight.shape), **_options(cut))
+    return out
+
+
+def gated_in(cut: Tiles, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """`gated` with tiles of one's choice."""
+    assert activation in ACTIVATIONS, activation
+    n, k = len(weight) // 2, weight.shape[1]
+    out = _empty(x, weight, n, weight.dtype)
+    if len(out):
+        gelu = activation == "gelu_tanh"
+        _gated_kernel[_grid(cut, out)](x, weight, bias, out, len(x), n, k, gelu, *constants(cut, n, k), **_options(cut))
+    return out
+
+
+def constants(cut: Tiles, n: int, k: int) -> tuple[int, int, int, bool, bool]:
+    """BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K of the kernels."""
+    return cut.block_m, cut.block_n, cut.block_k, n % cut.block_n == 0, k % cut.block_k == 0
+
+
+def _options(cut: Tiles) -> dict[str, int]:
+    return {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+
+
+def _grid(cut: Tiles, out: Tensor) -> tuple[int, int]:
+    """Programs that read the same weights start one after the other: all but the first find them in L2."""
+    rows, n = out.shape
+    return -(-rows // cut.block_m), -(-n // cut.block_n)
+
+
+def _empty(x: Tensor, weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+    return torch.empty((len(x), n), dtype=dtype, device=x.device)
+
+
+@triton.jit
+def _tile_of_x(x, at_m, at_k, rows, k, EVEN_K: tl.constexpr):
+    mask = (at_m < rows)[:, None]
+    if not EVEN_K:
+        mask = mask & (at_k < k)[None, :]
+    return tl.load(x + at_m.to(tl.int64)[:, None] * k + at_k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _tile_of_weight(weight, at_n, at_k, k, EVEN_K: tl.constexpr):
+    """[BLOCK_K, BLOCK_N]"""
+    at = weight + at_n.to(tl.int64)[None, :] * k + at_k[:, None]
+    if EVEN_K:
+        return tl.load(at)
+    return tl.load(at, mask=(at_k < k)[:, None], other=0.0)
+
+
+@triton.jit
+def _at_outputs(n, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
+    """The outputs of this program; what lies beyond the last is the last again, and never stored."""
+    at_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return at_n if EVEN_N else tl.minimum(at_n, n - 1)
+
+
+@triton.jit
+def _store(out, y, at_m, rows, n, BLOCK_N: tl.constexpr):
+    at_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (at_m < rows)[:, None] & (at_n < n)[None, :]
+    tl.store(out + at_m.to(tl.int64)[:, None] * n + at_n[None, :], y, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    n,
+    k,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    dtype: tl.constexpr = weight.dtype.element_ty
+    at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at_n = _at_outputs(n, BLOCK_N, EVEN_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, k, BLOCK_K):
+        at_k = start + tl.arange(0, BLOCK_K)
+        left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K)
+        if left.dtype != dtype:
+            left = rounded(left, dtype)
+        total = add_product(left, _tile_of_weight(weight, at_n, at_k, k, EVEN_K), total)
+    if bias is not None:
+        total += tl.load(bias + at_n).to(tl.float32)[None, :]
+    _store(out, rounded(total, out.dtype.element_ty), at_m, rows, n, BLOCK_N)
+
+
+@triton.jit
+def _activated(x, GELU: tl.constexpr):
+    """The approximation of GELU by tanh, x / 2 (1 + tanh(y)), is x times the sigmoid of 2 y."""
+    if GELU:
+        return x / (1.0 + tl.exp(-2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    n,
+    k,
+    GELU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    dtype: tl.constexpr = weight.dtype.element_ty
+    at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at_n = _at_outputs(n, BLOCK_N, EVEN_N)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, k, BLOCK_K):
+        at_k = start + tl.arange(0, BLOCK_K)
+        left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K)
+        if left.dtype != dtype:
+            left = rounded(left, dtype)
+        gate = add_product(left, _tile_of_weight(weight, at_n, at_k, k, EVEN_K), gate)
+        up = add_product(left, _tile_of_weight(weight, at_n + n, at_k, k, EVEN_K), up)
+    if bias is not None:
+        gate += tl.load(bias + at_n).to(tl.float32)[None, :]
+        up += tl.load(bias + n + at_n).to(tl.float32)[None, :]
+    gate = rounded(gate, dtype).to(tl.float32)
+    up = rounded(up, dtype).to(tl.float32)
+    _store(out, rounded(_activated(gate, GELU) * up, dtype), at_m, rows, n, BLOCK_N)

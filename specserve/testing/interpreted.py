@@ -1,0 +1,24 @@
+"""Triton kernels on a machine without a GPU: Triton's own interpreter runs them in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def mend_interpreter() -> None:
+    """Let kernels use numbers as loop bounds: Triton 3.6 asks NumPy for int() of an array of one, which NumPy 2.4
+    refuses. Only where Triton was imported with TRITON_INTERPRET=1."""
+    import triton
+    from triton.runtime import interpreter
+
+    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1 before triton is imported"
+    plain = interpreter._patch_lang_tensor
+    if getattr(plain, "is_mended", False):
+        return
+
+    def patch(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patch.is_mended = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patch
