@@ -65,7 +65,7 @@ CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "specula
 # Drafters that run models, and what these alone use, are no part of it.
 WITH_MODELS = (
     *("draft_model", "eagle", "block", "medusa"),
-    *("models", "context", "model_runner", "draft_cost", "draft_sampler", "likeliest"),
+    *("models", "context", "model_runner", "draft_sampler", "likeliest"),
 )
 CORE_LIMIT = 4_800
 CONFIG_FIELDS_LIMIT = 22

@@ -28,13 +28,14 @@ from specserve.runtime.executor import Executor, LocalExecutor
 from specserve.runtime.runner import Runner
 from specserve.runtime.timing import step_seconds
 from specserve.sampling.sampler import Sampler
-from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.base import Needs
+from specserve.speculation.constants import ROWS
 from specserve.speculation.context import TargetContext
-from specserve.speculation.cost import ROWS
+from specserve.speculation.controller import DraftController
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers
 from specserve.speculation.policy import Policy
+from specserve.speculation.weighing import Weighing
 from specserve.structured.compiler import Compiler, check_backend
 from specserve.structured.vocabulary import vocabulary
 from specserve.text.tokenizer import Tokenizer
@@ -100,16 +101,17 @@ def build(
     cache.reads_next = host.needs.reads_next
     max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
     scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s)
-    adaptive = Adaptive(scheduler.cost.decoding) if config.adaptive else None
-    if adaptive is not None:  # for drafters that requests name, too
+    weighing = Weighing(scheduler.cost.decoding) if config.adaptive else None
+    if weighing is not None:  # for drafters that requests name, too
         scheduler.cost.decoding.begin(step_seconds(executor, ROWS, _TIMING_S))
-    policy = Policy(host, config.num_speculative_tokens, cache, spec.max_len, context, counters.timed, adaptive)
+    policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)
+    drafting = DraftController(policy, cache, counters.timed, weighing)
     limits = Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids_below(spec.vocab_size))
     isa = f", {ops.instruction_set}" if ops.instruction_set else ""
     compiler = Compiler(
         lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
     )
-    built = Built(Engine(executor, cache, scheduler, policy, limits, counters), ops, tokenizer, compiler, threads)
+    built = Built(Engine(executor, cache, scheduler, drafting, limits, counters), ops, tokenizer, compiler, threads)
     weights = built.dtype if ops.quantization == "none" else ops.quantization
     built.summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {sizing}"
     return built

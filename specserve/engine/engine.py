@@ -15,9 +15,10 @@ from specserve.errors import ConfigError
 from specserve.runtime.executor import Executor, StepOutput
 from specserve.runtime.pack import Step, pack_step
 from specserve.sampling.inputs import num_logit_rows
-from specserve.speculation.adaptive import Adaptive
+from specserve.speculation.controller import DraftController
 from specserve.speculation.host import DraftHost
 from specserve.speculation.policy import Policy
+from specserve.speculation.weighing import Weighing
 from specserve.structured.base import Grammar
 from specserve.structured.masks import Masks, advance
 from specserve.types import Event, Failure, Sequence, Verdict
@@ -36,14 +37,14 @@ class Engine:
         executor: Executor,
         cache: KVCache,
         scheduler: Scheduler,
-        policy: Policy,
+        drafting: DraftController,
         limits: Limits,
         counters: Counters,
     ) -> None:
         self.executor = executor
         self.cache = cache
         self.scheduler = scheduler
-        self.policy = policy
+        self.drafting = drafting
         self.limits = limits
         self.counters = counters
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
@@ -51,21 +52,26 @@ class Engine:
 
     def use(self, drafter: DraftHost, num_speculative_tokens: int, adaptive: bool = False) -> None:
         """Draft with another drafter from now on, where a request names none; with `adaptive` what pays of its drafts,
-        as Policy says. Raises ConfigError while a request is running."""
+        as DraftController says. Raises ConfigError while a request is running."""
         if self.has_work:
             raise ConfigError("The drafter can only be changed while no request is running.")
         self.cache.pool.forget_drafted()
         self.cache.reads_next = drafter.needs.reads_next
         self.executor.set_outputs(drafter.needs.hidden_layers, drafter.needs.top_k)
-        weighing = Adaptive(self.scheduler.cost.decoding) if adaptive else None
-        self.policy.replace(drafter, num_speculative_tokens, weighing)
+        self.policy.replace(drafter, num_speculative_tokens)
+        self.drafting.weighing = Weighing(self.scheduler.cost.decoding) if adaptive else None
+
+    @property
+    def policy(self) -> Policy:
+        """Who may draft."""
+        return self.drafting.policy
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""
         assert request.id not in self.requests, "whoever drives the engine gives each request an id of its own"
         group = sequences(request, self.limits, grammar)
         check_first_token(group[0], self.limits.vocab_size)
-        self.policy.admit(group, request.drafter)
+        self.drafting.begin(group, request.drafter)
         self.requests[request.id] = list(group)
         for seq in group:
             seq.order = self._num_arrived
@@ -91,7 +97,7 @@ class Engine:
         timed, mask_s, begun = self.counters.timed, -self.counters.seconds["mask"], time.perf_counter()
         with timed("total"):
             step = self.scheduler.pick()
-            self.policy.draft(step)
+            self.drafting.draft(step)
             inputs, scored = pack_step(step, self.executor.row_multiple)
             self.executor.start(inputs)
             masks = Masks(step.sampled, -(-self.limits.vocab_size // 32))
@@ -105,13 +111,13 @@ class Engine:
             results.update(_broken(step, out))
             events, verdicts = self._keep(step, results)
             with timed("draft"):
-                self.policy.observe(step, verdicts, out.taps, out.top)
+                self.drafting.observe(step, verdicts, out.taps, out.top)
             self._close(step)
         seconds = time.perf_counter() - begun
         for each in events:
             if each.explained is not None:
                 each.explained.seconds = seconds
-        without_asking = self.policy.end_step(step, seconds)
+        without_asking = self.drafting.end_step(sum(len(each.draft) for each in step.seqs), seconds)
         decoding = [verdicts[each.seq] for each in step.decoding if each.seq in verdicts]
         self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
         self.scheduler.cost.observe(*_load(step), without_asking)
@@ -155,7 +161,7 @@ class Engine:
         counters.num_steps += 1
         counters.num_preemptions = self.scheduler.num_preemptions
         counters.num_drafts_dropped = self.policy.num_dropped
-        counters.draft_seconds = self.policy.draft_seconds
+        counters.draft_seconds = self.drafting.draft_seconds
         usage = self.cache.usage()
         counters.live_tokens += usage.live_tokens
         counters.allocated_tokens += usage.allocated_tokens
@@ -168,7 +174,7 @@ class Engine:
         self.counters.num_jump_forward_tokens += seq.stats.num_jump_forward_tokens
         self.counters.num_accepted_jump_forward_tokens += seq.stats.num_accepted_jump_forward_tokens
         self.scheduler.remove(seq)
-        self.policy.end(seq)
+        self.drafting.end(seq)
         siblings = self.requests[seq.request_id]
         siblings.remove(seq)
         if not siblings:

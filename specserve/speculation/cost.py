@@ -9,19 +9,7 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # of steps that are told apart
-_FOLLOWS, _DRIFTS = 0.1, 0.03  # how far a number of rows goes to what was measured last, and all of them
-_SUDDEN = 0.1  # what goes beyond this share is the number of rows' own, not the load's
-_FADES = 0.005  # of what the measurements of a number of rows count, with each step
-_START, _FEW = 0.4, 0.5  # measurements: what the start counts as, and less than which is doubted
-_CONTEXT, _NUM_LOADS = 512, 16  # tokens that a step reads in all; twice as many are another load
-_LISTED_EVERY = 8  # observations: until then decisions do without them
-_MOST = 3.0  # times what was expected: more counts as that
-
-_FIRST_CHUNK = 64  # tokens of a prompt, while nothing is known
-_KEPT = 0.9  # of a sum, when another measurement comes: about the last ten count
-_SHORTEST_S = 1e-9  # a step, and a token of a prompt
-_OUTLIER = 4.0  # times what was expected: more is a machine that paused
+from specserve.speculation import constants as tuned
 
 
 class DecodeCost:
@@ -33,9 +21,9 @@ class DecodeCost:
     """
 
     def __init__(self) -> None:
-        self._shape = np.zeros(len(ROWS))  # seconds; 0: nothing is known
-        self._apart = np.zeros(len(ROWS))  # logarithms of what the shape is multiplied with
-        self._num = np.zeros(len(ROWS))  # measurements, those of a while ago for less
+        self._shape = np.zeros(len(tuned.ROWS))  # seconds; 0: nothing is known
+        self._apart = np.zeros(len(tuned.ROWS))  # logarithms of what the shape is multiplied with
+        self._num = np.zeros(len(tuned.ROWS))  # measurements, those of a while ago for less
         self._factors: dict[int, float] = {}  # logarithms, by load
         self._num_observed = 0
         self._by_rows: list[float] = []  # seconds of 0, 1, 2 ... rows, but for the factor; never falling
@@ -45,31 +33,31 @@ class DecodeCost:
         return bool(self._by_rows)
 
     def begin(self, seconds: NDArray[np.float64]) -> None:
-        """Start from these seconds of steps of ROWS rows each over a short context."""
-        self._shape = np.maximum.accumulate(np.maximum(seconds, _SHORTEST_S))
-        self._apart[:], self._num[:] = 0, _START
+        """Start from these seconds of steps of tuned.ROWS rows each over a short context."""
+        self._shape = np.maximum.accumulate(np.maximum(seconds, tuned.SHORTEST_S))
+        self._apart[:], self._num[:] = 0, tuned.START
         self._factors.clear()
         self._list()
 
     def observe(self, rows: int, context: int, seconds: float) -> None:
         """A step of decoding alone took so long."""
-        seconds = max(seconds, _SHORTEST_S)
+        seconds = max(seconds, tuned.SHORTEST_S)
         if not self.is_known:
             self._shape[:] = seconds
             self._list()
         load, at = _load(context), row_class(rows)
         ratio = seconds / self.seconds(rows, context)
         is_new = not self._num[at]
-        ratio = math.log(ratio if is_new else min(ratio, _MOST))
-        self._num *= 1 - _FADES
+        ratio = math.log(ratio if is_new else min(ratio, tuned.MOST))
+        self._num *= 1 - tuned.FADES
         if load not in self._factors:
             self._factors[load] = self._factor(load) + ratio
         else:
-            self._apart[at] += max(_FOLLOWS, 1 / (self._num[at] + 1)) * ratio
-            self._factors[load] += _DRIFTS * min(max(ratio, -_SUDDEN), _SUDDEN)
+            self._apart[at] += max(tuned.FOLLOWS, 1 / (self._num[at] + 1)) * ratio
+            self._factors[load] += tuned.DRIFTS * min(max(ratio, -tuned.SUDDEN), tuned.SUDDEN)
         self._num[at] += 1
         self._num_observed += 1
-        if is_new or self._num_observed % _LISTED_EVERY == 0:
+        if is_new or self._num_observed % tuned.LISTED_EVERY == 0:
             self._list()
 
     def seconds(self, rows: int, context: int = 0) -> float:
@@ -78,7 +66,7 @@ class DecodeCost:
 
     def is_doubted(self, rows: int) -> bool:
         """Whether what so many rows take should be measured anew."""
-        return bool(self._num[row_class(rows)] < _FEW)
+        return bool(self._num[row_class(rows)] < tuned.FEW)
 
     def curve(self, rows: int, more: int, context: int = 0) -> list[float]:
         """Seconds of steps of `rows` to `rows` + `more` rows, [more + 1], never falling."""
@@ -93,7 +81,7 @@ class DecodeCost:
 
     def _list(self) -> None:
         rising = _rising(self._shape * np.exp(self._apart), self._num)
-        self._by_rows = np.interp(range(ROWS[-1] + 1), ROWS, rising).tolist()
+        self._by_rows = np.interp(range(tuned.ROWS[-1] + 1), tuned.ROWS, rising).tolist()
 
     def _factor(self, load: int) -> float:
         """That of the nearest load that was measured."""
@@ -106,7 +94,7 @@ class DecodeCost:
 def _rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """The nearest values that never fall, by their weights: neighbours that would fall are averaged."""
     found: list[tuple[float, float, int]] = []  # mean, weight, how many
-    for value, weight in zip(values.tolist(), (weights + _SHORTEST_S).tolist(), strict=True):
+    for value, weight in zip(values.tolist(), (weights + tuned.SHORTEST_S).tolist(), strict=True):
         count = 1
         while found and found[-1][0] > value:
             mean, more, others = found.pop()
@@ -116,12 +104,12 @@ def _rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArra
 
 
 def row_class(rows: int) -> int:
-    """Which of ROWS stands for so many."""
-    return bisect_left(ROWS, rows, hi=len(ROWS) - 1)
+    """Which of tuned.ROWS stands for so many."""
+    return bisect_left(tuned.ROWS, rows, hi=len(tuned.ROWS) - 1)
 
 
 def _load(context: int) -> int:
-    return min((context // _CONTEXT).bit_length(), _NUM_LOADS)
+    return min((context // tuned.CONTEXT).bit_length(), tuned.NUM_LOADS)
 
 
 class StepCost:
@@ -145,7 +133,7 @@ class StepCost:
     def chunk(self, seconds: float, context: int) -> int:
         """How many tokens of a prompt that has `context` tokens in the cache may be added to a step for so long."""
         if not self._sums[0]:
-            return _FIRST_CHUNK
+            return tuned.FIRST_CHUNK
         a, b = self._line()
         a += b * context
         # n (a + b n / 2) = seconds; this form of the root does not divide by b, which may be 0
@@ -161,9 +149,9 @@ class StepCost:
     def _observe_chunks(self, seconds: float, context: float) -> None:
         if self._sums[0]:
             a, b = self._line()
-            seconds = min(seconds, _OUTLIER * (a + b * context))
-        seconds = max(seconds, _SHORTEST_S)
-        self._sums *= _KEPT
+            seconds = min(seconds, tuned.OUTLIER * (a + b * context))
+        seconds = max(seconds, tuned.SHORTEST_S)
+        self._sums *= tuned.CHUNKS_KEPT
         self._sums += (1.0, context, seconds, context * context, context * seconds)
 
     def _line(self) -> tuple[float, float]:

@@ -8,18 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from specserve.speculation import constants as tuned
 from specserve.speculation.cost import DecodeCost, row_class
-
-_SHARE = 0.01  # of the time may be lost, and
-_STEPS = 2  # plain steps, at first
-_GAINED = 4  # plain steps: what of gains counts for later; drafts that pay have unlucky stretches
-_MIDDLE_OF = 3  # plain steps of a load: the middle one tells what it takes, and no pause of the machine
-_STALE = 512  # steps after which a load's plain steps tell no more of it
-_PAUSE = 2.0  # times what steps with drafts of as many rows take: more is a pause of the machine
-_BLOCKS = ((1.3, 256), (1.1, 64), (0.0, 16))  # by measured speed: steps with drafts, at most, between two plain ones
-_TRIAL = 0.5  # plain steps that drafts may lose where nothing is left, to show that they pay again,
-_LEAST = 0.1  # plain steps: less is as good as nothing
-_TRIAL_AFTER = 32  # plain steps, or twice as many as the last time it failed
 
 
 class Load(NamedTuple):
@@ -35,7 +25,7 @@ class _Plain:
     """The newest plain steps of about one load."""
 
     load: Load
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MIDDLE_OF))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=tuned.MIDDLE_OF))
     at: int = 0  # the newest one's number
 
 
@@ -80,19 +70,19 @@ class Guard:
         self._speed = 1.0  # of blocks, times that of plain steps
         self._num_steps = 0
         self._trial: float | None = None  # what is left of one
-        self._trial_steps, self._blocked, self._wait = 0, 0, _TRIAL_AFTER
+        self._trial_steps, self._blocked, self._wait = 0, 0, tuned.TRIAL_AFTER
 
     def begin(self, load: Load) -> None:
         """A step of this load comes."""
         if self._block is not None and self._key(self._block.load) != self._key(load) and load.rows:
             self._settle(self._block.before)
         if self._is_new and (plain := self.plain(load)):
-            self._allowance, self._is_new = _STEPS * plain, False
+            self._allowance, self._is_new = tuned.STEPS * plain, False
 
     def plain(self, load: Load) -> float:
         """Seconds of a plain step, by those of that load or else of the most similar one; 0 while nothing is known."""
         expected = self._cost.seconds(load.rows, load.context)
-        fresh = [each for each in self._plain.values() if self._num_steps - each.at < _STALE]
+        fresh = [each for each in self._plain.values() if self._num_steps - each.at < tuned.STALE]
         if not fresh:
             return expected
         found = min(fresh, key=lambda each: _distance(each.load, load))
@@ -114,7 +104,7 @@ class Guard:
         """Whether the step should be a plain one, so that it shows what these take."""
         if self._block is None or load.tokens:
             return False
-        most = next(most for speed, most in _BLOCKS if self._speed >= speed)
+        most = next(most for speed, most in tuned.BLOCKS if self._speed >= speed)
         return self._block.num_steps >= most
 
     def charge(self, seconds: float) -> None:
@@ -140,37 +130,37 @@ class Guard:
                 if self._block is not None:
                     self._settle((self._block.before + self.plain(load)) / 2)
         if load.rows:
-            self._allowance = min(self._allowance + _SHARE * seconds, _GAINED * plain)
+            self._allowance = min(self._allowance + tuned.SHARE * seconds, tuned.GAINED * plain)
             self._try(drafted, plain)
 
     def _try(self, drafted: int, plain: float) -> None:
         """Begin a trial where too little is left, and end it when it has failed or has shown enough."""
-        if self.allowance > _TRIAL * plain:
-            self._trial, self._blocked, self._wait = None, 0, _TRIAL_AFTER
+        if self.allowance > tuned.TRIAL * plain:
+            self._trial, self._blocked, self._wait = None, 0, tuned.TRIAL_AFTER
             return
         if self._trial is not None:
             self._trial_steps += 1
-            if self._trial < _LEAST * plain or self._trial_steps == _TRIAL_AFTER:
-                is_better = self._trial > _TRIAL * plain
+            if self._trial < tuned.LEAST * plain or self._trial_steps == tuned.TRIAL_AFTER:
+                is_better = self._trial > tuned.TRIAL * plain
                 self._trial, self._blocked = None, self._wait if is_better else 0
-                self._wait = _TRIAL_AFTER if is_better else 2 * self._wait
+                self._wait = tuned.TRIAL_AFTER if is_better else 2 * self._wait
         else:
             self._blocked += not drafted
         if self._trial is None and self._blocked >= self._wait:
-            self._trial, self._trial_steps, self._blocked = _TRIAL * plain, 0, 0
+            self._trial, self._trial_steps, self._blocked = tuned.TRIAL * plain, 0, 0
 
     def _settle(self, plain: float) -> None:
         """The block is over; plain steps beside it took so long."""
         block, self._block = self._block, None
         assert block is not None, "it has begun"
         self._allowance -= block.lost(plain)
-        weight = min(1.0, block.num_steps / _BLOCKS[-1][1])
+        weight = min(1.0, block.num_steps / tuned.BLOCKS[-1][1])
         self._speed += weight * (block.steps * plain / block.seconds - self._speed)
 
     def _learn(self, load: Load, seconds: float) -> None:
         """Of a plain step."""
         key = self._key(load)
-        if key not in self._plain or self._num_steps - self._plain[key].at >= _STALE:
+        if key not in self._plain or self._num_steps - self._plain[key].at >= tuned.STALE:
             self._plain[key] = _Plain(load)
         found = self._plain[key]
         found.load, found.at = load, self._num_steps
@@ -180,7 +170,7 @@ class Guard:
         """What of a step with drafts was no pause of the machine."""
         recent = self._by_rows[row_class(rows)]
         recent.append(seconds)
-        return min(seconds, _PAUSE * median(recent)) if len(recent) >= _MIDDLE_OF else seconds
+        return min(seconds, tuned.PAUSE * median(recent)) if len(recent) >= tuned.MIDDLE_OF else seconds
 
     @staticmethod
     def _key(load: Load) -> tuple[int, int]:

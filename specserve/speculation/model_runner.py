@@ -16,7 +16,7 @@ from specserve.ops.rows import padded_tables
 from specserve.runtime.pack import SequenceRows, StepInput, pack
 from specserve.runtime.runner import Runner
 from specserve.speculation.base import SequenceView
-from specserve.speculation.draft_cost import ON_THE_WAY
+from specserve.speculation.constants import ON_THE_WAY
 from specserve.speculation.draft_sampler import ChainDraft, DraftSampler
 from specserve.speculation.models import MOST_MISSING, DraftInput, DraftOutput, HiddenInput
 

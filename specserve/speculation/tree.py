@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence as Many
 
 import numpy as np
 
+from specserve.speculation.constants import FORCED
 from specserve.speculation.stats import Acceptance, Agreement, OwnAcceptance
 from specserve.types import JUMP_FORWARD, Draft
-
-_FORCED = 0.97  # how likely such a token is at first: others may spell the same
 
 
 class Proposals:
@@ -37,15 +36,6 @@ class Proposals:
         self.jump_forward: frozenset[int] = frozenset()  # nodes that a grammar leaves no choice of
         for source, draft in drafts:
             self.add(source, draft)
-
-    @classmethod
-    def chain(cls, chances: Many[float]) -> Proposals:
-        """A chain of unknown tokens, each accepted with this probability if the one before it is."""
-        found, survival = cls(), 1.0
-        for chance in chances:
-            survival *= chance
-            found.survival.append(survival)
-        return found
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -106,7 +96,7 @@ class Proposals:
                 there[node] = like
                 found._buckets[node] = self._buckets[like]
             if node in draft.jump_forward:
-                found._buckets[node] = [(JUMP_FORWARD, Acceptance.bucket(_FORCED))]
+                found._buckets[node] = [(JUMP_FORWARD, Acceptance.bucket(FORCED))]
         found._num_sources = {
             parent: self._num_sources.get(there[parent], 1) if parent in there else 1 for parent in {-1, *found.parents}
         }

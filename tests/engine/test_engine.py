@@ -25,7 +25,8 @@ from specserve.errors import ConfigError, InputError, PromptTooLongError
 from specserve.runtime.executor import local
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.cost import ROWS, DecodeCost
+from specserve.speculation.constants import ROWS
+from specserve.speculation.cost import DecodeCost
 from specserve.speculation.guard import Guard
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers, prepare
@@ -335,8 +336,8 @@ def test_a_chunk_of_one_token_is_not_drafted_for(tiny: Path, monkeypatch: pytest
     that is known, and what is guessed to follow its last token would be judged by it."""
     engine = make(tiny, create("suffix"), max_num_seqs=5, max_num_batched_tokens=5)
     asked = [Request(id=f"r{i}", prompt_ids=prompt(i, 5), params=GREEDY) for i in range(5)]
-    draft, steps = engine.policy.draft, list[Any]()
-    monkeypatch.setattr(engine.policy, "draft", lambda step: (draft(step), steps.append(step)))
+    draft, steps = engine.drafting.draft, list[Any]()
+    monkeypatch.setattr(engine.drafting, "draft", lambda step: (draft(step), steps.append(step)))
     for request in asked:
         engine.add(request)
     events: list[Event] = []
@@ -701,7 +702,7 @@ def test_weighed_drafts_change_nothing(
     engine.use(host, 5, adaptive=True)
     assert drive(engine, requests(16)) == alone
     assert drive(engine, requests(16)) == alone, "the second time suffixes are known"
-    stats = engine.policy.adaptive
+    stats = engine.drafting.weighing
     assert stats is not None
     assert not stats._records
     if drafter != "ngram":

@@ -12,10 +12,10 @@ from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
-from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.base import DraftRequest, Needs
 from specserve.speculation.host import DraftHost
 from specserve.speculation.planner import Planner
+from specserve.speculation.weighing import Weighing
 from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
 from specserve.types import Draft, Event, SamplingParams
@@ -64,7 +64,7 @@ def answer(built: Built) -> list[int]:
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is proposed is verified, however long steps take."""
-    monkeypatch.setattr(Adaptive, "select", lambda self, decoding: decoding)
+    monkeypatch.setattr(Weighing, "choose", lambda self, name, group, **more: dict(group))
     all_nodes = lambda self, found, most, asking=0.0: [list(range(len(each))) for each in found]  # noqa: E731
     monkeypatch.setattr(Planner, "choose", all_nodes)
 

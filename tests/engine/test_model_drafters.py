@@ -31,10 +31,10 @@ from specserve.models.loader import load_model
 from specserve.ops.backend import KernelOptions
 from specserve.registry import DRAFTERS, KERNELS
 from specserve.runtime.executor import local
-from specserve.speculation import policy
-from specserve.speculation.draft_cost import SharedDraftCost
+from specserve.speculation import controller
 from specserve.speculation.grammar import constrain
 from specserve.speculation.planner import Planner
+from specserve.speculation.sources import SourceCost
 from specserve.speculation.tree import Proposals
 from specserve.structured.spec import Structured
 from specserve.structured.walk import visit
@@ -346,7 +346,7 @@ def test_a_grammar_holds(
         fitting.extend(i in behind for i in range(len(draft)))
         return constrain(seq, draft, budget)
 
-    monkeypatch.setattr(policy, "constrain", watched)
+    monkeypatch.setattr(controller, "constrain", watched)
     outputs = []
     for options in ({"drafter": "none"}, drafting):
         mode = {"verification": verification} if options is drafting else {}
@@ -433,7 +433,7 @@ def test_drafts_of_passes_that_are_weighed(
 ) -> None:
     """Nodes are cut, by nobody's rule, and merged with others', lengths change; blocks are few."""
 
-    def some(self: Any, proposals: list[Proposals], most: int, asking: Any = ()) -> list[list[int]]:
+    def some(self: Any, proposals: list[Proposals], most: int) -> list[list[int]]:
         chosen: list[list[int]] = []
         for each in proposals:
             kept: list[int] = []
@@ -446,7 +446,7 @@ def test_drafts_of_passes_that_are_weighed(
 
     monkeypatch.setattr(Planner, "choose", some)
     monkeypatch.setattr(Planner, "can_draft", lambda *_: True)
-    monkeypatch.setattr(SharedDraftCost, "of", lambda *_: 0.0)  # so that it is asked however long a tiny model takes
+    monkeypatch.setattr(SourceCost, "of", lambda *_: 0.0)  # so that it is asked however long a tiny model takes
     options: dict[str, Any] = {"drafter": drafter, "drafter_options": {"head": str(heads["eagle3"])}, "adaptive": True}
     storage = local(make(tiny, options).executor).storage
     per_block = sum(layer.nbytes for layer in storage.layers) // storage.num_blocks

@@ -26,9 +26,9 @@ from specserve.errors import NoTokenLeftError
 from specserve.runtime.executor import local
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import StepReport
+from specserve.speculation.constants import MOST_JUMP_FORWARD
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
-from specserve.speculation.policy import MOST_JUMP_FORWARD
 from specserve.structured.base import Grammar, Guarded, RefusedError
 from specserve.structured.spec import Structured
 from specserve.testing import LanguageGrammar, ScriptedDrafter, check_integrity, write_tiny_model

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from specserve.runtime import timing
-from specserve.speculation.cost import ROWS, DecodeCost, StepCost
+from specserve.speculation.constants import ROWS
+from specserve.speculation.cost import DecodeCost, StepCost
 
 A, B = 5e-4, 2e-7  # seconds a token of a prompt takes, and those for each token that it reads
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from specserve.runtime.pack import Step
-from specserve.speculation.adaptive import Adaptive
-from specserve.speculation.cost import ROWS, StepCost
-from specserve.speculation.draft_cost import Asked
+from specserve.speculation.constants import ROWS
+from specserve.speculation.cost import StepCost
+from specserve.speculation.sources import LOOKUPS, Asked
 from specserve.speculation.tree import Proposals
+from specserve.speculation.weighing import Weighing
 from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
 
 PLAIN = 0.004  # seconds of a step of one row
@@ -66,14 +67,13 @@ class Machine:
     ) -> None:
         self.cost = StepCost()
         self.cost.decoding.begin(np.array([(knows or takes)(rows) for rows in ROWS]))
-        self.adaptive = Adaptive(self.cost.decoding)
+        self.weighing = Weighing(self.cost.decoding)
         self.takes, self.is_right, self.asking, self.confidence = takes, is_right, asking, confidence
         self.is_whole, self.is_head, self.passes = is_whole, is_head or passes, passes
         self.shaped, self.looked_up, self.slower, self.learns = shaped, looked_up, slower, learns
         self.num_asked = 0  # of the late ones
         self.seqs = [Sequence(str(i), 0, [0] * 20, 10, SamplingParams(), 0, 10**9) for i in range(num_seqs)]
-        for seq in self.seqs:
-            self.adaptive.begin(seq)
+        self.weighing.begin(self.seqs)
 
     def run(self, num_steps: int, first: int = 0) -> Run:
         run = Run(drafted=[])
@@ -82,51 +82,43 @@ class Machine:
         return run
 
     def _step(self, at: int, run: Run) -> None:
-        adaptive, scheduled = self.adaptive, [ScheduledSeq(seq, 19, 1, sampled=True) for seq in self.seqs]
-        step = Step(scheduled, 512, 512)
-        adaptive.start(step)
+        weighing, scheduled = self.weighing, [ScheduledSeq(seq, 19, 1, sampled=True) for seq in self.seqs]
+        group = dict.fromkeys(scheduled, LENGTH)
+        weighing.start(Step(scheduled, 512, 512))
+        lengths: dict[Sequence, int] = {}
         if self.is_whole:
-            lengths = {each.seq: adaptive.length(each.seq, LENGTH) for each in scheduled}
-            asked = {seq: Asked(length, 0) for seq, length in lengths.items() if length}
-            asking = self.asking * len(asked)
-            if asked:
-                adaptive.record_draft_time("none", asked, asking)
-            for seq in asked:
+            lengths = {each.seq: length for each, length in weighing.choose("none", group).items()}
+            asking = self.asking * len(lengths)
+            weighing.learn("none", {seq: Asked(length) for seq, length in lengths.items()}, asking)
+            for seq, length in lengths.items():
                 draft = self._draft(at, seq)
-                cut = Draft(draft.tokens[: lengths[seq]], draft.parents[: lengths[seq]])
-                adaptive.verify(seq, Proposals([("none", cut)]), range(lengths[seq]))
-        elif self.is_head:
-            there = {each: Proposals() for each in scheduled}
-            if self.looked_up is not None:
-                for each in adaptive.select(scheduled):
-                    there[each].add("looked up", self._draft(at, each.seq, self.looked_up))
-            late = adaptive.select_for_head("head", there, dict.fromkeys(scheduled, LENGTH), not self.passes)
-            self.num_asked += len(late)
-            for each, length in late.items():
-                draft = self.shaped(self._draft(at, each.seq))
-                there[each].add("head", _cut(draft, length))
-            asking = self._passes(list(late.values())) if self.passes else self.asking * len(late)
-            if late:
-                adaptive.record_head_time("head", late, asking)
-            proposals = [(each.seq, found) for each, found in there.items() if len(found)]
-            chosen = adaptive.choose(proposals, 512, 0.0)
-            lengths = {}
-            for (seq, found), nodes in zip(proposals, chosen, strict=True):
-                adaptive.verify(seq, found, nodes)
-                lengths[seq] = len(nodes)
+                cut = Draft(draft.tokens[:length], draft.parents[:length])
+                weighing.verify(seq, Proposals([("none", cut)]), range(length))
         else:
-            heard = adaptive.select(scheduled)
-            proposals = [(each.seq, Proposals([("source", self._draft(at, each.seq))])) for each in heard]
-            asking = self.asking * len(heard)
-            chosen = adaptive.choose(proposals, 512, asking)
-            for (seq, found), nodes in zip(proposals, chosen, strict=True):
-                adaptive.verify(seq, found, nodes)
-            lengths = {seq: len(nodes) for (seq, _), nodes in zip(proposals, chosen, strict=True)}
+            there, asking = {each: Proposals() for each in scheduled}, 0.0
+            looked_up, source = (self.looked_up, "looked up") if self.is_head else (self.is_right, "source")
+            if looked_up is not None:
+                selected = weighing.choose(LOOKUPS, group)
+                for each in selected:
+                    there[each].add(source, self._draft(at, each.seq, looked_up))
+                asking = 0.0 if self.is_head else self.asking * len(selected)
+                weighing.learn(LOOKUPS, {each.seq: Asked(1) for each in selected}, asking)
+            if self.is_head:
+                late = weighing.choose("head", group, there, is_one_pass=not self.passes)
+                self.num_asked += len(late)
+                for each, length in late.items():
+                    there[each].add("head", _cut(self.shaped(self._draft(at, each.seq)), length))
+                asking = self._passes(list(late.values())) if self.passes else self.asking * len(late)
+                weighing.learn("head", {each.seq: Asked(length) for each, length in late.items()}, asking)
+            proposals = [(each.seq, found) for each, found in there.items() if len(found)]
+            for (seq, found), nodes in zip(proposals, weighing.admit(proposals, 512), strict=True):
+                weighing.verify(seq, found, nodes)
+                lengths[seq] = len(nodes)
         verdicts = {seq: self._verdict(at, seq, lengths.get(seq, 0)) for seq in self.seqs}
-        adaptive.observe(verdicts)
+        weighing.record(verdicts)
         drafted, num_seqs = sum(lengths.values()), len(self.seqs)
         seconds = self.slower(at) * self.takes(num_seqs + drafted) + asking
-        adaptive.end_step(drafted, seconds)
+        weighing.end_step(drafted, seconds)
         if self.learns:
             self.cost.observe(num_seqs + drafted, 20 * num_seqs, 0, 0.0, seconds - asking)
         num_tokens = sum(len(verdict.tokens) for verdict in verdicts.values())

@@ -232,7 +232,7 @@ def _warm_up(port: LocalPort) -> None:
     counters, none = port.engine.counters, Counters()
     for each in dataclasses.fields(Counters):  # in their place: others count there, too
         setattr(counters, each.name, getattr(none, each.name))
-    port.engine.policy.draft_seconds.clear()
+    port.engine.drafting.draft_seconds.clear()
 
 
 def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Ready:

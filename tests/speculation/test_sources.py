@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from specserve.runtime.pack import Step
-from specserve.speculation.adaptive import Adaptive
-from specserve.speculation.cost import ROWS, StepCost
-from specserve.speculation.draft_cost import Asked, DraftCost, SharedDraftCost
+from specserve.speculation.constants import ROWS
+from specserve.speculation.cost import StepCost
+from specserve.speculation.sources import Asked, SourceCost
 from specserve.speculation.tree import Proposals
+from specserve.speculation.weighing import Weighing
 from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
 
 PLAIN = 0.010  # seconds of a step without drafts
@@ -48,27 +49,26 @@ def run(rate: Rate, num_seqs: int, at_once: int = 1, seed: int = 0) -> Outcome:
     draws, out = np.random.default_rng(seed), Outcome()
     cost = StepCost()
     cost.decoding.begin(np.array([takes(rows) for rows in ROWS]))
-    adaptive = Adaptive(cost.decoding)
+    weighing = Weighing(cost.decoding)
     unread: dict[Sequence, int] = {}
     next_one = 0
     while next_one < num_seqs or unread:
         while len(unread) < at_once and next_one < num_seqs:
             seq = Sequence(str(next_one), 0, [0] * (PROMPT + 1), PROMPT, SamplingParams(), 0, OUTPUT)
             seq.drafter = "model"
-            adaptive.begin(seq)
+            weighing.begin([seq])
             unread[seq] = PROMPT
             next_one += 1
         scheduled = [ScheduledSeq(seq, len(seq.tokens) - 1, 1, sampled=True) for seq in unread]
-        adaptive.start(Step(scheduled, 512, 512))
+        weighing.start(Step(scheduled, 512, 512))
         asked = {}
-        for seq in unread:
-            if length := adaptive.length(seq, MOST, unread[seq]):
-                asked[seq] = Asked(length, unread[seq])
-                out.read += [int(seq.request_id)] * (unread[seq] >= PROMPT)
+        lengths = weighing.choose("model", dict.fromkeys(scheduled, MOST), unread=unread)
+        for seq in (each.seq for each in scheduled if each in lengths):
+            asked[seq] = Asked(next(length for each, length in lengths.items() if each.seq is seq), unread[seq])
+            out.read += [int(seq.request_id)] * (unread[seq] >= PROMPT)
         reading = sum(each.unread for each in asked.values()) * PER_READ_TOKEN
         asking = reading + drafting([each.length for each in asked.values()])
-        if asked:
-            adaptive.record_draft_time("model", asked, asking)
+        weighing.learn("model", asked, asking)
         verdicts, drafted = {}, sum(each.length for each in asked.values())
         for seq in unread:
             length, accepted = asked[seq].length if seq in asked else 0, 0
@@ -76,12 +76,12 @@ def run(rate: Rate, num_seqs: int, at_once: int = 1, seed: int = 0) -> Outcome:
                 accepted += 1
             if length:
                 draft = Draft.chain([RIGHT] * accepted + [0] * (length - accepted))
-                adaptive.verify(seq, Proposals([("model", draft)]), range(length))
+                weighing.verify(seq, Proposals([("model", draft)]), range(length))
             verdicts[seq] = Verdict([RIGHT] * (accepted + 1), list(range(accepted)))
-        adaptive.observe(verdicts)
+        weighing.record(verdicts)
         rows = len(unread) + drafted
         seconds = takes(rows) + asking
-        adaptive.end_step(drafted, seconds)
+        weighing.end_step(drafted, seconds)
         cost.observe(rows, sum(len(seq.tokens) for seq in unread), 0, 0.0, seconds - asking)
         out.seconds += seconds
         for seq, verdict in verdicts.items():
@@ -89,7 +89,7 @@ def run(rate: Rate, num_seqs: int, at_once: int = 1, seed: int = 0) -> Outcome:
             seq.tokens += verdict.tokens
             unread[seq] = 0 if seq in asked else unread[seq] + len(verdict.tokens)
         for seq in [seq for seq in unread if seq.num_output >= OUTPUT]:
-            adaptive.end(seq)
+            weighing.end(seq)
             del unread[seq]
     return out
 
@@ -121,7 +121,7 @@ def test_who_becomes_bad_is_soon_left_alone() -> None:
 
 
 def test_lengths_nobody_asked_for() -> None:
-    cost = DraftCost()
+    cost = SourceCost()
     assert (cost.of(3), cost.reading(100)) == (0.0, 0.0)
     assert cost.learn([Asked(2, 0)], 0.002) == (0.002, [0.0])
     assert cost.of(2) == 0.002
@@ -136,16 +136,16 @@ def test_lengths_nobody_asked_for() -> None:
 
 
 def test_passes_are_shared() -> None:
-    cost = SharedDraftCost()
+    cost = SourceCost()
     assert cost.of(3, 1) == 0.0, "nothing is known"
-    assert cost.learn([2], 0.010) == 0.010
+    assert cost.learn([Asked(2)], 0.010)[0] == 0.010
     for _ in range(3):
-        cost.learn([2], 0.002)
+        cost.learn([Asked(2)], 0.002)
     assert (cost.of(2, 1), cost.of(1, 1), cost.of(4, 1)) == (0.002, 0.002, 0.004)
     assert cost.of(2, 9) == 0.002, "nobody asked for so many yet"
-    cost.learn([2, 1, 2, 2], 0.004)
+    cost.learn([Asked(2), Asked(1), Asked(2), Asked(2)], 0.004)
     assert (cost.of(2, 1), cost.of(2, 4), cost.of(2, 7), cost.of(2, 30)) == (0.002, 0.001, 0.001, 0.001)
     for _ in range(6):
-        cost.learn([2], 0.002)
-    assert cost.learn([2], 1.0) == pytest.approx(8 * 0.002), "the machine paused"
+        cost.learn([Asked(2)], 0.002)
+    assert cost.learn([Asked(2)], 1.0)[0] == pytest.approx(8 * 0.002), "the machine paused"
     assert 0.002 < cost.of(2, 1) < 0.004

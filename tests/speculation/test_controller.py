@@ -26,12 +26,14 @@ from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import InputError
 from specserve.registry import DRAFTERS, NONE
 from specserve.runtime.pack import Step
-from specserve.speculation.adaptive import Adaptive
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.cost import ROWS, DecodeCost
+from specserve.speculation.constants import ROWS
+from specserve.speculation.controller import DraftController
+from specserve.speculation.cost import DecodeCost
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
 from specserve.speculation.policy import Policy
+from specserve.speculation.weighing import Weighing
 from specserve.structured.base import Guarded
 from specserve.testing import LanguageGrammar
 from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
@@ -105,16 +107,17 @@ class Roomy:
 
 
 def policy(
-    own: DraftHost | None = None, k: int = 5, max_model_len: int = 10**6, adaptive: Adaptive | None = None
-) -> Policy:
+    own: DraftHost | None = None, k: int = 5, max_model_len: int = 10**6, weighing: Weighing | None = None
+) -> DraftController:
     host = own or DraftHost(None, VOCABULARY, 5.0)
-    return Policy(host, k, cast(Any, Roomy()), max_model_len, NO_TARGET, lambda phase: nullcontext(), adaptive)
+    who = Policy(host, k, max_model_len, NO_TARGET, lambda phase: nullcontext())
+    return DraftController(who, cast(Any, Roomy()), lambda phase: nullcontext(), weighing)
 
 
-def begun(policy: Policy, *names: str | None) -> list[Sequence]:
+def begun(policy: DraftController, *names: str | None) -> list[Sequence]:
     seqs = [make_seq() for _ in names]
     for seq, name in zip(seqs, names, strict=True):
-        policy.admit([seq], name)
+        policy.begin([seq], name)
     propose(policy, seqs, [0] * len(seqs))  # as in a step with their prompts
     return seqs
 
@@ -125,7 +128,7 @@ def scheduled(batch: list[Sequence]) -> Step:
     return Step(step, 10**6, 10**6)
 
 
-def propose(policy: Policy, batch: list[Sequence], limits: list[int]) -> list[list[int]]:
+def propose(policy: DraftController, batch: list[Sequence], limits: list[int]) -> list[list[int]]:
     for seq, limit in zip(batch, limits, strict=True):
         seq.draft_limit = limit
     step = scheduled(batch)
@@ -133,7 +136,7 @@ def propose(policy: Policy, batch: list[Sequence], limits: list[int]) -> list[li
     return [each.draft.tokens.tolist() for each in step.seqs]
 
 
-def observe(policy: Policy, batch: list[Sequence], verdicts: list[Verdict], hidden: Any = None) -> None:
+def observe(policy: DraftController, batch: list[Sequence], verdicts: list[Verdict], hidden: Any = None) -> None:
     shown = hidden or {layer: torch.zeros(1, 1) for layer in range(3)}
     policy.observe(scheduled(batch), dict(zip(batch, verdicts, strict=True)), shown)
 
@@ -201,8 +204,8 @@ def test_how_much_of_a_sampled_draft_is_verified_does_not_hang_on_what_is_in_it(
         cost.begin(np.array([0.01 + 0.001 * rows for rows in ROWS]))
         drafter = SamplingDrafter()
         drafter.token, drafter.confidence = token, confidence
-        adaptive = Adaptive(cost)
-        drafters = policy(DraftHost(drafter, VOCABULARY, 5.0, "sampling"), adaptive=adaptive)
+        weighing = Weighing(cost)
+        drafters = policy(DraftHost(drafter, VOCABULARY, 5.0, "sampling"), weighing=weighing)
         (seq,) = begun(drafters, None)
         lengths.append([])
         for _ in range(40):
@@ -215,7 +218,7 @@ def test_how_much_of_a_sampled_draft_is_verified_does_not_hang_on_what_is_in_it(
             assert draft.q is not None or not len(draft)
             accepted = len(draft) if is_accepted else 0
             drafters.observe(step, {seq: Verdict([token] * accepted + [9], list(range(accepted)))}, {})
-            adaptive.end_step(len(draft), 0.011 + 0.001 * len(draft))
+            drafters.end_step(len(draft), 0.011 + 0.001 * len(draft))
         assert drafter.asked == [length for length in lengths[-1] if length]
     assert all(each == lengths[0] for each in lengths)
     assert (lengths[0][-1] == 5) == is_accepted
@@ -252,7 +255,7 @@ def test_a_drafter_that_fails_loses_its_own_drafts_only(folder: Path) -> None:
     drafters = policy()
     seqs = begun(drafters, "one", "failing", "two", "failing")
     assert propose(drafters, seqs, [1, 1, 1, 1]) == [[1], [], [2], []]
-    assert drafters.num_dropped == 2
+    assert drafters.policy.num_dropped == 2
 
 
 def test_a_drafter_that_breaks_the_contract_loses_its_own_drafts_only(folder: Path) -> None:
@@ -260,13 +263,13 @@ def test_a_drafter_that_breaks_the_contract_loses_its_own_drafts_only(folder: Pa
     seqs = begun(drafters, "one", "two", "one", "two")
     recorder("two").token = VOCABULARY
     assert propose(drafters, seqs, [2, 2, 2, 2]) == [[1, 1], [], [1, 1], []]
-    assert drafters.num_dropped == 2
+    assert drafters.policy.num_dropped == 2
 
 
 def test_a_drafter_that_is_switched_off_leaves_the_others_and_takes_no_slots(folder: Path) -> None:
     drafters = policy()
     one, two, none = begun(drafters, "one", "two", None)
-    drafters._hosts["one"].close()
+    drafters.policy._hosts["one"].close()
     step = scheduled([one, two, none])
     drafters.draft(step)
     assert [len(each.draft) for each in step.seqs] == [0, 0, 0], "limits are those of the last step"
@@ -292,20 +295,20 @@ def test_replacing_keeps_what_was_counted_and_forgets_the_rest(folder: Path) -> 
     propose(drafters, [seq], [3])
     own = DraftHost(NgramDrafter(NO_TARGET), VOCABULARY, 5.0, "ngram")
     with pytest.raises(AssertionError):
-        drafters.replace(own, 5)
+        drafters.policy.replace(own, 5)
     drafters.end(seq)
-    first, old = recorder("failing"), drafters._hosts["failing"]
-    drafters.replace(own, 5)
-    assert drafters.num_dropped == 1
+    first, old = recorder("failing"), drafters.policy._hosts["failing"]
+    drafters.policy.replace(own, 5)
+    assert drafters.policy.num_dropped == 1
     assert not old.active
     (seq,) = begun(drafters, "failing")
     propose(drafters, [seq], [3])
-    assert drafters.num_dropped == 2
+    assert drafters.policy.num_dropped == 2
     assert recorder_count("failing") == 2
     assert len(first.heard) == 2, "begin and end"
     drafters.end(seq)
-    drafters.replace(DraftHost(None, VOCABULARY, 5.0), 5)
-    assert drafters.num_dropped == 2
+    drafters.policy.replace(DraftHost(None, VOCABULARY, 5.0), 5)
+    assert drafters.policy.num_dropped == 2
 
 
 def recorder_count(name: str) -> int:
@@ -315,11 +318,11 @@ def recorder_count(name: str) -> int:
 def test_sequences_may_end_after_the_close(folder: Path) -> None:
     drafters = policy()
     seqs = begun(drafters, "one", None, "two")
-    drafters.close()
+    drafters.policy.close()
     assert propose(drafters, seqs, [1, 1, 1]) == [[], [], []]
     for seq in seqs:
         drafters.end(seq)
-    assert not drafters._num_seqs
+    assert not drafters.policy._num_seqs
 
 
 @settings(max_examples=60)
@@ -329,7 +332,7 @@ def test_any_coming_and_going(data: st.DataObject) -> None:
     hosts = {name: Constant(token) for token, name in enumerate(("a", "b", "c"), 1)}
     drafters = policy(DraftHost(hosts["a"], VOCABULARY, 5.0, "a"))
     for name in ("b", "c"):  # as a request would have had them made from files
-        drafters._hosts[name] = DraftHost(hosts[name], VOCABULARY, 5.0, name)
+        drafters.policy._hosts[name] = DraftHost(hosts[name], VOCABULARY, 5.0, name)
     try:
         live: list[Sequence] = []
         for _ in range(data.draw(st.integers(1, 12))):
@@ -344,9 +347,9 @@ def test_any_coming_and_going(data: st.DataObject) -> None:
             assert propose(drafters, batch, limits) == expected
         for name, host in hosts.items():
             assert {view._seq for view in host.live} == {seq for seq in live if seq.drafter == name}
-        assert drafters.num_dropped == 0
+        assert drafters.policy.num_dropped == 0
     finally:
-        drafters.close()
+        drafters.policy.close()
 
 
 class Constant:
@@ -375,11 +378,11 @@ class Constant:
 # --- how much ---------------------------------------------------------------------------------------------------------
 
 
-def constant(k: int = 5, **more: Any) -> Policy:
+def constant(k: int = 5, **more: Any) -> DraftController:
     return policy(DraftHost(Constant(1), VOCABULARY, 5.0, "own"), k, **more)
 
 
-def length(drafters: Policy, seq: Sequence, step: Step | None = None) -> int:
+def length(drafters: DraftController, seq: Sequence, step: Step | None = None) -> int:
     step = step or scheduled([seq])
     drafters.draft(step)
     return len(step.seqs[0].draft)
@@ -400,23 +403,23 @@ def length(drafters: Policy, seq: Sequence, step: Step | None = None) -> int:
 )
 def test_how_many_tokens_a_draft_has(k: int, asked: str | None, params: dict[str, Any], expected: int) -> None:
     drafters, seq = constant(k), make_seq(SamplingParams(**params))
-    drafters.admit([seq], asked)
+    drafters.begin([seq], asked)
     assert length(drafters, seq) == expected
 
 
 def test_a_draft_ends_where_the_output_or_the_context_does() -> None:
     drafters, seq = constant(), make_seq()
-    drafters.admit([seq], None)
+    drafters.begin([seq], None)
     seq.max_tokens = 4  # one has come; a step says one more than its draft
     assert length(drafters, seq) == 2
     short = constant(max_model_len=5)
-    short.admit([seq], None)
+    short.begin([seq], None)
     assert length(short, seq) == 1
 
 
 def test_drafts_take_what_is_left_of_the_step_and_of_the_blocks() -> None:
     drafters, seqs = constant(), [make_seq() for _ in range(3)]
-    drafters.admit(seqs, None)
+    drafters.begin(seqs, None)
     step = scheduled(seqs)
     step.num_tokens_left, step.num_logits_left = 8, 7
     drafters.draft(step)
@@ -428,7 +431,7 @@ def test_drafts_take_what_is_left_of_the_step_and_of_the_blocks() -> None:
 
 def test_prompts_and_first_tokens_have_no_draft() -> None:
     drafters, seq = constant(), make_seq()
-    drafters.admit([seq], None)
+    drafters.begin([seq], None)
     seq.num_prompt = 3
     assert length(drafters, seq) == 0
 
@@ -437,15 +440,15 @@ def test_a_chunk_that_does_not_reach_the_end_has_no_draft_and_does_not_decode() 
     """Also one of a single token, of a sequence that computes again what it said."""
     cost = DecodeCost()
     cost.begin(np.array([0.01 + 0.001 * rows for rows in ROWS]))
-    for adaptive in (None, Adaptive(cost)):
-        drafters, seqs = constant(adaptive=adaptive), [make_seq(), make_seq()]
-        drafters.admit(seqs, None)
+    for weighing in (None, Weighing(cost)):
+        drafters, seqs = constant(weighing=weighing), [make_seq(), make_seq()]
+        drafters.begin(seqs, None)
         step = scheduled(seqs)
         step.seqs[0].start, step.seqs[0].sampled = 0, False
         drafters.draft(step)
         assert len(step.seqs[0].draft) == 0
-        if adaptive is not None:
-            assert (adaptive.planner.load.rows, adaptive.planner.load.tokens) == (1, 1)
+        if weighing is not None:
+            assert (weighing.planner.load.rows, weighing.planner.load.tokens) == (1, 1)
         else:
             assert len(step.seqs[1].draft) == 5
 
@@ -453,7 +456,7 @@ def test_a_chunk_that_does_not_reach_the_end_has_no_draft_and_does_not_decode() 
 def test_a_prediction_is_drafted_unless_another_drafter_is_named() -> None:
     for asked, drafter in ((None, "prediction"), ("own", "own"), (NONE, NONE)):
         drafters, seq = constant(), make_seq(prediction=(4, 5))
-        drafters.admit([seq], asked)
+        drafters.begin([seq], asked)
         assert (seq.drafter, seq.stats.drafter) == (drafter, drafter)
 
 
@@ -477,7 +480,7 @@ def test_jump_forward_tokens_are_drafted_unless_the_request_wants_no_drafts(
     own: bool, asked: str | None, params: dict[str, Any], expected: list[int]
 ) -> None:
     drafters, seq = (constant(2) if own else policy()), jump_forward(SamplingParams(**params))
-    drafters.admit([seq], asked)
+    drafters.begin([seq], asked)
     step = scheduled([seq])
     drafters.draft(step)
     assert step.seqs[0].draft.tokens.tolist()[:3] == expected
@@ -485,7 +488,7 @@ def test_jump_forward_tokens_are_drafted_unless_the_request_wants_no_drafts(
 
 def test_what_a_drafters_model_computed_of_nodes_that_a_grammar_replaced_is_forgotten() -> None:
     drafters, seq = constant(3), jump_forward()
-    drafters.admit([seq], None)
+    drafters.begin([seq], None)
     cache = KVCache(KVStorage([KVShape(1, 2)], 4, 16, torch.float32, "cpu"), prefix_caching=False)
     assert cache.reserve(seq, 9)
     seq.draft_cached = len(seq.tokens) + 3  # as after its model ran along the draft 1, 1, 1
@@ -496,14 +499,14 @@ def test_what_a_drafters_model_computed_of_nodes_that_a_grammar_replaced_is_forg
 # --- what a request may bring about ----------------------------------------------------------------------------------
 
 
-def refused(drafters: Policy, name: Any) -> str:
+def refused(drafters: DraftController, name: Any) -> str:
     """The message of a refusal, which names the parameter and leaves everything as it was."""
-    before = dict(drafters._hosts)
+    before = dict(drafters.policy._hosts)
     with pytest.raises(InputError) as caught:
-        drafters.admit([make_seq()], name)
+        drafters.begin([make_seq()], name)
     assert caught.value.param == "drafter"
-    assert drafters._hosts == before
-    assert not drafters._num_seqs
+    assert drafters.policy._hosts == before
+    assert not drafters.policy._num_seqs
     return str(caught.value)
 
 
@@ -532,7 +535,7 @@ def test_what_a_request_brings_about_takes_no_memory_that_the_cache_has(
     assert "'large' takes 4194305 bytes beside which the KV cache was not sized: it must be the engine's" in message
     drafters = policy()
     begun(drafters, "suffix")
-    assert drafters._hosts["suffix"].needs.memory_bytes == 2**22
+    assert drafters.policy._hosts["suffix"].needs.memory_bytes == 2**22
 
 
 @pytest.mark.parametrize("name", [5, ["ngram"], {"name": "ngram"}, b"ngram"])
@@ -580,13 +583,13 @@ def test_of_drafters_that_a_request_may_name_none_is_kept(folder: Path) -> None:
     (folder / "one.py").write_text(closing)
     drafters = policy()
     (seq,) = begun(drafters, "two")
-    before = dict(drafters._hosts)
-    found = drafters.nameable()
+    before = dict(drafters.policy._hosts)
+    found = drafters.policy.nameable()
     assert "planted" in (found["wrong"] or "")
     assert "reads layers" in (found["three"] or "")
     assert "runs a model" in (found["eagle"] or "")
     assert {name for name in found if found[name] is None} >= {"auto", "none", "one", "two", "ngram", "suffix"}
-    assert drafters._hosts == before
+    assert drafters.policy._hosts == before
     assert recorder("one").heard == ["close"]
     assert propose(drafters, [seq], [3]) == [[2, 2, 2]]
 
@@ -595,4 +598,4 @@ def test_options_with_defaults_are_no_hindrance(folder: Path) -> None:
     drafters = policy()
     begun(drafters, "ngram", "prediction", "one", NONE, None, "one")
     assert recorder_count("one") == 1, "made once"
-    assert sorted(drafters._hosts) == ["ngram", "none", "one", "prediction"]
+    assert sorted(drafters.policy._hosts) == ["ngram", "none", "one", "prediction"]

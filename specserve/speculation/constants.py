@@ -1,0 +1,59 @@
+"""Every constant of who drafts and how much, with what chose it: tests in virtual time are those of tests/speculation,
+replays and measurements are in benchmarks/LOG.md."""
+
+from __future__ import annotations
+
+# What is worth asking, and how long drafts are.
+MOST_JUMP_FORWARD = 16  # forced tokens of a draft: a step of so many rows takes half as long again as one of one (LOG)
+WORTH = 0.04  # more tokens a second must be expected of a model that is asked: it slows other things down, too
+EXPLORED = 0.005  # of a step's time for asking what seems not to pay: half of what drafts may lose in all
+MOST_EXPLORED = 4.0  # answers that may be saved up for, which a hundred steps of a good source show to be enough
+HOPE = 0.5  # tokens a step that a new sequence is expected to gain: a source's prior of being accepted
+FORGETS = 0.1  # of what a sequence gained, each time it is asked: ten answers
+# Of drafters that must read a sequence before its first draft (test_sources).
+ON_THE_WAY = 16  # tokens that a draft's first pass reads with the last one: rows that cost little (SmolLM2, LOG)
+LASTS = 64  # steps that a sequence is expected to go on, at most
+MOST_UNPAID = 1.5  # times what catching up took: from there on a draft's losses are no longer lent
+SURELY = 2.0  # times what reading takes must be expected to come back
+# Of what asking takes.
+LEARNS = 0.1  # share of what was measured last
+HELD_UP = 8.0  # times what was expected: more was a pause of the machine
+WARM = 8  # answers of one length to one number of sequences, of which the quickest counts: caches warm
+# Joint admission.
+MARGIN = 1.01  # times as many tokens a second as without drafts: less is not worth the risk
+LOOKS_AGAIN, LIKELY = 32, 0.1  # steps between two in which nodes of that survival are verified to see what they take,
+# where that is in doubt: up to as many rows as the step has anyway (test_rows_that_seemed_dear_are_tried)
+WAIT_S = 0.008  # by which drafts may lengthen a step, for each sequence that decodes, where there are several: a stream
+# beside forced tokens of another then waits 20 ms at most on AVX2 (`beside.py`, LOG)
+# The guard. The promise is 2 % and a constant; half of it is for what is lost between two looks.
+SHARE = 0.01  # of the time may be lost, and
+STEPS = 2  # plain steps, at first
+GAINED = 4  # plain steps: what of gains counts for later; drafts that pay have unlucky stretches
+MIDDLE_OF = 3  # plain steps of a load: the middle one tells what it takes, and no pause of the machine
+STALE = 512  # steps after which a load's plain steps tell no more of it
+PAUSE = 2.0  # times what steps with drafts of as many rows take: more is a pause of the machine
+BLOCKS = ((1.3, 256), (1.1, 64), (0.0, 16))  # by measured speed: steps with drafts, at most, between two plain ones,
+# which cost 0.1 % of what drafts gain at 1.3x, 0.2 % at 1.1x, and 6 % of the steps where nothing is gained
+TRIAL = 0.5  # plain steps that drafts may lose where nothing is left, to show that they pay again,
+LEAST = 0.1  # plain steps: less is as good as nothing
+TRIAL_AFTER = 32  # plain steps, or twice as many as the last time it failed: drafting is back within 32 steps
+# Acceptance (replays of seven texts, LOG).
+BUCKETS, DEPTHS = 8, 8  # of confidence, and of depth; deeper is as the deepest
+PRIOR = 4.0  # trials that a source's own confidence counts for
+KEPT = 0.99  # of the weight of what was counted, with each trial: about the last hundred count
+OWN_PRIOR, OWN_KEPT = 2.0, 0.95  # hits that are expected of a sequence before it has any; of the others' weight
+RARELY, MOSTLY = 0.01, 0.98  # chances of a node, at least and at most
+FORCED = 0.97  # how likely a forced token is at first: others may spell the same
+# What steps cost.
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # of steps that are told apart
+FOLLOWS, DRIFTS = 0.1, 0.03  # how far a number of rows goes to what was measured last, and all of them
+SUDDEN = 0.1  # what goes beyond this share is the number of rows' own, not the load's
+FADES = 0.005  # of what the measurements of a number of rows count, with each step
+START, FEW = 0.4, 0.5  # measurements: what the start counts as, and less than which is doubted
+CONTEXT, NUM_LOADS = 512, 16  # tokens that a step reads in all; twice as many are another load
+LISTED_EVERY = 8  # observations: until then decisions do without them
+MOST = 3.0  # times what was expected: more counts as that
+FIRST_CHUNK = 64  # tokens of a prompt, while nothing is known
+CHUNKS_KEPT = 0.9  # of a sum, when another measurement comes: about the last ten count
+SHORTEST_S = 1e-9  # a step, and a token of a prompt
+OUTLIER = 4.0  # times what was expected: more is a machine that paused

@@ -1,0 +1,216 @@
+"""What asking for drafts and verifying them is expected to pay, and what is learned of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence as Many
+from dataclasses import dataclass, field
+from itertools import accumulate, zip_longest
+from operator import mul
+from types import MappingProxyType
+
+from specserve.runtime.pack import Step
+from specserve.speculation.constants import FORGETS, HOPE, LASTS, MOST_UNPAID, SURELY, WORTH
+from specserve.speculation.cost import DecodeCost
+from specserve.speculation.guard import Load
+from specserve.speculation.planner import Planner
+from specserve.speculation.sources import LOOKUPS, Asked, Source
+from specserve.speculation.stats import Acceptance, OwnAcceptance
+from specserve.speculation.tree import Proposals
+from specserve.types import ScheduledSeq, Sequence, Verdict
+
+Lengths = Mapping[ScheduledSeq, int]  # tokens of a draft, at most
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one sequence."""
+
+    own: defaultdict[str, OwnAcceptance] = field(default_factory=lambda: defaultdict(OwnAcceptance))  # by source
+    gain: float = HOPE  # tokens that asking gained a step beyond what its rows took, in plain steps' time
+    waited: int = 0  # steps since it had a draft
+    proposals: Proposals | None = None  # of this step
+    nodes: list[int] = field(default_factory=list)  # of these, those in the draft
+    asked: dict[str, tuple[int, float]] = field(default_factory=dict)  # sources, for how many tokens, and seconds
+    catch_up_cost: float = 0.0  # seconds that its drafter has read for it, and
+    unpaid: float = 0.0  # how many of these its drafts have yet to save
+
+
+class Weighing:
+    """Weighs drafts by what steps cost and by what came of earlier ones: whom to ask and for how much (`choose`), which
+    nodes to verify (`admit`), and what that has shown (`learn`, `record`)."""
+
+    def __init__(self, cost: DecodeCost) -> None:
+        self.planner = Planner(cost)
+        self.sources: defaultdict[str, Source] = defaultdict(Source)
+        self._acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # by drafter
+        self._records: dict[Sequence, _Record] = {}
+        self._drafting = self._reading = self._repaid = 0.0  # seconds of this step
+        self._accepted = 0  # nodes of this step
+
+    def begin(self, group: Many[Sequence]) -> None:
+        self._records.update((seq, _Record()) for seq in group)
+
+    def end(self, seq: Sequence) -> None:
+        record, source = self._records.pop(seq), self.sources[seq.drafter]
+        if record.unpaid:
+            self.planner.guard.charge(record.unpaid)
+        elif record.gain == HOPE and source.gain is not None:  # no draft of it was verified
+            source.gain += FORGETS * (HOPE - source.gain)
+
+    def start(self, step: Step) -> None:
+        """A new step, before its drafts."""
+        decoding = step.decoding
+        self._drafting = self._reading = self._repaid = 0.0
+        for each in decoding:
+            self._records[each.seq].waited += 1
+        tokens = sum(each.num_new for each in step.seqs) - len(decoding)
+        self.planner.start(Load(len(decoding), sum(len(each.seq.tokens) for each in decoding), tokens))
+
+    def choose(
+        self,
+        name: str,
+        group: Lengths,
+        merged: Mapping[ScheduledSeq, Proposals] | None = None,
+        *,
+        is_one_pass: bool = False,
+        unread: Mapping[Sequence, int] = MappingProxyType({}),
+    ) -> dict[ScheduledSeq, int]:
+        """For which sequences of the group source `name` is asked, and how long their drafts may be: at most as the
+        group says. `merged` is what others proposed for them, where its drafts will be merged and cut, too; those of a
+        source with `is_one_pass` take as long at any length. Others are verified as they are. It has yet to read
+        `unread` tokens of a sequence. Now and then it is asked where that seems not to pay, so that it shows when it
+        would, those first that have waited longest."""
+        planner, source = self.planner, self.sources[name]
+        lengths: dict[ScheduledSeq, int] = {}
+        if not planner.plain or (planner.is_probe and name != LOOKUPS):
+            return lengths
+        can_draft, seconds = planner.can_draft(), source.cost.of(1, len(group))
+        for each in sorted(group, key=lambda each: -self._records[each.seq].waited):
+            record = self._records[each.seq]
+            if name == LOOKUPS:
+                pays = can_draft and record.gain * planner.token > seconds
+                lengths[each] = group[each] if pays or source.explores(seconds) else 0
+            elif self._may_ask(each.seq, source.cost.reading(unread.get(each.seq, 0))):
+                found = None if merged is None else merged[each]
+                lengths[each] = self._length(name, record, group[each], len(group), found, is_one_pass)
+        return {each: length for each, length in lengths.items() if length}
+
+    def _length(
+        self, name: str, record: _Record, most: int, num_seqs: int, found: Proposals | None, is_one_pass: bool
+    ) -> int:
+        """How long a draft a source that takes a while is asked for, for one sequence of so many; 0: for none."""
+        planner, source, is_whole = self.planner, self.sources[name], found is None
+        rates, own = source.acceptance.rates, record.own[name]
+        chances = (own.probability(rates[Acceptance.unsure(depth)]) for depth in range(most))
+        likely, there = list(accumulate(chances, mul)), list[float]()  # to be accepted up to each depth
+        if found is not None:
+            found.compute_survival(self._acceptance, record.own)
+            there = found.by_depth()[:most]
+            likely = [max(pair) for pair in zip_longest(likely, there, fillvalue=0.0)]
+        speed, length = planner.speed(there) * (1 + WORTH / (planner.load.rows if is_whole else 1)), 0
+        for n in range(most if is_one_pass and not is_whole else 1, most + 1):
+            seconds = source.cost.of(n, num_seqs)
+            if not planner.can_draft(seconds, n if is_whole else 1):
+                break
+            faster = planner.speed(likely[: max(n, len(there))], seconds, is_whole)
+            if faster > speed:
+                speed, length = faster, n
+        longest = 1 if is_whole else most  # all of a draft shows what longer ones would gain
+        seconds, more = source.cost.of(length, num_seqs), source.cost.of(longest, num_seqs)
+        if length < longest and planner.can_draft(more) and source.explores(more - seconds):
+            length, seconds = longest, more
+        planner.take(seconds, likely[:length] if is_whole else ())
+        return length
+
+    def _may_ask(self, seq: Sequence, reading: float) -> bool:
+        """Whether a sequence that its drafter has yet to read, for so many seconds, is expected to save these, and
+        there is no debt. Of a drafter that has not shown it yet, one sequence at a time is tried."""
+        planner, source = self.planner, self.sources[seq.drafter]
+        gain = HOPE if source.gain is None else source.gain
+        is_tried = source.gain is not None or not source.catching_up
+        steps = min(seq.max_tokens - seq.num_output, LASTS)
+        pays = planner.guard.allowance > 0 and gain * planner.token * steps > SURELY * reading
+        if reading and is_tried and pays:
+            source.catching_up.add(seq)
+        return not reading or (is_tried and pays)
+
+    def learn(self, name: str, asked: Mapping[Sequence, Asked], seconds: float) -> None:
+        """That source was asked for these drafts, which took so long together."""
+        if not asked:
+            return
+        counted, reading = self.sources[name].cost.learn(list(asked.values()), seconds)
+        self._drafting += counted
+        self._reading += sum(reading)
+        for (seq, each), read in zip(asked.items(), reading, strict=True):
+            record = self._records[seq]
+            if name != LOOKUPS:
+                record.asked[name] = each.length, counted / len(asked)
+            record.unpaid += read
+            record.catch_up_cost += read
+
+    def admit(self, proposals: Many[tuple[Sequence, Proposals]], most: int) -> list[list[int]]:
+        """Which nodes of each sequence's proposals this step shall verify, at most `most` together."""
+        for seq, each in proposals:
+            each.compute_survival(self._acceptance, self._records[seq].own)
+        return self.planner.choose([each for _, each in proposals], most)
+
+    def verify(self, seq: Sequence, proposals: Proposals, nodes: Many[int]) -> None:
+        """These nodes of the proposals are the draft; what comes will tell of all."""
+        record = self._records[seq]
+        if not proposals.survival:  # nobody has weighed it
+            proposals.compute_survival(self._acceptance, record.own)
+        record.proposals, record.nodes, record.waited = proposals, list(nodes), 0
+
+    def record(self, verdicts: Mapping[Sequence, Verdict]) -> None:
+        """Learn from what came of the sequences that sources were asked for."""
+        self._accepted = sum(len(verdict.path) for verdict in verdicts.values())
+        for seq, verdict in verdicts.items():
+            record = self._records[seq]
+            proposals, record.proposals = record.proposals, None
+            asked, record.asked = record.asked, {}
+            judged: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+            found: dict[tuple[str, int], bool] = {}  # whether a node of a source at a depth was accepted
+            for owners, depth, hit in () if proposals is None else proposals.judged(verdict.tokens):
+                for source, cell in owners:
+                    acceptance = self._acceptance[source]
+                    judged[source][0] += hit
+                    judged[source][1] += acceptance.rates[cell]
+                    acceptance.count(cell, hit)
+                    found[source, depth] = found.get((source, depth), False) or hit
+            for source, (length, _) in asked.items():
+                if source in judged:
+                    depths = range(min(length, len(verdict.tokens)))
+                    self.sources[source].count([found.get((source, depth), False) for depth in depths])
+                else:  # it has nothing to say of this sequence, perhaps for good
+                    judged[source] = [0.0, self.sources[source].acceptance.rates[Acceptance.unsure(0)]]
+            for source, (hits, expected) in judged.items():
+                record.own[source].count(hits, expected)
+            if proposals is not None:
+                gained = len(verdict.path) - self.planner.price(len(record.nodes))
+                record.gain += FORGETS * (gained - record.gain)
+                if seq.drafter in asked:
+                    self._repay(seq, record, gained, asked[seq.drafter][1])
+
+    def _repay(self, seq: Sequence, record: _Record, gained: float, asking: float) -> None:
+        """A draft that was verified whole has gained so many tokens, but for the seconds of asking for it."""
+        source = self.sources[seq.drafter]
+        token = self.planner.token or asking
+        saved = gained * token - asking
+        before = HOPE if source.gain is None else source.gain
+        source.gain = before + FORGETS * (saved / token - before)
+        if record.unpaid:  # what single drafts lose until it is paid back counts too, up to a point
+            unpaid = min(max(record.unpaid - saved, 0.0), MOST_UNPAID * record.catch_up_cost)
+            self._repaid += record.unpaid - unpaid
+            record.unpaid = unpaid
+
+    def end_step(self, drafted: int, seconds: float, telling: float = 0.0) -> None:
+        """The step with so many draft rows is over; telling drafters of it took `telling` of its seconds."""
+        drafting = self._drafting + telling
+        self.planner.end_step(drafted, self._accepted, drafting, seconds, self._reading, self._repaid)
+        for source in self.sources.values():
+            source.end_step(seconds)
+            source.catching_up = {seq for seq in source.catching_up if self._is_unpaid(seq)}
+
+    def _is_unpaid(self, seq: Sequence) -> bool:
+        return seq in self._records and bool(self._records[seq].unpaid)
