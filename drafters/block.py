@@ -120,7 +120,11 @@ class BlockDrafter:
         rows = firsts + np.minimum(np.arange(depth)[:, None], lengths - 1)  # one that has ended goes on in vain
         before = np.array([chain.seq.tokens[-1] for chain in chains])
         tokens, confidence = self._draws.draw(
-            out.logits, before, rows, *self._sampler.arrays([chain.seq for chain in chains], range(depth))
+            out.logits,
+            before,
+            rows,
+            *self._sampler.arrays([chain.seq for chain in chains], range(depth)),
+            out.is_replayed,
         )
         if self._head.head.has_confidence:
             behind = np.concatenate((before[None], tokens[:-1]))

@@ -8,7 +8,7 @@ are padded to a multiple of 32 columns with zeros.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import get_ident
@@ -21,10 +21,22 @@ from torch import Tensor
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
+from specserve.kernels._cpu_recording import Recorded, Recording
 from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
 from specserve.kernels._cpu_weights import FLOAT32, FORMATS, GROUP, INT8, pack_tiles
 from specserve.machine.pulse import Pulse
-from specserve.ops import MOST_TOP_K, AttentionRows, DraftArrays, DrawArrays, HeadNorms, Rotation, RowScores, Verified
+from specserve.ops import (
+    MOST_TOP_K,
+    AttentionRows,
+    DraftArrays,
+    DrawArrays,
+    HeadNorms,
+    Input,
+    Rotation,
+    RowScores,
+    T,
+    Verified,
+)
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import Lazy, PackedCache, Quantized, Source, below, by_rows, loaded, uncached
@@ -59,30 +71,6 @@ class _Activation:
         return len(self.parts[0])
 
 
-class Recording:
-    """A program and the tensors it works on."""
-
-    def __init__(self, team: _native.ThreadPool, instruction_set: str) -> None:
-        self.program = _native.Program(team, instruction_set)
-        self.buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        self.used: list[object] = []  # what else the program points into
-
-    def start(self, num_rows: int, num_gathered: int, plan: _native.Plan | None) -> None:
-        self.program.start(num_rows, num_gathered, plan)
-
-    def finish(self) -> None:
-        self.program.finish()
-
-    @property
-    def num_ops(self) -> int:
-        return len(self.program.names())
-
-    def profile(self, num_rows: int, num_gathered: int, plan: _native.Plan | None) -> list[tuple[str, float]]:
-        """As run; the name of each op in order, and the seconds it took with waiting for its last thread."""
-        seconds = self.program.profile(num_rows, num_gathered, plan)
-        return list(zip(self.program.names(), seconds, strict=True))
-
-
 def instruction_sets() -> list[str]:
     """Those that this processor and this build have, the fastest first."""
     return _native.instruction_sets()
@@ -94,6 +82,7 @@ class Kernels:
     name = "cpu"
     row_multiple = 1
     has_own_threads = records = True
+    buckets = ()
     device = torch.device("cpu")
 
     @classmethod
@@ -132,6 +121,17 @@ class Kernels:
             yield recording
         finally:
             del self._recordings[get_ident()]
+
+    def record(
+        self, function: Callable[..., T], inputs: Sequence[Input], num_rows: int, num_gathered: int, plan: object
+    ) -> Recorded[T]:
+        own = []
+        for each in inputs:
+            rows = num_gathered if each.is_gathered else num_rows
+            own.append(self.input_rows(rows, each.columns) if each.columns else torch.zeros(rows, dtype=each.dtype))
+        with self.recording() as recording:
+            found = function(None, *own)
+        return Recorded(recording, found, [each.numpy() for each in own])
 
     def watch(self, pulse: Pulse) -> None:
         self._pulse = pulse  # keeps the memory

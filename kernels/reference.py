@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,6 +111,7 @@ class Kernels:
     quantization = "none"
     has_own_threads = False
     records = False
+    buckets: Sequence[int] = ()
     layout = None
 
     @classmethod
@@ -276,7 +277,7 @@ class Kernels:
         kv.index_copy_(1, plan.write_slots, written.masked_fill_(~finite, 0))
         return qk[:, :-kv_heads]
 
-    def recording(self) -> AbstractContextManager[Recording]:
+    def record(self, *asked: Any) -> Recording[Any]:
         raise NotImplementedError("torch runs op by op")
 
     def plan(self, rows: AttentionRows, block_size: int) -> _Plan:

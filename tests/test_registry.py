@@ -262,7 +262,7 @@ def test_the_first_that_supports_it_is_chosen_and_no_other_is_imported(drop: Dro
     drop(KERNELS, "dropped", text.format(50, "import a_package_of_nobody"))
     drop(KERNELS, "other", text.format(50, ""))
     drop(KERNELS, "wrong", text.format(40, "raise RuntimeError('imported')"))
-    assert KERNELS.ranked() == ["dropped", "other", "wrong", "cpu", "reference"]
+    assert KERNELS.ranked() == ["dropped", "other", "wrong", "cpu", "triton", "reference"]
     assert KERNELS.choose("anything") is KERNELS.find("other")
 
 

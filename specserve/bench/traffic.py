@@ -99,9 +99,14 @@ class WatchedOps:
         value = getattr(self._ops, name)
         return partial(self._note, name, value) if name in OPS else value
 
+    def record(self, *args: Any) -> Any:
+        """As the ops do, but for what `recording` adds."""
+        return type(self._ops).record(self, *args)
+
     @contextmanager
     def recording(self) -> Iterator[_Profiled]:
-        with self._ops.recording() as recording:
+        ops: Any = self._ops  # the kind that can be timed as it replays
+        with ops.recording() as recording:
             self._recording = _Profiled(recording)
             yield self._recording
 

@@ -10,10 +10,9 @@ Ops are as large as the passes over memory that a fast backend wants to save. Wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +26,9 @@ from specserve.types import Ids
 
 NOT_FINITE, NO_TOKEN_LEFT = -1, -2  # what stands in place of a token in a row that has none
 MOST_TOP_K = 16  # tokens of a row that `top_k` is asked for
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class DraftArrays(NamedTuple):
@@ -95,8 +97,26 @@ def fraction_bits(vocab_size: int) -> int:
     return min(50, 62 - vocab_size.bit_length())
 
 
-class Recording(Protocol):
-    """Ops that were recorded once, to be run on what their tensors hold now."""
+class Input(NamedTuple):
+    """What a recorded function reads of each row: a number from the host, or numbers that are on the device."""
+
+    dtype: torch.dtype
+    columns: int = 0  # 0: one number from the host; else so many, float32
+    is_gathered: bool = False  # of the rows that `gather_rows` leaves
+
+
+class Recording(Protocol[T_co]):
+    """A function's ops, recorded once with inputs of their own, to be run on what these hold."""
+
+    @property
+    def found(self) -> T_co:
+        """What the function returned; each run overwrites it."""
+
+    def takes(self, plan: Any) -> bool:
+        """Whether it has room for that plan."""
+
+    def fill(self, inputs: Sequence[NDArray[Any] | Tensor]) -> None:
+        """Copy these to its inputs, as many rows as there are. No run may be under way."""
 
     def start(self, num_rows: int, num_gathered: int, plan: Any) -> None:
         """Begin to run them on the first `num_rows` rows, and those after `gather_rows` on `num_gathered` rows."""
@@ -141,6 +161,7 @@ class Ops(Protocol):
     instruction_set: str  # as in config.ISAS; "" where there is no choice, as on a GPU
     quantization: str  # how weights are stored, as in config.QUANTIZATIONS
     records: bool  # whether ops can be recorded; else a device runs them one by one
+    buckets: Sequence[int]  # ascending, the numbers of rows that recordings have; () where one takes any up to its own
     has_own_threads: bool  # torch's would spin beside them for what little is left to torch
 
     @property
@@ -263,6 +284,8 @@ class Ops(Protocol):
     def broken_rows(self, plan: Any) -> list[int]:
         """The rows of a step that has run whose keys or values were NaN or infinite in any layer, ascending."""
 
-    def recording(self) -> AbstractContextManager[Recording]:
-        """Within it ops are recorded rather than run; their plan is None, their tensors have as many rows as will ever
-        be run. Only for ops that record; see ops.capture for all."""
+    def record(
+        self, function: Callable[..., T], inputs: Sequence[Input], num_rows: int, num_gathered: int, plan: Any
+    ) -> Recording[T]:
+        """Record what `function(plan, *inputs)` does, for inputs of so many rows. `plan` is any of those that it will
+        run with, for what they have alike; None where it reads none. Only for ops that record; see ops.capture."""

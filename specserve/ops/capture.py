@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -10,18 +12,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.ops import Ops, Recording
+from specserve.ops import Input, Ops, Recording
 
 T = TypeVar("T")
-_FEW = 8  # rows, at first
+_FEW = 8  # rows, at first; gathered rows
 
 
 class Captured(Generic[T]):
-    """`function(plan, *inputs)`, which works on rows by ops alone. Where ops record, it is recorded once, over
-    `buffers(n)`, the inputs of n rows that live as long as this, and replayed on what is copied to them; elsewhere it
-    is run op by op. It is made for `max_rows` rows at once, and again when there are more.
+    """`function(plan, *inputs)`, which works on rows by ops alone and reads what `inputs` describe. Where ops record,
+    it is recorded with inputs that live as long as this, and replayed on what is copied to them; elsewhere it is run
+    op by op.
 
-    What the function returns is valid until the next start: of as many rows as it was made for where ops record, else
+    Ops without buckets record it once, for `max_rows` rows, and again when there are more. Ops with buckets record it
+    for each, the largest first, which smaller ones share memory with; where it gathers, once for few gathered rows and
+    once for as many as there are rows, as a chunk of a prompt has few that the LM head should read. What is larger than
+    the largest bucket, or has a plan that no recording takes, runs op by op: with the same bits. With `max_rows`, and
+    `max_gathered` of these, all is recorded at once: no step waits for it then, and who measures steps does not measure
+    that. `plan` is any plan that it will run with.
+
+    What the function returns is valid until the next start: of as many rows as were recorded, or where it ran op by op
     of those that were given, padded to a multiple of ops.row_multiple. A recording points into what the function
     refers to, so that must not be replaced.
     """
@@ -30,36 +39,45 @@ class Captured(Generic[T]):
         self,
         ops: Ops,
         function: Callable[..., T],
-        buffers: Callable[[int], Sequence[Tensor]],
-        max_rows: int | None = None,
+        inputs: Sequence[Input],
+        max_rows: int = 0,
+        max_gathered: int | None = None,
+        plan: Any = None,
     ) -> None:
-        self._ops, self._function, self._buffers = ops, function, buffers
-        self._recording: Recording | None = None
-        self._max_rows = 0
+        self._ops, self._function, self._inputs = ops, function, inputs
+        self._gathers = any(each.is_gathered for each in inputs)
+        self._recordings: dict[tuple[int, int], Recording[T]] = {}  # by rows and gathered rows
+        self._running: Recording[T] | None = None
+        self._most = 0, 0  # of one recording for all
+        self._max_gathered = sys.maxsize if max_gathered is None else max_gathered
         if max_rows and ops.records:
-            self._record(max_rows)
+            for size in self._sizes(max_rows):
+                self._record(size, plan)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether what was found last lies where the next run of as many rows leaves it, too."""
+        return self._running is not None
 
     def start(
         self, inputs: Sequence[NDArray[Any] | Tensor], num_rows: int, num_gathered: int = 0, plan: Any = None
     ) -> None:
         """Begin: on inputs of `num_rows` rows, or after ops.gather_rows of `num_gathered`. They are arrays on the host
         of one number a row, or float32 tensors [at most num_rows, columns] on the device. All are copied."""
-        if not self._ops.records:
-            with torch.inference_mode():
-                self._found = self._function(plan, *(self._moved(given, num_rows) for given in inputs))
+        if self._running is not None:
+            self._running.finish()  # of a run that an exception left: its inputs are about to change
+        recording = self._running = self._recording(num_rows, num_gathered, plan) if self._ops.records else None
+        if recording is None:
+            self._found = self.op_by_op(inputs, num_rows, plan)
             return
-        if num_rows > self._max_rows:
-            self._record(max(num_rows, 2 * self._max_rows, _FEW))
-        assert self._recording is not None, "it was recorded"
-        self._recording.finish()  # of a run that an exception left: its inputs are about to change
-        for own, given in zip(self._arrays, inputs, strict=True):
-            own[: len(given)] = given if isinstance(given, np.ndarray) else given.numpy()
-        self._recording.start(num_rows, num_gathered, plan)
+        self._found = recording.found
+        recording.fill(inputs)
+        recording.start(num_rows, num_gathered, plan)
 
     def finish(self) -> T:
         """What came of it. Until then nobody may touch tensors that it works on."""
-        if self._recording is not None:
-            self._recording.finish()
+        if self._running is not None:
+            self._running.finish()
         return self._found
 
     def __call__(self, inputs: Sequence[NDArray[Any] | Tensor], num_rows: int, plan: Any = None) -> T:
@@ -68,12 +86,47 @@ class Captured(Generic[T]):
         return self.finish()
 
     @torch.inference_mode()
-    def _record(self, max_rows: int) -> None:
-        self._max_rows = max_rows
-        own = self._buffers(max_rows)
-        self._arrays = [each.numpy() for each in own]
-        with self._ops.recording() as self._recording:
-            self._found = self._function(None, *own)
+    def op_by_op(self, inputs: Sequence[NDArray[Any] | Tensor], num_rows: int, plan: Any = None) -> T:
+        """What comes of it without a recording."""
+        return self._function(plan, *(self._moved(given, num_rows) for given in inputs))
+
+    def _recording(self, num_rows: int, num_gathered: int, plan: Any) -> Recording[T] | None:
+        """What serves so many rows, made now where it is not there; None: nothing does."""
+        if self._ops.buckets:
+            size = self._bucket(num_rows, num_gathered)
+        else:
+            if num_rows > self._most[0]:
+                self._recordings.clear()
+                rows = max(num_rows, 2 * self._most[0], _FEW)
+                self._most = rows, rows
+            size = self._most
+        if size is None:
+            return None
+        found = self._recordings.get(size) or self._record(size, plan)
+        return found if found.takes(plan) else None
+
+    def _bucket(self, num_rows: int, num_gathered: int) -> tuple[int, int] | None:
+        buckets = self._ops.buckets
+        at = bisect_left(buckets, max(num_rows, num_gathered))
+        if at == len(buckets):
+            return None
+        most = min(buckets[at], self._max_gathered)
+        return buckets[at], min(most, _FEW) if self._gathers and num_gathered <= _FEW else most
+
+    def _sizes(self, max_rows: int) -> Sequence[tuple[int, int]]:
+        """All that there will be, the largest first."""
+        buckets = self._ops.buckets
+        if not buckets:
+            self._most = max_rows, min(max_rows, self._max_gathered)
+            return [self._most]
+        last = min(bisect_left(buckets, max_rows), len(buckets) - 1)
+        found = {self._bucket(rows, gathered) for rows in buckets[: last + 1] for gathered in (1, rows)}
+        return sorted((size for size in found if size is not None), reverse=True)
+
+    @torch.inference_mode()
+    def _record(self, size: tuple[int, int], plan: Any) -> Recording[T]:
+        self._recordings[size] = found = self._ops.record(self._function, self._inputs, *size, plan)
+        return found
 
     def _moved(self, given: NDArray[Any] | Tensor, num_rows: int) -> Tensor:
         """A copy on the device, as a function may overwrite what it reads, with zeros after the last row."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specserve.models.spec import ModelSpec
-from specserve.ops import Ops
+from specserve.ops import AttentionRows, Input, Ops
 from specserve.ops.capture import Captured
 from specserve.runtime.pack import StepInput
 from specserve.types import Ids
@@ -51,6 +51,7 @@ class Output:
     broken: list[int] = field(default_factory=list)  # rows of the step whose KV is not what the model computed
     taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer float32 [rows, hidden], the residual after it
     top: Ids | None = None  # int32 [logit rows, k], the k best tokens of each row, -1 where the logits are broken
+    is_replayed: bool = False  # whether the next step of as many rows leaves its tensors where these are
 
 
 class _Computed(NamedTuple):
@@ -118,13 +119,14 @@ class Runner:
         """
         computed = self._captured.finish()
         size = self._num_rows if self.taps else 0, len(self._logit_rows)
-        found = self._views.get(size)
+        key = id(computed), *size  # of a recording, which lives as long as this
+        found = self._views.get(key) if self._captured.is_replayed else None
         if found is None:
             found = computed.of(*size)
-            if self.ops.records:  # into the same tensors each time, and slicing takes time
+            if self._captured.is_replayed:  # into the same tensors each time, and slicing takes time
                 if len(self._views) == _MOST_VIEWS:
                     self._views.clear()
-                self._views[size] = found
+                self._views[key] = found
         hidden, logits, best, taps, top = found
         broken = self.ops.broken_rows(self._plan)
         if broken:
@@ -134,14 +136,19 @@ class Runner:
                 if top is not None:
                     top[at] = -1
         shown = dict(zip(self.taps, taps, strict=True))
-        return Output(logits, hidden, best, broken, shown, None if top is None else top.cpu().numpy())
+        shown_top = None if top is None else top.cpu().numpy()
+        return Output(logits, hidden, best, broken, shown, shown_top, self._captured.is_replayed)
 
     def _capture(self) -> None:
         # Of values alone, not of the runner: who lets go of it lets go of the weights at once.
         compute = partial(_compute, self.model, self.ops, self.kv, self.taps, self.top_k)
-        buffers = partial(_buffers, self.ops, self.max_logit_rows, self.model.features_width)
-        self._captured = Captured(self.ops, compute, buffers, self.max_rows)
-        self._views: dict[tuple[int, int], _Computed] = {}
+        inputs = [Input(torch.int64), Input(torch.int64), Input(torch.int64, is_gathered=True)]
+        if width := self.model.features_width:
+            inputs.append(Input(torch.float32, width))
+        row = AttentionRows.pack([0, 1], [0], [[0]], [-1], self.ops.row_multiple)
+        plan = self.ops.plan(row, self.block_size)
+        self._captured = Captured(self.ops, compute, inputs, self.max_rows, self.max_logit_rows, plan)
+        self._views: dict[tuple[int, int, int], _Computed] = {}
 
 
 def _compute(
@@ -150,8 +157,3 @@ def _compute(
     ids, positions, logit_rows, *features = inputs
     outputs = model.forward(ids, positions, logit_rows, kv, plan, taps, *features)
     return _Computed(*outputs, ops.top_k(outputs[1], outputs[2], top_k) if top_k else None)
-
-
-def _buffers(ops: Ops, max_logit_rows: int, features_width: int, max_rows: int) -> list[Tensor]:
-    numbers = [torch.zeros(size, dtype=torch.int64) for size in (max_rows, max_rows, max_logit_rows)]
-    return numbers + ([ops.input_rows(max_rows, features_width)] if features_width else [])

@@ -56,7 +56,9 @@ class ModelRunner:
             self._placed(DraftInput(seq, start, [0] * count, is_scratch=True))
         tables = padded_tables([seq._seq.blocks.ids for seq in seqs])
         how = sampler.arrays(seqs, range(max(most)))
-        found = self._writer.write((out.logits, out.hidden), most, starts, tables, *how, min_probability)
+        found = self._writer.write(
+            (out.logits, out.hidden), out.is_replayed, most, starts, tables, *how, min_probability
+        )
         for chain, (tokens, confidence) in zip(chains, found, strict=True):
             chain.tokens, chain.confidence = tokens, confidence
         return True
@@ -72,7 +74,7 @@ class ModelRunner:
                 seq, stop = each.seq._seq, each.start + len(each.tokens)
                 seq.draft_cached = max(seq.draft_cached, stop)
         count = sum(each.num_logits for each in inputs)
-        return DraftOutput(out.logits[:count], out.hidden[:count], out.best[:count])
+        return DraftOutput(out.logits[:count], out.hidden[:count], out.best[:count], out.is_replayed)
 
     def catch_up(self, seqs: Many[SequenceView]) -> None:
         left = [seq for seq in seqs if seq.num_draft_cached < seq.num_cached]

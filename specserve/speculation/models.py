@@ -47,6 +47,7 @@ class DraftOutput(NamedTuple):
     logits: Tensor  # float32 [rows, vocab]
     hidden: Tensor  # float32 [rows, hidden], behind the final norm, or what a head says of the next hidden state
     best: Tensor  # int64 [rows], the best token; -1 where the logits are not finite
+    is_replayed: bool = False  # whether the next pass of as many rows leaves its tensors where these are
 
 
 class DraftRunner(Protocol):

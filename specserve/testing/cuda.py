@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,8 +11,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import specserve.kernels
+from specserve.testing import triton
+from specserve.testing.cuda_graph import CaptureError, Graph, mapped, tensors_in, weak_ref
 
 _DEVICE = torch.device("cuda:0")
 _aten = torch.ops.aten
@@ -31,9 +37,13 @@ def fake_cuda(free_bytes: int = 2**31) -> Iterator[torch.device]:
     `free_bytes` left.
 
     Its tensors say that they are there, are computed on the CPU and refuse to meet tensors of the CPU, as those of a
-    real device do. So it shows whether a program puts everything where it belongs. It shows nothing of a GPU's own
-    kernels, rounding, streams or speed.
+    real device do. So it shows whether a program puts everything where it belongs. What is captured as a graph
+    (torch.cuda.graph) is noted and done again when that is replayed; CaptureError says what a real one could not: that
+    the host waits for the device, that numbers of the host are copied from memory that is not page-locked, that an
+    input is another tensor than before. In place of the Triton kernels there are those of testing.triton, or where
+    Triton interprets (TRITON_INTERPRET=1) they themselves. It shows nothing of a GPU's own rounding, streams or speed.
     """
+    captures = _Captures()
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Callable[..., Any]) -> None:
@@ -50,13 +60,80 @@ def fake_cuda(free_bytes: int = 2**31) -> Iterator[torch.device]:
         plain = threading.Thread.run
 
         def run(thread: threading.Thread) -> None:  # torch keeps modes by thread
-            with _Dispatch(), _Calls():  # type: ignore[no-untyped-call]
+            with _Dispatch(captures), _Calls(captures):
                 plain(thread)
 
         replace(threading.Thread, "run", run)
-        stack.enter_context(_Dispatch())  # type: ignore[no-untyped-call]
-        stack.enter_context(_Calls())
+        replace(torch.cuda, "CUDAGraph", Graph)
+        replace(torch.cuda, "graph", captures.capture)
+        replace(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+        replace(torch.cuda, "Event", _Event)
+        stack.enter_context(_kernels(captures))
+        stack.enter_context(_Dispatch(captures))
+        stack.enter_context(_Calls(captures))
         yield _DEVICE
+
+
+class _Captures:
+    """The graphs that threads are capturing, and which memory of the host is page-locked."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[int, Graph] = {}
+        self._pinned: set[StorageWeakRef] = set()
+
+    @property
+    def graph(self) -> Graph | None:
+        """This thread's."""
+        return self._graphs.get(threading.get_ident())
+
+    @contextmanager
+    def capture(self, graph: Graph, pool: Any = None, stream: Any = None, **options: Any) -> Iterator[None]:
+        """In place of torch.cuda.graph."""
+        thread = threading.get_ident()
+        if thread in self._graphs:
+            raise CaptureError("One graph is captured at a time.")
+        self._graphs[thread] = graph
+        try:
+            yield
+        finally:
+            del self._graphs[thread]
+            graph.end()
+
+    def lock(self, made: Tensor) -> Tensor:
+        """Memory of the host, page-locked."""
+        self._pinned.add(weak_ref(made))
+        return made
+
+    def is_locked(self, numbers: Tensor) -> bool:
+        return weak_ref(numbers) in self._pinned
+
+
+class _Event:
+    """All that came before it has run."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def _kernels(captures: _Captures) -> Iterator[None]:
+    """Triton kernels that take the device's tensors."""
+    package = specserve.kernels.__name__
+    names = {f"{package}.{name}": module for name, module in triton.MODULES.items()}
+    bound = f"{package}.triton"  # which binds these when it is imported
+    before = {name: sys.modules.pop(name) for name in (*names, bound) if name in sys.modules}
+    modules: dict[str, Any] = sys.modules  # anything that has the names will do
+    modules.update(names)
+    with ExitStack() as stack:
+        for name, module in triton.MODULES.items():
+            stack.enter_context(mock.patch.object(specserve.kernels, name, module, create=True))
+        try:
+            yield
+        finally:
+            for name in (*names, bound):
+                sys.modules.pop(name, None)
+            sys.modules.update(before)
 
 
 class _CudaTensor(Tensor):
@@ -85,6 +162,9 @@ class _CudaTensor(Tensor):
         made._numbers = numbers
         return made
 
+    def data_ptr(self) -> int:
+        return self._numbers.data_ptr()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{self._numbers!r} on {_DEVICE}"
 
@@ -96,31 +176,46 @@ class _CudaTensor(Tensor):
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls without a tensor of the device, which may ask for one."""
+    """Calls without a tensor of the device, which may ask for one, and all that are captured."""
+
+    def __init__(self, captures: _Captures) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._captures = captures
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _computed(func, args, kwargs or {})
+        return _computed(func, args, kwargs or {}, self._captures)
 
 
 class _Calls(TorchFunctionMode):
     """What torch does before it dispatches."""
 
+    def __init__(self, captures: _Captures) -> None:
+        super().__init__()
+        self._captures = captures
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(map(_with_index, args))
         kwargs = {name: _with_index(value) for name, value in (kwargs or {}).items()}
+        is_captured = self._captures.graph is not None
+        if kwargs.pop("pin_memory", False):
+            return self._captures.lock(func(*args, **kwargs))
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == _DEVICE:
+            if is_captured:
+                raise CaptureError("A tensor of numbers from the host is made on the device, which a graph cannot.")
             return _CudaTensor(func(*args, **{**kwargs, "device": None}))
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args = args[0], _indices(args[1]), *args[2:]
         if func in (Tensor.numpy, Tensor.tolist) and isinstance(args[0], _CudaTensor):
             if func is Tensor.numpy:
                 raise TypeError(f"can't convert {_DEVICE} device type tensor to numpy")
+            if is_captured:
+                raise CaptureError("tolist() has the host wait for numbers of the device, which a graph cannot.")
             return args[0]._numbers.tolist()
         return func(*args, **kwargs)
 
 
-def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = [each for each in _leaves((*args, *kwargs.values())) if isinstance(each, Tensor)]
+def _computed(func: Any, args: Any, kwargs: Any, captures: _Captures | None = None) -> Any:
+    tensors = list(tensors_in((args, kwargs)))
     ours = {id(each._numbers): each for each in tensors if isinstance(each, _CudaTensor)}
     assert not any(each.is_meta for each in tensors), f"{func}: torch made a tensor of the device without numbers"
     if ours and len(ours) < len(tensors) and func not in _COPIES:
@@ -136,7 +231,16 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     elif asked := kwargs.get("device"):
         is_ours = asked.type in ("cuda", "meta")  # "meta" where gradients take after our tensors
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    found = func(*_mapped(_numbers_of, args), **{name: _mapped(_numbers_of, each) for name, each in kwargs.items()})
+    args, kwargs = mapped(_numbers_of, args), mapped(_numbers_of, kwargs)
+    graph = captures.graph if captures is not None and (ours or is_ours) else None
+    if graph is not None and captures is not None:
+        host = [each for each in tensors if not isinstance(each, _CudaTensor)]
+        is_copied = not is_ours or any(each.dim() or func in _COPIES for each in host)
+        is_locked = func is _aten.copy_.default and captures.is_locked(host[0]) if host else False
+        graph.check(func, args, is_copied and not is_locked)
+    found = func(*args, **kwargs)
+    if graph is not None:
+        graph.note(func, args, kwargs, found, func._schema.is_mutable)
     if not is_ours:
         return found
 
@@ -145,22 +249,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
             return value
         return ours[id(value)] if id(value) in ours else _CudaTensor(value)  # changed in place, it is what it was
 
-    return _mapped(wrapped, found)
-
-
-def _leaves(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _leaves(value)
-        else:
-            yield value
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """With all values in lists and tuples changed."""
-    if isinstance(value, (list, tuple)):
-        return type(value)([_mapped(change, each) for each in value])
-    return change(value)
+    return mapped(wrapped, found)
 
 
 def _numbers_of(value: Any) -> Any:

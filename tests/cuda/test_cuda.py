@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from specserve.llm import LLM
-from specserve.testing import fake_cuda, write_tiny_model
+from specserve.testing import write_tiny_model
 from specserve.train.config import TrainingOptions
 from specserve.train.loop import Training
 from specserve.train.run import train
@@ -24,16 +23,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True
 SEEDED = SamplingParams(temperature=1, seed=3, top_k=40, top_p=0.9, min_p=0.01, max_tokens=8, ignore_eos=True)
 PENALISED = SamplingParams(temperature=0.7, seed=5, n=2, repetition_penalty=1.3, max_tokens=8, ignore_eos=True)
 IS_FAKED = not torch.cuda.is_available()
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    monkeypatch.delenv("SPECSERVE_ISA", raising=False)  # a CPU's instructions, which a GPU refuses
-    if IS_FAKED:
-        with fake_cuda() as device:
-            yield device
-    else:
-        yield torch.device("cuda:0")
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specserve.ops import Ops
+from specserve.ops import Input, Ops
 from specserve.ops.backend import KernelOptions
 from specserve.ops.capture import Captured
 from specserve.registry import KERNELS
 
 WIDTH = 40
+INPUTS = [Input(torch.int64), Input(torch.float32, WIDTH)]
 
 
-@pytest.fixture(params=KERNELS.files())
+@pytest.fixture(params=["cpu", "reference"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     made: Ops = KERNELS.find(request.param).create(KernelOptions(torch.device("cpu"), "float32", "none"))
     return made
@@ -36,9 +37,6 @@ class Sums:
         self.ops.fused_add_rms_norm(features, self.ops.embed(tokens, self.table, 1.0), None, self.weight, 1e-5)
         return self.ops.norm(features, self.weight, 1e-5)
 
-    def buffers(self, rows: int) -> list[Tensor]:
-        return [torch.zeros(rows, dtype=torch.int64), self.ops.input_rows(rows, WIDTH)]
-
     def wanted(self, tokens: np.ndarray[Any, Any], features: Tensor) -> Tensor:
         x = self.table[torch.from_numpy(tokens)].float() + features
         return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -52,7 +50,7 @@ def inputs(rows: int, seed: int) -> tuple[np.ndarray[Any, Any], Tensor]:
 
 def test_it_is_replayed_on_other_rows_and_made_again_for_more(ops: Ops) -> None:
     sums = Sums(ops)
-    captured = Captured(ops, sums, sums.buffers)
+    captured = Captured(ops, sums, INPUTS)
     for turn, rows in enumerate([3, 8, 1, 9, 12, 100, 2]):
         tokens, features = inputs(rows, turn)
         before = features.clone()
@@ -64,7 +62,7 @@ def test_it_is_replayed_on_other_rows_and_made_again_for_more(ops: Ops) -> None:
 
 def test_it_is_made_at_once_where_the_most_rows_are_known(ops: Ops) -> None:
     sums = Sums(ops)
-    captured = Captured(ops, sums, sums.buffers, 16)
+    captured = Captured(ops, sums, INPUTS, 16)
     assert sums.num_calls == ops.records
     for rows in (16, 1):
         captured((inputs(rows, rows)), rows)
@@ -73,7 +71,7 @@ def test_it_is_made_at_once_where_the_most_rows_are_known(ops: Ops) -> None:
 
 def test_a_run_that_nobody_finished_leaves_nothing_to_the_next(ops: Ops) -> None:
     sums = Sums(ops)
-    captured = Captured(ops, sums, sums.buffers)
+    captured = Captured(ops, sums, INPUTS)
     captured.start(inputs(8, 1), 8)
     tokens, features = inputs(5, 2)
     captured.start((tokens, features), 5)
@@ -83,6 +81,6 @@ def test_a_run_that_nobody_finished_leaves_nothing_to_the_next(ops: Ops) -> None
 @pytest.mark.parametrize("width", [WIDTH - 1, WIDTH + 1])
 def test_rows_of_another_width_are_refused(ops: Ops, width: int) -> None:
     sums = Sums(ops)
-    captured = Captured(ops, sums, sums.buffers)
+    captured = Captured(ops, sums, INPUTS)
     with pytest.raises((ValueError, RuntimeError, AssertionError)):
         captured((np.zeros(4, np.int64), torch.zeros(4, width)), 4)

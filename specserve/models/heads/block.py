@@ -17,7 +17,7 @@ from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import BlockSpec
 from specserve.models.layers import LayerStack
 from specserve.models.reader import WeightReader
-from specserve.ops import Ops
+from specserve.ops import Input, Ops
 from specserve.ops.capture import Captured
 
 
@@ -65,15 +65,8 @@ class BlockHead:
         `most_rows`, and `kv` is always the same."""
         if self._written is None:
             width, parts = hidden[0].shape[1], len(hidden)
-            self._written = Captured(
-                self.ops,
-                partial(self._write, kv),
-                lambda rows: [
-                    torch.zeros(rows, dtype=torch.int64),
-                    *(self.ops.input_rows(rows, width) for _ in range(parts)),
-                ],
-                most_rows,
-            )
+            inputs = [Input(torch.int64), *[Input(torch.float32, width)] * parts]
+            self._written = Captured(self.ops, partial(self._write, kv), inputs, most_rows, plan=plan)
         self._written((positions, *hidden), len(positions), plan)
 
     def _write(self, kv: list[Tensor], plan: Any, positions: Tensor, *hidden: Tensor) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.models.heads.draws import HeadDraws
-from specserve.ops import AttentionRows, DrawArrays, Ops
+from specserve.ops import AttentionRows, DrawArrays, Input, Ops
 from specserve.ops.capture import Captured
 
 
@@ -25,12 +25,14 @@ class ChainWriter:
         self._ops: Ops = head.ops
         self._block_size = block_size
         self._draws: HeadDraws = head.draws(hashed)
-        buffers = partial(_buffers, self._ops, head.features_width)
-        self._pass = Captured(self._ops, partial(_pass, head, kv, hashed), buffers)
+        numbers = [Input(torch.int64), Input(torch.int64), Input(torch.float64), Input(torch.int64)]
+        inputs = [*numbers, Input(torch.float32, head.features_width)]
+        self._pass = Captured(self._ops, partial(_pass, head, kv, hashed), inputs)
 
     def write(
         self,
         said: tuple[Tensor, Tensor],
+        is_replayed: bool,
         most: Sequence[int],
         starts: NDArray[np.int32],
         block_tables: NDArray[np.int32],
@@ -40,11 +42,11 @@ class ChainWriter:
     ) -> list[tuple[list[int], list[float]]]:
         """Tokens of n drafts and their confidence, as Ops.draw has them: at most `most` of each, up to the first that
         is given less than `min_probability`. `said` are the logits float32 [n, draft vocabulary] and the head's own
-        hidden states float32 [n, hidden] of a pass before, `starts` int32 [n] where the first token of each is read,
-        `keys` int64 [longest, n] of the noise."""
+        hidden states float32 [n, hidden] of a pass before, `is_replayed` as in HeadDraws.draw, `starts` int32 [n] where
+        the first token of each is read, `keys` int64 [longest, n] of the noise."""
         each = np.arange(len(most))
-        drawn = self._draws.draw(said[0], each, each[None], temperature, keys[:1])
-        tokens, confidence, hidden = drawn[0][0], drawn[1][0], said[1].numpy()
+        drawn = self._draws.draw(said[0], each, each[None], temperature, keys[:1], is_replayed)
+        tokens, confidence, hidden = drawn[0][0], drawn[1][0], said[1]
         found: list[tuple[list[int], list[float]]] = [([], []) for _ in most]
         for depth in range(1, len(keys) + 1):
             rows = []
@@ -59,8 +61,10 @@ class ChainWriter:
             each = each[rows]
             n, positions = len(rows), starts[each] + np.int32(depth - 1)
             plan = self._ops.plan(AttentionRows.one_each(positions, block_tables[each]), self._block_size)
-            inputs = tokens[rows], positions, temperature[each], keys[depth, each], hidden[rows]
-            tokens, confidence, hidden = self._pass(inputs, n, plan)
+            features = hidden[:n] if rows[-1] == n - 1 else hidden[torch.tensor(rows, device=hidden.device)]
+            inputs = tokens[rows], positions, temperature[each], keys[depth, each], features
+            next_tokens, next_confidence, hidden = self._pass(inputs, n, plan)
+            tokens, confidence = next_tokens.cpu().numpy(), next_confidence.cpu().numpy()
         return found
 
 
@@ -74,15 +78,9 @@ def _pass(
     temperature: Tensor,
     keys: Tensor,
     features: Tensor,
-) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens after these, their confidence and the features of the next pass."""
-    rows = torch.arange(len(tokens))
+    rows = torch.arange(len(tokens), device=tokens.device)
     hidden, logits, _, _ = head.forward(tokens, positions, rows, kv, plan, (), features)
     drawn, confidence = head.ops.draw(0, logits, None, DrawArrays(rows, temperature, keys), head.ids, hashed)
-    return drawn.numpy(), confidence.numpy(), hidden.numpy()
-
-
-def _buffers(ops: Ops, features_width: int, most: int) -> list[Tensor]:
-    tokens, positions, keys = torch.zeros((3, most), dtype=torch.int64)
-    temperature = torch.zeros(most, dtype=torch.float64)
-    return [tokens, positions, temperature, keys, ops.input_rows(most, features_width)]
+    return drawn, confidence, hidden

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.ops import DrawArrays, Ops
+from specserve.ops import DrawArrays, Input, Ops
 from specserve.ops.capture import Captured
+
+_MOST_CAPTURED = 64  # a few numbers of rows, each with a few depths
 
 
 class HeadDraws:
@@ -21,8 +22,7 @@ class HeadDraws:
 
     def __init__(self, bias: Callable[[Tensor], Tensor | None], ids: Tensor | None, hashed: Tensor, ops: Ops) -> None:
         self._bias, self._ids, self._hashed, self._ops = bias, ids, hashed, ops
-        self._captured: dict[int, Captured[list[NDArray[Any]]]] = {}  # by depth
-        self._logits = 0  # where these lie
+        self._captured: dict[tuple[int, int], Captured[list[Tensor]]] = {}  # by where logits lie, and depth
 
     def draw(
         self,
@@ -31,32 +31,32 @@ class HeadDraws:
         rows: NDArray[np.int64],
         temperature: NDArray[np.float64],
         keys: NDArray[np.int64],
+        is_replayed: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens and their confidence, as Ops.draw has them, int64 and float32 [depth, n]: of rows int64 [depth, n] of
         logits float32 [any, draft vocabulary], after the tokens `before` int64 [n] and those that are drawn, at
-        temperatures float64 [n], with the noise of keys int64 [depth, n]."""
+        temperatures float64 [n], with the noise of keys int64 [depth, n]. `is_replayed`: whether the next logits lie
+        where these do, so that it is worth recording what reads them."""
         depth, n = rows.shape
-        if logits.data_ptr() != self._logits or not self._ops.records:
-            self._captured.clear()
-            self._logits = logits.data_ptr()
-        if depth not in self._captured:
-            buffers = partial(_buffers, depth)
-            self._captured[depth] = Captured(self._ops, partial(self._drawn, logits, depth), buffers)
-        found = self._captured[depth]((before, temperature, *rows, *keys), n)
+        key = logits.data_ptr(), depth
+        if (captured := self._captured.get(key)) is None:
+            types = [torch.int64, torch.float64, *[torch.int64] * (2 * depth)]
+            captured = Captured(self._ops, partial(self._drawn, logits, depth), [Input(each) for each in types])
+            if is_replayed:
+                if len(self._captured) == _MOST_CAPTURED:
+                    self._captured.clear()
+                self._captured[key] = captured
+        run = captured if is_replayed else captured.op_by_op
+        found = [each.cpu().numpy() for each in run((before, temperature, *rows, *keys), n)]
         return np.stack([each[:n] for each in found[:depth]]), np.stack([each[:n] for each in found[depth:]])
 
     def _drawn(
         self, logits: Tensor, depth: int, plan: None, before: Tensor, temperature: Tensor, *rows_and_keys: Tensor
-    ) -> list[NDArray[Any]]:
+    ) -> list[Tensor]:
         """The tokens of each depth, then their confidence."""
         found = []
         for i in range(depth):
             how = DrawArrays(rows_and_keys[i], temperature, rows_and_keys[depth + i])
             found.append(self._ops.draw(i, logits, self._bias(before), how, self._ids, self._hashed))
             before = found[-1][0]
-        return [each.cpu().numpy() for each in (*(tokens for tokens, _ in found), *(chance for _, chance in found))]
-
-
-def _buffers(depth: int, most: int) -> list[Tensor]:
-    before, temperature = torch.zeros(most, dtype=torch.int64), torch.zeros(most, dtype=torch.float64)
-    return [before, temperature, *torch.zeros((2 * depth, most), dtype=torch.int64)]
+        return [*(tokens for tokens, _ in found), *(chance for _, chance in found)]

@@ -13,7 +13,7 @@ from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import EagleSpec
 from specserve.models.layers import LayerStack
 from specserve.models.reader import WeightReader
-from specserve.ops import Ops
+from specserve.ops import Input, Ops
 from specserve.ops.capture import Captured
 
 
@@ -33,7 +33,7 @@ class EagleHead:
         self._fc = read.linear("fc")
         width, parts = head.target.hidden_size, len(head.hidden_layers) or 1
         widths = [width * parts] if head.norm_before_fc else [width] * parts
-        self._states = Captured(ops, self._make_states, lambda rows: [ops.input_rows(rows, each) for each in widths])
+        self._states = Captured(ops, self._make_states, [Input(torch.float32, each) for each in widths])
         self._embedding = ops.pack_table(read.named("embed_tokens")[0]) if head.has_embedding else None
         self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
         self._hidden_norm = read.norm("layers.0.hidden_norm", norm)

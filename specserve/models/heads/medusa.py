@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 from specserve.models.decoder import Decoder
 from specserve.models.heads.spec import MedusaSpec
-from specserve.ops import Ops
+from specserve.ops import Input, Ops
 from specserve.ops.capture import Captured
 
 
@@ -58,5 +58,5 @@ class MedusaHead:
 
     def _captured(self, function: Callable[[Tensor], Tensor]) -> Captured[Tensor]:
         """Of rows as wide as the target's hidden states."""
-        ops, width = self.ops, self.head.target.hidden_size
-        return Captured(ops, lambda plan, x: function(x), lambda rows: [ops.input_rows(rows, width)])
+        inputs = [Input(torch.float32, self.head.target.hidden_size)]
+        return Captured(self.ops, lambda plan, x: function(x), inputs)

@@ -1,0 +1,137 @@
+"""What ops launch, captured as a graph of the device and replayed on inputs that one copy brings there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specserve.kernels._triton_plan import MOST_SPLITS, PARTS, Found, Plan, PlanTensors
+from specserve.ops import Input
+
+T = TypeVar("T")
+_ALIGNMENT = 64  # bytes: kernels are compiled for pointers that 16 divides, and for others anew
+_STAGED_BYTES = 2**20  # 128 rows take some 10 KB, the rest is for block ids
+
+
+class Staging:
+    """Memory of the host, page-locked, and as much on the device: whoever captures shares it, as all of it runs in one
+    stream and is copied there before each run. A stream is one thread's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = torch.zeros(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.array: NDArray[np.uint8] = self._host.numpy()
+        self.memory = torch.zeros(_STAGED_BYTES, dtype=torch.uint8, device=device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until what was written last has left the host."""
+        self._copied.synchronize()
+
+    def copy(self, num_bytes: int) -> None:
+        """Begin to copy what was written."""
+        self.memory[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
+        self._copied.record()
+
+
+class _Layout:
+    """Places in staged memory, one after the other."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self.end = 0  # bytes
+
+    def place(self, count: int, dtype: torch.dtype) -> tuple[NDArray[Any], Tensor]:
+        """`count` numbers on the host, and where the device has them."""
+        start, stop = self.end, self.end + count * dtype.itemsize
+        assert stop <= _STAGED_BYTES, "there is room for the inputs of all rows"
+        self.end = stop + -stop % _ALIGNMENT
+        on_host = torch.from_numpy(self._staging.array[start:stop]).view(dtype).numpy()
+        return on_host, self._staging.memory[start:stop].view(dtype)
+
+
+class GraphRecording(Generic[T]):
+    """`function(plan, *inputs)` for `num_rows` rows, of which `num_gathered` are gathered, as one graph. A run of fewer
+    has rows of padding, whose keys and values go nowhere. `block_size` is that of its plans."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        function: Callable[..., T],
+        inputs: Sequence[Input],
+        num_rows: int,
+        num_gathered: int,
+        block_size: int,
+    ) -> None:
+        self._staging = staging
+        layout = _Layout(staging)
+        self._inputs: list[tuple[NDArray[Any] | None, Tensor]] = []  # where the host writes, and what is read
+        for each in inputs:
+            rows = num_gathered if each.is_gathered else num_rows
+            if each.columns:
+                own = torch.zeros((rows, each.columns), dtype=each.dtype, device=staging.memory.device)
+                self._inputs.append((None, own))
+            else:
+                self._inputs.append(layout.place(rows, each.dtype))
+        self._end_of_inputs = layout.end
+        dtypes = [torch.int64] + [torch.int32] * (len(PARTS) - 1)
+        parts = [layout.place(num_rows, dtype) for dtype in dtypes]
+        self._start_of_numbers = layout.end
+        self._numbers, numbers = layout.place((_STAGED_BYTES - layout.end) // 4, torch.int32)
+        self._parts = [part for part, _ in parts]
+        broken = torch.zeros(num_rows, dtype=torch.bool, device=staging.memory.device)
+        self._plan = PlanTensors(*(part for _, part in parts), numbers, broken, block_size, MOST_SPLITS)
+        self._broken = torch.zeros(num_rows, dtype=torch.bool, pin_memory=True)
+        self._flags: NDArray[np.bool_] = self._broken.numpy()
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.found = self._capture(function)
+
+    def _capture(self, function: Callable[..., T]) -> T:
+        """First it runs, so that whatever is made once is made: kernels, and what they keep. Then it is captured,
+        which runs nothing."""
+        inputs, plan = [own for _, own in self._inputs], self._plan
+        self._staging.memory.zero_()  # row 0, token 0, slot 0: what others staged may be no row at all
+        function(plan, *inputs)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=self._staging.pool, capture_error_mode="thread_local"):
+            if plan.is_used:
+                plan.broken.zero_()
+            return function(plan, *inputs)
+
+    def takes(self, plan: Plan | None) -> bool:
+        return plan is None or (len(plan.numbers) <= len(self._numbers) and plan.num_splits <= self._plan.max_splits)
+
+    @torch.inference_mode()
+    def fill(self, inputs: Sequence[NDArray[Any] | Tensor]) -> None:
+        self._staging.wait()
+        for (array, own), given in zip(self._inputs, inputs, strict=True):
+            if array is None:
+                assert isinstance(given, Tensor), "rows of several numbers come from the device"
+                own[: len(given)].copy_(given)
+            else:
+                array[: len(given)], array[len(given) :] = given, 0
+
+    @torch.inference_mode()
+    def start(self, num_rows: int, num_gathered: int, plan: Plan | None) -> None:
+        self._staging.copy(self._end_of_inputs if plan is None else self._write(plan))
+        self._graph.replay()
+        if plan is not None:
+            self._broken.copy_(self._plan.broken, non_blocking=True)
+            self._copied.record()
+            plan.found = Found(self._flags[: plan.num_rows], self._copied)
+
+    def finish(self) -> None:
+        """Whatever works on its tensors runs in the same stream, after it."""
+
+    def _write(self, plan: Plan) -> int:
+        """Returns where what is staged ends."""
+        for part, values, padding in zip(self._parts, plan.arrays, PARTS.values(), strict=True):
+            part[: len(values)], part[len(values) :] = values, padding
+        count = len(plan.numbers)
+        self._numbers[:count] = plan.numbers
+        return self._start_of_numbers + 4 * count

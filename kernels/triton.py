@@ -1,0 +1,128 @@
+"""Kernels in Triton for GPUs, float32 and bfloat16; a step is one copy in, one graph that is replayed, one copy out.
+
+Every kernel sums in an order that the row alone fixes, so no padding of rows is needed: row_multiple is 1. What is not
+worth a kernel of its own is torch's, as kernels/reference.py has it, captured with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+import specserve.kernels._triton_attention as _attention
+import specserve.kernels._triton_linear as _linear
+import specserve.kernels._triton_rows as _rows
+import specserve.kernels.reference as _reference
+from specserve.kernels._triton_graph import GraphRecording, Staging
+from specserve.kernels._triton_plan import Plan, PlanTensors
+from specserve.ops import AttentionRows, HeadNorms, Input, Rotation, T
+from specserve.ops.backend import KernelOptions
+from specserve.ops.packing import PackedCache, Source, uncached
+
+PRIORITY = 5  # before the reference; the kernels for CPUs are looked at first, as these take a second to import
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """An LM head, whose products are not rounded."""
+
+    matrix: Tensor  # [vocab, hidden]
+
+
+class Kernels(_reference.Kernels):
+    """The op contract on a GPU. `dtype` is the dtype of weights, of the KV cache and of linear inputs and outputs."""
+
+    name = "triton"
+    row_multiple = 1
+    records = True
+    buckets: Sequence[int] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+    @classmethod
+    def supports(cls, asked: KernelOptions) -> str | None:
+        if asked.device.type != "cuda":
+            return "serves GPUs alone: use --device cuda."
+        if asked.dtype == "float16":
+            return "has no float16: use --dtype bfloat16 or float32."
+        return super().supports(asked)
+
+    @cached_property
+    def _staging(self) -> Staging:
+        return Staging(self.device)
+
+    def record(
+        self,
+        function: Callable[..., T],
+        inputs: Sequence[Input],
+        num_rows: int,
+        num_gathered: int,
+        plan: Plan | None,
+    ) -> GraphRecording[T]:
+        block_size = 1 if plan is None else plan.block_size
+        return GraphRecording(self._staging, function, inputs, num_rows, num_gathered, block_size)
+
+    def plan(self, rows: AttentionRows, block_size: int) -> Plan:
+        self._pulse.beat()
+        return Plan(rows, block_size)
+
+    def broken_rows(self, plan: Plan) -> list[int]:
+        return plan.broken_rows()
+
+    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> _Head:
+        return _Head(self.pack(weight).matrix)
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        return _rows.embed(token_ids, table, scale)
+
+    def fused_add_rms_norm(
+        self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor:
+        return _rows.add_rms_norm(residual, delta, post, weight, eps, self.dtype)
+
+    def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
+        return self._added(residual[rows], delta[rows], post, eps)
+
+    def tap(self, layer: int, residual: Tensor, delta: Tensor | None, post: Tensor | None, eps: float) -> Tensor:
+        return self._added(residual.clone(), delta, post, eps)
+
+    def _added(self, residual: Tensor, delta: Tensor | None, post: Tensor | None, eps: float) -> Tensor:
+        """residual += delta, as `fused_add_rms_norm` adds, in place."""
+        if delta is None:
+            return residual
+        if post is None:
+            return residual.add_(delta)
+        _rows.add_rms_norm(residual, delta, post, post, eps, self.dtype)  # for what it adds: its norm is nobody's
+        return residual
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _rows.add_rms_norm(x, None, None, weight, eps, self.dtype).float()
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        if isinstance(weight, _Head):
+            return _linear.logits(x, weight.matrix)
+        return _linear.linear(x, weight.matrix, weight.bias)
+
+    def gated(self, x: Tensor, weight: Any, activation: str) -> Tensor:
+        return _linear.gated(x, weight.matrix, weight.bias, activation)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return _rows.argmax(logits)
+
+    def rope_and_cache(
+        self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: Plan | PlanTensors
+    ) -> Tensor:
+        tensors = self._tensors(plan)
+        tensors.reach(len(rotation.cos))
+        head_norms = None if norms is None else _rows.Norms(norms.q, norms.k, norms.eps)
+        tables = rotation.cos, rotation.sin
+        where = tensors.write_slots, tensors.broken
+        return _rows.rope_and_cache(qkv, head_norms, rotation.positions, *tables, kv, *where)
+
+    def attention(self, q: Tensor, kv: Tensor, plan: Plan | PlanTensors, scale: float, window: int | None) -> Tensor:
+        return _attention.attention(q, kv, self._tensors(plan), scale, window)
+
+    def _tensors(self, plan: Plan | PlanTensors) -> PlanTensors:
+        return plan.tensors(self.device) if isinstance(plan, Plan) else plan

@@ -1,0 +1,187 @@
+"""Steps that replay a graph are what they are op by op, bit for bit, whatever their size: on a CUDA device, or one that
+is faked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specserve.models.loader import load_model
+from specserve.ops import Input, Ops
+from specserve.ops.backend import KernelOptions
+from specserve.ops.capture import Captured
+from specserve.registry import KERNELS
+from specserve.runtime.pack import SequenceRows, StepInput, pack
+from specserve.runtime.runner import Output, Runner
+from specserve.testing import write_tiny_model
+
+BLOCK, BLOCKS = 16, 40
+TREE = [-1, 0, 0, 1, 2, 1]
+
+
+@pytest.fixture(params=["llama", "gemma3"], scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("steps") / "tiny", request.param, seed=3)
+
+
+@pytest.fixture
+def ops(cuda: torch.device) -> Ops:
+    if (missing := KERNELS.missing("triton")) is not None:
+        pytest.skip(f"{missing} is not installed")
+    made: Ops = KERNELS.find("triton").create(KernelOptions(cuda, "float32", "none"))
+    return made
+
+
+def make(folder: Path, ops: Ops, **outputs: Any) -> tuple[Runner, Runner]:
+    """One that replays and one that does not, each with a KV of its own."""
+    model = load_model(folder, ops, 128)
+    runners = []
+    for records in (True, False):
+        ops.records = records
+        kv = [torch.zeros((2, BLOCKS * BLOCK, *shape), device=ops.device) for shape in model.spec.kv_shapes]
+        runners.append(Runner(model, ops, kv, BLOCK, 64, 48, **outputs))
+    ops.records = True
+    return runners[0], runners[1]
+
+
+def both(runners: tuple[Runner, Runner], step: StepInput, ops: Ops) -> tuple[Output, Output]:
+    found = []
+    for runner, records in zip(runners, (True, False), strict=True):
+        ops.records = records
+        runner.start(step)
+        found.append(runner.finish())
+    ops.records = True
+    return found[0], found[1]
+
+
+def same(found: Output, wanted: Output) -> bool:
+    pairs = [(found.logits, wanted.logits), (found.hidden, wanted.hidden), (found.best, wanted.best)]
+    pairs += zip(found.taps.values(), wanted.taps.values(), strict=True)
+    return all(torch.equal(x.cpu().nan_to_num(7), y.cpu().nan_to_num(7)) for x, y in pairs) and (
+        found.broken == wanted.broken and np.array_equal(found.top, wanted.top)
+    )
+
+
+def tokens(count: int) -> list[int]:
+    return (np.arange(count) * 37 % 90 + 5).tolist()
+
+
+def steps() -> list[StepInput]:
+    """Of two sequences: a chunk larger than any recording, a few rows, one, a tree beside a chain, a ring."""
+    a, b = range(1, 9), range(9, 17)
+    chunk = SequenceRows(tokens(50), 0, a, num_logits=1)
+    return [
+        pack([chunk], 1),
+        pack([SequenceRows(tokens(13), 0, b, num_logits=2)], 1),
+        pack([SequenceRows([8], 50, a, num_logits=1)], 1),
+        pack([SequenceRows([8], 51, a, num_logits=1), SequenceRows(tokens(7), 13, b, [-1, *TREE], 7)], 1),
+        pack([SequenceRows(tokens(6), 20, b, num_logits=6, is_block=True), SequenceRows([9], 52, a)], 1),
+        pack([SequenceRows(tokens(39), 53, a, num_logits=39)], 1),
+        pack([SequenceRows([3], 92, a, num_logits=1)], 1),
+    ]
+
+
+def test_steps_are_what_they_are_op_by_op(folder: Path, ops: Ops) -> None:
+    runners = make(folder, ops)
+    replayed = []
+    for step in steps():
+        found, wanted = both(runners, step, ops)
+        assert same(found, wanted)
+        assert not wanted.is_replayed
+        replayed.append(found.is_replayed)
+    assert replayed == [ops.buckets[-1] >= 64, *[True] * 6]
+    for own, other in zip(runners[0].kv, runners[1].kv, strict=True):
+        assert torch.equal(own[:, BLOCK:].cpu(), other[:, BLOCK:].cpu()), "but for the null block"
+
+
+def test_a_row_has_its_bits_in_every_bucket(folder: Path, ops: Ops) -> None:
+    runner, _ = make(folder, ops)
+    context = pack([SequenceRows(tokens(20), 0, range(1, 9))], 1)
+    runner.start(context)
+    runner.finish()
+    alone: Tensor | None = None
+    for others in (0, 1, 3, 9, 30, 45):
+        parts = [SequenceRows(tokens(others), 0, range(9, 17), num_logits=others)] if others else []
+        runner.start(pack([*parts, SequenceRows([8], 20, range(1, 9), num_logits=1)], 1))
+        logits = runner.finish().logits[-1].cpu().clone()
+        alone = logits if alone is None else alone
+        assert torch.equal(logits, alone)
+
+
+def test_outputs_are_captured_anew(folder: Path, ops: Ops) -> None:
+    runners = make(folder, ops)
+    both(runners, steps()[0], ops)
+    for taps, top_k in (((0, 1), 4), ((1,), 0), ((), 8)):
+        for runner, records in zip(runners, (True, False), strict=True):
+            ops.records = records
+            runner.set_outputs(taps, top_k)
+        ops.records = True
+        for step in (steps()[2], steps()[3]):
+            found, wanted = both(runners, step, ops)
+            assert same(found, wanted)
+            assert found.is_replayed
+            assert list(found.taps) == list(taps)
+            assert (found.top is None) == (top_k == 0)
+
+
+def test_rows_whose_keys_are_not_finite_are_told(folder: Path, ops: Ops) -> None:
+    runners = make(folder, ops)
+    for runner in runners[:1]:
+        runner.model._embedding[8] = torch.nan  # type: ignore[attr-defined]
+    for step in (steps()[3], steps()[2]):
+        found, wanted = both(runners, step, ops)
+        assert found.broken == wanted.broken != []
+        assert found.best.tolist() == wanted.best.tolist()
+    found, wanted = both(runners, pack([SequenceRows([9], 0, range(17, 19), num_logits=1)], 1), ops)
+    assert found.broken == wanted.broken == []
+
+
+def test_a_plan_that_no_recording_takes_runs_op_by_op(folder: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = KERNELS.find("triton").record.__globals__["GraphRecording"].__init__.__globals__
+    monkeypatch.setitem(graphs, "MOST_SPLITS", 0)
+    runners = make(folder, ops)
+    for step in steps():
+        found, wanted = both(runners, step, ops)
+        assert same(found, wanted)
+        assert not found.is_replayed
+
+
+class Doubled:
+    """What it is called with, times two; `sizes` are the rows that it was called with."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int]] = []
+
+    def __call__(self, plan: Any, numbers: Tensor, rows: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.sizes.append((len(numbers), len(gathered)))
+        return numbers * 2, rows * 2, gathered * 2
+
+
+INPUTS = [Input(torch.int64), Input(torch.float32, 3), Input(torch.int64, is_gathered=True)]
+
+
+def test_buckets_are_captured_largest_first_once_for_few_gathered_rows_and_once_for_all(ops: Ops) -> None:
+    doubled = Doubled()
+    ops.buckets = 2, 16, 40
+    Captured(ops, doubled, INPUTS, 30, 20)
+    assert doubled.sizes[::2] == doubled.sizes[1::2] == [(40, 20), (40, 8), (16, 16), (16, 8), (2, 2)]
+
+
+def test_what_is_captured_at_its_first_use_is_captured_once(ops: Ops) -> None:
+    doubled = Doubled()
+    ops.buckets = 2, 16, 40
+    captured = Captured(ops, doubled, INPUTS)
+    for rows, gathered in ((1, 1), (2, 0), (9, 2), (16, 16), (12, 9), (41, 3), (5, 8)):
+        numbers, given = np.arange(rows) + rows, torch.full((rows, 3), float(rows), device=ops.device)
+        captured.start((numbers, given, np.arange(gathered)), rows, gathered)
+        first, second, third = captured.finish()
+        assert first[:rows].tolist() == (2 * numbers).tolist()
+        assert second[:rows].tolist() == (2 * given).tolist()
+        assert third[:gathered].tolist() == (2 * np.arange(gathered)).tolist()
+        assert captured.is_replayed == (rows <= 40)
+    assert doubled.sizes == [(2, 2)] * 2 + [(16, 8)] * 2 + [(16, 16)] * 2 + [(41, 3)]
