@@ -43,7 +43,7 @@ def tiles_for(
     block_m = next((m for m in (16, 32, 64) if rows <= m), 128)
     block_k = _block_k(k, itemsize)
     if itemsize == 4:  # no tensor cores: products and sums of single numbers, in registers
-        cut = Tiles(16 if rows <= 16 else 64, 32, block_k, 4, 3)
+        cut = Tiles(min(block_m, 32), 32, block_k, 4, 3)
     else:
         cut = Tiles(block_m, _block_n(block_m, n, parts), block_k, 8 if block_m == 128 else 4, _MOST_STAGES[block_m])
     while cut.num_stages > 1 and cut.shared_memory(itemsize, parts) > shared_memory - _RESERVED:

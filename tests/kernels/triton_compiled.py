@@ -1,0 +1,222 @@
+"""What the Triton kernels become on real chips, in a process that compiles but has no GPU; run by
+test_triton_compiled.py.
+
+The kernels are called as ever, on tensors of the CPU. In place of a launch, Triton compiles what it would launch.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from specserve.kernels import _triton_attention as attention, _triton_linear as linear, _triton_rows as rows_of
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+CHIPS = {  # and bytes of shared memory that a program may have
+    "A100": (GPUTarget("cuda", 80, 32), 163 * 1024),
+    "H100": (GPUTarget("cuda", 90, 32), 227 * 1024),
+    "RTX 5090": (GPUTarget("cuda", 120, 32), 99 * 1024),
+    "MI300": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
+}
+BUCKETS = ((1, 2, 15, 16), (17, 32), (33, 48, 64), (65, 96, 4096))
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+_MMA = re.compile(r"(?:mma\.sync|wgmma\.mma_async)\S*\s+\{([^}]*)\}")
+
+
+@dataclass
+class Driver:
+    """Of a GPU that is not there."""
+
+    target: GPUTarget
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@dataclass
+class Compiler:
+    """Compiles for one chip what is launched."""
+
+    target: GPUTarget
+    shared_memory: int
+    found: list[Any] = field(default_factory=list)  # compiled kernels, one for each launch
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.target.backend == "cuda"
+
+    def one(self, launch: Callable[[], object]) -> Any:
+        """The first kernel of an op."""
+        self.found.clear()
+        launch()
+        return self.found[0]
+
+    def check(self, kernel: Any) -> None:
+        assert kernel.metadata.shared <= self.shared_memory, kernel.metadata
+        if self.is_cuda:
+            usage = resources(kernel)
+            assert usage["STACK"] == usage["LOCAL"] == 0, f"{kernel.metadata.name} spills: {usage}"
+
+
+@pytest.fixture(params=CHIPS)
+def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    compiler = Compiler(*CHIPS[request.param])
+    run = JITFunction.run
+
+    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiler.found.append(run(kernel, *args, grid=grid, warmup=True, **options))
+        return compiler.found[-1]
+
+    monkeypatch.setattr(JITFunction, "run", compiled)
+    monkeypatch.setattr(linear, "shared_memory_of", lambda device: compiler.shared_memory)
+    for module in (attention, linear, rows_of):
+        for value in vars(module).values():
+            if isinstance(value, JITFunction):
+                value.device_caches.clear()  # of the chip before
+    driver.set_active(Driver(compiler.target))
+    return compiler
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers and bytes of a thread."""
+    path = kernel.metadata_group[f"{kernel.metadata.name}.cubin"]
+    done = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+
+
+def products_of_a_sum(kernel: Any) -> set[int]:
+    """How many products of the tensor cores a step of the loop adds to each accumulator, all 16 of k long."""
+    return set(Counter(_MMA.findall(kernel.asm["ptx"])).values())
+
+
+def empty(*shape: int, dtype: torch.dtype = BFLOAT16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def buckets(chip: Compiler, run: Callable[[int], object]) -> list[Any]:
+    """The kernel of each bucket; all its numbers of rows have the same one."""
+    kernels = []
+    for bucket in BUCKETS:
+        variants = {id(kernel): kernel for kernel in (chip.one(lambda rows=rows: run(rows)) for rows in bucket)}
+        assert len(variants) == 1, f"{len(variants)} variants for {bucket} rows"
+        kernels += variants.values()
+    return kernels
+
+
+def same_order(chip: Compiler, run: Callable[[int], object]) -> None:
+    """All buckets add up in the same order."""
+    kernels = buckets(chip, run)
+    for kernel in kernels:
+        chip.check(kernel)
+    if chip.is_cuda:
+        steps = [products_of_a_sum(kernel) for kernel in kernels]
+        assert steps[0] and all(step == steps[0] for step in steps), f"other steps of k: {steps}"
+
+
+LINEAR = {"small": (960, 576), "large": (4096, 14336)}
+
+
+@pytest.mark.parametrize("shape", LINEAR.values(), ids=LINEAR)
+def test_linear(chip: Compiler, shape: tuple[int, int]) -> None:
+    weight = empty(*shape)
+    same_order(chip, lambda rows: linear.linear(empty(rows, shape[1]), weight))
+
+
+def test_gated(chip: Compiler) -> None:
+    weight, bias = empty(2 * 14336, 4096), empty(2 * 14336)
+    same_order(chip, lambda rows: linear.gated(empty(rows, 4096), weight, bias, "silu"))
+
+
+def test_logits_and_weights_of_float32(chip: Compiler) -> None:
+    head = empty(49152, 576)
+    chip.check(chip.one(lambda: linear.logits(empty(3, 576, dtype=FLOAT32), head)))
+    for rows in (3, 30):
+        chip.check(chip.one(lambda: linear.linear(empty(rows, 576, dtype=FLOAT32), empty(960, 576, dtype=FLOAT32))))  # noqa: B023
+
+
+@dataclass
+class Plan:
+    rows: int
+    max_splits: int
+    block_size: int = 16
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        shape = (4, 64) if name == "tables" else (self.rows,)
+        return torch.empty(shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "dtype"), [(9, 3, 64, BFLOAT16), (32, 8, 128, BFLOAT16), (4, 4, 80, FLOAT32)]
+)
+def test_attention(chip: Compiler, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
+    def run(is_looped: bool, rows: int, splits: int) -> None:
+        q, kv = empty(rows, heads, d, dtype=FLOAT32), empty(2, 1024, kv_heads, d, dtype=dtype)
+        attention.attention_in(is_looped, q, kv, Plan(rows, splits), 0.1, None)
+
+    num_products = []
+    for is_looped in (False, True):
+        variants = {}
+        for rows, splits in ((1, 2), (2, 16), (16, 33), (300, 8)):
+            chip.one(lambda: run(is_looped, rows, splits))  # noqa: B023
+            variants |= {(kernel.metadata.name, id(kernel)): kernel for kernel in chip.found}
+        assert len(variants) == (1 if is_looped else 2), list(variants)
+        for kernel in variants.values():
+            chip.check(kernel)
+        if chip.is_cuda:
+            num_products.append(sum(len(_MMA.findall(kernel.asm["ptx"])) for kernel in variants.values()))
+    assert len(set(num_products)) <= 1, "products of a tile, with splits in programs or in a loop"
+
+
+def test_ops_on_rows(chip: Compiler) -> None:
+    ids, weight = torch.zeros(3, dtype=torch.int64), empty(576, dtype=FLOAT32)
+    marks, norms = torch.zeros(3, dtype=torch.bool), rows_of.Norms(empty(64), empty(64), 1e-5)
+    angles, kv = empty(99, 64, dtype=FLOAT32), empty(2, 64, 3, 64)
+    launches: list[Callable[[], object]] = [
+        lambda: rows_of.embed(ids, empty(49152, 576), 1.0),
+        lambda: rows_of.add_rms_norm(empty(3, 576, dtype=FLOAT32), empty(3, 576), weight, weight, 1e-5),
+        lambda: rows_of.rope_and_cache(empty(3, 15 * 64), norms, ids, angles, angles, kv, ids, marks),
+        lambda: rows_of.argmax(empty(3, 49152, dtype=FLOAT32)),
+    ]
+    for launch in launches:
+        chip.one(launch)
+        for kernel in chip.found:
+            chip.check(kernel)
+
+
+@pytest.mark.parametrize("chip", ["H100"], indirect=True)
+def test_tiles_of_k_that_depend_on_the_rows_are_noticed(chip: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = linear.tiles_for
+
+    def planted(rows: int, *sizes: int) -> linear.Tiles:
+        return plain(rows, *sizes)._replace(block_k=64 if rows <= 16 else 32)
+
+    monkeypatch.setattr(linear, "tiles_for", planted)
+    weight = empty(960, 576)
+    with pytest.raises(AssertionError, match="other steps of k"):
+        same_order(chip, lambda rows: linear.linear(empty(rows, 576), weight))
+
+
+@pytest.mark.parametrize("chip", ["H100"], indirect=True)
+def test_kernels_for_some_numbers_of_rows_are_noticed(chip: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_linear_kernel", triton.jit(linear._linear_kernel.fn))
+    weight = empty(960, 576)
+    with pytest.raises(AssertionError, match=r"variants for \(1, 2, 15, 16\) rows"):
+        buckets(chip, lambda rows: linear.linear(empty(rows, 576), weight))
