@@ -5,11 +5,12 @@ Method: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding); 
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import numpy as np
 
-from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, likelihood, suffix_keys
+from specserve.speculation.retrieval import NGRAMS_PER_STEP, checked_sizes, likelihood
 from specserve.types import Draft
 
 
@@ -17,84 +18,64 @@ class NgramDrafter:
     """Chains looked up in the sequence's own tokens: the longest n-gram first, of equal ones the most recent.
 
     n runs from `prompt_lookup_max` down to `prompt_lookup_min`. A match that reaches the end of the sequence repeats
-    (the overlapping copy of LZ77), so a loop of any period fills the budget. A begin costs O(1), a step O(new
-    tokens), a proposal O(1) look-ups. The completions of a request share what is known of its prompt, of which about a
-    thousand tokens are taken in with each step's proposals; until then drafts come from those. Raises ConfigError
-    unless 1 <= prompt_lookup_min <= prompt_lookup_max.
+    (the overlapping copy of LZ77), so a loop of any period fills the budget. A begin costs O(1), a proposal O(new
+    tokens). The completions of a request share what is known of its prompt, of which about a thousand tokens are taken
+    in with each step's proposals; until then drafts come from those. Raises ConfigError unless
+    1 <= prompt_lookup_min <= prompt_lookup_max.
     """
 
-    needs = Needs()
+    needs = Needs(observes=False)
 
     def __init__(self, context: DraftContext, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
-        for name, value in (("prompt_lookup_max", prompt_lookup_max), ("prompt_lookup_min", prompt_lookup_min)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-        if prompt_lookup_min > prompt_lookup_max:
-            raise ConfigError(
-                f"prompt_lookup_min is {prompt_lookup_min}, above prompt_lookup_max, {prompt_lookup_max}."
-            )
-        self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
-        self._prompts: PerRequest[NgramIndex] = PerRequest()
-        self._indexes: dict[SequenceView, _Index] = {}
+        self._sizes = checked_sizes("prompt_lookup_min", prompt_lookup_min, "prompt_lookup_max", prompt_lookup_max)
+        self._prompts: WeakValueDictionary[object, _Index] = WeakValueDictionary()  # by request
+        self._indexes: dict[SequenceView, tuple[_Index, _Index]] = {}  # of the prompt, and of what comes after it
 
     def begin(self, seq: SequenceView) -> None:
-        prompt = self._prompts.take(seq, lambda: NgramIndex(seq.tokens, seq.num_prompt, self._sizes))
-        self._indexes[seq] = _Index(prompt, seq.num_prompt, self._sizes)
-        self._indexes[seq].extend(seq.tokens)
+        prompt = self._prompts.setdefault(seq.request, _Index(self._sizes, 0))
+        self._indexes[seq] = prompt, _Index(self._sizes, seq.num_prompt - 1)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        left = NGRAMS_PER_STEP
+        left = max(1, NGRAMS_PER_STEP // len(self._sizes))  # tokens
         for seq, _ in requests:
-            left -= self._indexes[seq].prompt.extend(left) if left > 0 else 0
-        return [self._continue(seq.tokens, *self._indexes[seq].find(seq.tokens), most) for seq, most in requests]
+            prompt, output = self._indexes[seq]
+            left -= prompt.extend(seq.tokens, min(prompt.last + left, seq.num_prompt - 1))
+            output.extend(seq.tokens, len(seq.tokens) - 1)
+        return [self._continue(seq, most) for seq, most in requests]
 
     def observe(self, step: StepReport) -> None:
-        for each in step.seqs:
-            if each.verdict is not None:
-                self._indexes[each.seq].extend(each.seq.tokens)
+        """Tokens are taken in when a draft is asked for."""
 
     def end(self, seq: SequenceView) -> None:
         del self._indexes[seq]
-        self._prompts.give(seq)
 
-    def _continue(self, tokens: list[int], size: int, start: int, most: int) -> Draft:
-        if not size:
-            return Draft.empty()
-        following = tokens[start : start + most]
-        confidence = np.array([likelihood(length) for length in range(size, size + most)], np.float32)
-        return Draft.chain((following * -(-most // len(following)))[:most], confidence=confidence, own=range(most))
+    def _continue(self, seq: SequenceView, most: int) -> Draft:
+        prompt, output = self._indexes[seq]
+        tokens = seq.tokens
+        for size in self._sizes:
+            newest = tuple(tokens[-size:])  # a shorter one, of a short text, is found under its own size or not at all
+            start = output.ends.get(newest) or prompt.ends.get(newest)
+            if start is not None:
+                following = tokens[start : start + most]
+                sure = np.array([likelihood(length) for length in range(len(newest), len(newest) + most)], np.float32)
+                return Draft.chain((following * -(-most // len(following)))[:most], confidence=sure, own=range(most))
+        return Draft.empty()
 
 
 class _Index:
-    """Where each n-gram of a growing list last occurred, for every n in `sizes` (longest first): its own of those that
-    end after the prompt, which go first, and the shared one of those within it."""
+    """Where each n-gram of a growing text last ended: the index of the token after it. Those that end the text are not
+    in it yet, as nothing follows them."""
 
-    def __init__(self, prompt: NgramIndex, num_prompt: int, sizes: range) -> None:
-        self.prompt = prompt
+    def __init__(self, sizes: range, last: int) -> None:
+        self.ends: dict[tuple[int, ...], int] = {}
+        self.last = last  # n-grams that end at this index or before are in, or for others to know
         self._sizes = sizes
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
-        self._indexed = num_prompt - 1  # n-grams that end before this index, or at it, are in
 
-    def extend(self, tokens: list[int]) -> None:
-        """Take in what is new. The n-grams that end with the last token wait: nothing follows them yet."""
-        for end in range(self._indexed + 1, len(tokens)):
+    def extend(self, tokens: list[int], last: int) -> int:
+        """Take in what ends up to there; returns of how many tokens."""
+        before, self.last = self.last, max(self.last, last)
+        for end in range(before + 1, last + 1):
             for size in self._sizes:
                 if size <= end:
-                    self._after[tuple(tokens[end - size : end])] = end
-        self._indexed = max(self._indexed, len(tokens) - 1)
-
-    def find(self, tokens: list[int]) -> tuple[int, int]:
-        """The longest n-gram that ends `tokens` and occurred earlier: n, and the index of the token after its last
-        occurrence; (0, 0) if there is none."""
-        self.extend(tokens)
-        keys: list[int] = []
-        for size in self._sizes:
-            if size > len(tokens):
-                continue
-            start = self._after.get(tuple(tokens[-size:]))
-            if start is not None:
-                return size, start
-            keys = keys or suffix_keys(tokens, size)
-            if ends := self.prompt.ends(tokens, keys, size):
-                return size, ends[-1]
-        return 0, 0
+                    self.ends[tuple(tokens[end - size : end])] = end
+        return self.last - before

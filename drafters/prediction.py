@@ -12,13 +12,13 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex, PerRequest, suffix_keys
+from specserve.speculation.retrieval import NGRAMS_PER_STEP, checked_sizes
 from specserve.types import Draft
 
 PRIORITY = 40  # part of "auto"
 
+# What predictions are taken for before anything came of them. Nothing was recorded to fit these to: they are guesses.
 _LONG_RUN = 32  # as at the beginning, where the prediction should be right
 _PRIOR = (9.0, 1.0)  # tokens followed and departed from, before there are any
 _CHANCE = 0.5  # that a place found by one token is the wrong one; by n it is this / n^1.5
@@ -36,48 +36,35 @@ class PredictionDrafter:
     proposal O(draft). Raises ConfigError unless 1 <= match_min <= match_max.
     """
 
-    needs = Needs()
+    needs = Needs(observes=False)
 
     def __init__(self, context: DraftContext, match_max: int = 8, match_min: int = 2) -> None:
-        whole = all(type(value) is int for value in (match_max, match_min))
-        if not whole or not 1 <= match_min <= match_max:
-            raise ConfigError(
-                f"match_min is {match_min!r} and match_max is {match_max!r}; both must be whole numbers, with "
-                "1 <= match_min <= match_max."
-            )
-        self._sizes = range(match_max, match_min - 1, -1)
+        self._sizes = checked_sizes("match_min", match_min, "match_max", match_max)
+        # By salt too: how long it takes must not tell tenants of each other. And by request, where nothing is hashed.
         self._texts: WeakValueDictionary[tuple[bytes, tuple[int, ...]], _Text] = WeakValueDictionary()
-        self._of_request: PerRequest[_Text] = PerRequest()
+        self._of_request: WeakValueDictionary[object, _Text] = WeakValueDictionary()
         self._places: dict[SequenceView, _Place] = {}
 
     def begin(self, seq: SequenceView) -> None:
         if seq.prediction:
-            text = self._of_request.take(seq, lambda: self._text(seq))
+            text = self._of_request.get(seq.request)
+            if text is None:
+                text = self._texts.setdefault((seq.salt, seq.prediction), _Text(seq.prediction, self._sizes))
+                self._of_request[seq.request] = text
             self._places[seq] = _Place(text, seq.num_prompt)
-            self._places[seq].read(seq)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
-        left = NGRAMS_PER_STEP
+        left = max(1, NGRAMS_PER_STEP // len(self._sizes))  # tokens
         for seq, _ in requests:
-            place = self._places.get(seq)
-            if place is not None and not place.text.index.is_complete and left > 0:
-                left -= place.text.index.extend(left)
+            if seq in self._places:
+                left -= self._places[seq].text.extend(left)
         return [self._draft(seq, most) for seq, most in requests]
 
     def observe(self, step: StepReport) -> None:
-        for each in step.seqs:
-            if each.verdict is not None and each.seq in self._places:
-                self._places[each.seq].read(each.seq)
+        """The output is read when a draft is asked for."""
 
     def end(self, seq: SequenceView) -> None:
-        if self._places.pop(seq, None) is not None:
-            self._of_request.give(seq)
-
-    def _text(self, seq: SequenceView) -> _Text:
-        key = (seq.salt, seq.prediction)  # by salt: how long it takes must not tell tenants of each other
-        text = self._texts.get(key) or _Text(seq.prediction, self._sizes)
-        self._texts[key] = text
-        return text
+        self._places.pop(seq, None)
 
     def _draft(self, seq: SequenceView, limit: int) -> Draft:
         place = self._places.get(seq)
@@ -91,19 +78,38 @@ class PredictionDrafter:
 
 
 class _Text:
-    """A prediction, and where its n-grams are, for every n in `sizes` (longest first)."""
+    """A prediction, and where its n-grams end, for every n in `sizes` (longest first), but for those that end it."""
 
     def __init__(self, tokens: tuple[int, ...], sizes: range) -> None:
         self.tokens = tokens
         self.sizes = sizes
-        self.index = NgramIndex(tokens, len(tokens), sizes)
+        self._ends: dict[tuple[int, ...], int | list[int]] = {}  # indexes of the tokens after it, ascending
+        self._last = 0  # n-grams that end at this index or before are in
+
+    @property
+    def is_complete(self) -> bool:
+        return self._last == len(self.tokens) - 1
+
+    def extend(self, num_tokens: int) -> int:
+        """Take in the n-grams that end with so many tokens more; returns with how many there were."""
+        before, self._last = self._last, min(self._last + num_tokens, len(self.tokens) - 1)
+        for end in range(before + 1, self._last + 1):
+            for size in self.sizes:
+                if size <= end:
+                    ngram = self.tokens[end - size : end]
+                    there = self._ends.setdefault(ngram, end)
+                    if isinstance(there, list):
+                        there.append(end)
+                    elif there != end:
+                        self._ends[ngram] = [there, end]
+        return self._last - before
 
     def find(self, newest: tuple[int, ...], reached: int) -> tuple[int | None, int]:
         """Index of the token after the longest end of `newest` that stands in the text: of the first one after
         `reached`, else of the last one before; and how long that end is."""
-        keys = suffix_keys(newest, self.sizes[0])
         for size in self.sizes:
-            if size <= len(newest) and (ends := self.index.ends(newest, keys, size)):
+            if size <= len(newest) and (found := self._ends.get(newest[-size:])):
+                ends = found if isinstance(found, list) else [found]
                 return ends[min(bisect_right(ends, reached), len(ends) - 1)], size
         return None, 0
 
@@ -136,7 +142,7 @@ class _Place:
                 self._num_followed += 1
                 continue
             self._num_departed += self.next is not None and self.next < len(text.tokens)
-            if not text.index.is_complete:
+            if not text.is_complete:
                 self.next, self._num_read = None, index
                 return
             first = max(seq.num_prompt, index + 1 - text.sizes[0])

@@ -6,33 +6,27 @@ been worth so far.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
 from specserve.errors import ConfigError
 from specserve.ops import MOST_TOP_K
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceReport, SequenceView, StepReport
+from specserve.speculation.retrieval import checked_mib, likeliest_tree
 from specserve.types import Draft, Ids
 
-# What came behind a token the last time it was read: of its row the best, the second or third, a later one, or another.
-_UNSEEN, _BEST, _NEAR, _FAR, _OTHER = range(5)
-# How likely the best, the second and the third of a row come at first, by that; later ones come more and more seldom.
-_FIRST_GUESS = (0.45, 0.08, 0.04), (0.6, 0.05, 0.025), (0.27, 0.15, 0.07), (0.22, 0.12, 0.07), (0.18, 0.09, 0.05)
-_GUESS_WEIGHT = 32.0  # tokens that a first guess counts as
-_MOST_COUNTED = 2048.0  # tokens of a kind; then those before are halved
-_STEPS_PER_LOOK = 16  # between two looks at the counts
-_TABLE_MIB = 32.0
-_SMALLEST = 256  # tokens that a table begins with
-
-
-class _Children(NamedTuple):
-    """What may follow a token."""
-
-    chances: list[tuple[float, int]]  # probability and rank, the likeliest first
-    row: list[int]  # tokens by rank
+# What came after a token the last time: nothing yet, the best of its row, the second or third, or another.
+_UNSEEN, _BEST, _NEAR, _OTHER = range(4)
+# By that, how likely the best and the second are until counts say it; each later one is 0.6 times as likely. 30 answers
+# replayed, each by itself, with 5 drafted: 1.26 tokens a step, and 1.25 where all begin alike or the last is ignored.
+_FIRST_GUESS = (0.45, 0.08), (0.6, 0.05), (0.27, 0.15), (0.18, 0.09)
+_LOOKS_AGAIN = 16  # tokens counted between two looks at the counts; a guess counts as so many. 1 and 64 replay alike
+_MOST_COUNTED = 2048  # tokens; then those before are halved, so that a change of text shows
+_TABLE_MIB = 32.0  # 800,000 tokens of all tenants
+_SMALLEST = 256  # tokens that a table begins with: 10 KB
+_LEAST_MIB = 1 / 64  # room for one such
 
 
 class RecycleDrafter:
@@ -41,16 +35,13 @@ class RecycleDrafter:
     Whatever a step has verified, accepted or not, says what follows its token now. Each tenant (salt) has a table,
     kept across its requests; the tables of all tenants together take `table_mib` MiB, and those that were not used for
     longest go first. A step costs a few array operations for each tenant in it, a proposal one look-up a node. Raises
-    ConfigError unless 1 <= top_k <= MOST_TOP_K and 0 < table_mib < 2^20.
+    ConfigError unless 1 <= top_k <= MOST_TOP_K and 1/64 <= table_mib < 2^20.
     """
 
     def __init__(self, context: DraftContext, top_k: int = 8, table_mib: float | None = None) -> None:
-        if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= MOST_TOP_K:
+        if type(top_k) is not int or not 1 <= top_k <= MOST_TOP_K:
             raise ConfigError(f"top_k is {top_k!r}; it must be a whole number from 1 to {MOST_TOP_K}.")
-        if table_mib is None:
-            table_mib = _TABLE_MIB if context.memory_bytes is None else min(_TABLE_MIB, context.memory_bytes / 2**20)
-        if not isinstance(table_mib, (int, float)) or isinstance(table_mib, bool) or not 0 < table_mib < 2**20:
-            raise ConfigError(f"table_mib is {table_mib!r}; it must be a number of MiB above 0 and below 2^20.")
+        table_mib = checked_mib("table_mib", table_mib, _TABLE_MIB, _LEAST_MIB, context)
         self.needs = Needs(top_k=min(top_k, context.vocab_size), memory_bytes=int(table_mib * 2**20))
         self._tables: OrderedDict[bytes, _Table] = OrderedDict()  # least recently used first
         self._num_bytes = 0  # of all of them
@@ -75,67 +66,57 @@ class RecycleDrafter:
             if each.verdict is not None:
                 tenants.setdefault(each.seq.salt, []).append(each)
         for salt, reports in tenants.items():
-            table = self._tables.pop(salt, None)
-            self._num_bytes -= 0 if table is None else table.num_bytes
-            table = self._tables[salt] = table or _Table(self.needs.top_k)
+            table = self._drop(salt) or _Table(self.needs.top_k)
             table.observe(reports, step.top)
+            self._tables[salt] = table
             self._num_bytes += table.num_bytes
         while self._num_bytes > self.needs.memory_bytes:
-            self._num_bytes -= self._tables.popitem(last=False)[1].num_bytes
+            self._drop(next(iter(self._tables)))
 
     def end(self, seq: SequenceView) -> None:
         """Its tenant may have other sequences, and others later; a private request has its completions alone."""
-        if not seq.is_private:
-            return
-        self._num_open[seq.salt] -= 1
-        if not self._num_open[seq.salt]:
-            del self._num_open[seq.salt]
-            table = self._tables.pop(seq.salt, None)
-            self._num_bytes -= 0 if table is None else table.num_bytes
+        if seq.is_private:
+            self._num_open[seq.salt] -= 1
+            if not self._num_open[seq.salt]:
+                del self._num_open[seq.salt]
+                self._drop(seq.salt)
+
+    def _drop(self, salt: bytes) -> _Table | None:
+        table = self._tables.pop(salt, None)
+        self._num_bytes -= 0 if table is None else table.num_bytes
+        return table
 
 
 class _Table:
-    """What followed the tokens of one tenant, and what ranks have been worth to it: by what the token's row was worth
-    the last time, and whether the token ends the sequence or is a draft's, where all before it was right."""
+    """What followed the tokens of one tenant, and what ranks have been worth to it, by what came the last time."""
 
     def __init__(self, top_k: int) -> None:
         self._places = np.zeros(_SMALLEST, np.int32)  # of tokens among the rows; 0: nothing is known
-        self._rows = np.full((_SMALLEST, top_k), -1, np.int32)  # best first
-        self._worth = np.full(_SMALLEST, _UNSEEN, np.int32)  # of rows, the last time
+        self._rows = np.full((_SMALLEST, top_k + 1), _UNSEEN, np.int32)  # best first, then what came the last time
         self._num_rows = 1
-        kinds = [(*guess, *(guess[-1] * 0.7**n for n in range(1, top_k)))[:top_k] for guess in _FIRST_GUESS]
-        self._hits = [[share * _GUESS_WEIGHT for share in kind] for kind in kinds for _ in range(2)]  # [kind][rank]
-        self._trials = [_GUESS_WEIGHT] * len(self._hits)
-        self._num_steps = 0
-        self._look()
+        self._hits = [
+            [_LOOKS_AGAIN * share for share in (best, *(second * 0.6**n for n in range(top_k - 1)))]
+            for best, second in _FIRST_GUESS
+        ]  # [what came the last time][rank]
+        self._trials = [_LOOKS_AGAIN] * len(self._hits)
+        self._chances: list[list[tuple[float, int]]] = [[]] * len(self._hits)  # with the ranks, the likeliest first
+        for last in range(len(self._hits)):
+            self._look(last)
 
     @property
     def num_bytes(self) -> int:
-        return self._places.nbytes + self._rows.nbytes + self._worth.nbytes
+        return self._places.nbytes + self._rows.nbytes
 
     def tree(self, token: int, most: int) -> Draft:
         """The `most` likeliest nodes behind a token. A node is as likely as its parent times what its rank is worth."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        confidence: list[float] = []
-        # Minus a node's probability, its parent, which child of that it is, the parent's probability, all its children.
-        likely: list[tuple[float, int, int, float, _Children]] = []
-        children = self._children(token, False)
-        if children is not None:
-            likely.append((-children.chances[0][0], -1, 0, 1.0, children))
-        while likely and len(tokens) < most:
-            value, parent, nth, above, (chances, row) = entry = heapq.heappop(likely)
-            chance, rank = chances[nth]
-            if nth + 1 < len(row):
-                heapq.heappush(likely, (-above * chances[nth + 1][0], parent, nth + 1, above, entry[4]))
-            children = self._children(row[rank], True)
-            if children is not None:
-                heapq.heappush(likely, (value * children.chances[0][0], len(tokens), 0, -value, children))
-            tokens.append(row[rank])
-            parents.append(parent)
-            confidence.append(chance)
-        sure = np.array(confidence, np.float32)
-        return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), confidence=sure)
+        tokens, parents, confidence = likeliest_tree(self.children(token), self.children, most)
+        return Draft(np.array(tokens, np.int32), parents, confidence=confidence)
+
+    def children(self, token: int) -> Iterator[tuple[float, int]]:
+        """What may follow a token, the likeliest first, and how likely it does; nothing if nothing is known."""
+        if row := self._row(token):
+            for chance, rank in self._chances[row[-1]]:
+                yield chance, row[rank]
 
     def observe(self, reports: list[SequenceReport], top: Ids) -> None:
         """Count the ranks of the tokens that came, then take in what may follow all tokens that were verified. Of equal
@@ -147,27 +128,31 @@ class _Table:
             tokens = [*each.draft.tokens.tolist(), each.seq.tokens[each.start + each.num_new - 1]]  # node -1 is its own
             kept = [-1, *each.verdict.path]
             for node, said in zip(kept, each.verdict.tokens, strict=True):
-                self._count(tokens[node], node >= 0, said)
+                self._count(tokens[node], said)
             order = [*(node for node in range(len(each.draft)) if node not in kept), *kept]
             read += [tokens[node] for node in order]
             rows += [each.logits_start + 1 + node for node in order]
         self._store(read, top[rows])
-        self._num_steps += 1
-        if self._num_steps % _STEPS_PER_LOOK == 0:
-            self._look()
 
-    def _count(self, token: int, is_drafted: bool, said: int) -> None:
+    def _row(self, token: int) -> list[int]:
+        """What is known of a token; empty where that is nothing."""
+        place = self._places.item(token) if token < len(self._places) else 0
+        found: list[int] = self._rows[place].tolist() if place else []
+        return found
+
+    def _count(self, token: int, said: int) -> None:
         """That `said` followed a token."""
-        children = self._children(token, is_drafted)
-        if children is None:
+        if not (row := self._row(token)):
             return
-        place = self._places.item(token)
-        kind = 2 * self._worth.item(place) + is_drafted
-        rank = children.row.index(said) if said in children.row else len(children.row)
-        self._trials[kind] += 1
-        if rank < len(children.row):
-            self._hits[kind][rank] += 1
-        self._worth[place] = _OTHER if rank == len(children.row) else (_BEST, _NEAR, _NEAR, _FAR)[min(rank, 3)]
+        last, came = row.pop(), _OTHER
+        self._trials[last] += 1
+        if said in row:
+            rank = row.index(said)
+            self._hits[last][rank] += 1
+            came = _BEST if rank == 0 else _NEAR if rank < 3 else _OTHER
+        self._rows[self._places.item(token), -1] = came
+        if self._trials[last] % _LOOKS_AGAIN == 0:
+            self._look(last)
 
     def _store(self, tokens: list[int], top: Ids) -> None:
         """Let rows `top` [n, top_k] be those of the tokens, but for those that say nothing."""
@@ -179,25 +164,16 @@ class _Table:
             if not self._places.item(token):
                 self._places[token] = self._num_rows
                 self._num_rows += 1
-        self._rows = _grown(self._rows, self._num_rows, -1)
-        self._worth = _grown(self._worth, self._num_rows, _UNSEEN)
-        self._rows[self._places[tokens]] = top
+        self._rows = _grown(self._rows, self._num_rows, _UNSEEN)
+        self._rows[self._places[tokens], :-1] = top
 
-    def _children(self, token: int, is_drafted: bool) -> _Children | None:
-        """What may follow a token; None where nothing is known."""
-        place = self._places.item(token) if token < len(self._places) else 0
-        if not place:
-            return None
-        return _Children(self._chances[2 * self._worth.item(place) + is_drafted], self._rows[place].tolist())
-
-    def _look(self) -> None:
+    def _look(self, last: int) -> None:
         """Settle what ranks are worth, and let new counts weigh more than old ones."""
-        self._chances: list[list[tuple[float, int]]] = []
-        for kind, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
-            self._chances.append(sorted(((hit / trials, rank) for rank, hit in enumerate(hits)), reverse=True))
-            if trials > _MOST_COUNTED:
-                self._trials[kind] /= 2
-                self._hits[kind] = [hit / 2 for hit in hits]
+        hits, trials = self._hits[last], self._trials[last]
+        self._chances[last] = sorted(((hit / trials, rank) for rank, hit in enumerate(hits)), reverse=True)
+        if trials >= _MOST_COUNTED:
+            self._trials[last] //= 2
+            self._hits[last] = [hit / 2 for hit in hits]
 
 
 def _grown(array: Ids, length: int, fill: int) -> Ids:

@@ -7,17 +7,18 @@ LZ77 family keep them (RFC 1951, section 4).
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from specserve.checkpoint.textstore import Place, Text, TextStore
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.ngrams import PerRequest, likelihood
+from specserve.speculation.retrieval import checked_mib, likeliest_tree, likelihood
 from specserve.types import Draft
 
 PRIORITY = 30  # part of "auto"
@@ -43,30 +44,29 @@ class SuffixDrafter:
     def __init__(
         self, context: DraftContext, store_mib: float | None = None, store_path: str | Path | None = None
     ) -> None:
-        if store_mib is None:
-            store_mib = _STORE_MIB if context.memory_bytes is None else min(_STORE_MIB, context.memory_bytes / 2**20)
-        if not isinstance(store_mib, (int, float)) or isinstance(store_mib, bool) or not 0 <= store_mib < 2**20:
-            raise ConfigError(f"store_mib is {store_mib!r}; it must be a number of MiB from 0 to 2^20.")
+        store_mib = checked_mib("store_mib", store_mib, _STORE_MIB, 0, context)
         if store_path is not None and (not isinstance(store_path, (str, Path)) or not str(store_path)):
             raise ConfigError(f"store_path is {store_path!r}; it must be the path of a file.")
         self.needs = Needs(memory_bytes=int(store_mib * 2**20), observes=False)
-        self._prompts: PerRequest[Text] = PerRequest()
+        self._prompts: WeakValueDictionary[object, Text] = WeakValueDictionary()  # by request
         self._texts: dict[SequenceView, _Sources] = {}
-        path, names = None if store_path is None else Path(store_path), ("vocab_size", "hidden_size", "num_layers")
-        target = {name: getattr(context, name) for name in names if path is not None}
-        self._store = TextStore(self.needs.memory_bytes, path, target)
+        if store_path is None:
+            self._store = TextStore(self.needs.memory_bytes)
+        else:
+            target = {name: getattr(context, name) for name in ("vocab_size", "hidden_size", "num_layers")}
+            self._store = TextStore(self.needs.memory_bytes, Path(store_path), target)
 
     def begin(self, seq: SequenceView) -> None:
-        output = Text(max(0, seq.num_prompt - _LONGEST))
-        self._texts[seq] = _Sources(self._prompts.take(seq, Text), output, self._store.tenant(seq.salt))
+        prompt, output = self._prompts.setdefault(seq.request, Text()), Text(max(0, seq.num_prompt - _LONGEST))
+        self._texts[seq] = _Sources(prompt, output, self._store.tenant(seq.salt))
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         left = _TAKEN_PER_STEP
         for seq, _ in requests:
             prompt, output, _ = self._texts[seq]
-            left -= prompt.extend(seq.tokens, min(prompt.stop + max(left, 0), seq.num_prompt))
+            left -= prompt.extend(seq.tokens, min(prompt.stop + left, seq.num_prompt))
             output.extend(seq.tokens, len(seq.tokens))
-        self._store.take(max(left, 0))
+        self._store.take(left)
         return [self._propose(seq, most) for seq, most in requests]
 
     def observe(self, step: StepReport) -> None:
@@ -74,7 +74,6 @@ class SuffixDrafter:
 
     def end(self, seq: SequenceView) -> None:
         tenant = self._texts.pop(seq).tenant
-        self._prompts.give(seq)
         if not seq.is_private:
             self._store.add(tenant, seq.tokens[max(0, seq.num_prompt - 2) :])
         self._store.save_now_and_then()
@@ -90,11 +89,13 @@ class SuffixDrafter:
         places = [_repeated(place, most) for place in output.places(newest, most)]
         places += prompt.places(newest, most)
         others = [place for text in stored for place in text.places(newest, most)]
-        for text in () if places or others else (output, prompt, *stored):
+        if places or others:
+            return tree(places, most, others)
+        for text in (output, prompt, *stored):
             if (place := text.single(newest[-1], most)) is not None and place.following:
                 found = [_repeated(place, most)]
                 return tree((), most, found) if text in stored else tree(found, most)
-        return tree(places, most, others)
+        return Draft.empty()
 
 
 def _repeated(place: Place, most: int) -> Place:
@@ -107,41 +108,37 @@ def tree(places: Iterable[Place], most: int, others: Iterable[Place] = ()) -> Dr
     """The `most` likeliest nodes of all continuations, `others` in answers to other requests. How likely a node is,
     given its parent, is its share of its siblings, the places that go through each counted by the square of their
     length, times `likelihood` of the longest of its places: its length and the nodes before agree."""
-    children: list[dict[int, int]] = [{}]  # of the root, then of every node: token -> node
-    weights = [0.0]  # of the places that go through a node
-    longest = [0]
-    num_own = 0  # nodes, the first ones, that the request's own text put forward
-    for place, is_own in [*((place, True) for place in places), *((place, False) for place in others)]:
-        node, weight = 0, float(place.length**2)
-        for length, token in enumerate(place.following, place.length):
-            child = children[node].setdefault(token, len(children))
-            if child == len(children):
-                children.append({})
-                weights.append(0.0)
-                longest.append(0)
-            weights[child] += weight
-            longest[child] = max(longest[child], length)
-            node = child
-        num_own = len(children) if is_own else num_own
-    own: list[int] = []
-    tokens: list[int] = []
-    parents: list[int] = []
-    confidence: list[float] = []
-    likely = [(-1.0, 0, 0, -1, 1.0)]  # minus the probability, node, its token, its parent in the draft, given that
-    while likely and len(tokens) < most:
-        path, node, token, parent, given = heapq.heappop(likely)
-        if node:
-            own += [len(tokens)] * (node < num_own)
-            tokens.append(token)
-            parents.append(parent)
-            confidence.append(given)
-        at = len(tokens) - 1
-        whole = sum(weights[child] for child in children[node].values())
-        for token, child in children[node].items():
-            given = weights[child] / whole * likelihood(longest[child])
-            heapq.heappush(likely, (path * given, child, token, at, given))
-    sure = np.array(confidence, np.float32)
-    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), confidence=sure, own=own)
+    root = _Node(-1, True)
+    for found, is_own in ((places, True), (others, False)):
+        for place in found:
+            node, weight = root, place.length**2
+            for length, token in enumerate(place.following, place.length):
+                child = node.children.get(token)
+                if child is None:
+                    child = node.children[token] = _Node(token, is_own)
+                child.weight += weight
+                child.longest = max(child.longest, length)
+                node = child
+    nodes, parents, confidence = likeliest_tree(root.likeliest_children(), _Node.likeliest_children, most)
+    own = [i for i, node in enumerate(nodes) if node.is_own]
+    return Draft(np.array([node.token for node in nodes], np.int32), parents, confidence=confidence, own=own)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A token of some continuations."""
+
+    token: int
+    is_own: bool  # whether the request's own text put it forward
+    children: dict[int, _Node] = field(default_factory=dict)  # by token
+    weight: int = 0  # of the places that go through it
+    longest: int = 0  # of these
+
+    def likeliest_children(self) -> Iterator[tuple[float, _Node]]:
+        children = self.children.values()
+        whole = sum([child.weight for child in children])
+        found = [(child.weight / whole * likelihood(child.longest), child) for child in children]
+        return iter(sorted(found, key=lambda each: -each[0]) if len(found) > 1 else found)
 
 
 class _Sources(NamedTuple):

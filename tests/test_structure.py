@@ -58,7 +58,7 @@ CONTRACTS = (
     "speculation.draft_sampler",
     "speculation.likeliest",
     "speculation.models",
-    "speculation.ngrams",
+    "speculation.retrieval",
     "checkpoint.textstore",
 )
 CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")

@@ -6,7 +6,6 @@ import gc
 import itertools
 import random
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -16,7 +15,7 @@ from specserve.bench.replay import accepted_path
 from specserve.drafters.prediction import PredictionDrafter
 from specserve.errors import ConfigError
 from specserve.speculation.check import fault
-from specserve.speculation.ngrams import NGRAMS_PER_STEP, NgramIndex
+from specserve.speculation.retrieval import NGRAMS_PER_STEP
 from specserve.types import SamplingParams, Sequence, Verdict
 
 NO_TARGET: Any = NoTarget()
@@ -279,7 +278,7 @@ def test_a_sequence_may_begin_with_output() -> None:
 def take_in(drafter: Driver, seq: Sequence) -> int:
     """The number of steps until all of the prediction is known."""
     steps = 0
-    while not drafter.drafter._places[drafter._views[seq]].text.index.is_complete:
+    while not drafter.drafter._places[drafter._views[seq]].text.is_complete:
         drafter.propose([seq], [1])
         steps += 1
     return steps
@@ -301,17 +300,19 @@ class CountingTokens(list):  # type: ignore[type-arg]
 
 
 def reads(length: int, fresh: list[int]) -> tuple[int, int]:
-    """Tokens of the sequence read by a commit of `fresh`, and by a proposal, after following `length` tokens."""
+    """Tokens of the sequence read by a proposal after `fresh`, which followed `length` tokens, and by another one."""
     drafter, seq = Driver(PredictionDrafter(NO_TARGET)), make_seq(list(range(2 * length)))
     drafter.begin(seq)
     tokens = drafter._views[seq].tokens = CountingTokens(seq.tokens)
     take_in(drafter, seq)
     say(drafter, seq, list(range(length)))
+    drafter.propose([seq], [5])
     tokens.num_read = 0
     say(drafter, seq, fresh)
-    commit, tokens.num_read = tokens.num_read, 0
     drafter.propose([seq], [5])
-    return commit, tokens.num_read
+    first, tokens.num_read = tokens.num_read, 0
+    drafter.propose([seq], [5])
+    return first, tokens.num_read
 
 
 def test_cost_does_not_grow_with_the_texts() -> None:
@@ -328,16 +329,17 @@ def test_a_long_prediction_is_taken_in_by_slices_and_ends_in_the_same_place() ->
     output = [*prediction[:40], 301, 302, *prediction[9_000:9_030], *prediction[50:80], *prediction[15_000:15_100]]
     early, late, drafter = make_seq(prediction), make_seq(prediction), Driver(PredictionDrafter(NO_TARGET))
     drafter.begin(early)
-    with mock.patch.object(NgramIndex, "_add", autospec=True, side_effect=NgramIndex._add) as add:
-        for token in output:
-            before = len(add.call_args_list)
-            drafter.propose([early], [4])
-            assert sum(len(call.args[2]) for call in add.call_args_list[before:]) <= NGRAMS_PER_STEP
-            say(drafter, early, [token])
-    assert drafter.drafter._places[drafter._views[early]].text.index.is_complete
+    text = drafter.drafter._places[drafter._views[early]].text
+    for token in output:
+        before = text._last
+        drafter.propose([early], [4])
+        assert (text._last - before) * len(text.sizes) <= NGRAMS_PER_STEP
+        say(drafter, early, [token])
+    assert drafter.drafter._places[drafter._views[early]].text.is_complete
     drafter.begin(late)
     take_in(drafter, late)
     say(drafter, late, output)
+    drafter.propose([early, late], [4, 4])
     places = [drafter.drafter._places[drafter._views[seq]] for seq in (early, late)]
     assert (places[0].next, places[0]._reached) == (places[1].next, places[1]._reached) == (15_100, 15_100)
 

@@ -127,12 +127,11 @@ def likeliest(table: Any, token: int, most: int) -> dict[tuple[int, ...], float]
     """By their definition: each path's probability, down to a depth that `most` nodes cannot exceed."""
     found: dict[tuple[int, ...], float] = {}
     level = [((), token, 1.0)]
-    for depth in range(min(most, 6)):
+    for _ in range(min(most, 6)):
         level = [
-            ((*path, children.row[rank]), children.row[rank], probability * chance)
+            ((*path, child), child, probability * chance)
             for path, last, probability in level
-            if (children := table._children(last, depth > 0)) is not None
-            for chance, rank in children.chances
+            for chance, child in table.children(last)
         ]
         found |= {path: probability for path, _, probability in level}
     return found

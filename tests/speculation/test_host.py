@@ -551,8 +551,7 @@ def test_a_host_has_a_name_for_requests_and_logs(
     assert make_host(Scripted()).name == "Scripted"
     host, seq = DraftHost(NgramDrafter(NO_TARGET), VOCABULARY, LONG, "ngram"), make_seq()
     host.begin(seq)
-    host.propose([seq], [0])
-    monkeypatch.setattr(NgramDrafter, "observe", _raise(RuntimeError("planted")))
+    monkeypatch.setattr(NgramDrafter, "propose", _raise(RuntimeError("planted")))
     with caplog.at_level(logging.WARNING):
-        observe(host, [seq], [Verdict([1], [])])
+        host.propose([seq], [3])
     assert "Drafter ngram, draft dropped (exception)" in caplog.text
