@@ -5,6 +5,9 @@ alone. The list is cut into splits of SPLIT positions, each a softmax of its own
 the last. With few rows every split is a program, and a second kernel merges them; with many rows a program has all
 splits of its row and merges as it goes, with the same operations. A tree node's list is its path from the root, the
 same as if that path were a chain.
+
+The query heads of a kv head are 16 or more rows of a product; where they are fewer, consecutive rows that read the same
+keys in a split share a program, and each still has the bits that it has alone.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from specserve.kernels._triton_numbers import add_product, rounded
 
 SPLIT = 256  # logical positions; whole tiles
 MERGED_AT_ONCE = 8  # splits whose loads do not wait for each other
-_ENOUGH_PROGRAMS = 512  # that keep a GPU busy without splits
+_ENOUGH_PROGRAMS = 2048  # rows times kv heads that keep a GPU busy without splits, several rows in a program
+_MOST_PARTIAL_BYTES = 64 * 2**20
 _ALL = 2**30  # logical positions of a window that hides nothing
 _MOST_TILE_BYTES = 16 * 1024  # of keys, and as many of values, by stage
 _LOG2_E = 1.4426950408889634
@@ -65,7 +69,8 @@ class Plan(Protocol):
 def attention(q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | None) -> Tensor:
     """q [rows, heads, d] over kv [2, slots, kv_heads, d] -> [rows, heads * d] of kv's dtype. A row sees at most the
     `window` latest of its logical positions."""
-    is_looped = plan.max_splits == 1 or len(q) * kv.shape[2] >= _ENOUGH_PROGRAMS
+    is_busy = len(q) * kv.shape[2] >= _ENOUGH_PROGRAMS or 4 * q.numel() * plan.max_splits > _MOST_PARTIAL_BYTES
+    is_looped = plan.max_splits == 1 or is_busy
     return attention_in(is_looped, q, kv, plan, scale, window)
 
 
@@ -101,7 +106,11 @@ def constants(
     tile = min(64, max(16, _MOST_TILE_BYTES // (block_d * itemsize)))
     cut = {"HEADS": heads, "KV_HEADS": kv_heads, "D": d, "BLOCK_D": max(block_d, 16)}
     cut |= {"SHARE": share, "BLOCK_H": max(triton.next_power_of_2(share), 16), "TILE": tile}
-    return {**cut, "SPLIT": SPLIT, "BLOCK_SIZE": block_size, "LOOPED": is_looped}, {"num_warps": 4, "num_stages": 3}
+    num_warps = 8 if block_d * itemsize > 256 else 4
+    return {**cut, "SPLIT": SPLIT, "BLOCK_SIZE": block_size, "LOOPED": is_looped}, {
+        "num_warps": num_warps,
+        "num_stages": 3,
+    }
 
 
 @triton.jit
@@ -114,38 +123,6 @@ def _slots(at, stop, prefix, table, path, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _attend(
-    q, keys, values, start, first, stop, prefix, table, path, scale,
-    KV_WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One split: the highest score [BLOCK_H], as a power of 2, the sum of all scores' powers [BLOCK_H] and the values
-    times these [BLOCK_H, BLOCK_D], both divided by that of the highest. Its logical positions are those of
-    [first, stop) from `start` on; `start` is a multiple of TILE, and every tile has one of them."""
-    BLOCK_H: tl.constexpr = q.shape[0]
-    BLOCK_D: tl.constexpr = q.shape[1]
-    at_d = tl.arange(0, BLOCK_D)
-    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    mixed = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    for tile in range(start, stop, TILE):
-        at = tile + tl.arange(0, TILE)
-        is_seen = (at >= first) & (at < stop)
-        place = _slots(at, stop, prefix, table, path, BLOCK_SIZE)[:, None] * KV_WIDTH + at_d[None, :]
-        mask = is_seen[:, None] & (at_d < D)[None, :]
-        k = tl.load(keys + place, mask=mask, other=0.0)
-        scores = add_product(q, tl.trans(k), tl.zeros((BLOCK_H, TILE), tl.float32))
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        shrink = tl.exp2(top - higher)
-        powers = tl.exp2(_fma(scores, tl.full((1, 1), scale, tl.float32), -higher[:, None]))
-        total = tl.fma(total, shrink, tl.sum(powers, 1))
-        v = tl.load(values + place, mask=mask, other=0.0)
-        mixed = add_product(rounded(powers, v.dtype), v, mixed * shrink[:, None])
-        top = higher
-    return top, total, mixed
-
-
-@triton.jit
 def _fma(x, y, z):
     """x y + z, rounded once: where a compiler may choose, two kernels may differ."""
     y = tl.broadcast_to(y, x.shape)
@@ -154,9 +131,66 @@ def _fma(x, y, z):
 
 @triton.jit
 def _shares(top, top_next):
-    """The higher of two powers of 2, and both divided by it."""
+    """The higher of two powers of 2, and both divided by it; of two zeros, which are -inf here, both are 0."""
     higher = tl.maximum(top, top_next)
-    return higher, tl.exp2(top - higher), tl.exp2(top_next - higher)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, tl.exp2(top - base), tl.exp2(top_next - base)
+
+
+@triton.jit
+def _attend(
+    q, keys, values, start, end, first, stop, prefix, table, path, scale,
+    KV_WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One split: the highest score [BLOCK_H], as a power of 2, the sum of all scores' powers [BLOCK_H] and the values
+    times these [BLOCK_H, BLOCK_D], both divided by that of the highest.
+
+    It has the tiles of [start, end), a query those logical positions that are in [first, stop), int32 [BLOCK_H]. A tile
+    of which a query sees nothing leaves its sums as they are, to the bit."""
+    BLOCK_H: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    at_d = tl.arange(0, BLOCK_D)
+    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    mixed = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    for tile in range(start, end, TILE):
+        at = tile + tl.arange(0, TILE)
+        place = _slots(at, end, prefix, table, path, BLOCK_SIZE)[:, None] * KV_WIDTH + at_d[None, :]
+        mask = (at < end)[:, None] & (at_d < D)[None, :]
+        k = tl.load(keys + place, mask=mask, other=0.0)
+        scores = add_product(q, tl.trans(k), tl.zeros((BLOCK_H, TILE), tl.float32))
+        is_seen = (at[None, :] >= first[:, None]) & (at[None, :] < stop[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - base)
+        powers = tl.exp2(_fma(scores, tl.full((1, 1), scale, tl.float32), -base[:, None]))
+        total = tl.fma(total, shrink, tl.sum(powers, 1))
+        v = tl.load(values + place, mask=mask, other=0.0)
+        mixed = add_product(rounded(powers, v.dtype), v, mixed * shrink[:, None])
+        top = higher
+    return top, total, mixed
+
+
+@triton.jit
+def _rows_together(row, rows, end, row_seq, visible, prefix, GROUP: tl.constexpr, BLOCK_G: tl.constexpr):
+    """How many rows the program of `row` has, and their sequence. Rows in a group of GROUP that find all they see below
+    `end` in the table of one sequence are the first one's; else each has its own program."""
+    seq = tl.load(row_seq + row)
+    count = 1
+    if GROUP > 1:
+        at = tl.arange(0, BLOCK_G)
+        each = row // GROUP * GROUP + at
+        mask = (at < GROUP) & (each < rows)
+        stop = tl.load(visible + each, mask=mask, other=0)
+        seqs = tl.load(row_seq + each, mask=mask, other=0)
+        on_path = tl.minimum(stop, end) > tl.load(prefix + each, mask=mask, other=0)
+        lowest = tl.min(tl.where(stop > 0, seqs, 2147483647), 0)
+        highest = tl.max(tl.where(stop > 0, seqs, 0), 0)
+        if (lowest >= highest) & (tl.max(tl.where((stop > 0) & on_path, 1, 0), 0) == 0):
+            count = tl.where(row % GROUP == 0, GROUP, 0)
+            seq = highest
+    return count, seq
 
 
 @triton.jit(do_not_specialize=["rows", "window"])
@@ -166,22 +200,31 @@ def _attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, kv head, split). LOOPED: of all splits, to `out`; else `partial` float32 [rows, heads, splits, d]
-    gets the split's values, `scalars` float32 [2, rows, heads, splits] its highest score and its sum."""
-    row = tl.program_id(0).to(tl.int64)
+    """Program (row, kv head, split), or of several rows where these read the same keys. LOOPED: of all splits, to
+    `out`; else `partial` float32 [rows, heads, splits, d] gets the split's values, `scalars` float32 [2, rows, heads,
+    splits] its highest score and its sum."""
+    GROUP: tl.constexpr = BLOCK_H // SHARE
+    row = tl.program_id(0)
     kv_head = tl.program_id(1)
-    stop = tl.load(visible + row)
-    first = tl.maximum(stop - window, 0)
+    begin = 0 if LOOPED else tl.program_id(2) * SPLIT
+    limit = 2147483647 if LOOPED else begin + SPLIT
+    count, seq = _rows_together(row, rows, limit, row_seq, visible, prefix, GROUP, BLOCK_H)
     at_h = tl.arange(0, BLOCK_H)
     at_d = tl.arange(0, BLOCK_D)
-    mask = (at_h < SHARE)[:, None] & (at_d < D)[None, :]
-    head = row * HEADS + kv_head * SHARE + at_h
+    each = row + at_h // SHARE
+    is_own = (at_h < count * SHARE) & (each < rows)
+    stops = tl.load(visible + each, mask=is_own, other=0)
+    firsts = tl.maximum(stops - window, 0)
+    stop = tl.minimum(tl.max(stops, 0), limit)
+    first = tl.min(tl.where(stops > 0, firsts, 2147483647), 0)
+    head = each.to(tl.int64) * HEADS + kv_head * SHARE + at_h % SHARE
+    mask = is_own[:, None] & (at_d < D)[None, :]
     own = tl.load(q + head[:, None] * D + at_d[None, :], mask=mask, other=0.0)
     own = rounded(own, kv.dtype.element_ty)
     keys = kv + kv_head * D
     values = keys + kv_stride
-    prefix = tl.load(prefix + row)
-    table = tables + tl.load(row_seq + row).to(tl.int64) * table_stride
+    prefix = tl.where(count == 1, tl.load(prefix + row), 2147483647)
+    table = tables + seq.to(tl.int64) * table_stride
     path = paths + tl.load(path_start + row)
     if LOOPED:
         top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
@@ -191,25 +234,26 @@ def _attention_kernel(
             start = tl.maximum(split * SPLIT, first // TILE * TILE)
             end = tl.minimum(stop, split * SPLIT + SPLIT)
             top_next, total_next, mixed_next = _attend(
-                own, keys, values, start, first, end, prefix, table, path, scale, KV_HEADS * D, D, BLOCK_SIZE, TILE
-            )
+                own, keys, values, start, end, firsts, stops, prefix, table, path, scale,
+                KV_HEADS * D, D, BLOCK_SIZE, TILE,
+            )  # fmt: skip
             top, left, right = _shares(top, top_next)
             total = tl.fma(total, left, total_next * right)
             mixed = _fma(mixed, left[:, None], mixed_next * right[:, None])
-        y = mixed / tl.where(stop > 0, total, 1.0)[:, None]
+        y = mixed / tl.where(stops > 0, total, 1.0)[:, None]
         tl.store(out + head[:, None] * D + at_d[None, :], rounded(y, out.dtype.element_ty), mask=mask)
     else:
-        split = tl.program_id(2)
-        start = tl.maximum(split * SPLIT, first // TILE * TILE)
-        end = tl.minimum(stop, split * SPLIT + SPLIT)
-        if start < end:
+        start = tl.maximum(begin, first // TILE * TILE)
+        if start < stop:
             top, total, mixed = _attend(
-                own, keys, values, start, first, end, prefix, table, path, scale, KV_HEADS * D, D, BLOCK_SIZE, TILE
-            )
-            place = head * tl.num_programs(2) + split
-            tl.store(partial + place[:, None] * D + at_d[None, :], mixed, mask=mask)
-            tl.store(scalars + place, top, mask=at_h < SHARE)
-            tl.store(scalars + rows.to(tl.int64) * HEADS * tl.num_programs(2) + place, total, mask=at_h < SHARE)
+                own, keys, values, start, stop, firsts, stops, prefix, table, path, scale,
+                KV_HEADS * D, D, BLOCK_SIZE, TILE,
+            )  # fmt: skip
+            place = head * tl.num_programs(2) + tl.program_id(2)
+            is_here = is_own & (begin < stops) & (limit > firsts)
+            tl.store(partial + place[:, None] * D + at_d[None, :], mixed, mask=mask & is_here[:, None])
+            tl.store(scalars + place, top, mask=is_here)
+            tl.store(scalars + rows.to(tl.int64) * HEADS * tl.num_programs(2) + place, total, mask=is_here)
 
 
 @triton.jit(do_not_specialize=["splits", "rows", "window"])

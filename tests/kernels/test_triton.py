@@ -193,9 +193,11 @@ def ring(n: int) -> list[int]:
     return [n - 1, *range(n - 1)]
 
 
-SHAPES = [(6, 2, 64), (4, 4, 80), (4, 1, 128), (20, 1, 16), (2, 2, 96)]  # heads, kv heads, size
+SHAPES = [(6, 2, 64), (2, 2, 80), (4, 1, 128), (20, 1, 16)]  # heads, kv heads, size
 STEPS = {
-    "chains": ([1, 2, 1], [0, 255, 512], [chain(1), chain(2), chain(1)]),
+    "chains": ([1, 4, 1], [0, 254, 30], [chain(1), chain(4), chain(1)]),
+    "long": ([1], [512], [chain(1)]),
+    "chain": ([6], [252], [chain(6)]),  # which a program may have together
     "trees": ([5, 1], [253, 40], [[-1, 0, 0, 1, -1], chain(1)]),
     "block": ([4, 2], [254, 9], [ring(4), ring(2)]),
 }
@@ -213,7 +215,8 @@ def compared(heads: int, kv_heads: int, d: int, step: str, window: int | None, d
     assert not split[num_real:].any(), "padding"
     looped = attention.attention_in(True, q, kv, plan, scale, window)
     assert torch.equal(looped, split), "splits in one program or in several"
-    assert torch.equal(attention.attention_in(False, q, kv, plan_of(rows, as_paths=True), scale, window), split)
+    paths = attention.attention_in(False, q, kv, plan_of(rows, as_paths=True), scale, window)
+    assert torch.equal(paths, split), "each row alone or several in a program"
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), SHAPES)
@@ -221,13 +224,12 @@ def test_attention_of_chains(dtype: torch.dtype, heads: int, kv_heads: int, d: i
     compared(heads, kv_heads, d, "chains", None, dtype)
 
 
-@pytest.mark.parametrize("step", ["trees", "block"])
-def test_attention_of_trees_and_blocks(dtype: torch.dtype, step: str) -> None:
+@pytest.mark.parametrize("step", ["long", "chain", "trees", "block"])
+def test_attention_of_one_sequence(dtype: torch.dtype, step: str) -> None:
     compared(4, 2, 64, step, None, dtype)
 
 
-@pytest.mark.parametrize("window", [1, 100, 256])
-@pytest.mark.parametrize("step", ["chains", "trees"])
+@pytest.mark.parametrize(("step", "window"), [("chain", 1), ("chain", 100), ("trees", 100), ("long", 256)])
 def test_attention_in_a_window(step: str, window: int) -> None:
     torch.manual_seed(0)
     compared(4, 2, 64, step, window, torch.bfloat16)
