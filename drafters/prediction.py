@@ -46,30 +46,26 @@ class PredictionDrafter:
         self._places: dict[SequenceView, _Place] = {}
 
     def begin(self, seq: SequenceView) -> None:
-        if seq.prediction:
-            text = self._of_request.get(seq.request)
-            if text is None:
-                text = self._texts.setdefault((seq.salt, seq.prediction), _Text(seq.prediction, self._sizes))
-                self._of_request[seq.request] = text
-            self._places[seq] = _Place(text, seq.num_prompt)
+        text = self._of_request.get(seq.request)
+        if text is None:
+            text = self._texts.setdefault((seq.salt, seq.prediction), _Text(seq.prediction, self._sizes))
+            self._of_request[seq.request] = text
+        self._places[seq] = _Place(text, seq.num_prompt)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         left = max(1, NGRAMS_PER_STEP // len(self._sizes))  # tokens
         for seq, _ in requests:
-            if seq in self._places:
-                left -= self._places[seq].text.extend(left)
+            left -= self._places[seq].text.extend(left)
         return [self._draft(seq, most) for seq, most in requests]
 
     def observe(self, step: StepReport) -> None:
         """The output is read when a draft is asked for."""
 
     def end(self, seq: SequenceView) -> None:
-        self._places.pop(seq, None)
+        del self._places[seq]
 
     def _draft(self, seq: SequenceView, limit: int) -> Draft:
-        place = self._places.get(seq)
-        if place is None:
-            return Draft.empty()
+        place = self._places[seq]
         place.read(seq)
         if place.next is None:
             return Draft.empty()
@@ -88,11 +84,12 @@ class _Text:
 
     @property
     def is_complete(self) -> bool:
-        return self._last == len(self.tokens) - 1
+        return self._last >= len(self.tokens) - 1
 
     def extend(self, num_tokens: int) -> int:
         """Take in the n-grams that end with so many tokens more; returns with how many there were."""
-        before, self._last = self._last, min(self._last + num_tokens, len(self.tokens) - 1)
+        before = self._last
+        self._last += max(0, min(num_tokens, len(self.tokens) - 1 - before))
         for end in range(before + 1, self._last + 1):
             for size in self.sizes:
                 if size <= end:

@@ -99,9 +99,7 @@ class _Table:
             for best, second in _FIRST_GUESS
         ]  # [what came the last time][rank]
         self._trials = [_LOOKS_AGAIN] * len(self._hits)
-        self._chances: list[list[tuple[float, int]]] = [[]] * len(self._hits)  # with the ranks, the likeliest first
-        for last in range(len(self._hits)):
-            self._look(last)
+        self._chances = [self._look(last) for last in range(len(self._hits))]
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +150,7 @@ class _Table:
             came = _BEST if rank == 0 else _NEAR if rank < 3 else _OTHER
         self._rows[self._places.item(token), -1] = came
         if self._trials[last] % _LOOKS_AGAIN == 0:
-            self._look(last)
+            self._chances[last] = self._look(last)
 
     def _store(self, tokens: list[int], top: Ids) -> None:
         """Let rows `top` [n, top_k] be those of the tokens, but for those that say nothing."""
@@ -167,13 +165,13 @@ class _Table:
         self._rows = _grown(self._rows, self._num_rows, _UNSEEN)
         self._rows[self._places[tokens], :-1] = top
 
-    def _look(self, last: int) -> None:
-        """Settle what ranks are worth, and let new counts weigh more than old ones."""
+    def _look(self, last: int) -> list[tuple[float, int]]:
+        """What ranks are worth after that, and which they are, the best first. From then on new counts weigh more."""
         hits, trials = self._hits[last], self._trials[last]
-        self._chances[last] = sorted(((hit / trials, rank) for rank, hit in enumerate(hits)), reverse=True)
         if trials >= _MOST_COUNTED:
             self._trials[last] //= 2
             self._hits[last] = [hit / 2 for hit in hits]
+        return sorted(((hit / trials, rank) for rank, hit in enumerate(hits)), reverse=True)
 
 
 def _grown(array: Ids, length: int, fill: int) -> Ids:

@@ -16,7 +16,7 @@ A drafter is a file, `drafters/NAME.py`, with one public class named `...Drafter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence as Many
+from collections.abc import Mapping, Sequence as Many
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -147,16 +147,15 @@ class Needs:
     reads_next: bool = False
 
     @classmethod
-    def of(cls, parts: Iterable[Needs]) -> Needs:
+    def of(cls, parts: Many[Needs]) -> Needs:
         """What several drafters need together."""
-        all_parts = list(parts)
         return cls(
-            hidden_layers=tuple(sorted({layer for part in all_parts for layer in part.hidden_layers})),
-            top_k=max(part.top_k for part in all_parts),
-            memory_bytes=sum(part.memory_bytes for part in all_parts),
-            cost_class=max((part.cost_class for part in all_parts), key=["free", "pass", "passes", "model"].index),
-            observes=any(part.observes for part in all_parts),
-            reads_next=any(part.reads_next for part in all_parts),
+            hidden_layers=tuple(sorted({layer for part in parts for layer in part.hidden_layers})),
+            top_k=max(part.top_k for part in parts),
+            memory_bytes=sum(part.memory_bytes for part in parts),
+            cost_class=max((part.cost_class for part in parts), key=["free", "pass", "passes", "model"].index),
+            observes=any(part.observes for part in parts),
+            reads_next=any(part.reads_next for part in parts),
         )
 
 

@@ -1,5 +1,4 @@
-"""What is wrong with a draft, if anything: the one gate between a drafter, which may be anybody's, and the engine.
-Knows no drafter and no sequence."""
+"""What is wrong with a draft, if anything: the one gate between a drafter, which may be anybody's, and the engine."""
 
 from __future__ import annotations
 
@@ -26,33 +25,39 @@ def checked(draft: Any, budget: int, vocab_size: int, is_ours: bool = False) -> 
     if not isinstance(draft, Draft):
         return "type"
     tokens, parents, q, confidence = draft.tokens, draft.parents, draft.q, draft.confidence
-    for part in (tokens, parents):
-        if type(part) is not np.ndarray:  # others may say one thing now and another later
-            return "type"
-        if part.dtype != np.int32:
-            return "dtype"
-        if part.ndim != 1 or len(part) != len(tokens):
-            return "shape"
+    if type(tokens) is not np.ndarray or type(parents) is not np.ndarray:  # others may say one thing and then another
+        return "type"
+    if tokens.dtype != np.int32 or parents.dtype != np.int32:
+        return "dtype"
+    if tokens.ndim != 1 or tokens.shape != parents.shape:
+        return "shape"
     if len(tokens) > budget:
         return "budget"
     ids, before = tokens.tolist(), parents.tolist()  # copies; so few that numpy would take longer
     is_chain = before == list(range(-1, len(ids) - 1))
     if len(ids) != len(before) or len(ids) > budget or draft.is_chain != is_chain:
         return "parents"  # changed in place since
-    if wrong := _tree_fault(ids, before, vocab_size) or _q_fault(q, ids, vocab_size):
-        return wrong
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        return "vocabulary"
+    if any(not -1 <= parent < node for node, parent in enumerate(before)):
+        return "parents"
+    if len(set(zip(before, ids, strict=True))) < len(ids):
+        return "siblings"
+    if q is not None:
+        wrong = _q_fault(q, ids, vocab_size)
+        if not wrong and not is_ours:
+            q = q.clone(memory_format=torch.contiguous_format)
+            wrong = _q_fault(q, ids, vocab_size)
+        if wrong:
+            return wrong
     if confidence is not None:
         if type(confidence) is not np.ndarray or confidence.dtype != np.float32 or confidence.shape != (len(ids),):
             return "confidence"
         confidence = np.array(confidence)
         if not all(0.0 <= value <= 1.0 for value in confidence.tolist()):  # False for NaN
             return "confidence"
-    if q is not None and not is_ours:
-        q = q.clone(memory_format=torch.contiguous_format)
-        if wrong := _q_fault(q, ids, vocab_size):
-            return wrong
-    own = draft.own
-    more: dict[str, Any] = {"q": q, "confidence": confidence, "own": frozenset(i for i in range(len(ids)) if i in own)}
+    own = frozenset(node for node in range(len(ids)) if node in draft.own)
+    more: dict[str, Any] = {"q": q, "confidence": confidence, "own": own}
     return Draft.chain(ids, **more) if is_chain else Draft(np.array(ids, np.int32), np.array(before, np.int32), **more)
 
 
@@ -62,19 +67,7 @@ def fault(draft: Any, budget: int, vocab_size: int) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _tree_fault(ids: list[int], before: list[int], vocab_size: int) -> str | None:
-    if not ids:
-        return None
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        return "vocabulary"
-    if any(not -1 <= parent < node for node, parent in enumerate(before)):
-        return "parents"
-    return "siblings" if len(set(zip(before, ids, strict=True))) < len(ids) else None
-
-
 def _q_fault(q: Any, ids: list[int], vocab_size: int) -> str | None:
-    if q is None:
-        return None
     if type(q) is not torch.Tensor or q.layout is not torch.strided:
         return "type"
     if not q.is_floating_point():

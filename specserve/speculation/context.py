@@ -19,7 +19,8 @@ from specserve.speculation.model_runner import ModelRunner
 from specserve.text.tokenizer import Tokenizer
 from specserve.text.vocabularies import SharedVocabulary, shared_vocabulary
 
-LATE_MEMORY_BYTES = 4 * 2**20  # of a drafter that comes when the cache has its size: small beside what that leaves
+# Of a drafter that comes when the cache has its size: small beside what that leaves; 25,000 tokens of a suffix store.
+LATE_MEMORY_BYTES = 4 * 2**20
 
 
 class TargetContext:

@@ -24,7 +24,7 @@ from specserve.speculation.base import (
 )
 from specserve.speculation.check import checked
 from specserve.speculation.lookup import PartMaker
-from specserve.speculation.worker import Inline, Outcome, Stuck, Worker
+from specserve.speculation.worker import Outcome, Stuck, Worker, run
 from specserve.types import Draft, Ids, ScheduledSeq, Sequence, Verdict
 
 _log = logging.getLogger(__name__)
@@ -63,21 +63,21 @@ class DraftHost:
         self.timeout_s = timeout_s
         self.needs: Needs = Needs.of([part.needs for part in parts] or [getattr(drafter, "needs", Needs())])
         self.is_head = self.needs.cost_class in ("pass", "passes")
-        self.is_trimmable: bool = all(part.is_trimmable for part in parts)
         self.dropped: Counter[str] = Counter()
-        self.num_dropped = 0  # the sum of `dropped`
         self._drafter = drafter
         self._expected: set[Sequence] = set()  # that have not been scheduled
         self._views: dict[Sequence, SequenceView] = {}  # of those that have begun
-        self._worker: Worker | Inline | None = None
-        self._is_ours = is_ours = type(drafter).__module__.startswith(f"{DRAFTERS.package}.")
-        if drafter is not None:
-            # What ours look up is one token for sure, at any length: it may be cut, and merged with what others found.
-            # So is what a head guesses where verification asks for no distribution.
-            self.is_trimmable = is_ours and (self.needs.cost_class == "free" or (self.is_head and is_fixed))
-            self._worker = (
-                Inline(self.needs.cost_class != "free") if is_ours else Worker("specserve-drafter", timeout_s)
-            )
+        self._is_ours = type(drafter).__module__.startswith(f"{DRAFTERS.package}.")
+        is_foreign = drafter is not None and not self._is_ours
+        self._worker = Worker("specserve-drafter", timeout_s) if is_foreign else None
+        # What ours look up is one token for sure, at any length: it may be cut, and merged with what others found.
+        # So is what a head guesses where verification asks for no distribution.
+        is_sure = self._is_ours and (self.needs.cost_class == "free" or (self.is_head and is_fixed))
+        self.is_trimmable: bool = all(part.is_trimmable for part in parts) and (is_sure or drafter is None)
+
+    @property
+    def num_dropped(self) -> int:
+        return self.dropped.total()
 
     @classmethod
     def of(
@@ -107,30 +107,25 @@ class DraftHost:
         if self._drafter is not None:
             self._expected.add(seq)
 
-    def begin_pending(self, seqs: list[Sequence]) -> None:
-        """Tell the drafter of those sequences of a step that it has not heard of. Before the step."""
+    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
+        """One draft for each sequence of a step, of at most budget[i] tokens; the drafter is asked for those with a
+        budget, and told first of those that it has not heard of."""
         for seq in seqs if self._expected else ():
-            if seq in self._expected and self._drafter is not None:
+            if seq in self._expected:  # none is any more where the drafter was switched off by the one before
                 self._expected.remove(seq)
                 view = self._views[seq] = SequenceView(seq, self.vocab_size)
                 if self._tell("begin", [view], view).error is not None:
-                    self._views.pop(seq, view)._live = None
-
-    def propose(self, seqs: list[Sequence], budget: list[int]) -> list[Draft]:
-        """One draft for each sequence of a step, of at most budget[i] tokens; the drafter is asked for those with a
-        budget."""
-        self.begin_pending(seqs)
+                    self._forget(seq)
         drafts = [Draft.empty()] * len(seqs)
         asked = [i for i, seq in enumerate(seqs) if budget[i] > 0 and seq in self._views]
-        if self._drafter is None or not asked:
-            return drafts
-        requests = [DraftRequest(self._views[seqs[i]], budget[i]) for i in asked]
-        propose = partial(_propose, self._drafter, requests, self.vocab_size, self._is_ours)
-        for i, answer in zip(asked, self._call(propose, len(asked)).value or (), strict=False):  # (): the call failed
-            if isinstance(answer, Draft):
-                drafts[i] = answer
-            else:
-                self._drop(answer, "a draft broke a rule of the contract")
+        if asked:
+            requests = [DraftRequest(self._views[seqs[i]], budget[i]) for i in asked]
+            propose = partial(_propose, self._drafter, requests, self.vocab_size, self._is_ours)
+            for i, answer in zip(asked, self._call(propose, len(asked)).value or (), strict=False):  # (): it failed
+                if isinstance(answer, Draft):
+                    drafts[i] = answer
+                else:
+                    self._drop(answer, "a draft broke a rule of the contract")
         return drafts
 
     def observe(
@@ -161,38 +156,36 @@ class DraftHost:
 
     def end(self, seq: Sequence) -> None:
         self._expected.discard(seq)
-        view = self._views.get(seq)
-        if view is not None and self._drafter is not None:
+        if (view := self._views.get(seq)) is not None:
             self._tell("end", [view], view)
-            self._views.pop(seq, view)._live = None
+            self._forget(seq)
 
     def close(self) -> None:
         """Let go of the drafter and its thread, when it has closed. It has `timeout_s` seconds for that; one of ours is
         called on a thread, too, as it may write a file."""
         if self.active and callable(getattr(type(self._drafter), "close", None)):
-            if isinstance(self._worker, Inline):
-                self._worker = Worker("specserve-drafter", self.timeout_s)
+            self._worker = self._worker or Worker("specserve-drafter", self.timeout_s)
             self._tell("close", ())
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
         self._drafter = self._worker = None
         self.active = False
         self._expected.clear()
-        for view in self._views.values():
+        for seq in list(self._views):
+            self._forget(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        if (view := self._views.pop(seq, None)) is not None:
             view._live = None
-        self._views.clear()
 
     def _tell(self, verb: str, seqs: Many[SequenceView], *args: Any) -> Outcome:
         """Call a method of the drafter, of which `seqs` are told what is new of them."""
         return self._call(partial(_told, self._drafter, verb, seqs, *args))
 
     def _call(self, function: Callable[[], Any], num_drafts: int = 1) -> Outcome:
-        """Run `function` on the thread; a failure is counted `num_drafts` times."""
-        assert self._worker is not None
-        outcome = self._worker.call(function)
+        """Run `function`, on the thread if there is one; a failure is counted `num_drafts` times."""
+        outcome = run(function) if self._worker is None else self._worker.call(function)
         if type(outcome.error) is Stuck:
             self._drop("timeout", f"{outcome.error}, so the drafter is switched off", num_drafts)
             self._let_go()
@@ -205,7 +198,6 @@ class DraftHost:
         if reason not in self.dropped:
             _log.warning("Drafter %s, draft dropped (%s): %s.%s", self.name, reason, what, traceback)
         self.dropped[reason] += num_drafts
-        self.num_dropped += num_drafts
 
 
 def _told(drafter: Any, verb: str, seqs: Many[SequenceView], *args: Any) -> Any:
@@ -215,9 +207,9 @@ def _told(drafter: Any, verb: str, seqs: Many[SequenceView], *args: Any) -> Any:
     return getattr(drafter, verb)(*args)
 
 
-def _propose(drafter: Drafter, requests: list[DraftRequest], vocab_size: int, is_ours: bool) -> list[Draft | str]:
+def _propose(drafter: Any, requests: list[DraftRequest], vocab_size: int, is_ours: bool) -> list[Draft | str]:
     """For each request a copy of its draft, or the word for what is wrong with it. Runs on the drafter's thread."""
-    drafts: Any = _told(drafter, "propose", [seq for seq, _ in requests], requests[:])
+    drafts = _told(drafter, "propose", [seq for seq, _ in requests], requests[:])
     if not isinstance(drafts, list):
         return ["type"] * len(requests)
     if len(drafts := list(drafts)) != len(requests):

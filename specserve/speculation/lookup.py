@@ -10,8 +10,6 @@ from specserve.errors import ConfigError, unknown
 from specserve.registry import AUTO, DRAFTERS, NONE, RUNS_MODEL
 from specserve.speculation.base import DraftContext, Drafter
 
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # kinds of options
-
 Maker: TypeAlias = Callable[[DraftContext], Drafter]
 PartMaker: TypeAlias = Callable[[DraftContext], Drafter | None]
 
@@ -22,16 +20,13 @@ def makers(name: str, options: Mapping[str, Any] | None) -> Mapping[str, PartMak
     if name != AUTO:
         make = prepare(name, options)
         return {} if make is None else {name: make}
-    of_request, running = options is None, DRAFTERS.stating(RUNS_MODEL)
-    parts = [part for part in DRAFTERS.ranked() if part in DRAFTERS.files() and not (of_request and part in running)]
-    found = {part: _suiting(part, {}) for part in parts}
-    if options:
-        known = {part: set(inspect.signature(DRAFTERS.find(part)).parameters) - {"context"} for part in found}
-        for option in options:
-            if not any(option in names for names in known.values()):
-                raise ConfigError(unknown("option of drafter 'auto':", option, set().union(*known.values())))
-        found = {part: _suiting(part, {o: v for o, v in options.items() if o in known[part]}) for part in found}
-    return found
+    too_large = DRAFTERS.stating(RUNS_MODEL) if options is None else []
+    parts = [part for part in DRAFTERS.ranked() if part in DRAFTERS.files() and part not in too_large]
+    known = {part: set(inspect.signature(DRAFTERS.find(part)).parameters) - {"context"} for part in parts}
+    for option in options or ():
+        if not any(option in names for names in known.values()):
+            raise ConfigError(unknown("option of drafter 'auto':", option, set().union(*known.values())))
+    return {part: _suiting(part, {o: v for o, v in (options or {}).items() if o in known[part]}) for part in parts}
 
 
 def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
@@ -48,12 +43,12 @@ def prepare(name: str, options: Mapping[str, Any] | None) -> Maker | None:
     parameters = list(signature.parameters.values())[1:]
     if not signature.parameters:
         raise ConfigError(f"Drafter {name!r}: {drafter!r} takes no DraftContext, the first parameter of a drafter.")
-    names = [p.name for p in parameters if p.kind in _NAMED]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for option in options:
-            if option not in names:
-                raise ConfigError(unknown(f"option of drafter {name!r}:", option, names))
-    missing = [p.name for p in parameters if p.kind in _NAMED and p.default is p.empty and p.name not in options]
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in named]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if wrong := [option for option in options if option not in names and not takes_any]:
+        raise ConfigError(unknown(f"option of drafter {name!r}:", wrong[0], names))
+    missing = [p.name for p in named if p.default is p.empty and p.name not in options]
     if of_request and (missing or name in DRAFTERS.stating(RUNS_MODEL)):
         needed = ", ".join(missing) or "a model of its own"
         reason = f"needs {needed}, which no request can give: it must be the engine's --drafter"

@@ -7,8 +7,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,17 +25,20 @@ class Outcome(NamedTuple):
     told: str = ""
 
 
+_Call: TypeAlias = tuple[Callable[[], Any], queue.SimpleQueue[Outcome]]
+
+
 class Worker:
     """One daemon thread that runs calls in order. A call that never returns costs the caller `timeout_s` once: the
-    thread is left behind, ends if the call ever does, and does not keep the process alive."""
+    thread is left behind, ends if the call ever does, and does not keep the process alive. So does one whose worker
+    nobody holds any more."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Outcome]] | None]
-        self._calls = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._calls.put, None)  # a worker that is forgotten leaves no thread behind
+        weakref.finalize(self, self._calls.put, None)  # the thread ends after the call it is in
 
     def call(self, function: Callable[[], Any]) -> Outcome:
         """Run `function` on the thread and wait for its outcome; Stuck is the error after `timeout_s` seconds."""
@@ -47,35 +49,18 @@ class Worker:
         except queue.Empty:
             return Outcome(None, Stuck(f"no answer after {self.timeout_s:g} s"))
 
-    def stop(self) -> None:
-        """End the thread after the call it is in, without waiting for it."""
-        self._calls.put(None)
 
-
-class Inline:
-    """Runs calls at once, on the caller's thread: no hand-over, and no way out of one that never returns."""
-
-    def __init__(self, uses_torch: bool) -> None:
-        self._uses_torch = uses_torch
-
-    def call(self, function: Callable[[], Any]) -> Outcome:
-        with torch.no_grad() if self._uses_torch else nullcontext():
-            return _run(function, Exception)
-
-    def stop(self) -> None:
-        """Nothing runs between calls."""
-
-
-def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Outcome]] | None]) -> None:
-    with torch.no_grad():  # the mode belongs to a thread: the engine's own does not reach here
-        while (call := calls.get()) is not None:
-            function, reply = call
-            reply.put(_run(function, BaseException))  # whatever foreign code raises does not end the thread
-            del call, function, reply  # an idle worker must not keep a step's tensors alive
-
-
-def _run(function: Callable[[], Any], caught: type[BaseException]) -> Outcome:
+def run(function: Callable[[], Any], caught: type[BaseException] = Exception) -> Outcome:
+    """At once, on the caller's thread: no hand-over, and no way out of what never returns."""
     try:
         return Outcome(function(), None)
     except caught as error:
         return Outcome(None, error, traceback.format_exc())
+
+
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    with torch.no_grad():  # the mode belongs to a thread: the engine's own does not reach here
+        while (call := calls.get()) is not None:
+            function, reply = call
+            reply.put(run(function, BaseException))  # whatever foreign code raises does not end the thread
+            del call, function, reply  # an idle worker must not keep a step's tensors alive
