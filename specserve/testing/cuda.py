@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import specserve.kernels
 from specserve.testing import triton
 from specserve.testing.cuda_graph import CaptureError, Graph, mapped, tensors_in, weak_ref
+from specserve.testing.interpreted import mend_interpreter
 
 _DEVICE = torch.device("cuda:0")
 _aten = torch.ops.aten
@@ -68,7 +72,7 @@ def fake_cuda(free_bytes: int = 2**31) -> Iterator[torch.device]:
         replace(torch.cuda, "graph", captures.capture)
         replace(torch.cuda, "graph_pool_handle", lambda: (0, 0))
         replace(torch.cuda, "Event", _Event)
-        stack.enter_context(_kernels(captures))
+        stack.enter_context(_interpreted(captures) if _interprets() else _stand_ins())
         stack.enter_context(_Dispatch(captures))
         stack.enter_context(_Calls(captures))
         yield _DEVICE
@@ -116,9 +120,34 @@ class _Event:
     def synchronize(self) -> None: ...
 
 
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+
 @contextmanager
-def _kernels(captures: _Captures) -> Iterator[None]:
-    """Triton kernels that take the device's tensors."""
+def _interpreted(captures: _Captures) -> Iterator[None]:
+    """Triton's interpreter, on the numbers of the device's tensors; what it launches is captured."""
+    from triton.runtime.interpreter import GridExecutor
+
+    mend_interpreter()
+    plain = GridExecutor.__call__
+
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        args, kwargs = mapped(_numbers_of, args), mapped(_numbers_of, kwargs)
+        run, graph = partial(plain, executor), captures.graph
+        if graph is not None:
+            graph.overwrites(tensors_in((args, kwargs)))
+            graph.note(run, args, kwargs, None, is_mutable=True)
+        with _disable_current_modes():
+            run(*args, **kwargs)
+
+    with mock.patch.object(GridExecutor, "__call__", launch):
+        yield
+
+
+@contextmanager
+def _stand_ins() -> Iterator[None]:
+    """In place of the Triton kernels those of testing.triton."""
     package = specserve.kernels.__name__
     names = {f"{package}.{name}": module for name, module in triton.MODULES.items()}
     bound = f"{package}.triton"  # which binds these when it is imported

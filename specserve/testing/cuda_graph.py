@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Graph:
         self._own_storages.update(_storage(each) for each in self._own)
         self._calls.append(_Call(run, self._places(args), self._places(kwargs), fresh))
 
-    def overwrites(self, tensors: list[Tensor]) -> None:
+    def overwrites(self, tensors: Iterable[Tensor]) -> None:
         """A kernel may write to any of these, tensors on the CPU."""
         for each in tensors:
             self._keep(each)
