@@ -13,8 +13,9 @@ A row whose logits cannot be used is *bad*. It judges nothing, so nodes below it
 row emits that node's token as the last one of its verdict, unkept: the next step meets the row again at its root, and
 fails there just as plain decoding would, or never, if that token ended the sequence.
 
-A device is asked for nothing but the result: what decides is only known to it. Nodes of all drafts that may be tried at
-the same time are a round.
+Where nodes are compared, a device says which token each row chooses, and the host walks. Where they are tried, a device
+is asked for nothing but the result: what decides is only known to it. Nodes of all drafts that may be tried at the same
+time are a round.
 """
 
 from __future__ import annotations
@@ -48,13 +49,11 @@ class Round:
 
 
 class _Part(NamedTuple):
-    """Some of a step's sequences, as if there were no others; tensors lie on the device."""
+    """Some of a step's sequences, as if there were no others."""
 
     drafts: DraftArrays
     at: NDArray[np.int64]  # [rows] which of the step's rows each is
     owners: NDArray[np.int64]  # [rows] whose it is
-    rounds: list[Round]
-    first_rows: Tensor  # int64 [n]
 
 
 def verify(
@@ -62,35 +61,47 @@ def verify(
 ) -> Verified:
     """As Ops.verify."""
     tried = drafts.is_tried(verification)
-    parts: list[tuple[NDArray[np.bool_], _Part, Tensor]] = []
-    for which, is_tried in ((tried, True), (~tried, False)):
-        if which.any():
-            part = _part(drafts, which, is_tried, scores.device)
-            tokens = _choose(scores, best, part, hashed, masks, verification)
-            if is_tried:
-                end, extra = _accept_or_reject(scores, tokens < 0, part, hashed, masks, verification == "block")
-                tokens[end] = torch.where(tokens[end] < 0, tokens[end], extra)
-            else:
-                parents, own = part.drafts.parents.clip(0), part.drafts.tokens
-                accepts = tokens[_to(parents, tokens)] == _to(own, tokens)
-                end = descend(part.rounds, accepts, tokens < 0, part.first_rows, _to(part.owners, tokens))
-            parts.append((which, part, emitted(part.drafts, end, tokens)))
-    found = torch.cat([numbers for _, _, numbers in parts] or [best[:0]]).cpu().numpy()
     said = np.zeros((2, drafts.rows.shape[1]), np.int64)
     counts = np.zeros(len(tried), np.int64)
-    for which, part, _ in parts:
-        num_rows, num_seqs = len(part.at), len(part.first_rows)
-        said[:, part.at] = found[: 2 * num_rows].reshape(2, -1)
-        counts[which] = found[2 * num_rows : 2 * num_rows + num_seqs]
-        found = found[2 * num_rows + num_seqs :]
+    if tried.any():
+        part = _part(drafts, tried, is_tried=True)
+        rounds = plan(part.drafts, scores.device)
+        tokens = _choose(scores, best, part, hashed, masks, verification)
+        end, extra = _accept_or_reject(scores, tokens < 0, part, rounds, hashed, masks, verification == "block")
+        tokens[end] = torch.where(tokens[end] < 0, tokens[end], extra)
+        numbers, num_rows = emitted(part.drafts, end, tokens).cpu().numpy(), len(part.at)
+        said[:, part.at], counts[tried] = numbers[: 2 * num_rows].reshape(2, -1), numbers[2 * num_rows :]
+    if not tried.all():
+        part = _part(drafts, ~tried, is_tried=False)
+        chosen = _choose(scores, best.cpu(), part, hashed, masks, verification)
+        said[:, part.at], counts[~tried] = compared(part.drafts, chosen.tolist())
     return Verified(said[0], said[1], counts)
+
+
+def compared(drafts: DraftArrays, chosen: list[int]) -> tuple[list[list[int]], list[int]]:
+    """The arrays of Verified where a node stands that is the token its row chooses: tokens and nodes of each row, and
+    counts. On the host, where that takes a device's few numbers and none of its calls."""
+    tokens, parents, starts = drafts.tokens.tolist(), drafts.parents.tolist(), drafts.starts.tolist()
+    said, nodes, counts = [0] * len(chosen), [0] * len(chosen), []
+    for first, stop in itertools.pairwise(starts):
+        row, count = first, 0
+        for node in range(first + 1, stop):  # children come after their parent, and siblings differ
+            if parents[node] == row and tokens[node] == chosen[row]:
+                said[first + count], nodes[first + count] = tokens[node], node - first - 1
+                row, count = node, count + 1
+        if chosen[row] >= 0 or not count:
+            said[first + count] = chosen[row]
+        else:
+            nodes[first + count - 1] = 0  # the last token is not kept
+        counts.append(count + (chosen[row] >= 0))
+    return [said, nodes], counts
 
 
 def _to(array: NDArray[np.int64] | NDArray[np.bool_], like: Tensor) -> Tensor:
     return torch.from_numpy(array).to(like.device)
 
 
-def _part(drafts: DraftArrays, which: NDArray[np.bool_], is_tried: bool, device: torch.device) -> _Part:
+def _part(drafts: DraftArrays, which: NDArray[np.bool_], is_tried: bool) -> _Part:
     sizes = np.diff(drafts.starts)
     chosen = np.repeat(which, sizes)
     at, places = np.flatnonzero(chosen), np.cumsum(chosen) - 1
@@ -100,7 +111,7 @@ def _part(drafts: DraftArrays, which: NDArray[np.bool_], is_tried: bool, device:
     q = {i: drafts.q[s] for i, s in enumerate(np.flatnonzero(which).tolist()) if s in drafts.q and is_tried}
     own = DraftArrays(starts, rows, drafts.seqs[:, which], drafts.laws[:, which], q)
     owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    return _Part(own, at, owners, plan(own, device), torch.from_numpy(starts[:-1]).to(device))
+    return _Part(own, at, owners)
 
 
 def plan(drafts: DraftArrays, device: torch.device) -> list[Round]:
@@ -139,7 +150,7 @@ def _choose(scores: Tensor, best: Tensor, part: _Part, hashed: Tensor, masks: Id
     if is_searched.any():
         at = np.flatnonzero(is_searched)
         arrays = _sampling_arrays(part, at, temperature)
-        known, found = tokens[_to(at, best)], sample(scores, arrays, hashed, masks)
+        known, found = tokens[_to(at, best)], sample(scores, arrays, hashed, masks).to(best.device)
         tokens[_to(at, best)] = torch.where(known < 0, known, found)
     return tokens
 
@@ -158,18 +169,25 @@ def _keys(part: _Part, purposes: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _accept_or_reject(
-    scores: Tensor, bad: Tensor, part: _Part, hashed: Tensor, masks: Ids | None, block: bool
+    scores: Tensor,
+    bad: Tensor,
+    part: _Part,
+    rounds: Sequence[Round],
+    hashed: Tensor,
+    masks: Ids | None,
+    block: bool,
 ) -> tuple[Tensor, Tensor]:
     """The last row of each accepted path, int64 [n], and the token after it: a bonus from p, a replacement from what
     the rejected children left of it, with noise that neither their trial nor their drafter has used."""
     drafts, owners = part.drafts, _to(part.owners, bad)
     rows = np.arange(len(part.at))
     left = probabilities(scores, _sampling_arrays(part, rows, drafts.laws[0, part.owners]), masks)
-    accepts = uniforms(part.drafts, part.rounds, hashed) <= judge(left, part.rounds, bad, block)
+    accepts = uniforms(part.drafts, rounds, hashed) <= judge(left, rounds, bad, block)
+    first_rows = _to(drafts.starts[:-1], bad)
     if block:
-        end = first_accepted(drafts, part.rounds, accepts, bad, part.first_rows, owners)
+        end = first_accepted(drafts, rounds, accepts, bad, first_rows, owners)
     else:
-        end = descend(part.rounds, accepts, bad, part.first_rows, owners)
+        end = descend(rounds, accepts, bad, first_rows, owners)
     has_children = np.isin(rows, drafts.parents)
     keys = _to(_keys(part, np.where(has_children, Purpose.RESAMPLE, Purpose.SAMPLE).tolist()), bad)
     return end, noise.sample(left[end].log_(), keys[end], hashed)

@@ -39,7 +39,7 @@ class Kernels(_reference.Kernels):
     name = "triton"
     row_multiple = 1
     records = True
-    buckets: Sequence[int] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    buckets: Sequence[int] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
     @classmethod
     def supports(cls, asked: KernelOptions) -> str | None:
