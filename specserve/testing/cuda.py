@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,7 +34,7 @@ _ALIKE = {
 
 
 @contextmanager
-def fake_cuda(free_bytes: int = 2**31) -> Iterator[torch.device]:
+def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False) -> Iterator[torch.device]:
     """While this is open, in this thread and those that it starts, there is the device "cuda:0", whose memory has
     `free_bytes` left.
 
@@ -44,8 +42,9 @@ def fake_cuda(free_bytes: int = 2**31) -> Iterator[torch.device]:
     real device do. So it shows whether a program puts everything where it belongs. What is captured as a graph
     (torch.cuda.graph) is noted and done again when that is replayed; CaptureError says what a real one could not: that
     the host waits for the device, that numbers of the host are copied from memory that is not page-locked, that an
-    input is another tensor than before. In place of the Triton kernels there are those of testing.triton, or where
-    Triton interprets (TRITON_INTERPRET=1) they themselves. It shows nothing of a GPU's own rounding, streams or speed.
+    input is another tensor than before. In place of the Triton kernels there are those of testing.triton, or if it
+    `interprets`, for which Triton must be imported with TRITON_INTERPRET=1, they themselves: a hundred times slower. It
+    shows nothing of a GPU's own rounding, streams or speed.
     """
     captures = _Captures()
     with ExitStack() as stack:
@@ -72,7 +71,7 @@ def fake_cuda(free_bytes: int = 2**31) -> Iterator[torch.device]:
         replace(torch.cuda, "graph", captures.capture)
         replace(torch.cuda, "graph_pool_handle", lambda: (0, 0))
         replace(torch.cuda, "Event", _Event)
-        stack.enter_context(_interpreted(captures) if _interprets() else _stand_ins())
+        stack.enter_context(_interpreted(captures) if interprets else _stand_ins())
         stack.enter_context(_Dispatch(captures))
         stack.enter_context(_Calls(captures))
         yield _DEVICE
@@ -118,10 +117,6 @@ class _Event:
     def record(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
-
-
-def _interprets() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from specserve.ops.capture import Captured
 from specserve.registry import KERNELS
 from specserve.runtime.pack import SequenceRows, StepInput, pack
 from specserve.runtime.runner import Output, Runner
-from specserve.testing import write_tiny_model
+from specserve.testing import fake_cuda, write_tiny_model
 
 BLOCK, BLOCKS = 16, 40
 TREE = [-1, 0, 0, 1, 2, 1]
@@ -111,6 +111,36 @@ def test_a_row_has_its_bits_in_every_bucket(folder: Path, ops: Ops) -> None:
         logits = runner.finish().logits[-1].cpu().clone()
         alone = logits if alone is None else alone
         assert torch.equal(logits, alone)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which runs them in all other tests")
+def test_the_kernels_themselves_are_replayed_and_are_the_reference_s(folder: Path) -> None:
+    """Interpreted: a tree beside a chain, whose prompts they have computed."""
+    interpreter = pytest.importorskip("triton", reason="Triton is not installed")
+    if not interpreter.knobs.runtime.interpret:
+        pytest.skip("Triton was imported without TRITON_INTERPRET=1")
+    parts = [SequenceRows(tokens(7), 13, range(9, 17), [-1, *TREE], 7), SequenceRows([8], 3, range(1, 9), num_logits=1)]
+    prompts = [SequenceRows(tokens(3), 0, range(1, 9)), SequenceRows(tokens(13), 0, range(9, 17))]
+    steps = [pack(prompts, 1), pack(parts, 1)]
+    with fake_cuda(interprets=True) as device:
+        kernels: Any = KERNELS.find("triton")
+        kernels.buckets = (8,)
+        found = [run(folder, backend, steps, device) for backend in (kernels, KERNELS.find("reference"))]
+    assert torch.equal(found[0].best, found[1].best)
+    torch.testing.assert_close(found[0].logits, found[1].logits, rtol=0, atol=1e-4)
+
+
+def run(folder: Path, backend: Any, steps: list[StepInput], device: torch.device) -> Output:
+    """Of the last step, on the host."""
+    ops = backend.create(KernelOptions(device, "float32", "none"))
+    model = load_model(folder, ops, 128)
+    kv = [torch.zeros((2, BLOCKS * BLOCK, *shape), device=device) for shape in model.spec.kv_shapes]
+    runner = Runner(model, ops, kv, BLOCK, 8, 8)
+    for step in steps:
+        runner.start(step)
+        found = runner.finish()
+    assert found.is_replayed == ops.records
+    return Output(found.logits.cpu(), found.hidden.cpu(), found.best.cpu())
 
 
 def test_outputs_are_captured_anew(folder: Path, ops: Ops) -> None:
