@@ -73,9 +73,12 @@ SHAPES = (
     Shape("8B down", 4096, 14336),
 )
 HEADS = ((9, 3, 64), (12, 2, 128), (32, 8, 128))  # heads, kv heads, size: of the same models
-# Beside the tiles that `tiles_for` chooses: (block_n, block_k or 0 for the shape's, num_warps, num_stages).
-FEW_ROWS = ((16, 0, 4, 4), (16, 0, 2, 8), (32, 0, 4, 6), (64, 0, 4, 4), (16, 256, 4, 5), (32, 256, 4, 4))
-MANY_ROWS = ((16, 0, 4, 5), (32, 0, 4, 5), (64, 0, 4, 4), (64, 0, 8, 4))
+# Beside the tiles that `tiles_for` chooses, by rows: (block_n, block_k or 0 for the shape's, num_warps, num_stages).
+CANDIDATES = {
+    1: ((16, 0, 2, 8), (64, 0, 4, 4), (32, 256, 4, 4), (16, 256, 4, 8), (8, 256, 4, 8), (8, 0, 2, 12)),
+    32: ((16, 0, 2, 6), (32, 0, 2, 6), (32, 0, 4, 4), (32, 0, 8, 4), (64, 0, 4, 4), (64, 0, 8, 4)),
+    64: ((8, 256, 4, 6), (16, 256, 4, 5), (32, 0, 4, 5), (64, 0, 4, 4), (64, 0, 8, 4)),
+}
 
 
 def normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
@@ -279,11 +282,11 @@ def linear_times(bandwidth: float) -> dict[str, Any]:
 
 
 def other_tiles(bandwidth: float) -> dict[str, Any]:
-    """At 1 and 64 rows: every candidate, the best first; "bits" says whether it has those of the tiles in use."""
+    """By number of rows: what every candidate takes; "bits" says whether it has those of the tiles in use."""
     found: dict[str, Any] = {}
     for shape in SHAPES:
         weights, found[shape.name] = each_weight(shape), {}
-        for rows, candidates in ((1, FEW_ROWS), (64, MANY_ROWS)):
+        for rows, candidates in CANDIDATES.items():
             x = normal(rows, shape.k)
             used = linear.tiles_for(rows, shape.n, shape.k, 2, 2 if shape.is_gated else 1)
             expected = shape.run(x, weights[0], used)

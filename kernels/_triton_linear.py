@@ -59,12 +59,12 @@ def _block_k(k: int, itemsize: int) -> int:
 
 def _block_n(block_m: int, n: int, parts: int) -> int:
     """Narrow where only that gives every multiprocessor (an H100 has 132) a program; but every program reads all of
-    its rows of x."""
+    its rows of x. The borders are where an H100 is fastest with the weights of models of 135M, 1.5B and 8B."""
     if block_m == 128:
         return 64 if parts == 2 or n < 128 * 128 else 128
     if block_m == 64:
-        return 32 if n < 64 * 128 else 64
-    return 16 if n < 32 * 256 else 32
+        return 16 if n < 4096 else 32 if n < 6144 * parts else 64
+    return 16 if n < 4096 and parts == 1 else 32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
