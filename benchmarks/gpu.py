@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("kernels",)
+PARTS = ("kernels", "layers")
 
 
 class Report:
@@ -71,6 +71,10 @@ def main() -> None:
         from gpu_kernels import measure_kernels
 
         measure_kernels(Report(options.out / "kernels.json"))
+    if "layers" in (options.part or PARTS):
+        from gpu_layers import measure_layers
+
+        measure_layers(Report(options.out / "layers.json"))
 
 
 if __name__ == "__main__":

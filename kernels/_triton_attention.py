@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve.kernels._triton_numbers import add_product, rounded
+from specserve.kernels._triton_numbers import add_product, follow, overlap, rounded
 
 SPLIT = 256  # logical positions; whole tiles
 MERGED_AT_ONCE = 8  # splits whose loads do not wait for each other
@@ -88,12 +88,14 @@ def attention_in(is_looped: bool, q: Tensor, kv: Tensor, plan: Plan, scale: floa
     window = _ALL if window is None else window
     numbers = (plan.tables.stride(0), kv.stride(0), rows, window, scale * _LOG2_E)
     cut, options = constants(heads, kv.shape[2], d, plan.block_size, kv.element_size(), is_looped)
-    _attention_kernel[rows, kv.shape[2], splits](q, kv, out, partial, scalars, *where, *numbers, **cut, **options)
+    _attention_kernel[rows, kv.shape[2], splits](
+        q, kv, out, partial, scalars, *where, *numbers, **cut, **options, **overlap(q.device)
+    )
     if not is_looped:
         block_d = triton.next_power_of_2(d)
         tensors = (partial, scalars, out, plan.visible)
         sizes = (splits, rows, window, heads, d, block_d, SPLIT, MERGED_AT_ONCE)
-        _merge_kernel[rows, heads](*tensors, *sizes, num_warps=max(block_d // 64, 1))
+        _merge_kernel[rows, heads](*tensors, *sizes, num_warps=max(block_d // 64, 1), **overlap(q.device))
     return out
 
 
@@ -199,6 +201,7 @@ def _attention_kernel(
     table_stride, kv_stride, rows, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, LOOPED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, kv head, split), or of several rows where these read the same keys. LOOPED: of all splits, to
     `out`; else `partial` float32 [rows, heads, splits, d] gets the split's values, `scalars` float32 [2, rows, heads,
@@ -208,6 +211,7 @@ def _attention_kernel(
     kv_head = tl.program_id(1)
     begin = 0 if LOOPED else tl.program_id(2) * SPLIT
     limit = 2147483647 if LOOPED else begin + SPLIT
+    follow(OVERLAP)
     count, seq = _rows_together(row, rows, limit, row_seq, visible, prefix, GROUP, BLOCK_H)
     at_h = tl.arange(0, BLOCK_H)
     at_d = tl.arange(0, BLOCK_D)
@@ -260,10 +264,12 @@ def _attention_kernel(
 def _merge_kernel(
     partial, scalars, out, visible, splits, rows, window,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head). Splits that the row does not have are merged as sums of nothing, which changes no bit."""
     row = tl.program_id(0).to(tl.int64)
     head = row * HEADS + tl.program_id(1)
+    follow(OVERLAP)
     stop = tl.load(visible + row)
     end = tl.cdiv(stop, SPLIT)
     at_d = tl.arange(0, BLOCK_D)

@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve.kernels._triton_numbers import H100_SHARED_MEMORY, add_product, rounded, shared_memory_of
+from specserve.kernels._triton_numbers import (
+    H100_SHARED_MEMORY,
+    add_product,
+    fetch,
+    follow,
+    overlap,
+    rounded,
+    shared_memory_of,
+)
 
 _RESERVED = 2 * 1024  # bytes of shared memory that the compiler may want for itself
 _MOST_STAGES = {16: 8, 32: 6, 64: 5, 128: 4}  # by block_m
@@ -95,7 +103,9 @@ def linear_in(
     out = _empty(x, weight, len(weight), out_dtype or weight.dtype)
     if len(out):
         sizes = (len(x), *weight.shape)
-        _linear_kernel[_grid(cut, out)](x, weight, bias, out, *sizes, *constants(cut, *weight.shape), **_options(cut))
+        _linear_kernel[_grid(cut, out)](
+            x, weight, bias, out, *sizes, *constants(cut, *weight.shape), **_options(cut, x)
+        )
     return out
 
 
@@ -106,7 +116,9 @@ def gated_in(cut: Tiles, x: Tensor, weight: Tensor, bias: Tensor | None, activat
     out = _empty(x, weight, n, weight.dtype)
     if len(out):
         gelu = activation == "gelu_tanh"
-        _gated_kernel[_grid(cut, out)](x, weight, bias, out, len(x), n, k, gelu, *constants(cut, n, k), **_options(cut))
+        _gated_kernel[_grid(cut, out)](
+            x, weight, bias, out, len(x), n, k, gelu, *constants(cut, n, k), **_options(cut, x)
+        )
     return out
 
 
@@ -115,8 +127,8 @@ def constants(cut: Tiles, n: int, k: int) -> tuple[int, int, int, bool, bool]:
     return cut.block_m, cut.block_n, cut.block_k, n % cut.block_n == 0, k % cut.block_k == 0
 
 
-def _options(cut: Tiles) -> dict[str, int]:
-    return {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+def _options(cut: Tiles, x: Tensor) -> dict[str, int]:
+    return {"num_warps": cut.num_warps, "num_stages": cut.num_stages, **overlap(x.device)}
 
 
 def _grid(cut: Tiles, out: Tensor) -> tuple[int, int]:
@@ -148,6 +160,14 @@ def _tile_of_weight(weight, at_n, at_k, k, EVEN_K: tl.constexpr):
 
 
 @triton.jit
+def _fetch_weight(weight, at_n, k):
+    """The first 16 lines of each row."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    at_k = tl.minimum(tl.arange(0, 16) * LINE, k - 1)
+    fetch(weight + at_n.to(tl.int64)[:, None] * k + at_k[None, :])
+
+
+@triton.jit
 def _at_outputs(n, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
     """The outputs of this program; what lies beyond the last is the last again, and never stored."""
     at_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -175,11 +195,15 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     dtype: tl.constexpr = weight.dtype.element_ty
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = _at_outputs(n, BLOCK_N, EVEN_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if OVERLAP:
+        _fetch_weight(weight, at_n, k)
+    follow(OVERLAP)
     for start in range(0, k, BLOCK_K):
         at_k = start + tl.arange(0, BLOCK_K)
         left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K)
@@ -214,12 +238,17 @@ def _gated_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     dtype: tl.constexpr = weight.dtype.element_ty
     at_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = _at_outputs(n, BLOCK_N, EVEN_N)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if OVERLAP:
+        _fetch_weight(weight, at_n, k)
+        _fetch_weight(weight, at_n + n, k)
+    follow(OVERLAP)
     for start in range(0, k, BLOCK_K):
         at_k = start + tl.arange(0, BLOCK_K)
         left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K)

@@ -1,4 +1,5 @@
-"""Products and rounding for the Triton kernels, the same on a device and interpreted (TRITON_INTERPRET=1).
+"""What all Triton kernels share: products and rounding, the same on a device and interpreted (TRITON_INTERPRET=1), and
+how one kernel follows another.
 
 Triton's interpreter (3.6) cuts off what bfloat16 cannot hold, where a device rounds to nearest, and multiplies the bits
 of bfloat16 as integers.
@@ -11,8 +12,11 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+OVERLAPS = False
 
 H100_SHARED_MEMORY = 227 * 1024  # bytes that a program may have; where there is no device, it is for this one
 
@@ -24,6 +28,33 @@ def shared_memory_of(device: torch.device) -> int:
         return H100_SHARED_MEMORY
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+@lru_cache
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Constants and options of a launch: whether a kernel may start while the one before it ends, as an H100 and later
+    GPUs of NVIDIA can (programmatic dependent launch). Then what it does before `follow` overlaps."""
+    if device.type != "cuda" or INTERPRETED or torch.version.cuda is None:
+        return {"OVERLAP": False}
+    can = OVERLAPS and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": True, "launch_pdl": True} if can else {"OVERLAP": False}
+
+
+@triton.jit
+def follow(OVERLAP: tl.constexpr):
+    """Let the next kernel start, and wait for all before this one: every kernel calls it before it reads what another
+    may have written, and before it writes. So kernels end in their order, and what they wrote is seen in it."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def fetch(at):
+    """Bring the lines of 128 bytes at pointers `at` to L2; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

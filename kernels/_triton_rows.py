@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve.kernels._triton_numbers import rounded
+from specserve.kernels._triton_numbers import follow, overlap, rounded
 
 _EMBED_BLOCK = 1024
 _VOCAB_BLOCK = 4096  # logits that one program compares
@@ -33,7 +33,8 @@ def embed(token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
     assert table.is_contiguous() and token_ids.is_contiguous()
     out = torch.empty((rows, hidden), dtype=torch.float32, device=table.device)
     if rows:
-        _embed_kernel[rows, -(-hidden // _EMBED_BLOCK)](token_ids, table, out, hidden, float(scale), _EMBED_BLOCK)
+        grid = rows, -(-hidden // _EMBED_BLOCK)
+        _embed_kernel[grid](token_ids, table, out, hidden, float(scale), _EMBED_BLOCK, **overlap(table.device))
     return out
 
 
@@ -56,9 +57,8 @@ def add_rms_norm(
     out = torch.empty((rows, hidden), dtype=dtype, device=residual.device)
     if rows:
         block = triton.next_power_of_2(hidden)
-        _norm_kernel[(rows,)](
-            residual, delta, post, weight, out, hidden, float(eps), block, num_warps=min(max(block // 512, 1), 16)
-        )
+        options = {"num_warps": min(max(block // 512, 1), 16), **overlap(residual.device)}
+        _norm_kernel[(rows,)](residual, delta, post, weight, out, hidden, float(eps), block, **options)
     return out
 
 
@@ -88,7 +88,7 @@ def rope_and_cache(
         marks = broken.view(torch.uint8)
         tensors = (qkv, q_norm, k_norm, positions, cos, sin, kv, write_slots, marks, q)
         sizes = (slots, float(eps), heads, kv_heads, d, triton.next_power_of_2(d))
-        _rope_and_cache_kernel[rows, heads + 2 * kv_heads](*tensors, *sizes, num_warps=1)
+        _rope_and_cache_kernel[rows, heads + 2 * kv_heads](*tensors, *sizes, num_warps=1, **overlap(qkv.device))
     return q
 
 
@@ -102,15 +102,17 @@ def argmax(logits: Tensor) -> Tensor:
     ids = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
     best = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _best_of_part_kernel[rows, parts](logits, tops, ids, vocab, parts, _VOCAB_BLOCK, num_warps=8)
-        _best_kernel[(rows,)](tops, ids, best, parts, triton.next_power_of_2(parts))
+        options = overlap(logits.device)
+        _best_of_part_kernel[rows, parts](logits, tops, ids, vocab, parts, _VOCAB_BLOCK, num_warps=8, **options)
+        _best_kernel[(rows,)](tops, ids, best, parts, triton.next_power_of_2(parts), **options)
     return best
 
 
 @triton.jit
-def _embed_kernel(token_ids, table, out, hidden, scale, BLOCK: tl.constexpr):
+def _embed_kernel(token_ids, table, out, hidden, scale, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    follow(OVERLAP)
     token = tl.load(token_ids + row)
     x = tl.load(table + token * hidden + at, mask=at < hidden)
     tl.store(out + row * hidden + at, x.to(tl.float32) * scale, mask=at < hidden)
@@ -123,10 +125,11 @@ def _over_rms(x, n, eps):
 
 
 @triton.jit
-def _norm_kernel(residual, delta, post, weight, out, hidden, eps, BLOCK: tl.constexpr):
+def _norm_kernel(residual, delta, post, weight, out, hidden, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < hidden
+    follow(OVERLAP)
     x = tl.load(residual + row * hidden + at, mask=mask, other=0.0)
     if delta is not None:
         added = tl.load(delta + row * hidden + at, mask=mask, other=0.0).to(tl.float32)
@@ -163,12 +166,14 @@ def _rope_and_cache_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK_D)
     mask = at < D
     swapped = (at + D // 2) % D
+    follow(OVERLAP)
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * D
     x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
     if head < HEADS + KV_HEADS:
@@ -196,11 +201,12 @@ def _rope_and_cache_kernel(
 
 
 @triton.jit
-def _best_of_part_kernel(logits, tops, ids, vocab, parts, BLOCK: tl.constexpr):
+def _best_of_part_kernel(logits, tops, ids, vocab, parts, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """A NaN counts as infinite, for which there is no token either."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
+    follow(OVERLAP)
     x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("inf"))
     top = tl.max(x, 0)
@@ -209,9 +215,10 @@ def _best_of_part_kernel(logits, tops, ids, vocab, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _best_kernel(tops, ids, best, parts, BLOCK: tl.constexpr):
+def _best_kernel(tops, ids, best, parts, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
+    follow(OVERLAP)
     x = tl.load(tops + row * parts + at, mask=at < parts, other=float("-inf"))
     first = tl.load(ids + row * parts + at, mask=at < parts, other=2147483647)
     top = tl.max(x, 0)

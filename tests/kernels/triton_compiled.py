@@ -186,20 +186,44 @@ def test_attention(chip: Compiler, heads: int, kv_heads: int, d: int, dtype: tor
     assert len(set(num_products)) <= 1, "products of a tile, with splits in programs or in a loop"
 
 
-def test_ops_on_rows(chip: Compiler) -> None:
+def ops_on_rows() -> list[Callable[[], object]]:
     ids, weight = torch.zeros(3, dtype=torch.int64), empty(576, dtype=FLOAT32)
     marks, norms = torch.zeros(3, dtype=torch.bool), rows_of.Norms(empty(64), empty(64), 1e-5)
     angles, kv = empty(99, 64, dtype=FLOAT32), empty(2, 64, 3, 64)
-    launches: list[Callable[[], object]] = [
+    return [
         lambda: rows_of.embed(ids, empty(49152, 576), 1.0),
         lambda: rows_of.add_rms_norm(empty(3, 576, dtype=FLOAT32), empty(3, 576), weight, weight, 1e-5),
         lambda: rows_of.rope_and_cache(empty(3, 15 * 64), norms, ids, angles, angles, kv, ids, marks),
         lambda: rows_of.argmax(empty(3, 49152, dtype=FLOAT32)),
     ]
-    for launch in launches:
+
+
+def test_ops_on_rows(chip: Compiler) -> None:
+    for launch in ops_on_rows():
         chip.one(launch)
         for kernel in chip.found:
             chip.check(kernel)
+
+
+@pytest.mark.parametrize("chip", ["H100"], indirect=True)
+def test_kernels_that_overlap_wait_before_they_touch_what_others_write(
+    chip: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (attention, linear, rows_of):
+        monkeypatch.setattr(module, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
+    q, kv = empty(3, 9, 64, dtype=FLOAT32), empty(2, 1024, 3, 64)
+    launches = [
+        *ops_on_rows(),
+        lambda: linear.linear(empty(1, 576), empty(960, 576), empty(960)),
+        lambda: linear.gated(empty(1, 576), empty(2 * 1536, 576), None, "silu"),
+        *[lambda how=how: attention.attention_in(how, q, kv, Plan(3, 8), 0.1, None) for how in (False, True)],
+    ]
+    for launch in launches:
+        chip.one(launch)
+        for kernel in chip.found:
+            assert kernel.metadata.launch_pdl
+            before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
+            assert wait and not re.search(r"\b(ld|st|atom|red)\.global|cp\.async", before), kernel.metadata.name
 
 
 @pytest.mark.parametrize("chip", ["H100"], indirect=True)
