@@ -175,6 +175,27 @@ def _attend(
 
 
 @triton.jit
+def _attend_all(
+    q, keys, values, first, stop, firsts, stops, prefix, table, path, scale,
+    KV_WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """All splits of [first, stop), merged in order: the sum and the values times the powers, as of `_attend`."""
+    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[0],), tl.float32)
+    mixed = tl.zeros(q.shape, tl.float32)
+    for split in range(first // SPLIT, tl.cdiv(stop, SPLIT)):
+        start = tl.maximum(split * SPLIT, first // TILE * TILE)
+        end = tl.minimum(stop, split * SPLIT + SPLIT)
+        top_next, total_next, mixed_next = _attend(
+            q, keys, values, start, end, firsts, stops, prefix, table, path, scale, KV_WIDTH, D, BLOCK_SIZE, TILE
+        )
+        top, left, right = _shares(top, top_next)
+        total = tl.fma(total, left, total_next * right)
+        mixed = _fma(mixed, left[:, None], mixed_next * right[:, None])
+    return total, mixed
+
+
+@triton.jit
 def _rows_together(row, rows, end, row_seq, visible, prefix, GROUP: tl.constexpr, BLOCK_G: tl.constexpr):
     """How many rows the program of `row` has, and their sequence. Rows in a group of GROUP that find all they see below
     `end` in the table of one sequence are the first one's; else each has its own program."""
@@ -231,19 +252,10 @@ def _attention_kernel(
     table = tables + seq.to(tl.int64) * table_stride
     path = paths + tl.load(path_start + row)
     if LOOPED:
-        top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_H,), tl.float32)
-        mixed = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-        for split in range(first // SPLIT, tl.cdiv(stop, SPLIT)):
-            start = tl.maximum(split * SPLIT, first // TILE * TILE)
-            end = tl.minimum(stop, split * SPLIT + SPLIT)
-            top_next, total_next, mixed_next = _attend(
-                own, keys, values, start, end, firsts, stops, prefix, table, path, scale,
-                KV_HEADS * D, D, BLOCK_SIZE, TILE,
-            )  # fmt: skip
-            top, left, right = _shares(top, top_next)
-            total = tl.fma(total, left, total_next * right)
-            mixed = _fma(mixed, left[:, None], mixed_next * right[:, None])
+        total, mixed = _attend_all(
+            own, keys, values, first, stop, firsts, stops, prefix, table, path, scale,
+            KV_HEADS * D, D, BLOCK_SIZE, TILE, SPLIT,
+        )  # fmt: skip
         y = mixed / tl.where(stops > 0, total, 1.0)[:, None]
         tl.store(out + head[:, None] * D + at_d[None, :], rounded(y, out.dtype.element_ty), mask=mask)
     else:
