@@ -30,25 +30,22 @@ def constrain(seq: Sequence, draft: Draft, budget: int) -> Draft:
     branches = _walk(seq.grammar, draft, budget, seq.stop_ids, is_drawn)
     if len(branches) - 1 == len(draft) == sum(len(branch.tokens) for branch in branches) <= budget:
         return draft
-    branches.sort()  # parents come before their children
-    tokens: list[int] = []
-    parents: list[int] = []
-    origins: list[int] = []  # nodes of `draft`; -1: forced
+    placed: list[tuple[int, int, int]] = []  # token, parent, and node of `draft`; -1: forced
     last = {-1: -1}  # where the branch of a node ends
-    for node, before, found in branches:
+    for node, before, found in sorted(branches):  # parents come before their children
         at = last[before]
-        for i, token in enumerate(found[: budget - len(tokens)]):
-            origins.append(-1 if i else node)
-            tokens.append(token)
-            parents.append(at)
-            at = len(tokens) - 1
+        for i, token in enumerate(found[: budget - len(placed)]):
+            placed.append((token, at, -1 if i else node))
+            at = len(placed) - 1
         last[node] = at
+    tokens, parents, _ = np.array(placed, np.int32).reshape(-1, 3).T.copy()
+    origins = [origin for _, _, origin in placed]
     confidence = None
     if draft.confidence is not None:
         confidence = np.append(draft.confidence, np.float32(1.0))[origins]  # 1 for what is forced
     return Draft(
-        np.array(tokens, np.int32),
-        np.array(parents, np.int32),
+        tokens,
+        parents,
         draft.q[origins] if is_drawn and draft.q is not None else None,
         frozenset(i for i, origin in enumerate(origins) if origin < 0),
         confidence,

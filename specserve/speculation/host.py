@@ -97,9 +97,8 @@ class DraftHost:
                 parts.append(there[part])
             elif (drafter := make(context)) is not None:
                 parts.append(cls(drafter, vocab_size, timeout_s, part, is_fixed=is_fixed))
-        if not parts:
-            return cls(None, vocab_size, timeout_s, name)
-        return parts[0] if list(makers) == [name] else cls(None, vocab_size, timeout_s, name, parts)
+        is_one = parts and list(makers) == [name]
+        return parts[0] if is_one else cls(None, vocab_size, timeout_s, name, parts)
 
     def begin(self, seq: Sequence) -> None:
         """Expect a sequence. The drafter hears of it with the first step that it has a part in, and never if it ends
