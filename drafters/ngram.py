@@ -5,12 +5,13 @@ Method: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding); 
 
 from __future__ import annotations
 
+from operator import itemgetter
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.retrieval import NGRAMS_PER_STEP, checked_sizes, likelihood
+from specserve.speculation.retrieval import NGRAMS_PER_STEP, NgramIndex, checked_sizes, likelihood
 from specserve.types import Draft
 
 
@@ -28,12 +29,12 @@ class NgramDrafter:
 
     def __init__(self, context: DraftContext, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
         self._sizes = checked_sizes("prompt_lookup_min", prompt_lookup_min, "prompt_lookup_max", prompt_lookup_max)
-        self._prompts: WeakValueDictionary[object, _Index] = WeakValueDictionary()  # by request
-        self._indexes: dict[SequenceView, tuple[_Index, _Index]] = {}  # of the prompt, and of what comes after it
+        self._prompts: WeakValueDictionary[object, NgramIndex] = WeakValueDictionary()  # by request
+        self._indexes: dict[SequenceView, tuple[NgramIndex, NgramIndex]] = {}  # of the prompt, of what follows
 
     def begin(self, seq: SequenceView) -> None:
-        prompt = self._prompts.setdefault(seq.request, _Index(self._sizes, 0))
-        self._indexes[seq] = prompt, _Index(self._sizes, seq.num_prompt - 1)
+        prompt = self._prompts.setdefault(seq.request, NgramIndex(self._sizes))
+        self._indexes[seq] = prompt, NgramIndex(self._sizes, seq.num_prompt - 1)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         left = max(1, NGRAMS_PER_STEP // len(self._sizes))  # tokens
@@ -50,32 +51,13 @@ class NgramDrafter:
         del self._indexes[seq]
 
     def _continue(self, seq: SequenceView, most: int) -> Draft:
+        newest = tuple(seq.tokens[-self._sizes[0] :])
         prompt, output = self._indexes[seq]
-        tokens = seq.tokens
-        for size in self._sizes:
-            newest = tuple(tokens[-size:])  # a shorter one, of a short text, is found under its own size or not at all
-            start = output.ends.get(newest) or prompt.ends.get(newest)
-            if start is not None:
-                following = tokens[start : start + most]
-                sure = np.array([likelihood(length) for length in range(len(newest), len(newest) + most)], np.float32)
-                return Draft.chain((following * -(-most // len(following)))[:most], confidence=sure, own=range(most))
-        return Draft.empty()
-
-
-class _Index:
-    """Where each n-gram of a growing text last ended: the index of the token after it. Those that end the text are not
-    in it yet, as nothing follows them."""
-
-    def __init__(self, sizes: range, last: int) -> None:
-        self.ends: dict[tuple[int, ...], int] = {}
-        self.last = last  # n-grams that end at this index or before are in, or for others to know
-        self._sizes = sizes
-
-    def extend(self, tokens: list[int], last: int) -> int:
-        """Take in what ends up to there; returns of how many tokens."""
-        before, self.last = self.last, max(self.last, last)
-        for end in range(before + 1, last + 1):
-            for size in self._sizes:
-                if size <= end:
-                    self.ends[tuple(tokens[end - size : end])] = end
-        return self.last - before
+        size, ends = output.find(newest)
+        if size < self._sizes[0]:
+            size, ends = max((size, ends), prompt.find(newest), key=itemgetter(0))  # of equal ones the first
+        if not ends:
+            return Draft.empty()
+        following = seq.tokens[ends[-1] : ends[-1] + most]
+        confidence = np.array([likelihood(length) for length in range(size, size + most)], np.float32)
+        return Draft.chain((following * -(-most // len(following)))[:most], confidence=confidence, own=range(most))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.speculation.base import DraftContext, DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.retrieval import NGRAMS_PER_STEP, checked_sizes
+from specserve.speculation.retrieval import NGRAMS_PER_STEP, NgramIndex, checked_sizes
 from specserve.types import Draft
 
 PRIORITY = 40  # part of "auto"
@@ -41,21 +41,22 @@ class PredictionDrafter:
     def __init__(self, context: DraftContext, match_max: int = 8, match_min: int = 2) -> None:
         self._sizes = checked_sizes("match_min", match_min, "match_max", match_max)
         # By salt too: how long it takes must not tell tenants of each other. And by request, where nothing is hashed.
-        self._texts: WeakValueDictionary[tuple[bytes, tuple[int, ...]], _Text] = WeakValueDictionary()
-        self._of_request: WeakValueDictionary[object, _Text] = WeakValueDictionary()
+        self._indexes: WeakValueDictionary[tuple[bytes, tuple[int, ...]], NgramIndex] = WeakValueDictionary()
+        self._of_request: WeakValueDictionary[object, NgramIndex] = WeakValueDictionary()
         self._places: dict[SequenceView, _Place] = {}
 
     def begin(self, seq: SequenceView) -> None:
-        text = self._of_request.get(seq.request)
-        if text is None:
-            text = self._texts.setdefault((seq.salt, seq.prediction), _Text(seq.prediction, self._sizes))
-            self._of_request[seq.request] = text
-        self._places[seq] = _Place(text, seq.num_prompt)
+        index = self._of_request.get(seq.request)
+        if index is None:
+            index = self._indexes.setdefault((seq.salt, seq.prediction), NgramIndex(self._sizes))
+            self._of_request[seq.request] = index
+        self._places[seq] = _Place(index, seq.num_prompt)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         left = max(1, NGRAMS_PER_STEP // len(self._sizes))  # tokens
         for seq, _ in requests:
-            left -= self._places[seq].text.extend(left)
+            index = self._places[seq].index
+            left -= index.extend(seq.prediction, min(index.last + left, len(seq.prediction) - 1))
         return [self._draft(seq, most) for seq, most in requests]
 
     def observe(self, step: StepReport) -> None:
@@ -69,53 +70,15 @@ class PredictionDrafter:
         place.read(seq)
         if place.next is None:
             return Draft.empty()
-        following = place.text.tokens[place.next : place.next + limit]
+        following = seq.prediction[place.next : place.next + limit]
         return Draft.chain(following, confidence=place.confidence(len(following)), own=range(limit))
-
-
-class _Text:
-    """A prediction, and where its n-grams end, for every n in `sizes` (longest first), but for those that end it."""
-
-    def __init__(self, tokens: tuple[int, ...], sizes: range) -> None:
-        self.tokens = tokens
-        self.sizes = sizes
-        self._ends: dict[tuple[int, ...], int | list[int]] = {}  # indexes of the tokens after it, ascending
-        self._last = 0  # n-grams that end at this index or before are in
-
-    @property
-    def is_complete(self) -> bool:
-        return self._last >= len(self.tokens) - 1
-
-    def extend(self, num_tokens: int) -> int:
-        """Take in the n-grams that end with so many tokens more; returns with how many there were."""
-        before = self._last
-        self._last += max(0, min(num_tokens, len(self.tokens) - 1 - before))
-        for end in range(before + 1, self._last + 1):
-            for size in self.sizes:
-                if size <= end:
-                    ngram = self.tokens[end - size : end]
-                    there = self._ends.setdefault(ngram, end)
-                    if isinstance(there, list):
-                        there.append(end)
-                    elif there != end:
-                        self._ends[ngram] = [there, end]
-        return self._last - before
-
-    def find(self, newest: tuple[int, ...], reached: int) -> tuple[int | None, int]:
-        """Index of the token after the longest end of `newest` that stands in the text: of the first one after
-        `reached`, else of the last one before; and how long that end is."""
-        for size in self.sizes:
-            if size <= len(newest) and (found := self._ends.get(newest[-size:])):
-                ends = found if isinstance(found, list) else [found]
-                return ends[min(bisect_right(ends, reached), len(ends) - 1)], size
-        return None, 0
 
 
 class _Place:
     """Where one output stands in its prediction."""
 
-    def __init__(self, text: _Text, num_read: int) -> None:
-        self.text = text
+    def __init__(self, index: NgramIndex, num_read: int) -> None:
+        self.index = index
         self.next: int | None = 0  # index of the predicted token that should come next; None: lost
         self._reached = 0  # index after the last predicted token that did come: a place found by chance does not count
         self._num_read = num_read
@@ -131,17 +94,19 @@ class _Place:
     def read(self, seq: SequenceView) -> None:
         """Follow what is new of the output, token by token, up to where it departs before the place can be found again:
         the rest is read when it can, with no other outcome."""
-        text, tokens = self.text, seq.tokens
-        for index in range(self._num_read, len(tokens)):
-            if self.next is not None and text.tokens[self.next : self.next + 1] == (tokens[index],):
+        text, tokens = seq.prediction, seq.tokens
+        for at in range(self._num_read, len(tokens)):
+            if self.next is not None and text[self.next : self.next + 1] == (tokens[at],):
                 self.next = self._reached = self.next + 1
                 self._run += 1
                 self._num_followed += 1
                 continue
-            self._num_departed += self.next is not None and self.next < len(text.tokens)
-            if not text.is_complete:
-                self.next, self._num_read = None, index
+            self._num_departed += self.next is not None and self.next < len(text)
+            if self.index.last < len(text) - 1:
+                self.next, self._num_read = None, at
                 return
-            first = max(seq.num_prompt, index + 1 - text.sizes[0])
-            self.next, self._run = text.find(tuple(tokens[first : index + 1]), self._reached)
+            first = max(seq.num_prompt, at + 1 - self.index.sizes[0])
+            self._run, ends = self.index.find(tuple(tokens[first : at + 1]))
+            # The first place after what was reached, else the last one before.
+            self.next = ends[min(bisect_right(ends, self._reached), len(ends) - 1)] if ends else None
         self._num_read = len(tokens)

@@ -255,7 +255,7 @@ def test_sequences_in_a_batch_have_their_own_places() -> None:
         drafter.end(seq)
     gc.collect()
     assert drafter.drafter._places == {}
-    assert len(drafter.drafter._texts) == 0
+    assert len(drafter.drafter._indexes) == 0
 
 
 def test_one_text_is_indexed_once_for_each_salt() -> None:
@@ -263,7 +263,7 @@ def test_one_text_is_indexed_once_for_each_salt() -> None:
     seqs = [make_seq(TEXT), make_seq(TEXT), make_seq(TEXT, salt=b"tenant")]
     for seq in seqs:
         drafter.begin(seq)
-    first, second, other = (drafter.drafter._places[drafter._views[seq]].text for seq in seqs)
+    first, second, other = (drafter.drafter._places[drafter._views[seq]].index for seq in seqs)
     assert first is second
     assert first is not other
 
@@ -278,7 +278,7 @@ def test_a_sequence_may_begin_with_output() -> None:
 def take_in(drafter: Driver, seq: Sequence) -> int:
     """The number of steps until all of the prediction is known."""
     steps = 0
-    while not drafter.drafter._places[drafter._views[seq]].text.is_complete:
+    while drafter.drafter._places[drafter._views[seq]].index.last < len(seq.prediction) - 1:
         drafter.propose([seq], [1])
         steps += 1
     return steps
@@ -329,13 +329,13 @@ def test_a_long_prediction_is_taken_in_by_slices_and_ends_in_the_same_place() ->
     output = [*prediction[:40], 301, 302, *prediction[9_000:9_030], *prediction[50:80], *prediction[15_000:15_100]]
     early, late, drafter = make_seq(prediction), make_seq(prediction), Driver(PredictionDrafter(NO_TARGET))
     drafter.begin(early)
-    text = drafter.drafter._places[drafter._views[early]].text
+    index = drafter.drafter._places[drafter._views[early]].index
     for token in output:
-        before = text._last
+        before = index.last
         drafter.propose([early], [4])
-        assert (text._last - before) * len(text.sizes) <= NGRAMS_PER_STEP
+        assert (index.last - before) * len(index.sizes) <= NGRAMS_PER_STEP
         say(drafter, early, [token])
-    assert drafter.drafter._places[drafter._views[early]].text.is_complete
+    assert index.last == len(prediction) - 1
     drafter.begin(late)
     take_in(drafter, late)
     say(drafter, late, output)
