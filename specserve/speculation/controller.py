@@ -66,32 +66,40 @@ class DraftController:
     def draft(self, step: Step) -> None:
         """Give every sequence that decodes in a step its draft, with slots for all of its nodes."""
         limits = {e: most for e in step.decoding if e.seq.num_output > 0 and (most := self.policy.limit(e.seq))}
-        weighing, budgets = self.weighing, dict[ScheduledSeq, int]()
+        weighing, active = self.weighing, self.policy.active
         if weighing is not None:
             weighing.start(step)
         groups, whole = self._groups(limits)
+        heads = [host for host in active if host.name in groups and host.name not in whole]
+        budgets: dict[ScheduledSeq, int] = {}
+        asked: dict[str, dict[Sequence, Asked]] = {}
         for name, group in groups.items():
-            if name in whole:
-                unread = {e.seq: _unread(e.seq) for e in group} if whole[name].needs.cost_class == "model" else {}
-                lengths = group if weighing is None else weighing.choose(name, group, unread=unread)
-                budgets |= {each: self._reserve(step, each, length) for each, length in lengths.items()}
-            elif weighing is not None and name == LOOKUPS:
-                budgets |= weighing.choose(name, group)
-        heads = [host for host in self.policy.active if host.name in groups.keys() - whole.keys()]
+            if name in [head.name for head in heads]:
+                continue  # once it is known what others propose
+            host = whole.get(name)
+            reads = host is not None and host.needs.cost_class == "model"
+            unread = {e.seq: max(0, e.seq.cached - e.seq.draft_cached) if reads else 0 for e in group}
+            lengths = group if weighing is None else weighing.choose(name, group, unread=unread)
+            lengths = lengths if host is None else {each: self._reserve(step, each, n) for each, n in lengths.items()}
+            asked[name] = {e.seq: Asked(n if host else 1, unread[e.seq]) for e, n in lengths.items() if n}
+            budgets |= lengths
         begun = time.perf_counter()
         with self._timed("draft"):
-            found, took = self._ask(step, [host for host in self.policy.active if host not in heads], budgets)
+            found, took = self._ask(step, [host for host in active if host not in heads], budgets)
             merged = {each: Proposals(found[each]) for each in limits if each.seq.drafter not in whole}
+            spent = {name: sum(took.get(part.name, 0.0) for part in host.parts) for name, host in whole.items()}
+            spent[LOOKUPS] = time.perf_counter() - begun - sum(spent.values())
             if weighing is not None:
-                self._learn(groups, whole, budgets, took, time.perf_counter() - begun)
-                for host in heads:
-                    took |= self._ask_head(step, host, groups[host.name], merged, weighing)
+                for name, those in asked.items():
+                    weighing.learn(name, those, spent[name])
+            for host in heads:
+                took |= self._ask_head(step, host, groups[host.name], merged)
         self._asking = time.perf_counter() - begun
         for each in limits:
             if each not in merged:
                 self._keep_whole(each, found[each], budgets.get(each, 0))
-        if weighing is not None:
-            self._keep_what_pays(step, merged, limits, weighing)
+        if merged:
+            self._keep_what_pays(step, merged, limits)
         for each in (each for each in step.seqs if each.seq.explained is not None):  # and tell who asked
             proposals = merged.get(each) or Proposals(found[each])
             proposed = proposals.by_source() | Counter({JUMP_FORWARD: len(each.draft.jump_forward)})
@@ -165,32 +173,12 @@ class DraftController:
             self.draft_seconds[host.name] += took[host.name]
         return found, took
 
-    def _learn(
-        self,
-        groups: Mapping[str, Lengths],
-        whole: Mapping[str, DraftHost],
-        budgets: Lengths,
-        took: Mapping[str, float],
-        seconds: float,
-    ) -> None:
-        """What it took to ask those that were asked: `seconds` in all."""
-        assert self.weighing is not None
-        for name, host in whole.items():
-            if asked := {e.seq: Asked(budgets[e], _unread(e.seq)) for e in groups[name] if budgets.get(e)}:
-                spent = sum(took.get(part.name, 0.0) for part in host.parts)
-                self.weighing.learn(name, asked, spent)
-                seconds -= spent
-        self.weighing.learn(LOOKUPS, {e.seq: Asked(1) for e in groups.get(LOOKUPS, ()) if e in budgets}, seconds)
-
     def _ask_head(
-        self,
-        step: Step,
-        host: DraftHost,
-        group: Lengths,
-        merged: Mapping[ScheduledSeq, Proposals],
-        weighing: Weighing,
+        self, step: Step, host: DraftHost, group: Lengths, merged: Mapping[ScheduledSeq, Proposals]
     ) -> dict[str, float]:
         """Add what a drafter that takes a while proposes, where that is worth asking it."""
+        weighing = self.weighing
+        assert weighing is not None, "else drafts are verified whole"
         lengths = weighing.choose(host.name, group, merged, is_one_pass=host.needs.cost_class == "pass")
         lengths = {each: self._reserve(step, each, length) for each, length in lengths.items()}
         found, took = self._ask(step, [host], lengths)
@@ -220,10 +208,10 @@ class DraftController:
             unsure = Draft(proposed.tokens, proposed.parents)  # `choose` knows no confidence
             self.weighing.verify(seq, Proposals([(seq.drafter, unsure)]), range(len(proposed)))
 
-    def _keep_what_pays(
-        self, step: Step, merged: dict[ScheduledSeq, Proposals], limits: Lengths, weighing: Weighing
-    ) -> None:
+    def _keep_what_pays(self, step: Step, merged: dict[ScheduledSeq, Proposals], limits: Lengths) -> None:
         """Of proposals, as grammars leave them, what pays."""
+        weighing = self.weighing
+        assert weighing is not None, "else drafts are verified whole"
         with self._timed("mask"):
             for each, found in merged.items():
                 if each.seq.grammar is not None:
@@ -239,17 +227,8 @@ class DraftController:
             each.draft = found.draft(kept)
 
 
-def _unread(seq: Sequence) -> int:
-    """Tokens that the target has computed and a drafter's own model has not."""
-    return max(0, seq.cached - seq.draft_cached)
-
-
 def _forget_others(seq: Sequence, proposed: Draft, kept: Draft) -> None:
     """A grammar has changed a draft: what a drafter's model computed of nodes that are others now is not theirs."""
-    pairs = zip(_nodes(proposed), _nodes(kept), strict=False)
-    same = list(takewhile(lambda pair: pair[0] == pair[1], pairs))
+    nodes = (zip(each.tokens.tolist(), each.parents.tolist(), strict=True) for each in (proposed, kept))
+    same = list(takewhile(lambda pair: pair[0] == pair[1], zip(*nodes, strict=False)))
     seq.draft_cached = min(seq.draft_cached, len(seq.tokens) + len(same))
-
-
-def _nodes(draft: Draft) -> list[tuple[int, int]]:
-    return list(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True))

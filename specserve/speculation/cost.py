@@ -1,5 +1,5 @@
 """What steps cost, as they were measured: those of decoding by their rows and context, and what each token of a prompt
-adds, by the context it reads. Knows rows and seconds; nothing of whose they are."""
+adds, by the context it reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DecodeCost:
         return bool(self._by_rows)
 
     def begin(self, seconds: NDArray[np.float64]) -> None:
-        """Start from these seconds of steps of tuned.ROWS rows each over a short context."""
+        """Start from these seconds of steps of ROWS rows each over a short context."""
         self._shape = np.maximum.accumulate(np.maximum(seconds, tuned.SHORTEST_S))
         self._apart[:], self._num[:] = 0, tuned.START
         self._factors.clear()
@@ -104,7 +104,7 @@ def _rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArra
 
 
 def row_class(rows: int) -> int:
-    """Which of tuned.ROWS stands for so many."""
+    """Which of ROWS stands for so many."""
     return bisect_left(tuned.ROWS, rows, hi=len(tuned.ROWS) - 1)
 
 

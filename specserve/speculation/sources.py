@@ -28,14 +28,17 @@ class SourceCost:
     takes, or else proportionally more than the longest."""
 
     def __init__(self) -> None:
-        self.newest = 0.0  # seconds for one sequence
         self._drafts: dict[int, dict[int, float]] = {}  # by power of two, then by length
         self._num_answers: Counter[tuple[int, int]] = Counter()
         self._per_token = 0.0  # of reading
 
+    @property
+    def is_known(self) -> bool:
+        return bool(self._drafts)
+
     def of(self, length: int, num_seqs: int = 1) -> float:
         """Of a draft, where so many sequences are asked for together; 0 while nothing is known."""
-        if not length or not self._drafts:
+        if not length or not self.is_known:
             return 0.0
         size = num_seqs.bit_length()
         drafts = self._drafts[min(self._drafts, key=lambda known: abs(known - size))]
@@ -59,12 +62,11 @@ class SourceCost:
             return expected, [read * count for count in unread]
         counted = min(seconds, HELD_UP * expected) if expected else seconds
         known, key = self._drafts.setdefault(num.bit_length(), {}), (num.bit_length(), length)
-        before, self.newest = known.get(length), counted / num
+        newest = counted / num
+        before = known.get(length, newest)
         self._num_answers[key] += 1
-        if before is not None:
-            warming = self._num_answers[key] <= WARM  # the first answers of all take longer
-            self.newest = min(before, self.newest) if warming else before + LEARNS * (self.newest - before)
-        known[length] = self.newest
+        warming = self._num_answers[key] <= WARM  # the first answers of all take longer
+        known[length] = min(before, newest) if warming else before + LEARNS * (newest - before)
         return counted, [0.0] * num
 
 
@@ -75,6 +77,7 @@ class Source:
     cost: SourceCost = field(default_factory=SourceCost)
     acceptance: Acceptance = field(default_factory=Acceptance)  # by depth, of what it was asked for
     explored: float = 0.0  # seconds for asking it where it seems not to pay, so that it shows when it would
+    price: float = 0.0  # seconds that asking it so would have taken last
     gain: float | None = None  # tokens that a draft gained beyond what it took, of those that are verified whole
     catching_up: set[Sequence] = field(default_factory=set)  # that it has read, and that have not paid for it
 
@@ -87,10 +90,11 @@ class Source:
 
     def explores(self, seconds: float) -> bool:
         """Take so long from what is left for exploring, if that is enough, or if nothing is known yet."""
-        if self.cost.newest and not 0 < seconds <= self.explored:
+        self.price = seconds
+        if self.cost.is_known and not 0 < seconds <= self.explored:
             return False
         self.explored -= seconds
         return True
 
     def end_step(self, seconds: float) -> None:
-        self.explored = min(self.explored + EXPLORED * seconds, MOST_EXPLORED * self.cost.newest)
+        self.explored = min(self.explored + EXPLORED * seconds, MOST_EXPLORED * self.price)

@@ -118,7 +118,8 @@ class Weighing:
                 speed, length = faster, n
         longest = 1 if is_whole else most  # all of a draft shows what longer ones would gain
         seconds, more = source.cost.of(length, num_seqs), source.cost.of(longest, num_seqs)
-        if length < longest and planner.can_draft(more) and source.explores(more - seconds):
+        rows = planner.extra(1) if is_whole else 0.0
+        if length < longest and planner.can_draft(more) and source.explores(more - seconds + rows):
             length, seconds = longest, more
         planner.take(seconds, likely[:length] if is_whole else ())
         return length

@@ -224,6 +224,40 @@ def test_how_much_of_a_sampled_draft_is_verified_does_not_hang_on_what_is_in_it(
     assert (lengths[0][-1] == 5) == is_accepted
 
 
+@pytest.mark.parametrize("cost_class", ["free", "pass", "passes", "model"])
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_a_source_of_any_cost_class_is_one_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cost_class: str, is_fixed: bool
+) -> None:
+    """Where its drafts are right they are soon made at full length, and where they are wrong hardly any, whether they
+    may be cut or not."""
+    monkeypatch.setattr(time, "perf_counter", itertools.count(step=1e-5).__next__)
+    (folder / "source.py").write_text(RECORDER.format(token=1, layers=f"(), cost_class={cost_class!r}"))
+    make = prepare("source", {})
+    assert make is not None
+    drafted = {}
+    for said in (1, 2):
+        cost = DecodeCost()
+        cost.begin(np.array([0.01 + 0.0005 * rows for rows in ROWS]))
+        host = DraftHost(make(NO_TARGET), VOCABULARY, 5.0, "source", is_fixed=is_fixed)
+        drafters = policy(host, weighing=Weighing(cost))
+        (seq,) = begun(drafters, None)
+        seq.draft_limit, seq.max_tokens = 5, 10**6
+        lengths = []
+        for _ in range(120):
+            step = scheduled([seq])
+            drafters.draft(step)
+            lengths.append(len(step.seqs[0].draft))
+            accepted = lengths[-1] if said == 1 else 0
+            drafters.observe(step, {seq: Verdict([1] * accepted + [said], list(range(accepted)))}, {})
+            seq.tokens += [1] * accepted + [said]
+            seq.cached = len(seq.tokens) - 1
+            drafters.end_step(lengths[-1], 0.0105 + 0.0005 * lengths[-1])
+        drafted[said] = lengths
+    assert sum(length == 5 for length in drafted[1][40:]) > 70
+    assert sum(drafted[2][40:]) <= 8
+
+
 def test_hidden_states_go_to_who_needs_them_with_the_rows_of_its_own(folder: Path) -> None:
     make = prepare("three", {})
     assert make is not None

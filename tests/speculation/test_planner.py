@@ -311,18 +311,19 @@ def test_whatever_is_believed_the_loss_is_bounded(times: float | None, kind: str
     assert run.seconds <= 1.02 * run.plain + (24 if drifts else 8) * flat(num_seqs)
 
 
-@pytest.mark.parametrize(("num_seqs", "share"), [(1, 0.9), (8, 0.25)])
+@pytest.mark.parametrize(("num_seqs", "share"), [(1, 0.9), (8, 0.4)])
 @pytest.mark.parametrize(("times", "steps"), [(1.6, 400), (2.2, 600), (3.5, 800), (10.0, 1000)])
 def test_rows_that_seemed_dear_are_tried(times: float, steps: int, num_seqs: int, share: float) -> None:
     """The start was measured while something else ran: a row more seemed to make steps so many times longer. Several
     sequences have many numbers of rows, of which each is measured by itself."""
-    often: Acceptance = lambda at, seq, depth: chance(at, seq, depth) < 0.6  # noqa: E731
-    machine = Machine(flat, often, num_seqs, knows=lambda rows: flat(rows) * (times if rows > num_seqs else 1.0))
-    machine.run(steps)
-    after = machine.run(200, first=steps).drafted
-    calm = Machine(flat, often, num_seqs).run(200).drafted
-    assert calm is not None and after is not None
-    assert sum(after) > share * sum(calm)
+    drafted = calm = 0
+    for text in range(3):  # one alone says little
+        often: Acceptance = lambda at, seq, depth, text=text: chance(at + 977 * text, seq, depth) < 0.6  # type: ignore[misc]  # noqa: E731
+        machine = Machine(flat, often, num_seqs, knows=lambda rows: flat(rows) * (times if rows > num_seqs else 1.0))
+        machine.run(steps)
+        drafted += sum(machine.run(200, first=steps).drafted or ())
+        calm += sum(Machine(flat, often, num_seqs).run(200).drafted or ())
+    assert drafted > share * calm
 
 
 @pytest.mark.parametrize("num_seqs", [1, 12])
