@@ -10,12 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.kernels._triton_plan import MOST_SPLITS, PARTS, Found, Plan, PlanTensors
+from specserve.kernels._triton_plan import PARTS, Found, Plan, PlanTensors
 from specserve.ops import Input
 
 T = TypeVar("T")
 _ALIGNMENT = 64  # bytes: kernels are compiled for pointers that 16 divides, and for others anew
-_STAGED_BYTES = 2**20  # 128 rows take some 10 KB, the rest is for block ids
+_STAGED_BYTES = 2**20  # 512 rows take some 40 KB, the rest is for block ids
+# Of the longest context, how many splits a graph is captured for: each takes a program of every row and head, which has
+# something to do or not. The first is captured with the recording, others when a context is so long.
+_SPLITS = (4, 32, 256, 2**31)
 
 
 class Staging:
@@ -85,26 +88,39 @@ class GraphRecording(Generic[T]):
         self._numbers, numbers = layout.place((_STAGED_BYTES - layout.end) // 4, torch.int32)
         self._parts = [part for part, _ in parts]
         broken = torch.zeros(num_rows, dtype=torch.bool, device=staging.memory.device)
-        self._plan = PlanTensors(*(part for _, part in parts), numbers, broken, block_size, MOST_SPLITS)
+        self._plan = PlanTensors(*(part for _, part in parts), numbers, broken, block_size, 0)
         self._broken = torch.zeros(num_rows, dtype=torch.bool, pin_memory=True)
         self._flags: NDArray[np.bool_] = self._broken.numpy()
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.found = self._capture(function)
+        self._function = function
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}  # by splits, and what each finds
+        self._graph, self.found = self._captured(1)
 
-    def _capture(self, function: Callable[..., T]) -> T:
-        """First it runs, so that whatever is made once is made: kernels, and what they keep. Then it is captured,
-        which runs nothing."""
+    def _captured(self, num_splits: int) -> tuple[torch.cuda.CUDAGraph, T]:
+        """The graph for contexts of so many splits."""
+        key = next(splits for splits in _SPLITS if splits >= num_splits)
+        if key not in self._graphs:
+            given = [(own, own.clone()) for array, own in self._inputs if array is None]
+            self._graphs[key] = self._capture(key)
+            for own, before in given:  # a function may overwrite what it reads
+                own.copy_(before)
+        return self._graphs[key]
+
+    def _capture(self, max_splits: int) -> tuple[torch.cuda.CUDAGraph, T]:
+        """First the function runs, so that whatever is made once is made: kernels, and what they keep. Then it is
+        captured, which runs nothing."""
         inputs, plan = [own for _, own in self._inputs], self._plan
+        plan.max_splits = max_splits
         self._staging.memory.zero_()  # row 0, token 0, slot 0: what others staged may be no row at all
-        function(plan, *inputs)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=self._staging.pool, capture_error_mode="thread_local"):
+        self._function(plan, *inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._staging.pool, capture_error_mode="thread_local"):
             if plan.is_used:
                 plan.broken.zero_()
-            return function(plan, *inputs)
+            return graph, self._function(plan, *inputs)
 
     def takes(self, plan: Plan | None) -> bool:
-        return plan is None or (len(plan.numbers) <= len(self._numbers) and plan.num_splits <= self._plan.max_splits)
+        return plan is None or len(plan.numbers) <= len(self._numbers)
 
     @torch.inference_mode()
     def fill(self, inputs: Sequence[NDArray[Any] | Tensor]) -> None:
@@ -118,6 +134,7 @@ class GraphRecording(Generic[T]):
 
     @torch.inference_mode()
     def start(self, num_rows: int, num_gathered: int, plan: Plan | None) -> None:
+        self._graph, self.found = self._captured(1 if plan is None else plan.num_splits)
         self._staging.copy(self._end_of_inputs if plan is None else self._write(plan))
         self._graph.replay()
         if plan is not None:

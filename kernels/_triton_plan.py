@@ -13,7 +13,6 @@ from torch import Tensor
 from specserve.ops import AttentionRows
 
 SPLIT = 256  # logical positions that one program of attention reads
-MOST_SPLITS = 64  # of a recording, each of which takes memory and a program, whether a row has it or not
 # The arrays of a plan that have a number a row, and that of a row of padding, which sees nothing and writes nowhere.
 PARTS = {"write_slots": -1, "row_seq": 0, "visible": 0, "prefix": 0, "path_start": 0}
 
@@ -31,8 +30,8 @@ class PlanTensors:
     numbers: Tensor  # int32 [any], block ids and KV slots
     broken: Tensor  # bool [rows], whose keys or values were NaN or infinite in any layer
     block_size: int
-    most_splits: int = 2**31  # that `max_splits` may be
-    max_splits: int = 0  # that the context of any row may have; 0: no layer has said how far that reaches
+    max_splits: int  # that the context of any row may have
+    is_used: bool = False
 
     @property
     def tables(self) -> Tensor:
@@ -43,13 +42,9 @@ class PlanTensors:
     def paths(self) -> Tensor:
         return self.numbers
 
-    @property
-    def is_used(self) -> bool:
-        return self.max_splits > 0
-
     def reach(self, max_len: int) -> None:
-        """No row is at a position from `max_len` on."""
-        self.max_splits = self.max_splits or min(-(-max_len // SPLIT), self.most_splits)
+        """A layer is run, and no row is at a position from `max_len` on."""
+        self.is_used, self.max_splits = True, min(self.max_splits, -(-max_len // SPLIT))
 
 
 @dataclass(slots=True)
@@ -103,9 +98,8 @@ class Plan:
             others = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (*self.arrays[1:], self.numbers))
             row_seq, visible, prefix, path_start, numbers = others
             broken = torch.zeros(self.num_rows, dtype=torch.bool, device=device)
-            parts = row_seq, visible, prefix, path_start, numbers, broken, self.block_size
-            self._tensors = PlanTensors(slots, *parts)
-            self._tensors.max_splits = self.num_splits
+            parts = row_seq, visible, prefix, path_start, numbers, broken
+            self._tensors = PlanTensors(slots, *parts, self.block_size, self.num_splits)
         return self._tensors
 
     def broken_rows(self) -> list[int]:

@@ -110,7 +110,7 @@ class Recording(Protocol[T_co]):
 
     @property
     def found(self) -> T_co:
-        """What the function returned; each run overwrites it."""
+        """What the function returned; each run overwrites it. Asked for once a run is started."""
 
     def takes(self, plan: Any) -> bool:
         """Whether it has room for that plan."""

@@ -70,9 +70,9 @@ class Captured(Generic[T]):
         if recording is None:
             self._found = self.op_by_op(inputs, num_rows, plan)
             return
-        self._found = recording.found
         recording.fill(inputs)
         recording.start(num_rows, num_gathered, plan)
+        self._found = recording.found
 
     def finish(self) -> T:
         """What came of it. Until then nobody may touch tensors that it works on."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specserve.models.loader import load_model
-from specserve.ops import Input, Ops
+from specserve.ops import AttentionRows, Input, Ops
 from specserve.ops.backend import KernelOptions
 from specserve.ops.capture import Captured
 from specserve.registry import KERNELS
@@ -37,14 +37,14 @@ def ops(cuda: torch.device) -> Ops:
     return made
 
 
-def make(folder: Path, ops: Ops, **outputs: Any) -> tuple[Runner, Runner]:
+def make(folder: Path, ops: Ops, max_len: int = 128) -> tuple[Runner, Runner]:
     """One that replays and one that does not, each with a KV of its own."""
-    model = load_model(folder, ops, 128)
+    model = load_model(folder, ops, max_len)
     runners = []
     for records in (True, False):
         ops.records = records
         kv = [torch.zeros((2, BLOCKS * BLOCK, *shape), device=ops.device) for shape in model.spec.kv_shapes]
-        runners.append(Runner(model, ops, kv, BLOCK, 64, 48, **outputs))
+        runners.append(Runner(model, ops, kv, BLOCK, 64, 48))
     ops.records = True
     return runners[0], runners[1]
 
@@ -172,13 +172,36 @@ def test_rows_whose_keys_are_not_finite_are_told(folder: Path, ops: Ops) -> None
 
 
 def test_a_plan_that_no_recording_takes_runs_op_by_op(folder: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = KERNELS.find("triton").record.__globals__["GraphRecording"].__init__.__globals__
-    monkeypatch.setitem(graphs, "MOST_SPLITS", 0)
+    recordings = KERNELS.find("triton").record.__globals__["GraphRecording"]
+    monkeypatch.setattr(recordings, "takes", lambda self, plan: len(plan.numbers) < 1)
     runners = make(folder, ops)
     for step in steps():
         found, wanted = both(runners, step, ops)
         assert same(found, wanted)
         assert not found.is_replayed
+
+
+def test_longer_contexts_have_graphs_of_their_own(folder: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = KERNELS.find("triton").record.__globals__["GraphRecording"].__init__.__globals__
+    monkeypatch.setitem(graphs, "_SPLITS", (1, 2, 2**31))
+    runners = make(folder, ops, max_len=600)
+    seen: list[Any] = []
+    for start in (0, 255, 254, 256, 511, 512, 3, 560):
+        step = pack([SequenceRows(tokens(2), start, range(1, 40), num_logits=2)], 1)
+        found, wanted = both(runners, step, ops)
+        assert same(found, wanted)
+        assert found.is_replayed
+        seen.append(found.logits.data_ptr())
+    short, two, _, _, three, *_ = seen
+    assert len({short, two, three}) == 3
+    assert seen == [short, two, short, two, three, three, short, three]
+
+
+def test_a_plan_may_have_more_blocks_than_there_is_room_for(ops: Ops) -> None:
+    recording = ops.record(Doubled(), INPUTS, 4, 4, None)
+    for num_blocks, fits in ((10, True), (2**18, False)):
+        rows = AttentionRows.pack([0, 1], [num_blocks * BLOCK - 1], [[1] * num_blocks], [-1], 1)
+        assert recording.takes(ops.plan(rows, BLOCK)) == fits
 
 
 class Doubled:
