@@ -8,9 +8,7 @@ LZ77 family keep them (RFC 1951, section 4).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -51,7 +49,7 @@ class SuffixDrafter:
             raise ConfigError(f"store_path is {store_path!r}; it must be the path of a file.")
         self.needs = Needs(memory_bytes=int(store_mib * 2**20), observes=False)
         self._prompts: WeakValueDictionary[object, Text] = WeakValueDictionary()  # by request
-        self._texts: dict[SequenceView, _Sources] = {}
+        self._texts: dict[SequenceView, tuple[Text, Text, bytes]] = {}  # prompt, output, and whose these are
         if store_path is None:
             self._store = TextStore(self.needs.memory_bytes)
         else:
@@ -60,7 +58,7 @@ class SuffixDrafter:
 
     def begin(self, seq: SequenceView) -> None:
         prompt, output = self._prompts.setdefault(seq.request, Text()), Text(max(0, seq.num_prompt - _LONGEST))
-        self._texts[seq] = _Sources(prompt, output, self._store.tenant(seq.salt))
+        self._texts[seq] = prompt, output, self._store.tenant(seq.salt)
 
     def propose(self, requests: list[DraftRequest]) -> list[Draft]:
         left = _TAKEN_PER_STEP
@@ -75,7 +73,7 @@ class SuffixDrafter:
         """Tokens are taken in when a draft is asked for."""
 
     def end(self, seq: SequenceView) -> None:
-        tenant = self._texts.pop(seq).tenant
+        *_, tenant = self._texts.pop(seq)
         if not seq.is_private:
             self._store.add(tenant, seq.tokens[max(0, seq.num_prompt - 2) :])
         self._store.save_now_and_then()
@@ -110,42 +108,30 @@ def tree(places: Iterable[Place], most: int, others: Iterable[Place] = ()) -> Dr
     """The `most` likeliest nodes of all continuations, `others` in answers to other requests. How likely a node is,
     given its parent, is its share of its siblings, the places that go through each counted by the square of their
     length, times `likelihood` of the longest of its places: its length and the nodes before agree."""
-    root = _Node(-1, True)
-    for found, is_own in ((places, True), (others, False)):
+    children: list[dict[int, int]] = [{}]  # of the root, then of every node: token -> node
+    tokens, weights, longest = [-1], [0], [0]  # the last two of the places that go through a node
+    num_own = 0  # nodes, the first ones, that the request's own text put forward
+    for found in (places, others):
         for place in found:
-            node, weight = root, place.length**2
+            node, weight = 0, place.length**2
             for length, token in enumerate(place.following, place.length):
-                child = node.children.get(token)
-                if child is None:
-                    child = node.children[token] = _Node(token, is_own)
-                child.weight += weight
-                child.longest = max(child.longest, length)
+                child = children[node].setdefault(token, len(tokens))
+                if child == len(tokens):
+                    children.append({})
+                    tokens.append(token)
+                    weights.append(0)
+                    longest.append(0)
+                weights[child] += weight
+                longest[child] = max(longest[child], length)
                 node = child
-    nodes, parents, confidence = likeliest_tree(root.likeliest_children(), _Node.likeliest_children, most)
-    own = [i for i, node in enumerate(nodes) if node.is_own]
-    return Draft(np.array([node.token for node in nodes], np.int32), parents, confidence=confidence, own=own)
+        num_own = num_own or len(tokens)
 
+    def follow(node: int) -> Iterator[tuple[float, int]]:
+        below = children[node].values()
+        whole = sum([weights[child] for child in below])
+        likely = [(weights[child] / whole * likelihood(longest[child]), child) for child in below]
+        return iter(sorted(likely, key=lambda each: -each[0]) if len(likely) > 1 else likely)
 
-@dataclass(slots=True)
-class _Node:
-    """A token of some continuations."""
-
-    token: int
-    is_own: bool  # whether the request's own text put it forward
-    children: dict[int, _Node] = field(default_factory=dict)  # by token
-    weight: int = 0  # of the places that go through it
-    longest: int = 0  # of these
-
-    def likeliest_children(self) -> Iterator[tuple[float, _Node]]:
-        children = self.children.values()
-        whole = sum([child.weight for child in children])
-        found = [(child.weight / whole * likelihood(child.longest), child) for child in children]
-        return iter(sorted(found, key=lambda each: -each[0]) if len(found) > 1 else found)
-
-
-class _Sources(NamedTuple):
-    """Where the drafts of a sequence come from."""
-
-    prompt: Text
-    output: Text
-    tenant: bytes
+    nodes, parents, confidence = likeliest_tree(follow(0), follow, most)
+    own = [i for i, node in enumerate(nodes) if node < num_own]
+    return Draft(np.array([tokens[node] for node in nodes], np.int32), parents, confidence=confidence, own=own)
