@@ -79,6 +79,10 @@ CANDIDATES = {
     32: ((16, 0, 2, 6), (32, 0, 2, 6), (32, 0, 4, 4), (32, 0, 8, 4), (64, 0, 4, 4), (64, 0, 8, 4)),
     64: ((8, 256, 4, 6), (16, 256, 4, 5), (32, 0, 4, 5), (64, 0, 4, 4), (64, 0, 8, 4)),
 }
+ATTENTION_CUTS = tuple(
+    attention.Cut(*cut)
+    for cut in ((64, 2, 3), (64, 4, 2), (128, 4, 2), (128, 8, 2), (256, 4, 1), (256, 8, 1), (32, 2, 4))
+)
 
 
 def normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
@@ -100,6 +104,7 @@ def measure_kernels(report: Report) -> None:
     report.section("linear, us", lambda: linear_times(float(bandwidth)))
     report.section("attention, us", attention_times)
     report.section("rows, us", rows_times)
+    report.section("attention with other tiles, us", other_attention)
     report.section("linear with other tiles, us", lambda: other_tiles(float(bandwidth)))
 
 
@@ -330,6 +335,23 @@ def attention_times() -> dict[str, Any]:
                 cells[f"{rows} rows of {seqs}"] = {"us": mine, "torch_us": _torch_attention(q, kvs, context, seqs)}
             shown_cells = (f"{name}: {c['us']:.1f} ({c['torch_us']:.1f})" for name, c in cells.items())
             print(f"{heads}/{kv_heads}x{d}, {context:5}: " + "; ".join(shown_cells), flush=True)
+    return found
+
+
+def other_attention() -> dict[str, Any]:
+    """Splits in programs of their own; they decide about bits, so one is chosen for all numbers of rows."""
+    found: dict[str, Any] = {}
+    for heads, kv_heads, d in HEADS:
+        for context in (512, 2048):
+            num_blocks = context // BLOCK_SIZE + 8
+            kvs = [normal(2, num_blocks * BLOCK_SIZE, kv_heads, d) for _ in range(16)]
+            cells = found[f"{heads}/{kv_heads}x{d}, {context}"] = {}
+            for cut in dict.fromkeys((attention.cut_for(d, 2), *ATTENTION_CUTS)):
+                for rows in (1, 8, 64):
+                    plan, q = chain_plan(context, rows, num_blocks), normal(rows, heads, d, dtype=torch.float32)
+                    run = [partial(attention.attention_in, False, q, kv, plan, d**-0.5, None, cut) for kv in kvs]
+                    cells.setdefault(str(tuple(cut)), []).append(round(graph_us(run), 2))
+            print(f"{heads}/{kv_heads}x{d}, {context:5}, 1, 8, 64 rows: {cells}", flush=True)
     return found
 
 

@@ -12,7 +12,7 @@ keys in a split share a program, and each still has the bits that it has alone.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -28,6 +28,20 @@ _MOST_PARTIAL_BYTES = 64 * 2**20
 _ALL = 2**30  # logical positions of a window that hides nothing
 _MOST_TILE_BYTES = 16 * 1024  # of keys, and as many of values, by stage
 _LOG2_E = 1.4426950408889634
+
+
+class Cut(NamedTuple):
+    """How a program goes through a split. Bits depend on all three, so nothing here may depend on rows."""
+
+    tile: int  # logical positions of a step; whole tiles are a split
+    num_warps: int
+    num_stages: int
+
+
+def cut_for(d: int, itemsize: int) -> Cut:
+    """For heads of `d` elements of `itemsize` bytes."""
+    row_bytes = triton.next_power_of_2(d) * itemsize
+    return Cut(min(64, max(16, _MOST_TILE_BYTES // row_bytes)), 8 if row_bytes > 256 else 4, 3)
 
 
 class Plan(Protocol):
@@ -74,8 +88,10 @@ def attention(q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | Non
     return attention_in(is_looped, q, kv, plan, scale, window)
 
 
-def attention_in(is_looped: bool, q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | None) -> Tensor:
-    """`attention`, with all splits of a row in one program or each in its own."""
+def attention_in(
+    is_looped: bool, q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | None, cut: Cut | None = None
+) -> Tensor:
+    """`attention`, with all splits of a row in one program or each in its own, and tiles of one's choice."""
     rows, heads, d = q.shape
     assert q.is_contiguous() and kv.is_contiguous() and plan.tables.is_contiguous()
     out = torch.empty((rows, heads * d), dtype=kv.dtype, device=q.device)
@@ -87,10 +103,9 @@ def attention_in(is_looped: bool, q: Tensor, kv: Tensor, plan: Plan, scale: floa
     where = (plan.row_seq, plan.visible, plan.prefix, plan.path_start, plan.paths, plan.tables)
     window = _ALL if window is None else window
     numbers = (plan.tables.stride(0), kv.stride(0), rows, window, scale * _LOG2_E)
-    cut, options = constants(heads, kv.shape[2], d, plan.block_size, kv.element_size(), is_looped)
-    _attention_kernel[rows, kv.shape[2], splits](
-        q, kv, out, partial, scalars, *where, *numbers, **cut, **options, **overlap(q.device)
-    )
+    constants = _constants(q, kv, cut or cut_for(d, kv.element_size()))
+    constants |= {"BLOCK_SIZE": plan.block_size, "LOOPED": is_looped}
+    _attention_kernel[rows, kv.shape[2], splits](q, kv, out, partial, scalars, *where, *numbers, **constants)
     if not is_looped:
         block_d = triton.next_power_of_2(d)
         tensors = (partial, scalars, out, plan.visible)
@@ -99,20 +114,13 @@ def attention_in(is_looped: bool, q: Tensor, kv: Tensor, plan: Plan, scale: floa
     return out
 
 
-def constants(
-    heads: int, kv_heads: int, d: int, block_size: int, itemsize: int, is_looped: bool
-) -> tuple[dict[str, int | bool], dict[str, int]]:
-    """Constants and options of the kernel. LOOPED alone may depend on rows."""
-    block_d = triton.next_power_of_2(d)
+def _constants(q: Tensor, kv: Tensor, cut: Cut) -> dict[str, int]:
+    """Constants and options of the kernel that do not depend on rows."""
+    heads, kv_heads, d = q.shape[1], *kv.shape[2:]
     share = heads // kv_heads
-    tile = min(64, max(16, _MOST_TILE_BYTES // (block_d * itemsize)))
-    cut = {"HEADS": heads, "KV_HEADS": kv_heads, "D": d, "BLOCK_D": max(block_d, 16)}
-    cut |= {"SHARE": share, "BLOCK_H": max(triton.next_power_of_2(share), 16), "TILE": tile}
-    num_warps = 8 if block_d * itemsize > 256 else 4
-    return {**cut, "SPLIT": SPLIT, "BLOCK_SIZE": block_size, "LOOPED": is_looped}, {
-        "num_warps": num_warps,
-        "num_stages": 3,
-    }
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "SHARE": share, "D": d, "SPLIT": SPLIT, "TILE": cut.tile}
+    blocks = {"BLOCK_H": max(triton.next_power_of_2(share), 16), "BLOCK_D": max(triton.next_power_of_2(d), 16)}
+    return {**sizes, **blocks, "num_warps": cut.num_warps, "num_stages": cut.num_stages, **overlap(q.device)}
 
 
 @triton.jit
