@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-ROWS = (1, 4, 8, 16, 32, 64)
+ROWS = (1, 8, 16, 32, 64, 128, 2048)
 BITS_ROWS = (*range(1, 65), 65, 100, 128, 129, 300)
 ATTENTION_ROWS = (1, 2, 7, 16, 33, 64)
 CONTEXTS = (1, 255, 256, 257, 511, 512, 513, 1000, 1985)

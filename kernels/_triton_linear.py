@@ -26,6 +26,7 @@ from specserve.kernels._triton_numbers import (
 
 _RESERVED = 2 * 1024  # bytes of shared memory that the compiler may want for itself
 _MOST_STAGES = {16: 8, 32: 6, 64: 5, 128: 4}  # by block_m
+_PREFILL_ROWS = 256  # more of them are bound by arithmetic
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -46,14 +47,16 @@ class Tiles(NamedTuple):
 def tiles_for(
     rows: int, n: int, k: int, itemsize: int, parts: int = 1, shared_memory: int = H100_SHARED_MEMORY
 ) -> Tiles:
-    """For x [rows, k] times `parts` weights [n, k] of elements of `itemsize` bytes. There are four buckets of rows, and
+    """For x [rows, k] times `parts` weights [n, k] of elements of `itemsize` bytes. There are five buckets of rows, and
     all of a bucket are cut alike."""
     block_m = next((m for m in (16, 32, 64) if rows <= m), 128)
     block_k = _block_k(k, itemsize)
     if itemsize == 4:  # no tensor cores: products and sums of single numbers, in registers
         cut = Tiles(min(block_m, 32), 32, block_k, 4, 3)
     else:
-        cut = Tiles(block_m, _block_n(block_m, n, parts), block_k, 8 if block_m == 128 else 4, _MOST_STAGES[block_m])
+        cut = Tiles(
+            block_m, _block_n(block_m, rows, n, parts), block_k, 8 if block_m == 128 else 4, _MOST_STAGES[block_m]
+        )
     while cut.num_stages > 1 and cut.shared_memory(itemsize, parts) > shared_memory - _RESERVED:
         cut = cut._replace(num_stages=cut.num_stages - 1)
     return cut
@@ -65,11 +68,11 @@ def _block_k(k: int, itemsize: int) -> int:
     return next((size for size in (128, 64, 32) if k % size == 0), 64)
 
 
-def _block_n(block_m: int, n: int, parts: int) -> int:
+def _block_n(block_m: int, rows: int, n: int, parts: int) -> int:
     """Narrow where only that gives every multiprocessor (an H100 has 132) a program; but every program reads all of
     its rows of x. The borders are where an H100 is fastest with the weights of models of 135M, 1.5B and 8B."""
     if block_m == 128:
-        return 64 if parts == 2 or n < 128 * 128 else 128
+        return 64 if parts == 2 or rows <= _PREFILL_ROWS or n < 1024 else 128
     if block_m == 64:
         return 16 if n < 4096 else 32 if n < 6144 * parts else 64
     return 16 if n < 4096 and parts == 1 else 32

@@ -31,7 +31,7 @@ CHIPS = {  # and bytes of shared memory that a program may have
     "MI300": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
 }
 ASIDE = 32  # bytes of a thread's stack: addresses that ptxas puts aside before a loop and takes up behind it
-BUCKETS = ((1, 2, 15, 16), (17, 32), (33, 48, 64), (65, 96, 4096))
+BUCKETS = ((1, 2, 15, 16), (17, 32), (33, 48, 64), (65, 96, 256), (257, 4096))
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 _MMA = re.compile(r"(?:mma\.sync|wgmma\.mma_async)\S*\s+\{([^}]*)\}")
 
