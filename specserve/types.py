@@ -306,13 +306,6 @@ class Draft:
             depths[i] = depths[parent] + 1 if parent >= 0 else 0
         return depths
 
-    def path_to(self, node: int) -> list[int]:
-        """The nodes from the root's child down to `node`; empty for -1."""
-        path: list[int] = []
-        while node >= 0:
-            path, node = [node, *path], int(self.parents[node])
-        return path
-
 
 _EMPTY = Draft.chain(())
 

@@ -42,7 +42,7 @@ LAYERS = (
     ("structured.schema",),
     ("config", "structured.spec"),  # what a request asks for; the rest of structured/ enforces it
     ("structured.library",),
-    ("files", "machine", "registry"),
+    ("files", "histogram", "machine", "registry"),
     ("errors", "help", "version"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.

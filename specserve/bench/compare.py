@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from specserve.config import DRAFT_MODEL
-from specserve.engine.counters import Times
 from specserve.errors import ConfigError, EngineError
+from specserve.histogram import Histogram
 from specserve.registry import DRAFTERS, RUNS_MODEL
 from specserve.types import SamplingParams, SequenceStats
 
@@ -98,8 +98,8 @@ class Run:
     allocated_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     draft_seconds: dict[str, float] = field(default_factory=dict)
-    mask_per_step: Times = field(default_factory=Times)
-    mask_per_row: Times = field(default_factory=Times)
+    mask_per_step: Histogram = field(default_factory=Histogram)
+    mask_per_row: Histogram = field(default_factory=Histogram)
 
     def add(self, replies: list[Reply], wall: float, before: Counters, after: Counters) -> None:
         """One group of prompts: its replies, and the engine's counters around it."""

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specserve.bench.compare import Run
 from specserve.bench.report import table_of
-from specserve.engine.counters import Times
+from specserve.histogram import Histogram
 from specserve.structured.spec import Structured
 
 Fits = Callable[[str], bool]
@@ -53,7 +53,7 @@ def structured_figures(run: Run, fits: Fits | None) -> dict[str, Any]:
     }
 
 
-def _percentiles(times: Times) -> dict[str, float | None]:
+def _percentiles(times: Histogram) -> dict[str, float | None]:
     found = {f"p{percent}": times.percentile(percent) for percent in (50, 99)}
     return {name: None if seconds is None else seconds * 1e3 for name, seconds in found.items()}
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field, replace
 
+from specserve.histogram import Histogram
+
 PHASES = ("draft", "mask", "forward", "sample")
-_SHORTEST_S, _BINS_PER_DOUBLING, _NUM_BINS = 1e-6, 8, 193  # up to 17 s
 
 
 class _Timer:
@@ -24,33 +24,6 @@ class _Timer:
 
     def __exit__(self, *exception: object) -> None:
         self._seconds[self._phase] += time.perf_counter() - self._start
-
-
-@dataclass(slots=True)
-class Times:
-    """How often a time came, by its logarithm: so many bins however many times come, and a percentile is at most 9 %
-    above the true one. Those of a stretch are the difference of two."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
-
-    def add(self, seconds: float, count: int = 1) -> None:
-        place = math.ceil(_BINS_PER_DOUBLING * math.log2(max(seconds, _SHORTEST_S) / _SHORTEST_S))
-        self.counts[min(place, _NUM_BINS - 1)] += count
-
-    def percentile(self, percent: float) -> float | None:
-        """The seconds that this share of the times does not exceed, None without any."""
-        wanted, seen = math.ceil(sum(self.counts) * percent / 100), 0
-        for place, count in enumerate(self.counts):
-            seen += count
-            if count and seen >= wanted:
-                return _SHORTEST_S * math.exp2(place / _BINS_PER_DOUBLING)
-        return None
-
-    def __add__(self, other: Times) -> Times:
-        return Times([a + b for a, b in zip(self.counts, other.counts, strict=True)])
-
-    def __sub__(self, other: Times) -> Times:
-        return Times([a - b for a, b in zip(self.counts, other.counts, strict=True)])
 
 
 @dataclass(slots=True)
@@ -74,14 +47,14 @@ class Counters:
     allocated_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "host", "total"), 0.0))
     draft_seconds: dict[str, float] = field(default_factory=dict)  # each drafter's part of the phase "draft"
-    mask_per_step: Times = field(default_factory=Times)
-    mask_per_row: Times = field(default_factory=Times)
+    mask_per_step: Histogram = field(default_factory=Histogram)
+    mask_per_row: Histogram = field(default_factory=Histogram)
 
     def timed(self, phase: str) -> _Timer:
         return _Timer(self.seconds, phase)
 
     def snapshot(self) -> Counters:
-        times = {name: getattr(self, name) + Times() for name in ("mask_per_step", "mask_per_row")}
+        times = {name: getattr(self, name) + Histogram() for name in ("mask_per_step", "mask_per_row")}
         return replace(self, seconds=dict(self.seconds), draft_seconds=dict(self.draft_seconds), **times)
 
     def end_step(self, mask_s: float, num_masked_rows: int) -> None:

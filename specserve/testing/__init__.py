@@ -5,6 +5,7 @@ invariants of the KV cache."""
 from specserve.testing.cuda import fake_cuda as fake_cuda
 from specserve.testing.drafters import (
     ScriptedDrafter as ScriptedDrafter,
+    path_to as path_to,
     sampled as sampled,
     scheduled as scheduled,
 )

@@ -105,3 +105,11 @@ def scheduled(seqs: Many[Sequence], drafts: Many[Draft], starts: Many[int]) -> l
     """Sequences with their drafts as in a step, whose logits begin at rows `starts`."""
     found = zip(seqs, drafts, starts, strict=True)
     return [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, draft, logits_start=start) for seq, draft, start in found]
+
+
+def path_to(draft: Draft, node: int) -> list[int]:
+    """The nodes of a draft from the root's child down to `node`; empty for -1."""
+    path: list[int] = []
+    while node >= 0:
+        path, node = [node, *path], int(draft.parents[node])
+    return path

@@ -16,6 +16,7 @@ from specserve.drafters import recycle
 from specserve.drafters.recycle import RecycleDrafter
 from specserve.errors import ConfigError
 from specserve.speculation.check import fault
+from specserve.testing import path_to
 from specserve.types import Draft, Ids, SamplingParams, Sequence, Verdict
 
 NO_TARGET: Any = NoTarget()
@@ -45,7 +46,7 @@ def say(driver: Driver, seq: Sequence, tokens: list[int], top: Ids, draft: Draft
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
     """The tokens from the root to each node."""
-    return [tuple(int(draft.tokens[i]) for i in draft.path_to(node)) for node in range(len(draft))]
+    return [tuple(int(draft.tokens[i]) for i in path_to(draft, node)) for node in range(len(draft))]
 
 
 def known(driver: Driver, token: int, salt: bytes = b"") -> set[int]:
@@ -102,7 +103,7 @@ def test_a_table_is_a_dictionary(data: st.DataObject) -> None:
             tokens = data.draw(st.lists(ids, max_size=4, unique=True))
             parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
             draft = Draft(np.array(tokens, np.int32), np.array(parents, np.int32))
-            path = draft.path_to(data.draw(st.integers(-1, len(draft) - 1)))
+            path = path_to(draft, data.draw(st.integers(-1, len(draft) - 1)))
             said = [*(tokens[node] for node in path), data.draw(ids)]
             for node in (-1, *range(len(draft))):
                 row = data.draw(st.lists(st.integers(0, 5000), min_size=3, max_size=3, unique=True))
@@ -153,7 +154,7 @@ def test_a_tree_has_the_likeliest_nodes(seed: int, most: int) -> None:
     assert draft.confidence is not None
     lowest = sorted(probabilities.values(), reverse=True)[most - 1]
     for node, path in enumerate(found):
-        product = np.prod(draft.confidence[draft.path_to(node)].astype(float))
+        product = np.prod(draft.confidence[path_to(draft, node)].astype(float))
         assert product == pytest.approx(probabilities[path], rel=1e-5)
         assert product >= lowest * (1 - 1e-5)
 

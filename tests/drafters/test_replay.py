@@ -15,6 +15,7 @@ from specserve.bench.replay import Record, accepted_path, read_records, replay, 
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import ConfigError, InputError
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
+from specserve.testing import path_to
 from specserve.types import Draft
 
 NO_TARGET: Any = NoTarget()
@@ -104,7 +105,7 @@ def test_accepted_path_is_the_longest_branch_that_agrees(data: st.DataObject) ->
         return
     draft = Draft(np.array([t for _, t in nodes], np.int32), np.array(parents, np.int32))
     rest = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
-    branches = [draft.path_to(node) for node in range(-1, len(draft))]
+    branches = [path_to(draft, node) for node in range(-1, len(draft))]
     agree = [p for p in branches if len(p) < len(rest) and [int(draft.tokens[i]) for i in p] == rest[: len(p)]]
     assert accepted_path(draft, rest) == max(agree, key=len)
 

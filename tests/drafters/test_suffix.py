@@ -14,6 +14,7 @@ from specserve.drafters import suffix
 from specserve.drafters.suffix import Place, SuffixDrafter, tree
 from specserve.errors import ConfigError
 from specserve.speculation.check import fault
+from specserve.testing import path_to
 from specserve.types import Draft, SamplingParams, Sequence
 
 NO_TARGET: Any = NoTarget()
@@ -28,7 +29,7 @@ def make_seq(tokens: list[int], num_prompt: int | None = None, salt: bytes = b""
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
     """The tokens from the root to each node."""
-    return [tuple(int(draft.tokens[i]) for i in draft.path_to(node)) for node in range(len(draft))]
+    return [tuple(int(draft.tokens[i]) for i in path_to(draft, node)) for node in range(len(draft))]
 
 
 def answer(driver: Driver, prompt: list[int], output: list[int], salt: bytes = b"") -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, strategies as st
 
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
-from specserve.engine.counters import Times
 from specserve.engine.request import Request
+from specserve.histogram import Histogram
 from specserve.structured.base import Grammar
 from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
@@ -20,7 +20,7 @@ seconds = st.floats(1e-6, 16.0)
 
 @given(st.lists(seconds, min_size=1, max_size=60), st.sampled_from([1, 50, 90, 99, 100]))
 def test_a_percentile_is_the_true_one_or_up_to_nine_percent_more(all_times: list[float], percent: int) -> None:
-    times = Times()
+    times = Histogram()
     for each in all_times:
         times.add(each)
     true = sorted(all_times)[-(-percent * len(all_times) // 100) - 1]
@@ -30,7 +30,7 @@ def test_a_percentile_is_the_true_one_or_up_to_nine_percent_more(all_times: list
 
 
 def test_times_that_no_bin_is_for_are_the_shortest_and_the_longest() -> None:
-    times = Times()
+    times = Histogram()
     assert times.percentile(50) is None
     times.add(0.0, 3)
     assert times.percentile(100) == 1e-6
@@ -42,10 +42,10 @@ def test_times_that_no_bin_is_for_are_the_shortest_and_the_longest() -> None:
 
 @given(st.lists(seconds, max_size=20), st.lists(seconds, max_size=20))
 def test_the_times_of_a_stretch_are_a_difference(before: list[float], after: list[float]) -> None:
-    total, later = Times(), Times()
+    total, later = Histogram(), Histogram()
     for each in before:
         total.add(each)
-    seen = total + Times()
+    seen = total + Histogram()
     for each in after:
         total.add(each)
         later.add(each)
