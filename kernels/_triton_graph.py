@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -14,6 +17,7 @@ from specserve.kernels._triton_plan import PARTS, Found, Plan, PlanTensors
 from specserve.ops import Input
 
 T = TypeVar("T")
+_log = logging.getLogger("specserve.kernels.triton")
 _ALIGNMENT = 64  # bytes: kernels are compiled for pointers that 16 divides, and for others anew
 _STAGED_BYTES = 2**20  # 512 rows take some 40 KB, the rest is for block ids
 # Of the longest context, how many splits a graph is captured for: each takes a program of every row and head, which has
@@ -29,8 +33,10 @@ class Staging:
         self._host = torch.zeros(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
         self.array: NDArray[np.uint8] = self._host.numpy()
         self.memory = torch.zeros(_STAGED_BYTES, dtype=torch.uint8, device=device)
-        self.pool = torch.cuda.graph_pool_handle()
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._has_failed = False
+        gc.collect()  # graphs of engines before, whose memory nobody else gives back
 
     def wait(self) -> None:
         """Until what was written last has left the host."""
@@ -40,6 +46,27 @@ class Staging:
         """Begin to copy what was written."""
         self.memory[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
         self._copied.record()
+
+    @contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Within it nothing runs, and all is captured. Nor is garbage collected: a graph that is destroyed meanwhile,
+        as one of an engine before may be, spoils this one."""
+        collects, stream = gc.isenabled(), torch.cuda.current_stream(self.memory.device)
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                yield
+        finally:
+            torch.cuda.set_stream(stream)  # torch leaves its own where a capture fails
+            if collects:
+                gc.enable()
+
+    def give_up(self, error: Exception) -> None:
+        """A graph could not be captured."""
+        self._pool = torch.cuda.graph_pool_handle()  # to the one before torch may still believe that it captures
+        if not self._has_failed:
+            self._has_failed = True
+            _log.warning("Some steps run without a graph, slower, as it could not be captured: %s", error)
 
 
 class _Layout:
@@ -93,20 +120,23 @@ class GraphRecording(Generic[T]):
         self._flags: NDArray[np.bool_] = self._broken.numpy()
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._function = function
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, T]] = {}  # by splits, and what each finds
-        self._graph, self.found = self._captured(1)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, T] | None] = {}  # by splits, and what each finds
+        self._captured(1)
 
-    def _captured(self, num_splits: int) -> tuple[torch.cuda.CUDAGraph, T]:
-        """The graph for contexts of so many splits."""
+    def takes(self, plan: Plan | None) -> bool:
+        """Makes it ready for a context of that length, before it is filled."""
+        fits = plan is None or len(plan.numbers) <= len(self._numbers)
+        return fits and self._captured(1 if plan is None else plan.num_splits) is not None
+
+    def _captured(self, num_splits: int) -> tuple[torch.cuda.CUDAGraph, T] | None:
+        """The graph for contexts of so many splits, and what it finds; None where it could not be captured."""
         key = next(splits for splits in _SPLITS if splits >= num_splits)
         if key not in self._graphs:
-            given = [(own, own.clone()) for array, own in self._inputs if array is None]
             self._graphs[key] = self._capture(key)
-            for own, before in given:  # a function may overwrite what it reads
-                own.copy_(before)
         return self._graphs[key]
 
-    def _capture(self, max_splits: int) -> tuple[torch.cuda.CUDAGraph, T]:
+    @torch.inference_mode()
+    def _capture(self, max_splits: int) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """First the function runs, so that whatever is made once is made: kernels, and what they keep. Then it is
         captured, which runs nothing."""
         inputs, plan = [own for _, own in self._inputs], self._plan
@@ -114,13 +144,14 @@ class GraphRecording(Generic[T]):
         self._staging.memory.zero_()  # row 0, token 0, slot 0: what others staged may be no row at all
         self._function(plan, *inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._staging.pool, capture_error_mode="thread_local"):
-            if plan.is_used:
-                plan.broken.zero_()
-            return graph, self._function(plan, *inputs)
-
-    def takes(self, plan: Plan | None) -> bool:
-        return plan is None or len(plan.numbers) <= len(self._numbers)
+        try:
+            with self._staging.capturing(graph):
+                if plan.is_used:
+                    plan.broken.zero_()
+                return graph, self._function(plan, *inputs)
+        except RuntimeError as error:  # as torch calls all that a device or its memory refuses
+            self._staging.give_up(error)
+            return None
 
     @torch.inference_mode()
     def fill(self, inputs: Sequence[NDArray[Any] | Tensor]) -> None:
@@ -134,9 +165,11 @@ class GraphRecording(Generic[T]):
 
     @torch.inference_mode()
     def start(self, num_rows: int, num_gathered: int, plan: Plan | None) -> None:
-        self._graph, self.found = self._captured(1 if plan is None else plan.num_splits)
+        captured = self._captured(1 if plan is None else plan.num_splits)
+        assert captured is not None, "it takes the plan"
+        graph, self.found = captured
         self._staging.copy(self._end_of_inputs if plan is None else self._write(plan))
-        self._graph.replay()
+        graph.replay()
         if plan is not None:
             self._broken.copy_(self._plan.broken, non_blocking=True)
             self._copied.record()

@@ -71,6 +71,8 @@ def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False) -> Iterator[
         replace(torch.cuda, "graph", captures.capture)
         replace(torch.cuda, "graph_pool_handle", lambda: (0, 0))
         replace(torch.cuda, "Event", _Event)
+        replace(torch.cuda, "current_stream", lambda device=None: None)
+        replace(torch.cuda, "set_stream", lambda stream: None)
         stack.enter_context(_interpreted(captures) if interprets else _stand_ins())
         stack.enter_context(_Dispatch(captures))
         stack.enter_context(_Calls(captures))

@@ -16,8 +16,8 @@ _INDEXED = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defaul
 _WAITS = "{} has the host wait for a number of the device, which a graph cannot."
 
 
-class CaptureError(RuntimeError):
-    """Captured code does what a graph cannot, or a graph is replayed on what is no longer there."""
+class CaptureError(AssertionError):
+    """Captured code does what a graph cannot, or a graph is replayed on what is no longer there: a mistake of ours."""
 
 
 class Graph:

@@ -100,6 +100,18 @@ def test_a_head_is_trained_and_drafts(
     head = {"drafter": kind, "drafter_options": {"head": str(tmp_path / "cuda")}}
     mixed = [GREEDY, SEEDED]
     assert said(tiny, "cuda", mixed, **head) == said(tiny, "cuda", mixed, drafter="none")
+    take_turns(tiny, kind, head)
+
+
+def take_turns(model: Path, kind: str, head: dict[str, Any]) -> None:
+    """Drafters of one engine, whose outputs are captured anew for each, with step times measured at the start."""
+    options: dict[str, Any] = {"max_model_len": 96, "threads": 1, "adaptive": True, **head}
+    with LLM(str(model), device="cuda", **options) as llm:
+        found = []
+        for name in ("none", kind, "recycle", "auto", kind):
+            llm.use_drafter(name, **(head["drafter_options"] if name == kind else {}))
+            found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, [GREEDY, SEEDED])])
+        assert found == found[:1] * len(found)
 
 
 @pytest.mark.skipif(not IS_FAKED, reason="there is a CUDA device")

@@ -3,6 +3,9 @@ is faked."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +205,39 @@ def test_a_plan_may_have_more_blocks_than_there_is_room_for(ops: Ops) -> None:
     for num_blocks, fits in ((10, True), (2**18, False)):
         rows = AttentionRows.pack([0, 1], [num_blocks * BLOCK - 1], [[1] * num_blocks], [-1], 1)
         assert recording.takes(ops.plan(rows, BLOCK)) == fits
+
+
+def test_what_cannot_be_captured_runs_op_by_op(
+    folder: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, failed = torch.cuda.graph, []
+
+    @contextmanager
+    def failing(graph: Any, **options: Any) -> Iterator[None]:
+        with plain(graph, **options):
+            yield
+        if len(failed) < 4:
+            failed.append(graph)
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "graph", failing)
+    runners = make(folder, ops)
+    replayed = set()
+    for step in steps():
+        found, wanted = both(runners, step, ops)
+        assert same(found, wanted)
+        replayed.add(found.is_replayed)
+    assert replayed == {False, True}
+    assert len(caplog.records) == 1
+    assert "Some steps run without a graph" in caplog.text
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured(ops: Ops) -> None:
+    """A graph that is destroyed meanwhile spoils the capture."""
+    collects = []
+    ops.record(lambda plan, numbers: collects.append(gc.isenabled()), INPUTS[:1], 4, 4, None)
+    assert collects == [True, False]
+    assert gc.isenabled()
 
 
 class Doubled:
