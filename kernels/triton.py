@@ -6,11 +6,16 @@ worth a kernel of its own is torch's, as kernels/reference.py has it, captured w
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import specserve.kernels._triton_attention as _attention
@@ -24,6 +29,9 @@ from specserve.ops.backend import KernelOptions
 from specserve.ops.packing import PackedCache, Source, uncached
 
 PRIORITY = 5  # before the reference; the kernels for CPUs are looked at first, as these take a second to import
+
+
+_LEAST_CAPABILITY = 8  # Triton's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,15 @@ class Kernels(_reference.Kernels):
             return "serves GPUs alone: use --device cuda."
         if asked.dtype == "float16":
             return "has no float16: use --dtype bfloat16 or float32."
+        major, minor = torch.cuda.get_device_capability(asked.device)
+        if major < _LEAST_CAPABILITY:
+            return f"serves GPUs of compute capability {_LEAST_CAPABILITY}.0 or more, and this one has {major}.{minor}."
+        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+            return (
+                "needs a C compiler, with which Triton builds what launches its kernels: gcc or clang, or CC names one."
+            )
+        if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+            return "needs Python's headers, as Triton compiles against them: install python3-dev."
         return super().supports(asked)
 
     @cached_property

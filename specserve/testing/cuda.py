@@ -58,6 +58,7 @@ def fake_cuda(free_bytes: int = 2**31, *, interprets: bool = False) -> Iterator[
         replace(torch.cuda, "current_device", lambda: 0)
         replace(torch.cuda, "synchronize", lambda device=None: None)
         replace(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+        replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         replace(torch.cuda, "mem_get_info", lambda device=None: (free_bytes, 2 * free_bytes))
         replace(torch.cuda, "get_device_name", lambda device=None: "a GPU that is not there")
         plain = threading.Thread.run

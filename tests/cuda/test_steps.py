@@ -240,6 +240,32 @@ def test_no_garbage_is_collected_while_a_graph_is_captured(ops: Ops) -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": torch.device("cpu")}, "serves GPUs alone"),
+        ({"dtype": "float16"}, "has no float16"),
+        ({"quantization": "int8"}, "has no int8 weights"),
+        ({"capability": (7, 5)}, "compute capability 8.0 or more, and this one has 7.5"),
+        ({"which": None}, "needs a C compiler"),
+        ({}, None),
+    ],
+)
+def test_what_it_does_not_serve_is_said(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str | None
+) -> None:
+    change = dict(change)
+    capability = change.pop("capability", (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.delenv("CC", raising=False)
+    found = change.pop("which", "/usr/bin/gcc")
+    monkeypatch.setattr("shutil.which", lambda name: found)
+    monkeypatch.setattr(Path, "exists", lambda self: True)
+    asked = KernelOptions(**{"device": ops.device, "dtype": "bfloat16", **change})
+    said = type(ops).supports(asked)  # type: ignore[attr-defined]
+    assert said is None if reason is None else reason in said
+
+
 class Doubled:
     """What it is called with, times two; `sizes` are the rows that it was called with."""
 
