@@ -13,14 +13,11 @@ FORGETS = 0.1  # of what a sequence gained, each time it is asked: ten answers
 # Of drafters that must read a sequence before its first draft (test_sources).
 ON_THE_WAY = 16  # tokens that a draft's first pass reads with the last one: rows that cost little (SmolLM2, LOG)
 LASTS = 64  # steps that a sequence is expected to go on, at most
-MOST_UNPAID = 1.5  # times what catching up took: from there on a draft's losses are no longer lent
-SURELY = 2.0  # times what reading takes must be expected to come back
 # Of what asking takes.
 LEARNS = 0.1  # share of what was measured last
 HELD_UP = 8.0  # times what was expected: more was a pause of the machine
 WARM = 8  # answers of one length to one number of sequences, of which the quickest counts: caches warm
 # Joint admission.
-MARGIN = 1.01  # times as many tokens a second as without drafts: less is not worth the risk
 LOOKS_AGAIN, LIKELY = 32, 0.1  # steps between two in which nodes of that survival are verified to see what they take,
 # where that is in doubt: up to as many rows as the step has anyway (test_rows_that_seemed_dear_are_tried)
 WAIT_S = 0.008  # by which drafts may lengthen a step, for each sequence that decodes, where there are several: a stream

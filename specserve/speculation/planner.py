@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence as Many
 from itertools import accumulate
 
-from specserve.speculation.constants import LIKELY, LOOKS_AGAIN, MARGIN, WAIT_S
+from specserve.speculation.constants import LIKELY, LOOKS_AGAIN, WAIT_S
 from specserve.speculation.cost import DecodeCost
 from specserve.speculation.guard import Guard, Load
 from specserve.speculation.tree import Proposals
@@ -98,7 +98,7 @@ class Planner:
         nodes = nodes[:most]
         self.extra(before + len(nodes))
         curve, taken = self._curve, 0
-        best = self._value(before, expected) * (1.0 if before or load.tokens else MARGIN)
+        best = self._value(before, expected)
         for count, (survival, _, _) in enumerate(nodes, 1):
             if curve[before + count] - curve[0] > affordable:
                 break

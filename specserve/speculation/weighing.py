@@ -10,7 +10,7 @@ from operator import mul
 from types import MappingProxyType
 
 from specserve.runtime.pack import Step
-from specserve.speculation.constants import FORGETS, HOPE, LASTS, MOST_UNPAID, SURELY, WORTH
+from specserve.speculation.constants import FORGETS, HOPE, LASTS, WORTH
 from specserve.speculation.cost import DecodeCost
 from specserve.speculation.guard import Load
 from specserve.speculation.planner import Planner
@@ -32,8 +32,7 @@ class _Record:
     proposals: Proposals | None = None  # of this step
     nodes: list[int] = field(default_factory=list)  # of these, those in the draft
     asked: dict[str, tuple[int, float]] = field(default_factory=dict)  # sources, for how many tokens, and seconds
-    catch_up_cost: float = 0.0  # seconds that its drafter has read for it, and
-    unpaid: float = 0.0  # how many of these its drafts have yet to save
+    unpaid: float = 0.0  # seconds that its drafter has read for it, and that its drafts have yet to save
 
 
 class Weighing:
@@ -131,7 +130,7 @@ class Weighing:
         gain = HOPE if source.gain is None else source.gain
         is_tried = source.gain is not None or not source.catching_up
         steps = min(seq.max_tokens - seq.num_output, LASTS)
-        pays = planner.guard.allowance > 0 and gain * planner.token * steps > SURELY * reading
+        pays = planner.guard.allowance > 0 and gain * planner.token * steps > reading
         if reading and is_tried and pays:
             source.catching_up.add(seq)
         return not reading or (is_tried and pays)
@@ -148,7 +147,6 @@ class Weighing:
             if name != LOOKUPS:
                 record.asked[name] = each.length, counted / len(asked)
             record.unpaid += read
-            record.catch_up_cost += read
 
     def admit(self, proposals: Many[tuple[Sequence, Proposals]], most: int) -> list[list[int]]:
         """Which nodes of each sequence's proposals this step shall verify, at most `most` together."""
@@ -200,10 +198,9 @@ class Weighing:
         saved = gained * token - asking
         before = HOPE if source.gain is None else source.gain
         source.gain = before + FORGETS * (saved / token - before)
-        if record.unpaid:  # what single drafts lose until it is paid back counts too, up to a point
-            unpaid = min(max(record.unpaid - saved, 0.0), MOST_UNPAID * record.catch_up_cost)
-            self._repaid += record.unpaid - unpaid
-            record.unpaid = unpaid
+        repaid = min(record.unpaid, max(saved, 0.0))
+        self._repaid += repaid
+        record.unpaid -= repaid
 
     def end_step(self, drafted: int, seconds: float, telling: float = 0.0) -> None:
         """The step with so many draft rows is over; telling drafters of it took `telling` of its seconds."""

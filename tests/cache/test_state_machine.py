@@ -17,7 +17,7 @@ from specserve.cache import prefix
 from specserve.cache.cache import KVCache
 from specserve.cache.pool import BlockPool, FreeList
 from specserve.cache.storage import KVShape, KVStorage
-from specserve.testing import check_integrity
+from specserve.testing import check_integrity, path_to
 from specserve.types import Draft, SamplingParams, Sequence
 
 BLOCK_SIZE = 4
@@ -88,7 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
         parents = [data.draw(st.integers(-1, i - 1)) for i in range(length)]
         tokens = data.draw(st.lists(st.integers(0, 50), min_size=length, max_size=length))
         draft = Draft(np.array(tokens, np.int32), np.array(parents, np.int32))
-        self._verify(seq, draft, draft.path_to(data.draw(st.integers(-1, length - 1))), early)
+        self._verify(seq, draft, path_to(draft, data.draw(st.integers(-1, length - 1))), early)
 
     @precondition(lambda self: any(seq.cached for seq in self.running))
     @rule(data=st.data(), token=st.integers(0, 50))
@@ -206,7 +206,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self._write_own(seq, num_own)
         for node in range(len(draft)):
-            upto = committed + [int(draft.tokens[i]) for i in draft.path_to(node)]
+            upto = committed + [int(draft.tokens[i]) for i in path_to(draft, node)]
             self._write(seq, len(committed) + node, content(seq.salt, upto))
         bonus = (STREAMS[0] * 9)[len(committed) + len(path)]
         emitted = [int(draft.tokens[i]) for i in path] + [bonus]

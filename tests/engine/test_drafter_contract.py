@@ -33,7 +33,15 @@ from specserve.speculation.base import Needs, StepReport
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
 from specserve.speculation.models import DraftInput
-from specserve.testing import Feed, PagedDecoder, ScriptedDrafter, check_integrity, tiny_config, write_tiny_model
+from specserve.testing import (
+    Feed,
+    PagedDecoder,
+    ScriptedDrafter,
+    check_integrity,
+    path_to,
+    tiny_config,
+    write_tiny_model,
+)
 from specserve.types import SamplingParams
 
 VOCAB = tiny_config("llama")["vocab_size"]
@@ -248,7 +256,7 @@ class TopDrafter(ScriptedDrafter):
         for each in step.seqs:
             own = each.seq.tokens[: each.start + each.num_new]
             for node in range(-1, len(each.draft) if each.verdict is not None else -1):
-                text = (*own, *each.draft.tokens[each.draft.path_to(node)].tolist())
+                text = (*own, *each.draft.tokens[path_to(each.draft, node)].tolist())
                 best = step.top[each.logits_start + 1 + node].tolist()
                 assert self.said.setdefault(text, best) == best
                 self.num_rejected += node >= 0 and node not in each.verdict.path

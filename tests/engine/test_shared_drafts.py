@@ -21,7 +21,7 @@ from specserve.speculation.check import checked
 from specserve.speculation.grammar import constrain
 from specserve.speculation.tree import Proposals
 from specserve.structured.base import Guarded
-from specserve.testing import LanguageGrammar, write_tiny_model
+from specserve.testing import LanguageGrammar, path_to, write_tiny_model
 from specserve.types import Draft, SamplingParams, Sequence
 
 PAIRS_OF_OTHERS = 40  # answers of others, so that hardly a pair of tokens is not in one
@@ -108,7 +108,7 @@ def test_what_takes_up_no_place_is_said_of_one_that_shares_nothing(engine: Engin
 
 
 def paths(draft: Draft, nodes: Any) -> set[tuple[int, ...]]:
-    return {tuple(draft.tokens[draft.path_to(node)].tolist()) for node in nodes}
+    return {tuple(draft.tokens[path_to(draft, node)].tolist()) for node in nodes}
 
 
 texts = st.lists(st.builds(Place, st.integers(1, 4), st.lists(st.integers(0, 3), max_size=4)), max_size=4)

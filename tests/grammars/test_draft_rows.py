@@ -14,7 +14,7 @@ from specserve.structured.base import Grammar, Guarded, Vocabulary
 from specserve.structured.compiler import Compiler
 from specserve.structured.spec import Structured
 from specserve.structured.vocabulary import vocabulary
-from specserve.testing import write_tiny_model
+from specserve.testing import path_to, write_tiny_model
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import Draft, GrammarState, Ids
 
@@ -82,7 +82,7 @@ def draft(draw: Any, grammar: Grammar, said: list[int], words: Vocabulary, is_ch
     for _ in range(draw(st.integers(0, 7))):
         last = len(tokens) - 1
         parent = last if is_chain else draw(st.integers(-1, last))
-        path = Draft(np.array(tokens, np.int32), np.array(parents, np.int32)).path_to(parent)
+        path = path_to(Draft(np.array(tokens, np.int32), np.array(parents, np.int32)), parent)
         token = next_token(draw, grammar, [*said, *(tokens[node] for node in path)], words)
         if (parent, token) not in zip(parents, tokens, strict=True):
             tokens.append(token)
@@ -114,7 +114,7 @@ def test_rows_are_what_replay_from_scratch_says(
     state.fill_draft(guess.tokens, guess.parents, ends, rows[1:-1])
     assert (rows[[0, -1]] == 77).all(), "written beside the rows"
     for node in range(-1, len(guess)):
-        path = [int(guess.tokens[n]) for n in guess.path_to(node)]
+        path = [int(guess.tokens[n]) for n in path_to(guess, node)]
         assert bits(rows[node + 2]) == bits(row_of(grammar, words, said, path, ends))
     assert walked(state, guess, ends, words).tolist() == rows[1:-1].tolist()
 

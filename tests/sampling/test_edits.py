@@ -19,7 +19,7 @@ from specserve.sampling import bad_words
 from specserve.sampling.bad_words import of_ids, of_texts
 from specserve.sampling.sampler import edited
 from specserve.server.engine.messages import Command
-from specserve.testing import sampled
+from specserve.testing import path_to, sampled
 from specserve.types import BadWords, Draft, SamplingParams, Sequence
 
 VOCAB = 49152
@@ -53,7 +53,7 @@ def test_bad_words_are_found_as_by_trying_each(words: list[list[int]], text: lis
     made = of_ids(words)
     found = dict(bad_words.forbidden(made, text, draft))
     for row in range(len(draft) + 1):
-        path = [int(draft.tokens[node]) for node in draft.path_to(row - 1)]
+        path = [int(draft.tokens[node]) for node in path_to(draft, row - 1)]
         assert {*made.always, *found.get(row, ())} == naive(words, text + path)
 
 

@@ -17,7 +17,7 @@ from specserve.kernels._torch_sampling import SamplingArrays, filtered, probabil
 from specserve.sampling.inputs import SamplingInput, ScoredTokens, num_logit_rows
 from specserve.sampling.noise import Purpose, hash_tokens, row_keys, sample
 from specserve.sampling.sampler import Sampler, draft_arrays, edited
-from specserve.testing import sampled
+from specserve.testing import path_to, sampled
 from specserve.types import Draft, Failure, Sequence, TokenLogprobs, Verdict
 
 VOCAB = 61
@@ -36,7 +36,7 @@ def _logits(text: tuple[int, ...], vocab: int = VOCAB) -> torch.Tensor:
 def _rows_of(seqs: list[Sequence], drafts: list[Draft], vocab: int = VOCAB) -> tuple[torch.Tensor, SamplingInput]:
     """What the model says about each row, and the rows."""
     logits = [
-        _logits((*seq.tokens, *(int(draft.tokens[i]) for i in draft.path_to(node))), vocab)
+        _logits((*seq.tokens, *(int(draft.tokens[i]) for i in path_to(draft, node))), vocab)
         for seq, draft in zip(seqs, drafts, strict=True)
         for node in range(-1, len(draft))
     ]

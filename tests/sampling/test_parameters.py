@@ -21,7 +21,7 @@ from specserve.sampling import bad_words, edits
 from specserve.sampling.edits import row_depths
 from specserve.sampling.inputs import SampledSeq, SamplingInput
 from specserve.sampling.sampler import Sampler, draft_arrays, edited
-from specserve.testing import sampled
+from specserve.testing import path_to, sampled
 from specserve.types import Draft, Failure, Ids, SamplingParams, Sequence, Verdict
 
 VOCAB = 12
@@ -88,7 +88,7 @@ def _probabilities(scores: torch.Tensor, params: list[SamplingParams], masks: Id
 
 
 def _path(draft: Draft, row: int) -> list[int]:
-    return [int(draft.tokens[i]) for i in draft.path_to(row - 1)]
+    return [int(draft.tokens[i]) for i in path_to(draft, row - 1)]
 
 
 @settings(max_examples=250, derandomize=True)

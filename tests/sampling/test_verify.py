@@ -24,6 +24,7 @@ from specserve.sampling.inputs import SampledSeq
 from specserve.sampling.sampler import draft_arrays
 from specserve.speculation import grammar
 from specserve.speculation.tree import Proposals
+from specserve.testing import path_to
 from specserve.types import Draft, SamplingParams, Sequence
 
 MODES = ("coupled", "rejection", "block")
@@ -107,7 +108,7 @@ def _without(law: np.ndarray, tokens: list[int]) -> np.ndarray:
 
 
 def _prefix(draft: Draft, node: int) -> tuple[int, ...]:
-    return tuple(int(draft.tokens[i]) for i in draft.path_to(node))
+    return tuple(int(draft.tokens[i]) for i in path_to(draft, node))
 
 
 def outcomes(case: Case, draft: Draft) -> Iterator[tuple[tuple[int, ...], float]]:

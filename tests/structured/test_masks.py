@@ -18,7 +18,7 @@ from specserve.sampling.sampler import Sampler
 from specserve.speculation.grammar import constrain
 from specserve.structured import masks
 from specserve.structured.base import Guarded
-from specserve.testing import LanguageGrammar, LanguageState, scheduled
+from specserve.testing import LanguageGrammar, LanguageState, path_to, scheduled
 from specserve.types import Draft, Ids, SamplingParams, ScheduledSeq, Sequence
 
 VOCAB, EOS = 40, 39
@@ -97,7 +97,7 @@ def test_each_row_is_what_a_walk_from_scratch_says(language: list[list[int]], dr
     assert (rows[:3] == -1).all(), "a free row may become anything"
     assert len(rows) == 4 + len(draft)
     for node in range(-1, len(draft)):
-        path = [int(draft.tokens[n]) for n in draft.path_to(node)]
+        path = [int(draft.tokens[n]) for n in path_to(draft, node)]
         assert bits(rows[3 + node + 1]) == may_come(state, path)
     assert state.said == before
 
@@ -137,7 +137,7 @@ def spelled(language: list[list[int]], said: int = 0, most: int = 99) -> tuple[S
 
 
 def paths_of(draft: Draft) -> list[tuple[int, ...]]:
-    return [tuple(int(draft.tokens[n]) for n in draft.path_to(node)) for node in range(len(draft))]
+    return [tuple(int(draft.tokens[n]) for n in path_to(draft, node)) for node in range(len(draft))]
 
 
 def all_that_may_stand(state: Spelling, draft: Draft, ends: frozenset[int]) -> list[tuple[tuple[int, ...], bool]]:

@@ -17,7 +17,7 @@ from specserve.speculation.grammar import constrain
 from specserve.structured import masks
 from specserve.structured.base import Guarded
 from specserve.structured.reasoning import ReasoningGrammar, ReasoningState, wrapped
-from specserve.testing import LanguageGrammar
+from specserve.testing import LanguageGrammar, path_to
 from specserve.text.reasoning import Reasoning
 from specserve.types import Draft, Ids, SamplingParams, ScheduledSeq, Sequence
 
@@ -171,7 +171,7 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
     assert rows is not None
     stands: dict[int, bool] = {-1: True}
     for node in range(-1, len(draft)):
-        to_node = [*path, *(int(draft.tokens[n]) for n in draft.path_to(node))]
+        to_node = [*path, *(int(draft.tokens[n]) for n in path_to(draft, node))]
         if node >= 0:
             parent = int(draft.parents[node])
             allowed = may_come(language, opening, closing, is_open, to_node[:-1])
@@ -186,7 +186,7 @@ def test_reasoning_that_ends_in_the_midst_of_a_draft_vllm_36138_44297(
         assert len(constrain(seq, replace(draft, q=torch.ones(len(draft), VOCAB)), 20)) == sum(behind)
     led = constrain(seq, draft, 20)
     for node in range(len(led)):
-        to_node = [*path, *(int(led.tokens[n]) for n in led.path_to(node))]
+        to_node = [*path, *(int(led.tokens[n]) for n in path_to(led, node))]
         assert to_node[-1] in may_come(language, opening, closing, is_open, to_node[:-1])
     assert filled(state) == may_come(language, opening, closing, is_open, path)
 
