@@ -101,15 +101,15 @@ def attention_in(
     partial = None if is_looped else torch.empty((rows, heads, splits, d), dtype=torch.float32, device=q.device)
     scalars = None if is_looped else torch.empty((2, rows, heads, splits), dtype=torch.float32, device=q.device)
     where = (plan.row_seq, plan.visible, plan.prefix, plan.path_start, plan.paths, plan.tables)
-    window = _ALL if window is None else window
-    numbers = (plan.tables.stride(0), kv.stride(0), rows, window, scale * _LOG2_E)
+    width = _ALL if window is None else window
+    numbers = (plan.tables.stride(0), kv.stride(0), rows, width, scale * _LOG2_E)
     constants = _constants(q, kv, cut or cut_for(d, kv.element_size()))
     constants |= {"BLOCK_SIZE": plan.block_size, "LOOPED": is_looped}
     _attention_kernel[rows, kv.shape[2], splits](q, kv, out, partial, scalars, *where, *numbers, **constants)
     if not is_looped:
         block_d = triton.next_power_of_2(d)
         tensors = (partial, scalars, out, plan.visible)
-        sizes = (splits, rows, window, heads, d, block_d, SPLIT, MERGED_AT_ONCE)
+        sizes = (splits, rows, width, heads, d, block_d, SPLIT, MERGED_AT_ONCE, window is not None)
         _merge_kernel[rows, heads](*tensors, *sizes, num_warps=max(block_d // 64, 1), **overlap(q.device))
     return out
 
@@ -280,31 +280,50 @@ def _attention_kernel(
             tl.store(scalars + rows.to(tl.int64) * HEADS * tl.num_programs(2) + place, total, mask=is_here)
 
 
+@triton.jit
+def _merge_some(
+    top, total, mixed, begin, end, partial, scalars, head, splits, num_heads,
+    D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """With AT_ONCE splits from `begin` on. Those from `end` on, which the row does not have, are read, but merged as sums
+    of nothing, which changes no bit: so loads wait neither for each other nor for `end`."""
+    at_d = tl.arange(0, mixed.shape[0])
+    for i in tl.static_range(AT_ONCE):
+        split = begin + i
+        place = head * splits + split
+        top_next = tl.load(scalars + place, mask=split < splits, other=0.0)
+        total_next = tl.load(scalars + num_heads * splits + place, mask=split < splits, other=0.0)
+        mixed_next = tl.load(partial + place * D + at_d, mask=(split < splits) & (at_d < D), other=0.0)
+        top, left, right = _shares(top, tl.where(split < end, top_next, float("-inf")))
+        total = tl.fma(total, left, tl.where(split < end, total_next, 0.0) * right)
+        mixed = _fma(mixed, left, tl.where(split < end, mixed_next, 0.0) * right)
+    return top, total, mixed
+
+
 @triton.jit(do_not_specialize=["splits", "rows", "window"])
 def _merge_kernel(
     partial, scalars, out, visible, splits, rows, window,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head). Splits that the row does not have are merged as sums of nothing, which changes no bit."""
+    """Program (row, head)."""
     row = tl.program_id(0).to(tl.int64)
     head = row * HEADS + tl.program_id(1)
+    num_heads = rows.to(tl.int64) * HEADS
     follow(OVERLAP)
     stop = tl.load(visible + row)
     end = tl.cdiv(stop, SPLIT)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(stop - window, 0) // SPLIT
+    top, total, mixed = _merge_some(
+        float("-inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32),
+        first, end, partial, scalars, head, splits, num_heads, D, AT_ONCE,
+    )  # fmt: skip
+    for begin in range(first + AT_ONCE, end, AT_ONCE):
+        top, total, mixed = _merge_some(
+            top, total, mixed, begin, end, partial, scalars, head, splits, num_heads, D, AT_ONCE
+        )
     at_d = tl.arange(0, BLOCK_D)
-    top = float("-inf")
-    total = 0.0
-    mixed = tl.zeros((BLOCK_D,), tl.float32)
-    for begin in range(tl.maximum(stop - window, 0) // SPLIT, end, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            split = begin + i
-            place = head * splits + split
-            top_next = tl.load(scalars + place, mask=split < end, other=float("-inf"))
-            total_next = tl.load(scalars + rows.to(tl.int64) * HEADS * splits + place, mask=split < end, other=0.0)
-            mixed_next = tl.load(partial + place * D + at_d, mask=(split < end) & (at_d < D), other=0.0)
-            top, left, right = _shares(top, top_next)
-            total = tl.fma(total, left, total_next * right)
-            mixed = _fma(mixed, left, mixed_next * right)
     y = mixed / tl.where(stop > 0, total, 1.0)
     tl.store(out + head * D + at_d, rounded(y, out.dtype.element_ty), mask=at_d < D)

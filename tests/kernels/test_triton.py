@@ -22,7 +22,7 @@ from specserve.ops import AttentionRows, HeadNorms, Rotation
 from specserve.testing.interpreted import mend_interpreter
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-BLOCK = 16
+BLOCK, NUM_BLOCKS = 16, 160
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -175,7 +175,7 @@ def plan_of(rows: AttentionRows, as_paths: bool = False) -> Plan:
 
 
 def layout(lengths: list[int], cached: list[int], parents: list[list[int]]) -> AttentionRows:
-    blocks = iter(np.random.default_rng(0).permutation(100).tolist())
+    blocks = iter(np.random.default_rng(0).permutation(NUM_BLOCKS).tolist())
     tables = [[next(blocks) for _ in range(-(-(a + b) // BLOCK))] for a, b in zip(cached, lengths, strict=True)]
     starts = np.cumsum([0, *lengths]).tolist()
     return AttentionRows.pack(starts, cached, tables, list(itertools.chain(*parents)), Kernels.row_multiple)
@@ -197,6 +197,7 @@ SHAPES = [(6, 2, 64), (2, 2, 80), (4, 1, 128), (20, 1, 16)]  # heads, kv heads, 
 STEPS = {
     "chains": ([1, 4, 1], [0, 254, 30], [chain(1), chain(4), chain(1)]),
     "long": ([1], [512], [chain(1)]),
+    "longest": ([1], [2304], [chain(1)]),  # more splits than are merged at once
     "chain": ([6], [252], [chain(6)]),  # which a program may have together
     "trees": ([5, 1], [253, 40], [[-1, 0, 0, 1, -1], chain(1)]),
     "block": ([4, 2], [254, 9], [ring(4), ring(2)]),
@@ -207,7 +208,7 @@ def compared(heads: int, kv_heads: int, d: int, step: str, window: int | None, d
     """All forms of the kernel against the reference."""
     rows = layout(*STEPS[step])
     plan, reference = plan_of(rows), Kernels(DEVICE, dtype)
-    kv, q, scale = normal(2, 100 * BLOCK, kv_heads, d).to(dtype), normal(rows.num_rows, heads, d), d**-0.5
+    kv, q, scale = normal(2, NUM_BLOCKS * BLOCK, kv_heads, d).to(dtype), normal(rows.num_rows, heads, d), d**-0.5
     num_real = len(rows.parents)
     expected = reference.attention(q, kv, reference.plan(rows, BLOCK), scale, window)[:num_real]
     split = attention.attention_in(False, q, kv, plan, scale, window)
@@ -229,6 +230,11 @@ def test_attention_of_one_sequence(dtype: torch.dtype, step: str) -> None:
     compared(4, 2, 64, step, None, dtype)
 
 
+def test_attention_of_many_splits() -> None:
+    torch.manual_seed(0)
+    compared(2, 1, 16, "longest", None, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("step", "window"), [("chain", 1), ("chain", 100), ("trees", 100), ("long", 256)])
 def test_attention_in_a_window(step: str, window: int) -> None:
     torch.manual_seed(0)
@@ -240,7 +246,7 @@ def test_a_tree_s_path_is_a_chain(dtype: torch.dtype) -> None:
     random.seed(3)
     parents, cached = tree(6), 254
     rows = layout([6], [cached], [parents])
-    kv, q = normal(2, 100 * BLOCK, 2, 64).to(dtype), normal(rows.num_rows, 4, 64)
+    kv, q = normal(2, NUM_BLOCKS * BLOCK, 2, 64).to(dtype), normal(rows.num_rows, 4, 64)
     found = attention.attention(q, kv, plan_of(rows), 0.1, None)
     for leaf in (5, 3):
         path = _ancestors(parents, leaf)
@@ -259,7 +265,7 @@ def test_a_tree_s_path_is_a_chain(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning")
 def test_a_row_that_is_nan_stays_alone(dtype: torch.dtype) -> None:
     rows = layout(*STEPS["trees"])
-    kv, q = normal(2, 100 * BLOCK, 2, 64).to(dtype), normal(rows.num_rows, 4, 64)
+    kv, q = normal(2, NUM_BLOCKS * BLOCK, 2, 64).to(dtype), normal(rows.num_rows, 4, 64)
     whole = attention.attention(q, kv, plan_of(rows), 0.1, None)
     q[2] = float("nan")
     broken = attention.attention(q, kv, plan_of(rows), 0.1, None)
