@@ -285,8 +285,8 @@ def _merge_some(
     top, total, mixed, begin, end, partial, scalars, head, splits, num_heads,
     D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """With AT_ONCE splits from `begin` on. Those from `end` on, which the row does not have, are read, but merged as sums
-    of nothing, which changes no bit: so loads wait neither for each other nor for `end`."""
+    """With AT_ONCE splits from `begin` on. From `end` on the row has none: they are read, but merged as sums of
+    nothing, which changes no bit. So loads wait neither for each other nor for `end`."""
     at_d = tl.arange(0, mixed.shape[0])
     for i in tl.static_range(AT_ONCE):
         split = begin + i
