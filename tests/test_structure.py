@@ -67,7 +67,7 @@ WITH_MODELS = (
     *("draft_model", "eagle", "block", "medusa"),
     *("models", "context", "model_runner", "draft_sampler", "likeliest"),
 )
-CORE_LIMIT = 4_800
+CORE_LIMIT = 4_500
 CONFIG_FIELDS_LIMIT = 22
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}
 FILE_LIMIT = 400

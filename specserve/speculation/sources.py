@@ -32,13 +32,9 @@ class SourceCost:
         self._num_answers: Counter[tuple[int, int]] = Counter()
         self._per_token = 0.0  # of reading
 
-    @property
-    def is_known(self) -> bool:
-        return bool(self._drafts)
-
     def of(self, length: int, num_seqs: int = 1) -> float:
         """Of a draft, where so many sequences are asked for together; 0 while nothing is known."""
-        if not length or not self.is_known:
+        if not length or not self._drafts:
             return 0.0
         size = num_seqs.bit_length()
         drafts = self._drafts[min(self._drafts, key=lambda known: abs(known - size))]
@@ -91,7 +87,7 @@ class Source:
     def explores(self, seconds: float) -> bool:
         """Take so long from what is left for exploring, if that is enough, or if nothing is known yet."""
         self.price = seconds
-        if self.cost.is_known and not 0 < seconds <= self.explored:
+        if self.cost.of(1) and not 0 < seconds <= self.explored:
             return False
         self.explored -= seconds
         return True

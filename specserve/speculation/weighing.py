@@ -208,7 +208,4 @@ class Weighing:
         self.planner.end_step(drafted, self._accepted, drafting, seconds, self._reading, self._repaid)
         for source in self.sources.values():
             source.end_step(seconds)
-            source.catching_up = {seq for seq in source.catching_up if self._is_unpaid(seq)}
-
-    def _is_unpaid(self, seq: Sequence) -> bool:
-        return seq in self._records and bool(self._records[seq].unpaid)
+            source.catching_up = {s for s in source.catching_up if s in self._records and self._records[s].unpaid}
