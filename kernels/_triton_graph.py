@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -27,12 +28,13 @@ _SPLITS = (4, 32, 256, 2**31)
 
 class Staging:
     """Memory of the host, page-locked, and as much on the device: whoever captures shares it, as all of it runs in one
-    stream and is copied there before each run. A stream is one thread's."""
+    stream and is copied there before each run."""
 
     def __init__(self, device: torch.device) -> None:
         self._host = torch.zeros(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
         self.array: NDArray[np.uint8] = self._host.numpy()
         self.memory = torch.zeros(_STAGED_BYTES, dtype=torch.uint8, device=device)
+        self.lock = threading.RLock()  # of whoever writes, copies and replays: a drafter may have a thread of its own
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._has_failed = False
@@ -141,39 +143,44 @@ class GraphRecording(Generic[T]):
         captured, which runs nothing."""
         inputs, plan = [own for _, own in self._inputs], self._plan
         plan.max_splits = max_splits
-        self._staging.memory.zero_()  # row 0, token 0, slot 0: what others staged may be no row at all
-        self._function(plan, *inputs)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with self._staging.capturing(graph):
-                if plan.is_used:
-                    plan.broken.zero_()
-                return graph, self._function(plan, *inputs)
-        except RuntimeError as error:  # as torch calls all that a device or its memory refuses
-            self._staging.give_up(error)
-            return None
+        graph, staging = torch.cuda.CUDAGraph(), self._staging
+        with staging.lock:
+            staging.memory.zero_()  # row 0, token 0, slot 0: what others staged may be no row at all
+            self._function(plan, *inputs)
+            try:
+                with staging.capturing(graph):
+                    if plan.is_used:
+                        plan.broken.zero_()
+                    return graph, self._function(plan, *inputs)
+            except RuntimeError as error:  # as torch calls all that a device or its memory refuses
+                staging.give_up(error)
+                return None
 
-    @torch.inference_mode()
     def fill(self, inputs: Sequence[NDArray[Any] | Tensor]) -> None:
-        self._staging.wait()
-        for (array, own), given in zip(self._inputs, inputs, strict=True):
-            if array is None:
-                assert isinstance(given, Tensor), "rows of several numbers come from the device"
-                own[: len(given)].copy_(given)
-            else:
-                array[: len(given)], array[len(given) :] = given, 0
+        self._given = inputs  # until they are copied with the plan
 
     @torch.inference_mode()
     def start(self, num_rows: int, num_gathered: int, plan: Plan | None) -> None:
         captured = self._captured(1 if plan is None else plan.num_splits)
         assert captured is not None, "it takes the plan"
         graph, self.found = captured
-        self._staging.copy(self._end_of_inputs if plan is None else self._write(plan))
-        graph.replay()
-        if plan is not None:
-            self._broken.copy_(self._plan.broken, non_blocking=True)
-            self._copied.record()
-            plan.found = Found(self._flags[: plan.num_rows], self._copied)
+        with self._staging.lock:
+            self._staging.wait()
+            self._write_inputs()
+            self._staging.copy(self._end_of_inputs if plan is None else self._write(plan))
+            graph.replay()
+            if plan is not None:
+                self._broken.copy_(self._plan.broken, non_blocking=True)
+                self._copied.record()
+                plan.found = Found(self._flags[: plan.num_rows], self._copied)
+
+    def _write_inputs(self) -> None:
+        for (array, own), given in zip(self._inputs, self._given, strict=True):
+            if array is None:
+                assert isinstance(given, Tensor), "rows of several numbers come from the device"
+                own[: len(given)].copy_(given)
+            else:
+                array[: len(given)], array[len(given) :] = given, 0
 
     def finish(self) -> None:
         """Whatever works on its tensors runs in the same stream, after it."""

@@ -99,6 +99,8 @@ class Runner:
         logits, with every step from now on. Between steps."""
         if (taps, top_k) != (self.taps, self.top_k):
             self.taps, self.top_k = taps, top_k
+            self._views.clear()
+            del self._captured  # first: both together would take twice the memory
             self._capture()
 
     def start(self, inputs: StepInput, features: Tensor | None = None) -> None:
