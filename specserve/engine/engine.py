@@ -17,7 +17,6 @@ from specserve.runtime.pack import Step, pack_step
 from specserve.sampling.inputs import num_logit_rows
 from specserve.speculation.controller import DraftController
 from specserve.speculation.host import DraftHost
-from specserve.speculation.policy import Policy
 from specserve.speculation.weighing import Weighing
 from specserve.structured.base import Grammar
 from specserve.structured.masks import Masks, advance
@@ -45,6 +44,7 @@ class Engine:
         self.cache = cache
         self.scheduler = scheduler
         self.drafting = drafting
+        self.policy = drafting.policy
         self.limits = limits
         self.counters = counters
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
@@ -60,11 +60,6 @@ class Engine:
         self.executor.set_outputs(drafter.needs.hidden_layers, drafter.needs.top_k)
         self.policy.replace(drafter, num_speculative_tokens)
         self.drafting.weighing = Weighing(self.scheduler.cost.decoding) if adaptive else None
-
-    @property
-    def policy(self) -> Policy:
-        """Who may draft."""
-        return self.drafting.policy
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from specserve.speculation.constants import Q_TOLERANCE
 from specserve.types import Draft
-
-Q_TOLERANCE = 1e-3  # how far a row's sum may be from 1: float32 softmax over 256k ids errs by less, bfloat16 by more
 
 
 def checked(draft: Any, budget: int, vocab_size: int, is_ours: bool = False) -> Draft | str:

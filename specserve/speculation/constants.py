@@ -17,6 +17,15 @@ LASTS = 64  # steps that a sequence is expected to go on, at most
 LEARNS = 0.1  # share of what was measured last
 HELD_UP = 8.0  # times what was expected: more was a pause of the machine
 WARM = 8  # answers of one length to one number of sequences, of which the quickest counts: caches warm
+# What drafters take.
+NGRAMS_PER_STEP = 2**12  # that are taken in for all sequences of a step together: 1 to 2 ms, as was measured
+MOST_MISSING = (
+    16  # tokens of a sequence without KV of a head that drafts all the same, and that wait to be written to it:
+)
+# by default a block of the prefix cache, so that who goes on from a prefix of a sequence gets drafts
+LATE_MEMORY_BYTES = 4 * 2**20  # of a drafter that comes when the cache has its size: small beside what that leaves, and
+# 25,000 tokens of a suffix store
+Q_TOLERANCE = 1e-3  # how far a row's sum may be from 1: float32 softmax over 256k ids errs by less, bfloat16 by more
 # Joint admission.
 LOOKS_AGAIN, LIKELY = 32, 0.1  # steps between two in which nodes of that survival are verified to see what they take,
 # where that is in doubt: up to as many rows as the step has anyway (test_rows_that_seemed_dear_are_tried)
@@ -31,8 +40,7 @@ STALE = 512  # steps after which a load's plain steps tell no more of it
 PAUSE = 2.0  # times what steps with drafts of as many rows take: more is a pause of the machine
 BLOCKS = ((1.3, 256), (1.1, 64), (0.0, 16))  # by measured speed: steps with drafts, at most, between two plain ones,
 # which cost 0.1 % of what drafts gain at 1.3x, 0.2 % at 1.1x, and 6 % of the steps where nothing is gained
-TRIAL = 0.5  # plain steps that drafts may lose where nothing is left, to show that they pay again,
-LEAST = 0.1  # plain steps: less is as good as nothing
+TRIAL = 0.5  # plain steps that drafts may lose where nothing is left, to show that they pay again
 TRIAL_AFTER = 32  # plain steps, or twice as many as the last time it failed: drafting is back within 32 steps
 # Acceptance (replays of seven texts, LOG).
 BUCKETS, DEPTHS = 8, 8  # of confidence, and of depth; deeper is as the deepest

@@ -15,12 +15,10 @@ from specserve.models.heads.loading import HeadLoader
 from specserve.models.loader import load_model
 from specserve.ops import Ops
 from specserve.runtime.runner import Model
+from specserve.speculation.constants import LATE_MEMORY_BYTES
 from specserve.speculation.model_runner import ModelRunner
 from specserve.text.tokenizer import Tokenizer
 from specserve.text.vocabularies import SharedVocabulary, shared_vocabulary
-
-# Of a drafter that comes when the cache has its size: small beside what that leaves; 25,000 tokens of a suffix store.
-LATE_MEMORY_BYTES = 4 * 2**20
 
 
 class TargetContext:

@@ -140,7 +140,7 @@ class Guard:
             return
         if self._trial is not None:
             self._trial_steps += 1
-            if self._trial < tuned.LEAST * plain or self._trial_steps == tuned.TRIAL_AFTER:
+            if self._trial < 0 or self._trial_steps == tuned.TRIAL_AFTER:
                 is_better = self._trial > tuned.TRIAL * plain
                 self._trial, self._blocked = None, self._wait if is_better else 0
                 self._wait = tuned.TRIAL_AFTER if is_better else 2 * self._wait

@@ -10,10 +10,7 @@ from torch import Tensor
 from specserve.ops import Ops
 from specserve.runtime.runner import Model
 from specserve.speculation.base import DraftContext, SequenceView
-
-# Tokens of a sequence without KV of a head that drafts all the same: by default a block of the prefix cache. No more
-# wait to be written to a head, so that who goes on from a prefix of a sequence gets drafts.
-MOST_MISSING = 16
+from specserve.speculation.constants import MOST_MISSING as MOST_MISSING
 
 
 class DraftInput(NamedTuple):

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from specserve.errors import ConfigError
 from specserve.speculation.base import DraftContext
+from specserve.speculation.constants import NGRAMS_PER_STEP as NGRAMS_PER_STEP
 from specserve.types import Ids
 
 T = TypeVar("T")
-
-NGRAMS_PER_STEP = 2**12  # that are taken in for all sequences of a step together: 1 to 2 ms, as was measured
 
 
 class NgramIndex:
