@@ -99,8 +99,7 @@ class Runner:
         logits, with every step from now on. Between steps."""
         if (taps, top_k) != (self.taps, self.top_k):
             self.taps, self.top_k = taps, top_k
-            self._views.clear()
-            del self._captured  # first: both together would take twice the memory
+            del self._captured, self._views  # first: what is captured anew would take as much memory again
             self._capture()
 
     def start(self, inputs: StepInput, features: Tensor | None = None) -> None:
@@ -120,11 +119,11 @@ class Runner:
         later rows would read is not what it computed.
         """
         computed = self._captured.finish()
-        size = self._num_rows if self.taps else 0, len(self._logit_rows)
-        key = id(computed), *size  # of a recording, which lives as long as this
+        # What a recording computes lives as long as this.
+        key = id(computed), self._num_rows if self.taps else 0, len(self._logit_rows)
         found = self._views.get(key) if self._captured.is_replayed else None
         if found is None:
-            found = computed.of(*size)
+            found = computed.of(*key[1:])
             if self._captured.is_replayed:  # into the same tensors each time, and slicing takes time
                 if len(self._views) == _MOST_VIEWS:
                     self._views.clear()
@@ -147,8 +146,7 @@ class Runner:
         inputs = [Input(torch.int64), Input(torch.int64), Input(torch.int64, is_gathered=True)]
         if width := self.model.features_width:
             inputs.append(Input(torch.float32, width))
-        row = AttentionRows.pack([0, 1], [0], [[0]], [-1], self.ops.row_multiple)
-        plan = self.ops.plan(row, self.block_size)
+        plan = self.ops.plan(AttentionRows.pack([0, 1], [0], [[0]], [-1], self.ops.row_multiple), self.block_size)
         self._captured = Captured(self.ops, compute, inputs, self.max_rows, self.max_logit_rows, plan)
         self._views: dict[tuple[int, int, int], _Computed] = {}
 
