@@ -4,7 +4,7 @@ token and its 20 best take 3 KB, packed a tenth of that."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 
@@ -37,11 +37,7 @@ class Packed(Sequence[Any]):
         for _, block in self._blocks:
             yield from _unpack(block)
 
-    @overload
-    def __getitem__(self, place: int) -> Any: ...
-    @overload
-    def __getitem__(self, place: slice) -> Packed: ...
-    def __getitem__(self, place: int | slice) -> Any:
+    def __getitem__(self, place: Any) -> Any:
         if place == slice(None):
             return Packed(self._blocks)
         found = list(self)[place]
