@@ -1,5 +1,6 @@
 """Every constant of who drafts and how much, with what chose it: tests in virtual time are those of tests/speculation,
-replays and measurements are in benchmarks/LOG.md."""
+replays and measurements are in benchmarks/LOG.md. That of 2026-11-26 changed one after another: what it could not tell
+from its absence is gone, or is for what virtual time does not have (pauses, first answers, answers that end early)."""
 
 from __future__ import annotations
 
@@ -47,7 +48,6 @@ BUCKETS, DEPTHS = 8, 8  # of confidence, and of depth; deeper is as the deepest
 PRIOR = 4.0  # trials that a source's own confidence counts for
 KEPT = 0.99  # of the weight of what was counted, with each trial: about the last hundred count
 OWN_PRIOR, OWN_KEPT = 2.0, 0.95  # hits that are expected of a sequence before it has any; of the others' weight
-RARELY, MOSTLY = 0.01, 0.98  # chances of a node, at least and at most
 FORCED = 0.97  # how likely a forced token is at first: others may spell the same
 # What steps cost.
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # of steps that are told apart
