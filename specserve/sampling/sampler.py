@@ -65,13 +65,18 @@ class Sampler:
         vocab_size; q, where there is one, is finite, not negative and sums to 1 in each row. What follows a token that
         ends the sequence is for the caller to trim. `best` is ops.argmax(logits), where that is known.
         """
-        drafts = draft_arrays(asked.seqs)
-        num_rows = drafts.rows.shape[1]
+        num_rows = num_logit_rows(asked.seqs)
         assert logits.shape[1] == self.vocab_size, "logits are not of this vocabulary"
         assert len(logits) >= num_rows, "logits are not of this batch"
         assert masks is None or masks.shape == (num_rows, -(-self.vocab_size // 32)), "masks are not of this batch"
         if best is None:
             best = self._ops.argmax(logits)
+        # Where nothing is drawn, edited or masked, the best is the answer: 60 us of a step less.
+        if masks is None and not any(len(e.draft) or e.params.temperature or e.edits for e in asked.seqs):
+            pairs = zip(best[:num_rows].tolist(), asked.seqs, strict=True)
+            said = [Verdict([top], []) if top >= 0 else _failure(top, each.position) for top, each in pairs]
+            return self._with_logprobs(logits, asked.seqs, said)
+        drafts = draft_arrays(asked.seqs)
         verified = self._ops.verify(edited(logits, asked), best, drafts, self._hashed, masks, self.verification)
         tokens, nodes = verified.tokens.tolist(), verified.nodes.tolist()
         found: list[Verdict | Failure] = []
