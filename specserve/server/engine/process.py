@@ -219,7 +219,7 @@ def _warm_up(port: LocalPort) -> None:
     """Two steps, so that the first request does not pay for what is made once; nothing of them remains. Raises
     ModelError for weights that make no logits: they hold NaN or are infinite."""
     events: list[Event | SpecserveError] = []
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    params = SamplingParams(max_tokens=2, ignore_eos=True, top_k=1, seed=0)  # sampled, and the same at each start
     port.submit(Request(id="warm-up", prompt_ids=[0], params=params), events.append)
     while port.step():
         pass
