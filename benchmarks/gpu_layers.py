@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from gpu_kernels import BLOCK_SIZE, DEVICE, chain_plan, normal
-from gpu_timing import copy_gb_per_s
+from gpu_timing import copy_gb_per_s, replay_us
 from torch import Tensor
 
 import specserve.kernels._triton_attention as attention
@@ -134,11 +134,6 @@ def replayed(model: Model, rows: int, overlaps: bool) -> tuple[float, list[Tenso
             out = model.run(rows)
     times, outs = [], []
     for _ in range(REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / model.sizes.layers)
+        times.append(replay_us(graph) / model.sizes.layers)
         outs.append(out.clone())
     return median(times), outs

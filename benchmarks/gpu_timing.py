@@ -27,15 +27,17 @@ def graph_us(launches: Sequence[Callable[[], object]], at_least: int = 24) -> fl
         for launch in launches:
             launch()
     graph.replay()
-    times: list[float] = []
-    for _ in range(_REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / len(launches))
-    return median(times)
+    return median(replay_us(graph) for _ in range(_REPLAYS)) / len(launches)
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop) * 1e3)
 
 
 def copy_gb_per_s() -> float:

@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve.kernels._triton_numbers import add_product, follow, overlap, rounded
+from specserve.kernels._triton_plan import SPLIT
 
-SPLIT = 256  # logical positions; whole tiles
 MERGED_AT_ONCE = 8  # splits whose loads do not wait for each other
 _ENOUGH_PROGRAMS = 2048  # rows times kv heads that keep a GPU busy without splits, several rows in a program
 _MOST_PARTIAL_BYTES = 64 * 2**20

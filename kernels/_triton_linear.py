@@ -146,11 +146,13 @@ def _empty(x: Tensor, weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _tile_of_x(x, at_m, at_k, rows, k, EVEN_K: tl.constexpr):
+def _tile_of_x(x, at_m, at_k, rows, k, EVEN_K: tl.constexpr, dtype: tl.constexpr):
+    """[BLOCK_M, BLOCK_K] of `dtype`"""
     mask = (at_m < rows)[:, None]
     if not EVEN_K:
         mask = mask & (at_k < k)[None, :]
-    return tl.load(x + at_m.to(tl.int64)[:, None] * k + at_k[None, :], mask=mask, other=0.0)
+    tile = tl.load(x + at_m.to(tl.int64)[:, None] * k + at_k[None, :], mask=mask, other=0.0)
+    return tile if tile.dtype == dtype else rounded(tile, dtype)
 
 
 @triton.jit
@@ -209,9 +211,7 @@ def _linear_kernel(
     follow(OVERLAP)
     for start in range(0, k, BLOCK_K):
         at_k = start + tl.arange(0, BLOCK_K)
-        left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K)
-        if left.dtype != dtype:
-            left = rounded(left, dtype)
+        left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K, dtype)
         total = add_product(left, _tile_of_weight(weight, at_n, at_k, k, EVEN_K), total)
     if bias is not None:
         total += tl.load(bias + at_n).to(tl.float32)[None, :]
@@ -254,9 +254,7 @@ def _gated_kernel(
     follow(OVERLAP)
     for start in range(0, k, BLOCK_K):
         at_k = start + tl.arange(0, BLOCK_K)
-        left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K)
-        if left.dtype != dtype:
-            left = rounded(left, dtype)
+        left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K, dtype)
         gate = add_product(left, _tile_of_weight(weight, at_n, at_k, k, EVEN_K), gate)
         up = add_product(left, _tile_of_weight(weight, at_n + n, at_k, k, EVEN_K), up)
     if bias is not None:

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-OVERLAPS = False
+OVERLAPS = False  # whether kernels start while the one before ends: `benchmarks/gpu.py --part layers` says if it pays
 
 H100_SHARED_MEMORY = 227 * 1024  # bytes that a program may have; where there is no device, it is for this one
 

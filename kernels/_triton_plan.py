@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specserve.ops import AttentionRows
 
-SPLIT = 256  # logical positions that one program of attention reads
+SPLIT = 256  # logical positions that one program of attention reads: whole tiles
 # The arrays of a plan that have a number a row, and that of a row of padding, which sees nothing and writes nowhere.
 PARTS = {"write_slots": -1, "row_seq": 0, "visible": 0, "prefix": 0, "path_start": 0}
 

@@ -5,14 +5,14 @@ from its absence is gone, or is for what virtual time does not have (pauses, fir
 from __future__ import annotations
 
 # What is worth asking, and how long drafts are.
-MOST_JUMP_FORWARD = 16  # forced tokens of a draft: a step of so many rows takes half as long again as one of one (LOG)
+MOST_JUMP_FORWARD = 16  # forced tokens of a draft; a step of so many rows takes about half as long again as one of one
 WORTH = 0.04  # more tokens a second must be expected of a model that is asked: it slows other things down, too
 EXPLORED = 0.005  # of a step's time for asking what seems not to pay: half of what drafts may lose in all
-MOST_EXPLORED = 4.0  # answers that may be saved up for, which a hundred steps of a good source show to be enough
+MOST_EXPLORED = 4.0  # answers that may be saved up for: what a source saves while it pays is not for when it does not
 HOPE = 0.5  # tokens a step that a new sequence is expected to gain: a source's prior of being accepted
 FORGETS = 0.1  # of what a sequence gained, each time it is asked: ten answers
 # Of drafters that must read a sequence before its first draft (test_sources).
-ON_THE_WAY = 16  # tokens that a draft's first pass reads with the last one: rows that cost little (SmolLM2, LOG)
+ON_THE_WAY = 16  # tokens that a draft's first pass reads with the last one; more are read, and paid for, before it
 LASTS = 64  # steps that a sequence is expected to go on, at most
 # Of what asking takes.
 LEARNS = 0.1  # share of what was measured last
@@ -28,6 +28,7 @@ LATE_MEMORY_BYTES = 4 * 2**20  # of a drafter that comes when the cache has its 
 # 25,000 tokens of a suffix store
 Q_TOLERANCE = 1e-3  # how far a row's sum may be from 1: float32 softmax over 256k ids errs by less, bfloat16 by more
 # Joint admission.
+FEW_NODES = 8  # that costs are looked up for at once, as many as a sequence alone has
 LOOKS_AGAIN, LIKELY = 32, 0.1  # steps between two in which nodes of that survival are verified to see what they take,
 # where that is in doubt: up to as many rows as the step has anyway (test_rows_that_seemed_dear_are_tried)
 WAIT_S = 0.008  # by which drafts may lengthen a step, for each sequence that decodes, where there are several: a stream
@@ -43,7 +44,7 @@ BLOCKS = ((1.3, 256), (1.1, 64), (0.0, 16))  # by measured speed: steps with dra
 # which cost 0.1 % of what drafts gain at 1.3x, 0.2 % at 1.1x, and 6 % of the steps where nothing is gained
 TRIAL = 0.5  # plain steps that drafts may lose where nothing is left, to show that they pay again
 TRIAL_AFTER = 32  # plain steps, or twice as many as the last time it failed: drafting is back within 32 steps
-# Acceptance (replays of seven texts, LOG).
+# Acceptance (PRIOR, KEPT, OWN_PRIOR and OWN_KEPT: the replay).
 BUCKETS, DEPTHS = 8, 8  # of confidence, and of depth; deeper is as the deepest
 PRIOR = 4.0  # trials that a source's own confidence counts for
 KEPT = 0.99  # of the weight of what was counted, with each trial: about the last hundred count

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence as Many
 from itertools import accumulate
 
-from specserve.speculation.constants import LIKELY, LOOKS_AGAIN, WAIT_S
+from specserve.speculation.constants import FEW_NODES, LIKELY, LOOKS_AGAIN, WAIT_S
 from specserve.speculation.cost import DecodeCost
 from specserve.speculation.guard import Guard, Load
 from specserve.speculation.tree import Proposals
@@ -33,7 +33,7 @@ class Planner:
     def start(self, load: Load) -> None:
         """A step without drafts so far."""
         self.load = load
-        self._curve = self._cost.curve(load.rows + load.tokens, 0, load.context)
+        self._curve = self._cost.curve(load.rows + load.tokens, FEW_NODES, load.context)
         self.plain = self._curve[0] if not load.tokens else self._cost.seconds(load.rows, load.context)
         self._num_chosen, self._expected, self._asking = 0, float(load.rows), 0.0
         self.guard.begin(load)
@@ -45,7 +45,7 @@ class Planner:
         """Seconds that so many nodes add to the step."""
         if count >= len(self._curve):
             load = self.load
-            self._curve = self._cost.curve(load.rows + load.tokens, max(count, 8), load.context)
+            self._curve = self._cost.curve(load.rows + load.tokens, count, load.context)
         return self._curve[count] - self._curve[0]
 
     @property

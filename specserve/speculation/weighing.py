@@ -124,8 +124,9 @@ class Weighing:
         return length
 
     def _may_ask(self, seq: Sequence, reading: float) -> bool:
-        """Whether a sequence that its drafter has yet to read, for so many seconds, is expected to save these, and
-        there is no debt. Of a drafter that has not shown it yet, one sequence at a time is tried."""
+        """Whether a sequence's drafter may be asked, where it has to spend `reading` seconds on the sequence first: if
+        drafts are expected to save these, and the guard's allowance is not spent. Of a drafter of which no draft has
+        been verified, one sequence at a time is tried."""
         planner, source = self.planner, self.sources[seq.drafter]
         gain = HOPE if source.gain is None else source.gain
         is_tried = source.gain is not None or not source.catching_up
