@@ -1,4 +1,4 @@
-"""Kernels in Triton for GPUs, float32 and bfloat16; a step is one copy in, a graph that is replayed, and small copies out.
+"""Kernels in Triton for GPUs, float32 and bfloat16: a step is one copy in, a graph that is replayed, small copies out.
 
 Every kernel sums in an order that the row alone fixes, so no padding of rows is needed: row_multiple is 1. What is not
 worth a kernel of its own is torch's, as kernels/reference.py has it, captured with the rest.
