@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,16 @@ FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
 _INT8_OFFSET, _INT8_MOST, _INT4_MOST = 128, 127, 15
 _SCALE_ERROR = 2.0**-10  # relative: what float16 rounds of a scale that is not below its normal range
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A linear layer's packed weight; `bias` is padded, and lies as the weight's outputs do."""
+
+    native: _native.Weight
+    memory: Tensor  # uint8, what `native` points to
+    bias: Tensor | None
+    outputs: int
 
 
 class _Groups(NamedTuple):

@@ -8,10 +8,8 @@ are padded to a multiple of 32 columns with zeros.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from threading import get_ident
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,66 +18,32 @@ from torch import Tensor
 
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
+from specserve.kernels._cpu_base import ACTIVATIONS, Activation, Base, instruction_sets
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
-from specserve.kernels._cpu_recording import Recorded, Recording
 from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
-from specserve.kernels._cpu_weights import FLOAT32, FORMATS, GROUP, INT8, pack_tiles
-from specserve.machine.pulse import Pulse
+from specserve.kernels._cpu_weights import FLOAT32, INT8, PackedWeight, pack_tiles
 from specserve.ops import (
     MOST_TOP_K,
     AttentionRows,
     DraftArrays,
     DrawArrays,
     HeadNorms,
-    Input,
     Rotation,
     RowScores,
-    T,
     Verified,
 )
 from specserve.ops.backend import KernelOptions
-from specserve.ops.isa import choose_isa
 from specserve.ops.packing import Lazy, PackedCache, Quantized, Source, below, by_rows, loaded, uncached
 from specserve.types import Ids
 
 PRIORITY = 10
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _BANDWIDTH_BYTES, _BANDWIDTH_PASSES = 2**28, 7  # no cache holds so much
 _MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than reading their context
 
 
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    """A linear layer's packed weight; `bias` is padded, and lies as the weight's outputs do."""
-
-    native: _native.Weight
-    memory: Tensor  # uint8, what `native` points to
-    bias: Tensor | None
-    outputs: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Activation:
-    """Rows for a linear layer; `float` are the numbers themselves where they are not quantised."""
-
-    native: _native.Activation
-    parts: tuple[Tensor, ...]  # numbers [rows, width], and for integers scales and sums [rows, width / 32]
-    width: int  # not padded
-
-    @property
-    def rows(self) -> int:
-        return len(self.parts[0])
-
-
-def instruction_sets() -> list[str]:
-    """Those that this processor and this build have, the fastest first."""
-    return _native.instruction_sets()
-
-
-class Kernels:
+class Kernels(Base):
     """The op contract on a CPU. `dtype` is that of the embeddings, and of weights and KV cache that have no other."""
 
-    name = "cpu"
     row_multiple = 1
     has_own_threads = records = True
     buckets = ()
@@ -95,47 +59,6 @@ class Kernels:
         kv = torch.float16 if asked.dtype == "auto" and isa in ("avx_vnni", "avx2") else dtype  # widened when read
         automatic = "int8" if asked.dtype == "auto" else "none"
         return cls(dtype, automatic if asked.quantization == "auto" else asked.quantization, asked.threads, isa, kv)
-
-    def __init__(
-        self, dtype: torch.dtype, quantization: str, threads: int, isa: str = "auto", kv: torch.dtype | None = None
-    ) -> None:
-        self.dtype, self.weight_dtype, self.kv_dtype = dtype, dtype, kv or dtype
-        self.quantization = quantization
-        self.instruction_set = choose_isa(isa, instruction_sets(), self.name)
-        unquantised = "bfloat16" if dtype == torch.bfloat16 else "float32"
-        self._format = FORMATS[unquantised if quantization == "none" else quantization]
-        self._kind = min(self._format, INT8)
-        self._thread_pool = _native.ThreadPool(threads)
-        self._verifier = _native.Verifier(self._thread_pool, self.instruction_set)
-        self._recordings: dict[int, Recording] = {}  # by thread
-
-    @property
-    def _recording(self) -> Recording | None:
-        return self._recordings.get(get_ident())
-
-    @contextmanager
-    def recording(self) -> Iterator[Recording]:
-        assert self._recording is None, "one recording at a time"
-        self._recordings[get_ident()] = recording = Recording(self._thread_pool, self.instruction_set)
-        try:
-            yield recording
-        finally:
-            del self._recordings[get_ident()]
-
-    def record(
-        self, function: Callable[..., T], inputs: Sequence[Input], num_rows: int, num_gathered: int, plan: object
-    ) -> Recorded[T]:
-        own = []
-        for each in inputs:
-            rows = num_gathered if each.is_gathered else num_rows
-            own.append(self.input_rows(rows, each.columns) if each.columns else torch.zeros(rows, dtype=each.dtype))
-        with self.recording() as recording:
-            found = function(None, *own)
-        return Recorded(recording, found, [each.numpy() for each in own])
-
-    def watch(self, pulse: Pulse) -> None:
-        self._pulse = pulse  # keeps the memory
-        self._thread_pool.set_pulse(pulse.address)
 
     # Weights
 
@@ -154,14 +77,14 @@ class Kernels:
             digest.update(part.view(torch.uint8).numpy().data)
         return f"{self.name}-{self.quantization}-{str(self.dtype).removeprefix('torch.')}-{digest.hexdigest()[:16]}"
 
-    def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
+    def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> PackedWeight:
         """int8 and int4 keep a quantised weight's integers where they fit, and round the numbers of all others."""
         return self._pack("linear", self._format, weight, bias, cached)
 
-    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> _Weight:
+    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> PackedWeight:
         return self._pack("head", min(self._format, INT8), weight, None, cached)
 
-    def _pack(self, kind: str, form: int, weight: Source, bias: Source | None, cached: PackedCache) -> _Weight:
+    def _pack(self, kind: str, form: int, weight: Source, bias: Source | None, cached: PackedCache) -> PackedWeight:
         outputs, inputs = weight.shape
         shape = (pad(outputs) // TILE * _native.tile_bytes(form, inputs),)
 
@@ -173,11 +96,11 @@ class Kernels:
         memory = cached(kind, shape, torch.uint8, packed)
         native = _native.weight(form, outputs, inputs, memory.data_ptr())
         padded_bias = None if bias is None else self.pack_vector(bias, below(cached, f"{kind}.bias"))
-        return _Weight(native, memory, padded_bias, outputs)
+        return PackedWeight(native, memory, padded_bias, outputs)
 
     def pack_gated(
         self, gate: Source, up: Source, gate_bias: Source | None, up_bias: Source | None, cached: PackedCache = uncached
-    ) -> _Weight:
+    ) -> PackedWeight:
         assert (gate_bias is None) == (up_bias is None), "both have a bias or neither"
         n, inputs = gate.shape
         weight = Lazy((2 * pad(n), inputs), lambda: by_rows((loaded(gate), loaded(up)), alternating))
@@ -206,7 +129,7 @@ class Kernels:
 
     def fused_add_rms_norm(
         self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
-    ) -> _Activation:
+    ) -> Activation:
         rows, hidden = residual.shape
         out = self._activation("fused_add_rms_norm", rows, hidden, self._kind)
         with self._program(rows, residual, delta, post, weight) as program:
@@ -235,7 +158,7 @@ class Kernels:
             program.fused_add_rms_norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
         return out.parts[0][:, :hidden]
 
-    def joined_norms(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float) -> _Activation:
+    def joined_norms(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float) -> Activation:
         widths, xs = [x.shape[1] for x, _ in parts], [padded(x) for x, _ in parts]
         out = self._activation("joined_norms", len(xs[0]), sum(widths), self._kind)
         given = [(x.data_ptr(), at(w), n) for x, (_, w), n in zip(xs, parts, widths, strict=True)]
@@ -243,29 +166,25 @@ class Kernels:
             program.joined_norms(given, eps, out.native)
         return out
 
-    def input_rows(self, rows: int, columns: int) -> Tensor:
-        memory: Tensor = _zeros((rows, pad(columns)), torch.float32)
-        return memory[:, :columns]
-
-    def quantize_activation(self, x: Tensor) -> _Activation:
+    def quantize_activation(self, x: Tensor) -> Activation:
         return self._activated(padded(x), x.shape[1])
 
-    def _activated(self, x: Tensor, width: int) -> _Activation:
+    def _activated(self, x: Tensor, width: int) -> Activation:
         out = self._activation("quantize_activation", len(x), width, self._kind)
         with self._program(len(x), x) as program:
             program.quantize_activation(x.data_ptr(), out.native)
         return out
 
-    def linear(self, x: _Activation, weight: _Weight) -> Tensor:
+    def linear(self, x: Activation, weight: PackedWeight) -> Tensor:
         out = self._floats("linear", x.rows, weight.outputs)
         with self._program(x.rows, x, weight) as program:
             program.linear(weight.native, x.native, at(weight.bias), out.data_ptr())
         return out[:, : weight.outputs]
 
-    def gated(self, x: _Activation, weight: _Weight, activation: str) -> _Activation:
+    def gated(self, x: Activation, weight: PackedWeight, activation: str) -> Activation:
         out = self._activation("gated", x.rows, weight.outputs, self._kind)
         with self._program(x.rows, x, weight) as program:
-            program.gated(weight.native, x.native, at(weight.bias), _ACTIVATIONS[activation], out.native)
+            program.gated(weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], out.native)
         return out
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
@@ -326,7 +245,7 @@ class Kernels:
 
     def attention(
         self, q: Tensor, kv: Tensor, plan: _native.Plan | None, scale: float, window: int | None
-    ) -> _Activation:
+    ) -> Activation:
         kv_heads, d = kv.shape[2:]
         rows, width = q.shape
         is_split = width // kv_heads % TILE != 0  # two kv heads would write one group
@@ -359,38 +278,3 @@ class Kernels:
     def _cache(self, kv: Tensor) -> tuple[int, bool, int, int]:
         assert kv.is_contiguous() and kv.dtype == self.kv_dtype, "the cache holds the kernels' kv_dtype"
         return *layout_of(kv), kv[0].data_ptr(), kv[1].data_ptr()
-
-    @contextmanager
-    def _program(
-        self, rows: int, *uses: object, gathered: int = 0, plan: _native.Plan | None = None
-    ) -> Iterator[_native.Program]:
-        """Where an op goes: into the recording, or into a program of its own that runs at once. It points into `uses`,
-        which live as long."""
-        if self._recording is not None:
-            self._recording.used.extend(uses)
-            yield self._recording.program
-            return
-        program = _native.Program(self._thread_pool, self.instruction_set)
-        yield program
-        program.run(rows, gathered, plan)
-
-    def _buffer(self, op: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Zeros [rows, columns]. A recording has one buffer for each op and width: no op's result outlives its next."""
-        buffers: dict[tuple[str, int, torch.dtype], Tensor] = {} if self._recording is None else self._recording.buffers
-        if (key := (op, columns, dtype)) not in buffers:
-            buffers[key] = _zeros((rows, columns), dtype)
-        assert len(buffers[key]) == rows, "an op has as many rows each time"
-        return buffers[key]
-
-    def _floats(self, op: str, rows: int, columns: int) -> Tensor:
-        return self._buffer(op, rows, pad(columns), torch.float32)
-
-    def _activation(self, op: str, rows: int, width: int, kind: int) -> _Activation:
-        columns = pad(width)
-        dtype = (torch.float32, torch.bfloat16, torch.int8)[kind]
-        parts = [self._buffer(op, rows, columns, dtype)]
-        if kind == INT8:
-            parts.append(self._buffer(f"{op} scales", rows, columns // GROUP, torch.float32))
-            parts.append(self._buffer(f"{op} sums", rows, columns // GROUP, torch.int32))
-        addresses = [part.data_ptr() for part in parts] + [0] * (3 - len(parts))
-        return _Activation(_native.activation(kind, width, *addresses), tuple(parts), width)
