@@ -3,20 +3,14 @@ way. What would change the numbers and has no implementation is refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specserve.errors import ModelError
-from specserve.models.spec import (
-    ROPE_FIELDS,
-    AttentionSpec,
-    DecoderSpec,
-    GatedMlp,
-    LayerSpec,
-    RmsNorm,
-    Rope,
-    check_size,
-)
+from specserve.models.checks import check_number, check_size
+from specserve.models.positions import ROPE_FIELDS, Rope
+from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, RmsNorm
 
 Config = Mapping[str, Any]
 FULL = "full_attention"
@@ -35,13 +29,21 @@ def read_spec(config: Config, layers: Sequence[LayerSpec] = (), **own: Any) -> D
     shared = {
         "vocab_size": required(config, "vocab_size"),
         "hidden_size": required(config, "hidden_size"),
-        "max_len": required(config, "max_position_embeddings"),
+        "max_len": _max_len(config, layers),
         "layers": tuple(layers),
         "final_norm": layers[-1].norm,
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
         "logit_softcap": config.get("final_logit_softcapping"),
     }
     return DecoderSpec(**(shared | own))
+
+
+def _max_len(config: Config, layers: Sequence[LayerSpec]) -> int:
+    """Tokens. Configurations that ask for YaRN give max_position_embeddings as it is without, or as it is with it."""
+    stated: int = required(config, "max_position_embeddings")
+    check_size("max_position_embeddings", stated)
+    ropes = [layer.position for layer in layers if layer.position is not None]
+    return max([stated, *(rope.stretched_len for rope in ropes if rope.scaling == "yarn")])
 
 
 def read_layer(
@@ -135,23 +137,68 @@ def read_rope(config: Config, layer_type: str = FULL, theta: float = 10_000.0, f
     transformers 5 (rope_parameters, one for all layers or one per layer type). `theta` is what an absent one means, and
     `fraction` an absent partial_rotary_factor; None: the architecture has none.
 
-    Raises ModelError naming a scaling that is not default, linear or llama3, or a parameter it lacks.
+    Raises ModelError naming a scaling that is none of ROPE_FIELDS, or a parameter it lacks.
     """
     modern = config.get("rope_parameters") or {}
     given = modern[layer_type] if layer_type in modern else config.get("rope_scaling") or modern
     if not isinstance(given, Mapping):
         raise ModelError(f"config.json gives rotary settings as {given!r}; they must be an object.")
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # as Phi 3's first configurations had it
     if kind not in ROPE_FIELDS:
         known = ", ".join(sorted(ROPE_FIELDS))
         raise ModelError(f"Rotary scaling of type {kind!r} is not supported; supported are {known}.")
     partial = _first(given.get("partial_rotary_factor"), config.get("partial_rotary_factor"), fraction, 1.0)
     if partial != 1.0 and fraction is None:
         raise ModelError(f"partial_rotary_factor is {partial}; layers of this architecture rotate whole heads.")
-    trained = {"original_max_position_embeddings": config.get("max_position_embeddings")}
-    values = {name: required({**trained, **config, **given}, name) for name in ROPE_FIELDS[kind]}
     base = float(_first(given.get("rope_theta"), config.get("rope_theta"), theta))
-    return Rope(base, kind, fraction=partial, **values)
+    return Rope(base, kind, fraction=partial, **_read_scaling(config, given, kind))
+
+
+def _read_scaling(config: Config, given: Config, kind: str) -> dict[str, Any]:
+    """The fields of Rope that a scaling has, `given` as its settings. What may be left out follows from the others as
+    in transformers' modeling_rope_utils."""
+    longest = config.get("max_position_embeddings")
+    original = _first(config.get("original_max_position_embeddings"), given.get("original_max_position_embeddings"), 0)
+    settings = {**config, **given, "original_max_position_embeddings": original or longest}
+    if kind in ("yarn", "longrope"):
+        for name in ("max_position_embeddings", "original_max_position_embeddings"):
+            check_size(name, required(settings, name))
+        if settings.get("factor") is None:
+            settings["factor"] = longest / settings["original_max_position_embeddings"]
+        check_number("rotary factor", settings["factor"])
+        if settings.get("attention_factor") is None:
+            settings["attention_factor"] = (_yarn_factor if kind == "yarn" else _longrope_factor)(settings)
+    if kind == "yarn":
+        defaults = {"beta_fast": 32.0, "beta_slow": 1.0}
+        settings |= {name: settings.get(name) or value for name, value in defaults.items()}
+        settings["truncate"] = settings.get("truncate", True)
+    values = {name: required(settings, name) for name in ROPE_FIELDS[kind]}
+    for name in {"short_factor", "long_factor"} & set(values):
+        if not isinstance(values[name], list | tuple):
+            raise ModelError(f"config.json gives rotary {name} as {values[name]!r}; it must be a list of numbers.")
+        values[name] = tuple(values[name])
+    return values
+
+
+def _yarn_factor(settings: Config) -> float:
+    """What queries and keys are multiplied by (arXiv 2309.00071, section 3.4; with DeepSeek's mscale)."""
+
+    def size(weight: float) -> float:
+        return 1.0 if settings["factor"] <= 1 else 0.1 * weight * math.log(settings["factor"]) + 1.0
+
+    above, below = settings.get("mscale"), settings.get("mscale_all_dim")
+    if not (above and below):
+        return size(1.0)
+    check_number("rotary mscale", above)
+    check_number("rotary mscale_all_dim", below)
+    return size(above) / size(below)
+
+
+def _longrope_factor(settings: Config) -> float:
+    """Likewise (arXiv 2402.13753)."""
+    factor, original = settings["factor"], settings["original_max_position_embeddings"]
+    return 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _refuse_unsupported(config: Config) -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from specserve.models.spec import Rope
+from specserve.models.positions import Rope
 
 
 def rotary_tables(rope: Rope | None, head_dim: int, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -15,13 +15,19 @@ def rotary_tables(rope: Rope | None, head_dim: int, max_len: int, device: torch.
     halves, where swap exchanges the halves. So sin is negative in the first half. Those of None leave x as it is.
 
     Frequencies and angles are float32, as models were trained; cosines go through float64 so that their bits do not
-    depend on the table's length or on the machine's vector width. Features are in feature_order.
+    depend on the table's length or on the machine's vector width. Features are in feature_order. max_len chooses the
+    frequencies where a scaling has several.
     """
     if rope is None:
         shape = max_len, head_dim
         return torch.ones(shape, device=device), torch.zeros(shape, device=device)
-    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), _frequencies(rope, head_dim)).double()
+    rotated = rope.rotated(head_dim) // 2
+    frequencies = torch.zeros(head_dim // 2)  # radians per token; 0 for what does not rotate
+    frequencies[:rotated] = _frequencies(rope, 2 * rotated, max_len)
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies).double()
     cos, sin = angles.cos().float(), angles.sin().float()
+    cos[:, :rotated] *= rope.attention_factor
+    sin[:, :rotated] *= rope.attention_factor
     return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
@@ -35,19 +41,41 @@ def feature_order(rope: Rope | None, head_dim: int) -> Tensor | None:
     return torch.cat((pairs, rest.view(2, -1)), 1).flatten()
 
 
-def _frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per token, float32 [head_dim / 2], after the scaling; 0 for what does not rotate."""
-    count = rope.rotated(head_dim)
-    return torch.nn.functional.pad(_scaled(rope, count), (0, (head_dim - count) // 2))
+def _frequencies(rope: Rope, count: int, max_len: int) -> Tensor:
+    """Of `count` features that rotate, float32 [count / 2], after the scaling."""
+    exponents = torch.arange(0, count, 2).float() / count
+    theta, original = rope.theta, rope.original_max_position_embeddings
+    if rope.scaling == "longrope":
+        factors = rope.short_factor if max_len <= original else rope.long_factor
+        return 1.0 / (torch.tensor(factors) * theta**exponents)
+    if rope.scaling == "dynamic":
+        stretch = rope.factor * max(max_len, original) / original - (rope.factor - 1)
+        theta *= stretch ** (count / (count - 2))
+        return 1.0 / theta**exponents
+    plain = 1.0 / theta**exponents
+    if rope.scaling == "yarn":
+        kept = 1 - _yarn_ramp(rope, count)
+        return 1.0 / (rope.factor * theta**exponents) * (1 - kept) + plain * kept
+    if rope.scaling == "llama3":
+        wavelengths = 2 * math.pi / plain  # tokens per turn
+        # 1: more than high_freq_factor turns in the original context, kept; 0: fewer than low_freq_factor, slowed down.
+        blend = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = blend.clamp(0, 1)
+        return (1 - blend) * plain / rope.factor + blend * plain
+    return plain / rope.factor
 
 
-def _scaled(rope: Rope, count: int) -> Tensor:
-    plain = 1.0 / rope.theta ** (torch.arange(0, count, 2).float() / count)
-    if rope.scaling != "llama3":
-        return plain / rope.factor
-    trained = rope.original_max_position_embeddings
-    wavelengths = 2 * math.pi / plain  # tokens per turn
-    # 1: more than high_freq_factor turns in the original context, kept; 0: fewer than low_freq_factor, slowed down.
-    blend = (trained / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return (1 - blend) * plain / rope.factor + blend * plain
+def _yarn_ramp(rope: Rope, count: int) -> Tensor:
+    """How much of each frequency is divided, float32 [count / 2]: nothing of what makes more than beta_fast turns in
+    the original context, all of what makes fewer than beta_slow (arXiv 2309.00071, section 3.2)."""
+
+    def feature(turns: float) -> float:
+        trained = rope.original_max_position_embeddings
+        return count * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = feature(rope.beta_fast), feature(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, count - 1)
+    high += 0.001 * (low == high)
+    return ((torch.arange(count // 2).float() - low) / (high - low)).clamp(0, 1)

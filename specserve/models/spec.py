@@ -4,69 +4,15 @@ shapes and names of every tensor follow from it."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError, ModelError
+from specserve.models.checks import check_number, check_size as check_size
+from specserve.models.positions import Rope as Rope
 
 Shapes = dict[str, tuple[int, ...]]
-ROPE_FIELDS: dict[str, tuple[str, ...]] = {  # by scaling, those of Rope that it reads beside theta
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-_LARGEST = 2**31 - 1  # ids and positions are int32
-
-
-def check_size(name: str, value: Any) -> None:
-    """Raise ModelError for what is no count or size."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
-        raise ModelError(f"config.json gives {name} as {value!r}; it must be a whole number from 1 to {_LARGEST}.")
-
-
-def _check_number(name: str, value: Any, *, positive: bool = True) -> None:
-    """Raise ModelError for what a configuration gives as something else, or that no calculation survives."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
-        kind = "positive number" if positive else "number of at least 0"
-        raise ModelError(f"config.json gives {name} as {value!r}; it must be a {kind}.")
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding (RoFormer, arXiv 2104.09864). `scaling` is "default", "linear" (positions divided by
-    `factor`, arXiv 2306.15595) or "llama3" (low frequencies divided by it, the rest blended; Llama 3.1's own)."""
-
-    theta: float = 10_000.0
-    scaling: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0  # tokens of the first pre-training; llama3 only
-    interleaved: bool = False  # pairs of features are neighbours (GPT-J), not a half of the head apart (GPT-NeoX)
-    fraction: float = 1.0  # of each head, its first features, that rotate
-
-    def __post_init__(self) -> None:
-        for name in ("theta", "factor"):
-            _check_number(f"rotary {name}", getattr(self, name))
-        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            _check_number(f"rotary {name}", getattr(self, name), positive=False)
-        if self.scaling == "llama3" and self.low_freq_factor == self.high_freq_factor:
-            raise ModelError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}; they must differ.")
-        _check_number("partial_rotary_factor", self.fraction)
-        if self.fraction > 1:
-            raise ModelError(f"partial_rotary_factor is {self.fraction}; it must be at most 1.")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether whole heads rotate by halves, as ops do."""
-        return not self.interleaved and self.fraction == 1
-
-    def rotated(self, head_dim: int) -> int:
-        """How many features of a head rotate."""
-        return int(head_dim * self.fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +23,7 @@ class RmsNorm:
     offset: float = 0.0  # Gemma stores w - 1
 
     def __post_init__(self) -> None:
-        _check_number("rms_norm_eps", self.eps, positive=False)
+        check_number("rms_norm_eps", self.eps, positive=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +42,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             check_size(name, getattr(self, name))
-        _check_number("query_scale", self.scale)
+        check_number("query_scale", self.scale)
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly.")
         if self.head_dim % 4:
@@ -137,7 +83,7 @@ class Sequential:
     multiplier: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_number("residual_multiplier", self.multiplier)
+        check_number("residual_multiplier", self.multiplier)
         if self.post_norms and self.multiplier != 1.0:
             raise ModelError("A residual_multiplier of outputs that are normed is not supported.")
 
@@ -163,10 +109,8 @@ class LayerSpec:
     residual: Sequential = Sequential()
 
     def __post_init__(self) -> None:
-        if self.position is None:
-            return
-        if (count := self.position.rotated(self.attention.head_dim)) % 2 or not count:
-            raise ModelError(f"{count} features of each head rotate; they must be pairs.")
+        if self.position is not None:
+            self.position.check(self.attention.head_dim)
 
     @property
     def norm_names(self) -> NormNames:
@@ -238,10 +182,10 @@ class DecoderSpec:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_len", "num_layers"):
             check_size(name, getattr(self, name))
-        _check_number("embedding_multiplier", self.embedding_scale)
-        _check_number("logits_scaling", self.logit_divisor)
+        check_number("embedding_multiplier", self.embedding_scale)
+        check_number("logits_scaling", self.logit_divisor)
         if self.logit_softcap is not None:
-            _check_number("final_logit_softcapping", self.logit_softcap)
+            check_number("final_logit_softcapping", self.logit_softcap)
         # What a layer adds is normed by its own eps and joins the stream in one op with the norm of the next one.
         if len(found := sorted({self.final_norm.eps, *(layer.norm.eps for layer in self.layers)})) > 1:
             raise ModelError(f"The norms of the layers and the final one differ in eps, {found}; they must be alike.")
@@ -249,6 +193,17 @@ class DecoderSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def longest_len(self) -> int:
+        """The largest max_len that one may ask for, tokens."""
+        return max(self.max_len, *(each.position.stretched_len for each in self.layers if each.position is not None), 0)
+
+    @property
+    def note(self) -> str:
+        """What max_len decided of positions, to be said at start; "" where it decides nothing."""
+        found = {each.position.choice(self.max_len) for each in self.layers if each.position is not None}
+        return "".join(f"; rotary embedding: {each}" for each in sorted(filter(None, found)))
 
     @property
     def kv_shapes(self) -> list[KVShape]:
@@ -273,6 +228,6 @@ class DecoderSpec:
 
 def shorten(spec: DecoderSpec, max_len: int) -> DecoderSpec:
     """The same model for at most `max_len` tokens. Raises ConfigError above the model's own limit."""
-    if not 1 <= max_len <= spec.max_len:
-        raise ConfigError(f"max_model_len is {max_len}, but the model was made for at most {spec.max_len} tokens.")
+    if not 1 <= max_len <= spec.longest_len:
+        raise ConfigError(f"max_model_len is {max_len}, but the model was made for at most {spec.longest_len} tokens.")
     return dataclasses.replace(spec, max_len=max_len)

@@ -18,7 +18,8 @@ from specserve.models.config import (
     read_spec,
     required,
 )
-from specserve.models.spec import ROPE_FIELDS, DecoderSpec, Rope, Sequential
+from specserve.models.positions import ROPE_FIELDS, Rope
+from specserve.models.spec import DecoderSpec, Sequential
 
 # Those whose layers are Llama's, with or without biases and normalised queries and keys, which the tensors tell.
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
