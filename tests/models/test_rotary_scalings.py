@@ -1,5 +1,5 @@
-"""YaRN, dynamic NTK and longrope: tables against transformers' own, logits of tiny models, and that no sequence meets two
-sets of frequencies."""
+"""YaRN, dynamic NTK and longrope: tables against transformers' own, logits of tiny models, and that no sequence meets
+two sets of frequencies."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_what_max_len_decides_is_said_and_bounded() -> None:
     assert "short factors" in shorten(longrope, ORIGINAL).note
     for spec in (yarn, dynamic, longrope):
         assert shorten(spec, 64).max_len == 64
-        with pytest.raises(ConfigError, match="65, but .* at most 64"):
+        with pytest.raises(ConfigError, match=r"65, but .* at most 64"):
             shorten(spec, 65)
 
 
