@@ -51,8 +51,7 @@ def _frequencies(rope: Rope, count: int, max_len: int) -> Tensor:
     if rope.scaling == "dynamic":
         stretch = rope.factor * max(max_len, original) / original - (rope.factor - 1)
         theta *= stretch ** (count / (count - 2))
-        return 1.0 / theta**exponents
-    plain = 1.0 / theta**exponents
+    plain: Tensor = 1.0 / theta**exponents
     if rope.scaling == "yarn":
         kept = 1 - _yarn_ramp(rope, count)
         return 1.0 / (rope.factor * theta**exponents) * (1 - kept) + plain * kept
@@ -62,7 +61,7 @@ def _frequencies(rope: Rope, count: int, max_len: int) -> Tensor:
         blend = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         blend = blend.clamp(0, 1)
         return (1 - blend) * plain / rope.factor + blend * plain
-    return plain / rope.factor
+    return plain if rope.scaling == "dynamic" else plain / rope.factor
 
 
 def _yarn_ramp(rope: Rope, count: int) -> Tensor:
