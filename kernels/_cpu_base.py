@@ -20,7 +20,7 @@ from specserve.machine.pulse import Pulse
 from specserve.ops import Input, T
 from specserve.ops.isa import choose_isa
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3}  # as Nonlinear in kernels/cpu/args.h
 
 
 @dataclass(frozen=True, slots=True)

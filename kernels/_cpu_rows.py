@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,23 @@ from torch import Tensor
 from specserve.kernels._cpu_cache import zeros
 
 TILE = 32  # outputs computed together; rows are padded to a multiple, weights too
+
+
+class LayerNorm(NamedTuple):
+    """Weights of a LayerNorm, padded float32 [n], in the place of the weight of an RMS norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+Norm = Tensor | LayerNorm
+
+
+def norm_at(norm: Norm | None) -> tuple[int, int, bool]:
+    """Addresses of a norm's weight and bias, 0 where there is none, and whether it is a LayerNorm."""
+    if isinstance(norm, LayerNorm):
+        return at(norm.weight), at(norm.bias), True
+    return at(norm), 0, False
 
 
 def pad(n: int) -> int:

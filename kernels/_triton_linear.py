@@ -86,9 +86,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: tor
     return linear_in(cut, x, weight, bias, out_dtype)
 
 
-def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, hidden] times weight [vocab, hidden] transposed -> float32 [rows, vocab], not rounded in between."""
-    return linear(x, weight, None, torch.float32)
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, hidden] times weight [vocab, hidden] transposed, plus bias [vocab] -> float32 [rows, vocab], not rounded
+    in between."""
+    return linear(x, weight, bias, torch.float32)
 
 
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

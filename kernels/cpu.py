@@ -20,7 +20,7 @@ import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_base import ACTIVATIONS, Activation, Base, instruction_sets
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
-from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
+from specserve.kernels._cpu_rows import TILE, LayerNorm, Norm, alternating, at, norm_at, pad, padded
 from specserve.kernels._cpu_weights import FLOAT32, INT8, PackedWeight, pack_tiles
 from specserve.ops import (
     MOST_TOP_K,
@@ -28,6 +28,7 @@ from specserve.ops import (
     DraftArrays,
     DrawArrays,
     HeadNorms,
+    Placed,
     Rotation,
     RowScores,
     Verified,
@@ -81,8 +82,8 @@ class Kernels(Base):
         """int8 and int4 keep a quantised weight's integers where they fit, and round the numbers of all others."""
         return self._pack("linear", self._format, weight, bias, cached)
 
-    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> PackedWeight:
-        return self._pack("head", min(self._format, INT8), weight, None, cached)
+    def pack_head(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> PackedWeight:
+        return self._pack("head", min(self._format, INT8), weight, bias, cached)
 
     def _pack(self, kind: str, form: int, weight: Source, bias: Source | None, cached: PackedCache) -> PackedWeight:
         outputs, inputs = weight.shape
@@ -114,27 +115,49 @@ class Kernels(Base):
         (n,) = values.shape
         return cached("vector", (pad(n),), torch.float32, lambda: _filled((pad(n),), torch.float32, values[:]))
 
+    def pack_layer_norm(self, weight: Source, bias: Source | None, cached: PackedCache = uncached) -> LayerNorm:
+        packed_bias = None if bias is None else self.pack_vector(bias, below(cached, "bias"))
+        return LayerNorm(self.pack_vector(weight, cached), packed_bias)
+
     def pack_table(self, table: Source, cached: PackedCache = uncached) -> Tensor:
         shape = tuple(table.shape)
         return cached("table", shape, self.dtype, lambda: _filled(shape, self.dtype, table[:]))
 
     # Ops
 
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        out = self._floats("embed", len(token_ids), table.shape[1])
-        is_bfloat16 = table.dtype == torch.bfloat16
-        with self._program(len(token_ids), token_ids, table) as program:
-            program.embed(token_ids.data_ptr(), table.data_ptr(), is_bfloat16, table.shape[1], scale, out.data_ptr())
-        return out[:, : table.shape[1]]
+    def embed(
+        self,
+        token_ids: Tensor,
+        table: Tensor,
+        scale: float,
+        placed: Placed | None = None,
+        norm: Norm | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        rows, hidden = len(token_ids), table.shape[1]
+        out = self._floats("embed", rows, hidden)
+        positions, learned = (0, 0) if placed is None else (placed.positions.data_ptr(), placed.table.data_ptr())
+        with self._program(rows, token_ids, table, placed, norm) as program:
+            program.embed(
+                token_ids.data_ptr(), table.data_ptr(), table.dtype == torch.bfloat16, hidden, scale,
+                positions, learned, norm_at(norm), eps, out.data_ptr(),
+            )  # fmt: skip
+        return out[:, :hidden]
 
-    def fused_add_rms_norm(
-        self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
+    def fused_add_norm(
+        self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Norm, eps: float
     ) -> Activation:
         rows, hidden = residual.shape
-        out = self._activation("fused_add_rms_norm", rows, hidden, self._kind)
+        out = self._activation("fused_add_norm", rows, hidden, self._kind)
         with self._program(rows, residual, delta, post, weight) as program:
-            program.fused_add_rms_norm(at(residual), at(delta), at(post), at(weight), eps, hidden, out.native)
+            program.fused_add_norm(at(residual), at(delta), at(post), norm_at(weight), eps, hidden, out.native)
         return out
+
+    def add(self, residual: Tensor, delta: Tensor) -> None:
+        rows, hidden = residual.shape
+        each = torch.arange(rows)
+        with self._program(rows, each, residual, delta) as program:
+            program.tap(at(each), at(residual), at(delta), 0, 0.0, hidden, at(residual))
 
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         hidden = residual.shape[1]
@@ -150,12 +173,12 @@ class Kernels(Base):
             program.tap(at(each), at(residual), at(delta), at(post), eps, hidden, at(out))
         return out[:, :hidden]
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Norm, eps: float) -> Tensor:
         rows, hidden = x.shape
         out = self._activation("norm", rows, hidden, FLOAT32)
         x = padded(x)
         with self._program(rows, x, weight) as program:
-            program.fused_add_rms_norm(x.data_ptr(), 0, 0, weight.data_ptr(), eps, hidden, out.native)
+            program.fused_add_norm(x.data_ptr(), 0, 0, norm_at(weight), eps, hidden, out.native)
         return out.parts[0][:, :hidden]
 
     def joined_norms(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float) -> Activation:
@@ -184,7 +207,13 @@ class Kernels(Base):
     def gated(self, x: Activation, weight: PackedWeight, activation: str) -> Activation:
         out = self._activation("gated", x.rows, weight.outputs, self._kind)
         with self._program(x.rows, x, weight) as program:
-            program.gated(weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], out.native)
+            program.gated(weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], True, out.native)
+        return out
+
+    def activated(self, x: Activation, weight: PackedWeight, activation: str) -> Activation:
+        out = self._activation("activated", x.rows, weight.outputs, self._kind)
+        with self._program(x.rows, x, weight) as program:
+            program.gated(weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], False, out.native)
         return out
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:

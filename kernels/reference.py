@@ -7,13 +7,12 @@ Row invariance, the promise of specserve.ops, rests on rules that were measured 
 - cuBLAS chooses its kernel by the number of rows, so on CUDA every linear GEMM has exactly `_CUDA_TILE` rows;
 - attention on a CPU reduces over the context in blocks of 512 tokens; where the context is a multiple of that, what is
   masked adds exact zeros, so a row does not notice how far the padding reaches;
-- torch's silu, sigmoid and gelu round differently in the last elements of a tensor, exp and tanh do not;
+- torch's silu, sigmoid and gelu round differently in the last elements of a tensor, exp, tanh and erf do not;
 - where oneDNN cannot multiply bfloat16 (a CPU without AVX-512), numbers are bfloat16 and products are float32's.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,25 @@ from torch.nn import functional as F
 
 import specserve.kernels._torch_sampling as _sampling
 import specserve.kernels._torch_verify as _verify
+from specserve.kernels._torch_rows import (
+    ACTIVATIONS as _ACTIVATIONS,
+    LayerNorm as _LayerNorm,
+    Norm as _Norm,
+    norm as _norm,
+)
+from specserve.kernels._torch_runs import Run as _Run, runs as _runs
 from specserve.machine.pulse import Pulse
-from specserve.ops import AttentionRows, DraftArrays, DrawArrays, HeadNorms, Recording, Rotation, RowScores, Verified
+from specserve.ops import (
+    AttentionRows,
+    DraftArrays,
+    DrawArrays,
+    HeadNorms,
+    Placed,
+    Recording,
+    Rotation,
+    RowScores,
+    Verified,
+)
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import PackedCache, Source, uncached
@@ -42,7 +58,6 @@ _AMX_TILE = 32
 _QUERY_MULTIPLE = 4
 _GATED_ROWS = 64  # the intermediate results of so many rows stay in the cache
 _PACKED_ROWS = 8  # the number of rows oneDNN is told to lay weights out for; others work as well
-_RUN_ROWS = 128
 
 
 @dataclass(slots=True)
@@ -79,16 +94,6 @@ class _Plan:
     order: Tensor  # int64 [rows], where each row's result lies among the groups' concatenated entries
     write_slots: Tensor  # int64 [rows without padding]: the null block, which fills up contexts, stays zero
     broken: Tensor  # bool [rows without padding]
-
-
-@dataclass(slots=True)
-class _Run:
-    """Consecutive rows of one sequence that share a linear KV view."""
-
-    first_row: int
-    slots: list[int]
-    last: list[int]  # that each row sees
-    own: Sequence[int] = ()  # where each row stands itself; empty: where `last` does
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +153,8 @@ class Kernels:
             packed = torch.ops.mkldnn._reorder_linear_weight(packed, _PACKED_ROWS)
         return _Weight(packed, None if bias is None else bias[:].to(self.device, self.dtype).to(self.weight_dtype))
 
-    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> _Weight:
-        return self.pack(weight)
+    def pack_head(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
+        return self.pack(weight, bias)
 
     def pack_gated(
         self, gate: Source, up: Source, gate_bias: Source | None, up_bias: Source | None, cached: PackedCache = uncached
@@ -161,19 +166,36 @@ class Kernels:
     def pack_vector(self, values: Source, cached: PackedCache = uncached) -> Tensor:
         return values[:].to(self.device, torch.float32)
 
+    def pack_layer_norm(self, weight: Source, bias: Source | None, cached: PackedCache = uncached) -> _LayerNorm:
+        return _LayerNorm(self.pack_vector(weight), None if bias is None else self.pack_vector(bias))
+
     def pack_table(self, table: Source, cached: PackedCache = uncached) -> Tensor:
         return table[:].to(self.device, self.dtype, copy=True).contiguous()
 
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        embedded = table[token_ids].float()
-        return embedded if scale == 1.0 else embedded.mul_(scale)
+    def embed(
+        self,
+        token_ids: Tensor,
+        table: Tensor,
+        scale: float,
+        placed: Placed | None = None,
+        norm: _Norm | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        embedded = table[token_ids].float().mul_(scale)
+        if placed is not None:
+            embedded += placed.table[placed.positions]
+        return embedded if norm is None else _norm(embedded, norm, eps)
 
-    def fused_add_rms_norm(
-        self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
+    def fused_add_norm(
+        self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: _Norm, eps: float
     ) -> Tensor:
         if delta is not None:
-            residual += delta if post is None else self._rms_norm(delta, post, eps).to(self.dtype)
-        return self._rms_norm(residual, weight, eps).to(self.dtype)
+            residual += delta if post is None else _norm(delta, post, eps).to(self.dtype)
+        normed: Tensor = _norm(residual, weight, eps)
+        return normed.to(self.dtype)
+
+    def add(self, residual: Tensor, delta: Tensor) -> None:
+        residual += delta
 
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         """All rows are added before some are taken: one row of a sum alone may come out otherwise."""
@@ -182,16 +204,14 @@ class Kernels:
     def tap(self, layer: int, residual: Tensor, delta: Tensor | None, post: Tensor | None, eps: float) -> Tensor:
         if delta is None:
             return residual.clone()
-        return residual + (delta if post is None else self._rms_norm(delta, post, eps).to(self.dtype))
+        return residual + (delta if post is None else _norm(delta, post, eps).to(self.dtype))
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._rms_norm(x, weight, eps).to(self.dtype).float()  # no more than the LM head will read
-
-    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x.float(), weight.shape, weight, eps)
+    def norm(self, x: Tensor, weight: _Norm, eps: float) -> Tensor:
+        normed: Tensor = _norm(x, weight, eps)
+        return normed.to(self.dtype).float()  # no more than the LM head will read
 
     def joined_norms(self, parts: Sequence[tuple[Tensor, Tensor | None]], eps: float) -> Tensor:
-        return torch.cat([x if w is None else self._rms_norm(x, w, eps) for x, w in parts], -1).to(self.dtype)
+        return torch.cat([x if w is None else _norm(x, w, eps) for x, w in parts], -1).to(self.dtype)
 
     def input_rows(self, rows: int, columns: int) -> Tensor:
         return torch.zeros((rows, columns), device=self.device)
@@ -221,6 +241,10 @@ class Kernels:
             gate, up = part.float().chunk(2, -1)
             parts.append(_ACTIVATIONS[activation](gate).mul_(up).to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def activated(self, x: Tensor, weight: _Weight, activation: str) -> Tensor:
+        parts = torch.split(self.linear(x, weight), _GATED_ROWS)
+        return torch.cat([_ACTIVATIONS[activation](part.float()).to(self.dtype) for part in parts])
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         return logits.div_(cap).tanh_().mul_(cap)
@@ -262,8 +286,8 @@ class Kernels:
         qkv = qkv.view(len(qkv), -1, d)
         qk = qkv[:, :-kv_heads].float()  # [rows, heads + kv_heads, d]
         if norms is not None:
-            q = self._rms_norm(qk[:, :-kv_heads], norms.q, norms.eps)
-            k = self._rms_norm(qk[:, -kv_heads:], norms.k, norms.eps)
+            q = _norm(qk[:, :-kv_heads], norms.q, norms.eps)
+            k = _norm(qk[:, -kv_heads:], norms.k, norms.eps)
             qk = torch.cat((q, k), 1).to(self.dtype).float()
         if rotation.rows is None:
             rotation.rows = rotation.cos[rotation.positions][:, None], rotation.sin[rotation.positions][:, None]
@@ -327,44 +351,8 @@ class Kernels:
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether torch has products of this dtype on this CPU that are oneDNN's: it refuses to lay weights out otherwise,
     and what torch does in their place differs from machine to machine."""
-    if dtype != torch.bfloat16:
-        return True
-    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _runs(rows: AttentionRows, s: int, block_size: int) -> list[_Run]:
-    """A chain is one run, or a few. In a tree every node is a run of its own, which sees its ancestors as if they were
-    a chain: the same numbers in the same order, hence the same bits as that path alone."""
-    start, stop = rows.query_starts[s : s + 2].tolist()
-    cached, parents = int(rows.cached[s]), rows.parents[start:stop].tolist()
-    slots = _slots(rows.block_tables[s].tolist(), cached + stop - start, block_size)
-    if rows.is_block(s):
-        return [_Run(start, slots, [len(slots) - 1] * (stop - start), range(cached, len(slots)))]
-    if parents == list(range(-1, stop - start - 1)):
-        cuts = [*range(0, stop - start, _RUN_ROWS), stop - start]
-        return [
-            _Run(start + a, slots[: cached + b], list(range(cached + a, cached + b)))
-            for a, b in itertools.pairwise(cuts)
-        ]
-    runs = []
-    for r in range(stop - start):
-        path = _ancestors(parents, r)
-        linear = slots[:cached] + [slots[cached + node] for node in path]
-        runs.append(_Run(start + r, linear, [len(linear) - 1]))
-    return runs
-
-
-def _slots(blocks: list[int], num_tokens: int, block_size: int) -> list[int]:
-    slots = [block * block_size + offset for block in blocks for offset in range(block_size)]
-    return slots[:num_tokens]
-
-
-def _ancestors(parents: list[int], node: int) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
+    is_supported = torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype != torch.bfloat16 or bool(is_supported)
 
 
 def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -381,15 +369,3 @@ def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | No
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share, dtype), scale=scale)
     out = out[:, :, : length * share].view(runs, kv_heads, length, share, d)
     return out.transpose(1, 2).reshape(runs * length, heads * d)
-
-
-def _silu(x: Tensor) -> Tensor:
-    scale = x.neg().exp_().add_(1)
-    return torch.div(x, scale, out=scale)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-
-
-_ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}

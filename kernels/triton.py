@@ -22,9 +22,10 @@ import specserve.kernels._triton_attention as _attention
 import specserve.kernels._triton_linear as _linear
 import specserve.kernels._triton_rows as _rows
 import specserve.kernels.reference as _reference
+from specserve.kernels._torch_rows import LayerNorm as _LayerNorm, norm as _norm
 from specserve.kernels._triton_graph import GraphRecording, Staging
 from specserve.kernels._triton_plan import Plan, PlanTensors
-from specserve.ops import AttentionRows, HeadNorms, Input, Rotation, T
+from specserve.ops import AttentionRows, HeadNorms, Input, Placed, Rotation, T
 from specserve.ops.backend import KernelOptions
 from specserve.ops.packing import PackedCache, Source, uncached
 
@@ -39,6 +40,7 @@ class _Head:
     """An LM head, whose products are not rounded."""
 
     matrix: Tensor  # [vocab, hidden]
+    bias: Tensor | None
 
 
 class Kernels(_reference.Kernels):
@@ -88,15 +90,29 @@ class Kernels(_reference.Kernels):
     def broken_rows(self, plan: Plan) -> list[int]:
         return plan.broken_rows()
 
-    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> _Head:
-        return _Head(self.pack(weight).matrix)
+    def pack_head(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Head:
+        packed = self.pack(weight, bias)
+        return _Head(packed.matrix, packed.bias)
 
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        return _rows.embed(token_ids, table, scale)
-
-    def fused_add_rms_norm(
-        self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Tensor, eps: float
+    def embed(
+        self,
+        token_ids: Tensor,
+        table: Tensor,
+        scale: float,
+        placed: Placed | None = None,
+        norm: Any = None,
+        eps: float = 0.0,
     ) -> Tensor:
+        embedded = _rows.embed(token_ids, table, scale)
+        if placed is not None:
+            embedded += placed.table[placed.positions]
+        return embedded if norm is None else _norm(embedded, norm, eps)
+
+    def fused_add_norm(
+        self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Any, eps: float
+    ) -> Tensor:
+        if isinstance(weight, _LayerNorm):
+            return _norm(self._added(residual, delta, post, eps), weight, eps).to(self.dtype)
         return _rows.add_rms_norm(residual, delta, post, weight, eps, self.dtype)
 
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
@@ -106,7 +122,7 @@ class Kernels(_reference.Kernels):
         return self._added(residual.clone(), delta, post, eps)
 
     def _added(self, residual: Tensor, delta: Tensor | None, post: Tensor | None, eps: float) -> Tensor:
-        """residual += delta, as `fused_add_rms_norm` adds, in place."""
+        """residual += delta, as `fused_add_norm` adds, in place."""
         if delta is None:
             return residual
         if post is None:
@@ -114,12 +130,14 @@ class Kernels(_reference.Kernels):
         _rows.add_rms_norm(residual, delta, post, post, eps, self.dtype)  # for what it adds: its norm is nobody's
         return residual
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Any, eps: float) -> Tensor:
+        if isinstance(weight, _LayerNorm):
+            return super().norm(x, weight, eps)
         return _rows.add_rms_norm(x, None, None, weight, eps, self.dtype).float()
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
         if isinstance(weight, _Head):
-            return _linear.logits(x, weight.matrix)
+            return _linear.logits(x, weight.matrix, weight.bias)
         return _linear.linear(x, weight.matrix, weight.bias)
 
     def gated(self, x: Tensor, weight: Any, activation: str) -> Tensor:

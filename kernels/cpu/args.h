@@ -67,15 +67,23 @@ struct Cache {
   bool in_groups;
 };
 
-enum class Gate : int { kSilu = 0, kGeluTanh = 1 };
+enum class Nonlinear : int { kSilu = 0, kGeluTanh = 1, kRelu = 2, kGelu = 3 };
 
-// weight alternates tiles of gate and up.
+// weight alternates tiles of gate and up; or it is a layer that is activated and not gated.
 struct GatedArgs {
   Weight weight;
   Activation x;
   const float* bias;
-  Gate gate;
+  Nonlinear activation;
+  bool is_gated;
   Activation out;
+};
+
+// Of rows: x / rms(x) * weight, or (x - mean(x)) / deviation(x) * weight + bias.
+struct Norm {
+  const float* weight;  // padded, as bias; null: there is no norm
+  const float* bias;    // or null
+  bool subtracts_mean;
 };
 
 struct EmbedArgs {
@@ -84,15 +92,19 @@ struct EmbedArgs {
   bool is_bfloat16;
   int hidden, width;
   float scale;
+  const int64_t* positions;    // of learned vectors that are added, or null
+  const void* position_table;  // [any, hidden], like table
+  Norm norm;
+  float eps;
   float* out;  // [rows, width]
 };
 
-// residual += delta, normed first if there is post_weight; out = rms_norm(residual) * weight.
-struct FusedAddRmsNormArgs {
+// residual += delta, its RMS normed first if there is post_weight; out is the norm of residual.
+struct FusedAddNormArgs {
   float* residual;
   const float* delta;        // or null
   const float* post_weight;  // or null
-  const float* weight;
+  Norm norm;
   float eps;
   int hidden, width;
   Activation out;
@@ -110,7 +122,7 @@ struct JoinedNormsArgs {
   Activation out;
 };
 
-// out = residual[rows] + delta[rows], as FusedAddRmsNormArgs has it.
+// out = residual[rows] + delta[rows], as FusedAddNormArgs has it.
 struct GatherRowsArgs {
   const int64_t* rows;
   const float* residual;
@@ -251,7 +263,7 @@ struct Kernels {
   void (*linear)(const LinearArgs&, int rows, int begin, int end, Ahead&);
   void (*gated)(const GatedArgs&, int rows, int begin, int end, Ahead&);
   void (*embed)(const EmbedArgs&, int begin, int end);
-  void (*fused_add_rms_norm)(const FusedAddRmsNormArgs&, int begin, int end, float* scratch);
+  void (*fused_add_norm)(const FusedAddNormArgs&, int begin, int end, float* scratch);
   void (*joined_norms)(const JoinedNormsArgs&, int begin, int end, float* scratch);
   void (*gather_rows)(const GatherRowsArgs&, int begin, int end);
   // broken[row] is set where a key or a value is not finite.

@@ -19,7 +19,7 @@
 
 namespace specserve::SPECSERVE_ISA {
 
-extern const Kernels kKernels = {SPECSERVE_NAME(SPECSERVE_ISA), linear, gated, embed, fused_add_rms_norm, joined_norms, gather_rows,
+extern const Kernels kKernels = {SPECSERVE_NAME(SPECSERVE_ISA), linear, gated, embed, fused_add_norm, joined_norms, gather_rows,
                                  rope_and_cache, attention, attention_segment, merge_segments, quantize_activation, softcap, sample,
                                  probabilities, total, reject, sample_from, score, argmax, top_k, draw};
 

@@ -217,22 +217,23 @@ inline void linear(const LinearArgs& args, int rows, int begin, int end, Ahead& 
     });
 }
 
-// Tile t of the result is activation(tile 2t) * tile 2t + 1.
+// Tile t of the result is activation(tile 2t) * tile 2t + 1, or activation(tile t) where nothing is gated.
 inline void gated(const GatedArgs& args, int rows, int begin, int end, Ahead& ahead) {
   float gates[kMaxIntRows * kTile], ups[kMaxIntRows * kTile];
   Ahead nothing{};
   for (int tile = begin; tile < end; ++tile)
     each_block(rows, most_rows(args.weight), [&](int first, int last) {
       Ahead& own = first ? nothing : ahead;
-      tile_any(last - first, args.weight, 2 * tile, args.x, first, gates, own);
-      tile_any(last - first, args.weight, 2 * tile + 1, args.x, first, ups, own);
+      const int at = args.is_gated ? 2 * tile : tile;
+      tile_any(last - first, args.weight, at, args.x, first, gates, own);
+      if (args.is_gated) tile_any(last - first, args.weight, at + 1, args.x, first, ups, own);
       for (int r = first; r < last; ++r) {
         float *gate = gates + (r - first) * kTile, *up = ups + (r - first) * kTile;
-        add_bias(args.bias, 2 * tile * kTile, gate);
-        add_bias(args.bias, (2 * tile + 1) * kTile, up);
+        add_bias(args.bias, at * kTile, gate);
+        if (args.is_gated) add_bias(args.bias, (at + 1) * kTile, up);
         for (int i = 0; i < kTile; i += kLanes) {
-          const F g = load(gate + i);
-          store(gate + i, mul(args.gate == Gate::kSilu ? silu(g) : gelu_tanh(g), load(up + i)));
+          const F g = activate(args.activation, load(gate + i));
+          store(gate + i, args.is_gated ? mul(g, load(up + i)) : g);
         }
         store_tile(args.out, r, tile * kTile, gate);
       }

@@ -32,6 +32,13 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+using NormAddresses = std::tuple<Address, Address, bool>;  // as Norm
+
+Norm norm_at(const NormAddresses& norm) {
+  const auto& [weight, bias, subtracts_mean] = norm;
+  return {at<float>(weight), at<float>(bias), subtracts_mean};
+}
+
 // array[to[i]] = array[from[i]]; all are read before any is written.
 template <class T>
 void copy_numbers(T* array, const int64_t* from, const int64_t* to, int64_t n) {
@@ -83,13 +90,15 @@ void bind_program(nb::module_& m) {
         new (self) Program(std::move(pool), kernels_named(isa));
       })
       .def("embed",
-           [](Program& p, Address ids, Address table, bool is_bfloat16, int hidden, float scale, Address out) {
-             p.embed({at<int64_t>(ids), at<void>(table), is_bfloat16, hidden, int(padded(hidden)), scale, at<float>(out)});
+           [](Program& p, Address ids, Address table, bool is_bfloat16, int hidden, float scale, Address positions,
+              Address position_table, const NormAddresses& norm, float eps, Address out) {
+             p.embed({at<int64_t>(ids), at<void>(table), is_bfloat16, hidden, int(padded(hidden)), scale, at<int64_t>(positions),
+                      at<void>(position_table), norm_at(norm), eps, at<float>(out)});
            })
-      .def("fused_add_rms_norm",
-           [](Program& p, Address residual, Address delta, Address post, Address weight, float eps, int hidden,
+      .def("fused_add_norm",
+           [](Program& p, Address residual, Address delta, Address post, const NormAddresses& norm, float eps, int hidden,
               const Activation& out) {
-             p.fused_add_rms_norm({at<float>(residual), at<float>(delta), at<float>(post), at<float>(weight), eps, hidden,
+             p.fused_add_norm({at<float>(residual), at<float>(delta), at<float>(post), norm_at(norm), eps, hidden,
                      int(padded(hidden)), out});
            })
       .def("joined_norms",
@@ -110,8 +119,8 @@ void bind_program(nb::module_& m) {
            })
       .def("linear", [](Program& p, const Weight& w, const Activation& x, Address bias,
                         Address out) { p.linear({w, x, at<float>(bias), at<float>(out)}); })
-      .def("gated", [](Program& p, const Weight& w, const Activation& x, Address bias, int gate,
-                       const Activation& out) { p.gated({w, x, at<float>(bias), Gate(gate), out}); })
+      .def("gated", [](Program& p, const Weight& w, const Activation& x, Address bias, int activation, bool is_gated,
+                       const Activation& out) { p.gated({w, x, at<float>(bias), Nonlinear(activation), is_gated, out}); })
       .def("rope_and_cache",
            [](Program& p, Address qkv, int heads, int kv_heads, int head_dim, Address q_norm, Address k_norm, float eps,
               Address positions, Address cos, Address sin, Address q, int number, bool in_groups, Address keys, Address values) {

@@ -102,11 +102,11 @@ void Program::embed(const EmbedArgs& args) {
   add("embed", {rows_, [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.embed(args, begin, end); }});
 }
 
-void Program::fused_add_rms_norm(const FusedAddRmsNormArgs& args) {
+void Program::fused_add_norm(const FusedAddNormArgs& args) {
   const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) {
-    kernels_.fused_add_rms_norm(args, begin, end, (float*)scratch);
+    kernels_.fused_add_norm(args, begin, end, (float*)scratch);
   };
-  add("fused_add_rms_norm", {rows_, run}, args.width * sizeof(float));
+  add("fused_add_norm", {rows_, run}, args.width * sizeof(float));
 }
 
 void Program::joined_norms(const JoinedNormsArgs& args) {
@@ -127,7 +127,9 @@ void Program::gated(const GatedArgs& args) {
   const auto run = [this, args, count = rows_](const Rows& rows, int begin, int end, void*, Ahead& ahead) {
     kernels_.gated(args, count.in(rows), begin, end, ahead);
   };
-  add("gated", {rows_, run, args.weight.outputs / kTile / 2, args.weight.data, 2 * args.weight.tile_bytes});
+  const int tiles = args.is_gated ? 2 : 1;  // of an item
+  add(args.is_gated ? "gated" : "activated",
+      {rows_, run, args.weight.outputs / kTile / tiles, args.weight.data, tiles * args.weight.tile_bytes});
 }
 
 void Program::rope_and_cache(const RopeAndCacheArgs& args) {

@@ -79,7 +79,7 @@ class Program {
 
   // Ops run in the order of these calls. Pointers stay the caller's and outlive the program.
   void embed(const EmbedArgs& args);
-  void fused_add_rms_norm(const FusedAddRmsNormArgs& args);
+  void fused_add_norm(const FusedAddNormArgs& args);
   void joined_norms(const JoinedNormsArgs& args);
   void linear(const LinearArgs& args);
   void gated(const GatedArgs& args);

@@ -57,6 +57,32 @@ inline F gelu_tanh(F x) {
   return div(x, add(set(1.0f), exp(mul(add(x, cube), set(-2 * 0.7978845608f)))));
 }
 
+// 1 - erf(z) for z from 0 on, to within 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
+inline F erfc(F z) {
+  const F t = div(set(1.0f), fma(z, set(0.3275911f), set(1.0f)));
+  F sum = set(1.061405429f);
+  for (float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) sum = fma(sum, t, set(factor));
+  return mul(mul(sum, t), exp(sub(zero(), mul(z, z))));
+}
+
+inline F relu(F x) { return max(zero(), x); }  // in this order a NaN stays one
+
+// x (1 + erf(x / sqrt(2))) / 2.
+inline F gelu(F x) {
+  const F size = abs(x);
+  return sub(relu(x), mul(mul(size, set(0.5f)), erfc(mul(size, set(0.70710678f)))));
+}
+
+inline F activate(Nonlinear activation, F x) {
+  switch (activation) {
+    case Nonlinear::kSilu: return silu(x);
+    case Nonlinear::kGeluTanh: return gelu_tanh(x);
+    case Nonlinear::kRelu: return relu(x);
+    case Nonlinear::kGelu: return gelu(x);
+  }
+  return x;
+}
+
 // Blocks [first, last) of n rows, at most so many that they fit the registers and as even as can be: 9 are 5 and 4.
 template <class Use>
 void each_block(int n, int most, Use use) {
@@ -85,6 +111,24 @@ inline float mean_square(const float* x, int width, int n) {
       sums.v[v] = fma(some, some, sums.v[v]);
     }
   return sums.total() / float(n);
+}
+
+// `out` may be x. Both have zeros from n to width, and norms too.
+inline void normed(const float* x, const Norm& norm, float eps, int n, int width, float* out) {
+  if (norm.subtracts_mean) {
+    PartialSums sums;
+    for (int i = 0; i < width; i += kPartialSums)
+      for (int v = 0; v < PartialSums::kVectors; ++v) sums.v[v] = add(sums.v[v], load(x + i + v * kLanes));
+    const F mean = set(sums.total() / float(n));
+    for (int i = 0; i < width; i += kLanes) store(out + i, sub(load(x + i), mean));
+    std::fill(out + n, out + width, 0.0f);
+    x = out;
+  }
+  const F scale = set(1.0f / std::sqrt(mean_square(x, width, n) + eps));
+  for (int i = 0; i < width; i += kLanes) {
+    const F y = mul(mul(load(x + i), scale), load(norm.weight + i));
+    store(out + i, norm.bias ? add(y, load(norm.bias + i)) : y);
+  }
 }
 
 // Symmetric integers of at most 127 for one group. What is not finite makes the scale NaN: it must not vanish.
@@ -133,18 +177,25 @@ inline void quantize_activation(const QuantizeActivationArgs& args, int begin, i
     for (int i = 0; i < args.width; i += kTile) store_tile(args.out, row, i, args.x + int64_t(row) * args.width + i);
 }
 
+inline float number_at(const void* table, bool is_bfloat16, int64_t i) {
+  if (!is_bfloat16) return ((const float*)table)[i];
+  const uint32_t bits = uint32_t(((const uint16_t*)table)[i]) << 16;
+  float widened;
+  std::memcpy(&widened, &bits, 4);
+  return widened;
+}
+
 inline void embed(const EmbedArgs& args, int begin, int end) {
   for (int row = begin; row < end; ++row) {
     const int64_t from = args.ids[row] * args.hidden;
     float* out = args.out + int64_t(row) * args.width;
-    for (int i = 0; i < args.hidden; ++i) {
-      const float x = args.is_bfloat16 ? 0.0f : ((const float*)args.table)[from + i];
-      const uint32_t bits = args.is_bfloat16 ? uint32_t(((const uint16_t*)args.table)[from + i]) << 16 : 0;
-      float widened;
-      std::memcpy(&widened, &bits, 4);
-      out[i] = (args.is_bfloat16 ? widened : x) * args.scale;
-    }
+    for (int i = 0; i < args.hidden; ++i) out[i] = number_at(args.table, args.is_bfloat16, from + i) * args.scale;
     std::fill(out + args.hidden, out + args.width, 0.0f);
+    if (args.positions) {
+      const int64_t place = args.positions[row] * args.hidden;
+      for (int i = 0; i < args.hidden; ++i) out[i] += number_at(args.position_table, args.is_bfloat16, place + i);
+    }
+    if (args.norm.weight) normed(out, args.norm, args.eps, args.hidden, args.width, out);
   }
 }
 
@@ -161,14 +212,12 @@ inline void add_delta(const float* residual, const float* delta, const float* po
   }
 }
 
-inline void fused_add_rms_norm(const FusedAddRmsNormArgs& args, int begin, int end, float* scratch) {
+inline void fused_add_norm(const FusedAddNormArgs& args, int begin, int end, float* scratch) {
   for (int row = begin; row < end; ++row) {
     float* residual = args.residual + int64_t(row) * args.width;
     const float* delta = args.delta ? args.delta + int64_t(row) * args.width : nullptr;
     add_delta(residual, delta, args.post_weight, args.eps, args.hidden, args.width, residual);
-    const F scale = set(1.0f / std::sqrt(mean_square(residual, args.width, args.hidden) + args.eps));
-    for (int i = 0; i < args.width; i += kLanes)
-      store(scratch + i, mul(mul(load(residual + i), scale), load(args.weight + i)));
+    normed(residual, args.norm, args.eps, args.hidden, args.width, scratch);
     for (int i = 0; i < args.width; i += kTile) store_tile(args.out, row, i, scratch + i);
   }
 }

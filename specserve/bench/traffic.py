@@ -21,8 +21,8 @@ from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Runner
 
 OPS = frozenset(
-    {"embed", "fused_add_rms_norm", "linear", "rope_and_cache", "attention", "gated", "gather_rows", "norm", "argmax"}
-    | {"quantize_activation", "softcap", "tap", "top_k"}
+    {"embed", "fused_add_norm", "linear", "rope_and_cache", "attention", "gated", "gather_rows", "norm", "argmax"}
+    | {"activated", "add", "quantize_activation", "softcap", "tap", "top_k"}
 )
 WEIGHTS = ("weight", "post", "norms")  # the contract's names for what was packed at load
 BANDWIDTH_BYTES = 2**28  # no cache holds so much
@@ -65,10 +65,10 @@ def _visible(cached: int, rows: int, window: int | None) -> int:
 
 def _describe(op: str, arguments: dict[str, Any]) -> Call:
     weights = sum(num_bytes(arguments.get(name)) for name in WEIGHTS)
-    assert weights or op not in ("linear", "gated"), "a packed weight shows its tensors"
+    assert weights or op not in ("linear", "gated", "activated"), "a packed weight shows its tensors"
     if op == "embed":
-        table = arguments["table"]
-        return Call(op, row=table.shape[1] * table.element_size())
+        table, num_tables = arguments["table"], 1 if arguments.get("placed") is None else 2
+        return Call(op, row=num_tables * table.shape[1] * table.element_size())
     if op == "attention":
         kv = arguments["kv"]  # [2, slots, kv_heads, d]
         return Call(op, token=2 * kv.shape[2] * kv.shape[3] * kv.element_size(), window=arguments["window"])

@@ -81,9 +81,28 @@ class Plan:
 
 class Program:
     def __init__(self, pool: ThreadPool, instruction_set: str) -> None: ...
-    def embed(self, ids: int, table: int, is_bfloat16: bool, hidden: int, scale: float, out: int) -> None: ...
-    def fused_add_rms_norm(
-        self, residual: int, delta: int, post: int, weight: int, eps: float, hidden: int, out: Activation
+    def embed(
+        self,
+        ids: int,
+        table: int,
+        is_bfloat16: bool,
+        hidden: int,
+        scale: float,
+        positions: int,
+        position_table: int,
+        norm: tuple[int, int, bool],
+        eps: float,
+        out: int,
+    ) -> None: ...
+    def fused_add_norm(
+        self,
+        residual: int,
+        delta: int,
+        post: int,
+        norm: tuple[int, int, bool],
+        eps: float,
+        hidden: int,
+        out: Activation,
     ) -> None: ...
     def joined_norms(self, parts: list[tuple[int, int, int]], eps: float, out: Activation) -> None: ...
     def gather_rows(
@@ -91,7 +110,9 @@ class Program:
     ) -> None: ...
     def tap(self, rows: int, residual: int, delta: int, post: int, eps: float, hidden: int, out: int) -> None: ...
     def linear(self, weight: Weight, x: Activation, bias: int, out: int) -> None: ...
-    def gated(self, weight: Weight, x: Activation, bias: int, gate: int, out: Activation) -> None: ...
+    def gated(
+        self, weight: Weight, x: Activation, bias: int, activation: int, is_gated: bool, out: Activation
+    ) -> None: ...
     def rope_and_cache(
         self,
         qkv: int,

@@ -11,7 +11,7 @@ from torch import Tensor
 from specserve.models.layers import LayerStack
 from specserve.models.reader import WeightReader
 from specserve.models.spec import DecoderSpec
-from specserve.ops import Ops
+from specserve.ops import Ops, Placed
 from specserve.ops.packing import PackedCache, Weight, uncached
 
 
@@ -32,8 +32,13 @@ class Decoder:
         self._embedding = ops.pack_table(*read.named("model.embed_tokens"))
         # Rounded as transformers rounds it: Gemma was trained with the scale in the compute dtype.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))
+        self._positions = None if spec.positions is None else ops.pack_table(*read.named("model.embed_positions"))
+        self._offset = 0 if spec.positions is None else spec.positions.offset
+        self._embedding_norm = None
+        if (norm := spec.embedding_norm) is not None:
+            self._embedding_norm = read.norm("model.embed_norm", norm)
         head = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
-        self._head = ops.pack_head(*read.named(head, 1 / spec.logit_divisor))
+        self._head = read.head(head, 1 / spec.logit_divisor)
         self._norm = read.norm("model.norm", spec.final_norm)
         self._stack = LayerStack(read, spec, "model.")
 
@@ -57,10 +62,19 @@ class Decoder:
         ops = self.ops
         assert len(token_ids) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
         assert len(rows) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
-        residual, tapped = self._stack.run(ops, self.embed(token_ids), positions, rows, kv, plan, taps)
+        embedded = self._placed(token_ids, positions)
+        residual, tapped = self._stack.run(ops, embedded, positions, rows, kv, plan, taps)
         hidden = ops.norm(residual, self._norm, self.spec.final_norm.eps)
         logits = self.lm_head(hidden)
         return hidden, logits, ops.argmax(logits), tapped
+
+    def _placed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """What enters the first layer, float32 [rows, hidden]."""
+        table, norm = self._positions, self.spec.embedding_norm
+        placed = None if table is None else Placed(positions, table[self._offset :])
+        eps = 0.0 if norm is None else norm.eps
+        scale = self._embedding_scale
+        return self.ops.embed(token_ids, self._embedding, scale, placed, self._embedding_norm, eps)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The scaled embedding of int64 [n], float32 [n, hidden]."""

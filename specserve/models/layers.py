@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specserve.models.reader import WeightReader
 from specserve.models.rotary import feature_order, rotary_tables
-from specserve.models.spec import AttentionSpec, DecoderSpec, LayerSpec
+from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, Parallel
 from specserve.ops import HeadNorms, Ops, Rotation
 
 
@@ -42,21 +42,24 @@ def _with_values(spec: AttentionSpec, order: Tensor) -> Tensor:
 
 
 class Mlp:
-    """A gated MLP. Gate and up are one product."""
+    """A gated MLP, whose gate and up are one product, or one that is not gated."""
 
     def __init__(self, read: WeightReader, name: str, layer: LayerSpec) -> None:
         self._activation = layer.mlp.activation
-        self.gate_up = read.gated(f"{name}.gate_proj", f"{name}.up_proj")
+        self._is_gated = isinstance(layer.mlp, GatedMlp)
+        parts = [f"{name}.{part}" for part in layer.mlp.parts]
+        self.up = read.gated(*parts) if self._is_gated else read.linear(*parts)
         self.down = read.linear(f"{name}.down_proj", times=layer.residual.multiplier)
 
     def run(self, ops: Ops, x: Any) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
-        return ops.linear(ops.gated(x, self.gate_up, self._activation), self.down)
+        activate = ops.gated if self._is_gated else ops.activated
+        return ops.linear(activate(x, self.up, self._activation), self.down)
 
 
 class Layer:
-    """Attention and an MLP one after the other, each with the norms around it that its residual form has. `norm`,
-    before attention, is None where the tensors have none."""
+    """Attention and an MLP one after the other or side by side, each with the norms around it that its residual form
+    has. `norm`, before attention, is None where the tensors have none."""
 
     def __init__(self, read: WeightReader, name: str, spec: LayerSpec) -> None:
         before, after, mlp, after_mlp = (each and f"{name}.{each}" for each in spec.norm_names)
@@ -67,12 +70,18 @@ class Layer:
         self.mlp = Mlp(read, f"{name}.mlp", spec)
         self.post_mlp_norm = read.norm(after_mlp, spec.norm)
         self._eps = spec.norm.eps
+        self._is_parallel = isinstance(spec.residual, Parallel)
 
     def run(self, ops: Ops, x: Any, residual: Tensor, rotation: Rotation, kv: Tensor, plan: Any) -> Tensor:
         """Attention over what `norm` made of the residual stream, x, and the MLP. Attention's output joins `residual`,
         in place; the MLP's is returned, to be added by what reads it next, through `post_mlp_norm`."""
         attended = self.attention.run(ops, x, rotation, kv, plan)
-        x = ops.fused_add_rms_norm(residual, attended, self.post_norm, self.mlp_norm, self._eps)
+        if not self._is_parallel:
+            x = ops.fused_add_norm(residual, attended, self.post_norm, self.mlp_norm, self._eps)
+            return self.mlp.run(ops, x)
+        if self.mlp_norm is not None:
+            x = ops.fused_add_norm(residual, None, None, self.mlp_norm, self._eps)
+        ops.add(residual, attended)
         return self.mlp.run(ops, x)
 
 
@@ -112,7 +121,7 @@ class LayerStack:
         each = zip(self.layers, self.rotations(positions), kv, strict=True)
         for i, (layer, rotation, layer_kv) in enumerate(each):
             if i or x is None:
-                x = ops.fused_add_rms_norm(residual, delta, post, layer.norm, eps)
+                x = ops.fused_add_norm(residual, delta, post, layer.norm, eps)
             delta = layer.run(ops, x, residual, rotation, layer_kv, plan)
             post = layer.post_mlp_norm
             if i in taps:

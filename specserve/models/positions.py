@@ -1,4 +1,4 @@
-"""How tokens know where they stand: rotary embedding with its scalings."""
+"""How tokens know where they stand: rotary embedding with its scalings, and learned vectors."""
 
 from __future__ import annotations
 
@@ -110,3 +110,15 @@ class Rope:
                 return f"longrope, short factors: max_model_len is at most {original}"
             return f"longrope, long factors in all sequences: max_model_len is above {original}"
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A vector of each position, added to the token's (arXiv 1706.03762). Position i has row i + offset of a table of
+    `size` + offset rows."""
+
+    size: int
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        check_size("max_position_embeddings", self.size)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specserve.models.spec import RmsNorm
+from specserve.models.spec import LayerNorm, Norm
 from specserve.ops import Ops
 from specserve.ops.packing import Lazy, PackedCache, Weight, below, reordered, scaled, stacked, uncached
 
@@ -32,13 +32,22 @@ class WeightReader:
         weight = f"{name}.weight"
         return Lazy(self._shapes[weight], lambda: scaled(self._weights[weight], times)), below(self._cached, name)
 
-    def norm(self, name: str | None, spec: RmsNorm, order: Tensor | None = None) -> Any:
+    def norm(self, name: str | None, spec: Norm, order: Tensor | None = None) -> Any:
         """None where there is none. `order`: its numbers as this lists them."""
         if name is None or f"{name}.weight" not in self._shapes:
             return None
         weight, cached = self.named(name)
+        if isinstance(spec, LayerNorm):
+            assert order is None, "only RMS norms are those of heads"
+            return self.ops.pack_layer_norm(weight, self._bias(name), cached)
         values = Lazy(weight.shape, lambda: reordered(weight[:].float() + spec.offset, order))
         return self.ops.pack_vector(values, cached)
+
+    def head(self, name: str, times: float) -> Any:
+        """The LM head, with the bias that lm_head has, multiplied."""
+        weight, cached = self.named(name, times)
+        bias = self._bias("lm_head")
+        return self.ops.pack_head(weight, bias and Lazy(bias.shape, lambda: scaled(bias.read(), times)), cached)
 
     def linear(self, *names: str, times: float = 1.0, order: Tensor | None = None) -> Any:
         """One product for several layers that read the same input; all have a bias or none. Its outputs are multiplied,

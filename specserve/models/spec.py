@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError, ModelError
 from specserve.models.checks import check_number, check_size as check_size
-from specserve.models.positions import Rope as Rope
+from specserve.models.positions import LearnedPositions, Rope as Rope
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -24,6 +24,20 @@ class RmsNorm:
 
     def __post_init__(self) -> None:
         check_number("rms_norm_eps", self.eps, positive=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """x without its mean, over its standard deviation, times a weight, plus a bias (arXiv 1607.06450)."""
+
+    eps: float
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("layer_norm_eps", self.eps, positive=False)
+
+
+Norm = RmsNorm | LayerNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +87,27 @@ class GatedMlp:
     def __post_init__(self) -> None:
         check_size("intermediate_size", self.size)
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The layers that read what enters."""
+        return "gate_proj", "up_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainMlp:
+    """down(activation(up(x))), the first Transformer's (arXiv 1706.03762)."""
+
+    size: int  # features between
+    activation: str  # as ops.activated names them
+    bias: bool = True  # of both
+
+    def __post_init__(self) -> None:
+        check_size("intermediate_size", self.size)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ("up_proj",)
+
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
@@ -88,12 +123,21 @@ class Sequential:
             raise ModelError("A residual_multiplier of outputs that are normed is not supported.")
 
 
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Attention and the MLP read the same residual stream, and both outputs join it (GPT-J). Each reads a norm of its
+    own (GPT-NeoX), or both the same."""
+
+    own_norms: bool = False
+    multiplier: ClassVar[float] = 1.0
+
+
 class NormNames(NamedTuple):
     """A layer's norms in a checkpoint; None where it has none."""
 
     attention: str  # before it
     post_attention: str | None
-    mlp: str  # before it
+    mlp: str | None  # before it; None: it reads what attention reads
     post_mlp: str | None
 
 
@@ -102,13 +146,15 @@ class LayerSpec:
     """One layer. `norm` is that of all places of the `residual` form that have one, `position` how tokens know where
     they stand; None: by causality alone (NoPE, arXiv 2305.19466)."""
 
-    norm: RmsNorm
+    norm: Norm
     position: Rope | None
     attention: AttentionSpec
-    mlp: GatedMlp
-    residual: Sequential = Sequential()
+    mlp: GatedMlp | PlainMlp
+    residual: Sequential | Parallel = Sequential()
 
     def __post_init__(self) -> None:
+        if isinstance(self.norm, LayerNorm) and self.norm_names.post_attention is not None:
+            raise ModelError("LayerNorms of what joins the residual stream are not supported.")
         if self.position is not None:
             self.position.check(self.attention.head_dim)
 
@@ -116,6 +162,10 @@ class LayerSpec:
     def norm_names(self) -> NormNames:
         """Where a layer has four norms, the one named post_attention follows attention; where it has two, it opens the
         MLP."""
+        if isinstance(self.residual, Parallel):
+            return NormNames(
+                "input_layernorm", None, "post_attention_layernorm" if self.residual.own_norms else None, None
+            )
         if self.residual.post_norms:
             return NormNames(
                 "input_layernorm",
@@ -128,7 +178,9 @@ class LayerSpec:
     def shapes(self, hidden: int) -> Shapes:
         """Every tensor of the layer, by its name in a Hugging Face checkpoint of Llama, and its shape."""
         own, mlp = self.attention, self.mlp
-        shapes: Shapes = {f"{name}.weight": (hidden,) for name in self.norm_names if name is not None}
+        shapes: Shapes = {}
+        for norm in self.norm_names:
+            shapes |= {} if norm is None else norm_shapes(norm, self.norm, hidden)
         if own.head_norm is not None:
             shapes |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (own.head_dim,))
         for name, rows, columns, bias in (
@@ -136,14 +188,19 @@ class LayerSpec:
             ("self_attn.k_proj", own.kv_size, hidden, own.qkv_bias),
             ("self_attn.v_proj", own.kv_size, hidden, own.qkv_bias),
             ("self_attn.o_proj", hidden, own.q_size, own.out_bias),
-            ("mlp.gate_proj", mlp.size, hidden, mlp.bias),
-            ("mlp.up_proj", mlp.size, hidden, mlp.bias),
+            *((f"mlp.{part}", mlp.size, hidden, mlp.bias) for part in mlp.parts),
             ("mlp.down_proj", hidden, mlp.size, mlp.bias),
         ):
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
         return shapes
+
+
+def norm_shapes(name: str, norm: Norm, hidden: int) -> Shapes:
+    """The tensors of a norm."""
+    shapes: Shapes = {f"{name}.weight": (hidden,)}
+    return shapes | {f"{name}.bias": (hidden,)} if isinstance(norm, LayerNorm) and norm.bias else shapes
 
 
 class ModelSpec(Protocol):
@@ -173,10 +230,13 @@ class DecoderSpec:
     hidden_size: int
     max_len: int  # tokens
     layers: tuple[LayerSpec, ...]
-    final_norm: RmsNorm
+    final_norm: Norm
+    positions: LearnedPositions | None = None  # beside those that layers have
+    embedding_norm: Norm | None = None  # of what enters the first layer
     embedding_scale: float = 1.0
     logit_divisor: float = 1.0
     tied_embeddings: bool = False
+    head_bias: bool = False
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
@@ -186,6 +246,8 @@ class DecoderSpec:
         check_number("logits_scaling", self.logit_divisor)
         if self.logit_softcap is not None:
             check_number("final_logit_softcapping", self.logit_softcap)
+        if self.positions is not None and self.max_len > self.positions.size:
+            raise ModelError(f"{self.positions.size} learned positions are too few for {self.max_len} tokens.")
         # What a layer adds is normed by its own eps and joins the stream in one op with the norm of the next one.
         if len(found := sorted({self.final_norm.eps, *(layer.norm.eps for layer in self.layers)})) > 1:
             raise ModelError(f"The norms of the layers and the final one differ in eps, {found}; they must be alike.")
@@ -219,10 +281,16 @@ class DecoderSpec:
         """Every tensor the model needs, by its name in a Hugging Face Llama checkpoint, and its shape."""
         table = (self.vocab_size, self.hidden_size)
         shapes: Shapes = {"model.embed_tokens.weight": table}
+        if (own := self.positions) is not None:
+            shapes["model.embed_positions.weight"] = (own.size + own.offset, self.hidden_size)
+        if self.embedding_norm is not None:
+            shapes |= norm_shapes("model.embed_norm", self.embedding_norm, self.hidden_size)
         for number, layer in enumerate(self.layers):
-            own = layer.shapes(self.hidden_size)
-            shapes |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
-        shapes["model.norm.weight"] = (self.hidden_size,)
+            tensors = layer.shapes(self.hidden_size)
+            shapes |= {f"model.layers.{number}.{name}": shape for name, shape in tensors.items()}
+        shapes |= norm_shapes("model.norm", self.final_norm, self.hidden_size)
+        if self.head_bias:
+            shapes["lm_head.bias"] = (self.vocab_size,)
         return shapes if self.tied_embeddings else shapes | {"lm_head.weight": table}
 
 

@@ -25,6 +25,7 @@ from specserve.ops.rows import AttentionRows as AttentionRows
 from specserve.types import Ids
 
 NOT_FINITE, NO_TOKEN_LEFT = -1, -2  # what stands in place of a token in a row that has none
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "gelu")  # gelu is that of erf (arXiv 1606.08415), gelu_tanh close to it
 MOST_TOP_K = 16  # tokens of a row that `top_k` is asked for
 
 T = TypeVar("T")
@@ -147,6 +148,13 @@ class HeadNorms:
     eps: float
 
 
+class Placed(NamedTuple):
+    """Learned vectors of the rows' positions."""
+
+    positions: Tensor  # int64 [rows]
+    table: Tensor  # [positions, hidden], as pack_table returned it
+
+
 class Ops(Protocol):
     """One device's kernels. `dtype` is that of what is not quantised (float32 or bfloat16); the residual stream, norms
     and rotary embedding are float32, and so are the sums inside products and attention. `kv_dtype` is that of the KV
@@ -175,8 +183,9 @@ class Ops(Protocol):
         """A weight [out, in] with its bias [out] as `linear` wants them; called once at load. Of a quantised weight a
         backend packs the integers, or the numbers that they stand for, which it may round to integers of its own."""
 
-    def pack_head(self, weight: Source, cached: PackedCache = uncached) -> Any:
-        """The LM head [vocab, hidden] for `linear`, in no less than 8 bits: its errors are the tokens' own."""
+    def pack_head(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> Any:
+        """The LM head [vocab, hidden] with its bias [vocab] for `linear`, in no less than 8 bits: its errors are the
+        tokens' own."""
 
     def pack_gated(
         self, gate: Source, up: Source, gate_bias: Source | None, up_bias: Source | None, cached: PackedCache = uncached
@@ -184,28 +193,45 @@ class Ops(Protocol):
         """Two weights [n, in] with their biases as `gated` wants them."""
 
     def pack_vector(self, values: Source, cached: PackedCache = uncached) -> Any:
-        """The weight of a norm [n] as ops want it."""
+        """The weight of an RMS norm [n] as ops want it."""
+
+    def pack_layer_norm(self, weight: Source, bias: Source | None, cached: PackedCache = uncached) -> Any:
+        """The weight of a LayerNorm [n] with its bias [n], for `embed`, `fused_add_norm` and `norm` in the place of the
+        weight of an RMS norm."""
 
     def pack_table(self, table: Source, cached: PackedCache = uncached) -> Tensor:
         """A table [vocab, hidden] as `embed` wants it, a copy."""
 
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        """Rows token_ids int64 [rows] of table [vocab, hidden] times scale -> the residual, float32 [rows, hidden]."""
+    def embed(
+        self,
+        token_ids: Tensor,
+        table: Tensor,
+        scale: float,
+        placed: Placed | None = None,
+        norm: Any = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Rows token_ids int64 [rows] of table [vocab, hidden] times scale, plus the learned vectors of their
+        positions, then normed as `norm` does -> the residual, float32 [rows, hidden]."""
 
-    def fused_add_rms_norm(self, residual: Tensor, delta: Tensor | None, post: Any, weight: Any, eps: float) -> Any:
-        """residual += delta, in place; delta [rows, hidden] is normed first if there is a weight `post` for it. Then
-        the norm of residual for a linear layer to read."""
+    def fused_add_norm(self, residual: Tensor, delta: Tensor | None, post: Any, weight: Any, eps: float) -> Any:
+        """residual += delta, in place; delta [rows, hidden] is normed first if there is a weight `post` of an RMS norm
+        for it. Then the norm of residual for a linear layer to read."""
+
+    def add(self, residual: Tensor, delta: Tensor) -> None:
+        """residual += delta [rows, hidden], in place."""
 
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Any, eps: float) -> Tensor:
-        """(residual + delta)[rows], rows int64 [n] -> float32 [n, hidden], as `fused_add_rms_norm` adds. What
+        """(residual + delta)[rows], rows int64 [n] -> float32 [n, hidden], as `fused_add_norm` adds. What
         follows has n rows; no op may work on all rows of the step after it."""
 
     def tap(self, layer: int, residual: Tensor, delta: Tensor | None, post: Any, eps: float) -> Tensor:
-        """residual + delta of all rows, as `fused_add_rms_norm` adds -> float32 [rows, hidden], which no other layer's
+        """residual + delta of all rows, as `fused_add_norm` adds -> float32 [rows, hidden], which no other layer's
         overwrites, nor any other op's; residual stays as it is."""
 
     def norm(self, x: Tensor, weight: Any, eps: float) -> Tensor:
-        """x float32 [rows, hidden], divided by its root mean square, times weight -> float32 [rows, hidden]."""
+        """x float32 [rows, hidden], divided by its root mean square, times weight; or, where that is a LayerNorm's,
+        less its mean, divided by its standard deviation, times weight, plus bias -> float32 [rows, hidden]."""
 
     def joined_norms(self, parts: Sequence[tuple[Tensor, Any]], eps: float) -> Any:
         """Several float32 [rows, n] side by side for a linear layer to read, each normed as `norm` does with its own
@@ -222,6 +248,10 @@ class Ops(Protocol):
 
     def gated(self, x: Any, weight: Any, activation: str) -> Any:
         """activation(x gate^T) * (x up^T), for a linear layer to read; activation is "silu" or "gelu_tanh"."""
+
+    def activated(self, x: Any, weight: Any, activation: str) -> Any:
+        """activation(x weight^T + bias) of what `pack` returned, for a linear layer to read; activation is one of
+        ACTIVATIONS."""
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """cap * tanh(logits / cap), in place."""

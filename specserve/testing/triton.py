@@ -28,9 +28,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: tor
     return (out if bias is None else out + bias).to(out_dtype or weight.dtype)
 
 
-def logits(x: Tensor, weight: Tensor) -> Tensor:
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `linear`, float32 [rows, n]."""
-    return linear(x, weight, None, torch.float32)
+    return linear(x, weight, bias, torch.float32)
 
 
 def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from specserve.models.heads.spec import HeadSpec, MedusaSpec
-from specserve.models.spec import AttentionSpec, DecoderSpec, LayerSpec, RmsNorm, Rope
+from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, RmsNorm, Rope
 from specserve.train.batches import Batch
 
 
@@ -75,7 +75,7 @@ class TrainedHead(nn.Module, ABC):
 
 
 def layers_spec(target: DecoderSpec, num_layers: int, vocab_size: int, qk_norm: bool) -> DecoderSpec:
-    """Layers like the target's, but plain: without biases, norms after sublayers and windows, rotating whole
+    """Layers like the target's, but plain: gated, without biases, norms after sublayers and windows, rotating whole
     heads by halves."""
     like = next((layer for layer in target.layers if layer.attention.window is None), target.layers[0])
     norm = RmsNorm(like.norm.eps)
@@ -88,7 +88,9 @@ def layers_spec(target: DecoderSpec, num_layers: int, vocab_size: int, qk_norm: 
     )
     rope = next((layer.position for layer in (like, *target.layers) if layer.position is not None), Rope())
     position = replace(rope, interleaved=False, fraction=1.0)
-    layer = LayerSpec(norm=norm, position=position, attention=attention, mlp=replace(like.mlp, bias=False))
+    activation = like.mlp.activation if isinstance(like.mlp, GatedMlp) else "silu"
+    mlp = GatedMlp(size=like.mlp.size, activation=activation)
+    layer = LayerSpec(norm=norm, position=position, attention=attention, mlp=mlp)
     return DecoderSpec(
         vocab_size=vocab_size,
         hidden_size=target.hidden_size,

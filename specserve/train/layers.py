@@ -105,6 +105,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden, spec.norm.eps)
         self.self_attn = Attention(spec.attention, width or hidden, hidden, rotary)
         self.post_attention_layernorm = RMSNorm(hidden, spec.norm.eps)
+        assert isinstance(spec.mlp, GatedMlp), "heads have Llama's layers"
         self.mlp = Mlp(spec.mlp, hidden)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:

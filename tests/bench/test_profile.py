@@ -27,8 +27,8 @@ from specserve.testing import write_tiny_model
 CONTEXT = 37
 CALLS = {  # of a llama with three layers
     "embed": 1,
-    "fused_add_rms_norm": 6,
-    "linear after fused_add_rms_norm": 3,
+    "fused_add_norm": 6,
+    "linear after fused_add_norm": 3,
     "rope_and_cache": 3,
     "attention": 3,
     "linear after attention": 3,
@@ -43,7 +43,7 @@ CALLS = {  # of a llama with three layers
 HOST = {"host: attention plan, launch", "host: drafter", "host: masks", "host: sampler"}
 HOST |= {"host: scheduler, pack, commit"}
 READING = {
-    name for name in CALLS if name.startswith(("embed", "fused_add_rms_norm", "linear", "gated", "attention", "norm"))
+    name for name in CALLS if name.startswith(("embed", "fused_add_norm", "linear", "gated", "attention", "norm"))
 }
 
 
@@ -123,19 +123,19 @@ def test_ops_that_are_called_are_timed_one_by_one(
 
 
 def test_recorded_ops_have_the_native_programs_own_times(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = pytest.importorskip("specserve.kernels.cpu", reason="Built without native kernels.")
-    measure = cpu.Recording.profile
+    native_ops = pytest.importorskip("specserve.kernels._cpu_recording", reason="Built without native kernels.")
+    measure = native_ops.Recording.profile
     replayed: list[list[tuple[str, float]]] = []
 
     def keep(self: Any, *rows: Any) -> Any:
         replayed.append([(name, float(i)) for i, (name, _) in enumerate(measure(self, *rows))])
         return replayed[-1]
 
-    monkeypatch.setattr(cpu.Recording, "profile", keep)
+    monkeypatch.setattr(native_ops.Recording, "profile", keep)
     with small(folder) as llm, VerifySteps(llm, ids_of(llm), [2]) as steps, watched(llm.engine, 64) as runner:
         (parts,) = [runner.parts() for _ in steps.round([2])]
     assert [part.seconds for part in parts] == [float(i) for i in range(len(parts))]
-    native = {"norm": "fused_add_rms_norm"}
+    native = {"norm": "fused_add_norm"}
     ops = [part.name.split(" after ")[0] for part in parts]
     assert [native.get(op, op) for op in ops] == [name for name, _ in replayed[-1]]
 

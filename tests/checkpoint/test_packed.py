@@ -646,7 +646,7 @@ def test_memory_is_counted_to_the_byte(stored: str, case: str, tmp_path: Path) -
         vectors = (layer.norm, layer.mlp_norm, layer.post_norm, layer.post_mlp_norm)
         norms = layer.attention.head_norms
         parts += [*vectors, *((norms.q, norms.k) if norms else ())]
-        weights = layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+        weights = layer.attention.qkv, layer.attention.out, layer.mlp.up, layer.mlp.down
         parts += [part for weight in weights for part in _memory(weight)]
     parts += [table for tables in model._stack.tables.values() for table in tables]
     needed = sum(part.nbytes for part in parts if part is not None)
@@ -677,9 +677,9 @@ def test_a_recording_keeps_what_it_points_into() -> None:
         ops.pack_vector(torch.ones(40)),
     )
     ids = torch.tensor([3, 8])
-    wanted = ops.linear(ops.fused_add_rms_norm(ops.embed(ids, table, 1.0), None, None, norm, 1e-5), weight).clone()
+    wanted = ops.linear(ops.fused_add_norm(ops.embed(ids, table, 1.0), None, None, norm, 1e-5), weight).clone()
     with ops.recording() as recording:
-        out = ops.linear(ops.fused_add_rms_norm(ops.embed(ids, table, 1.0), None, None, norm, 1e-5), weight)
+        out = ops.linear(ops.fused_add_norm(ops.embed(ids, table, 1.0), None, None, norm, 1e-5), weight)
     alive = [weakref.ref(tensor) for tensor in (table, weight.memory, norm, ids)]
     del table, weight, norm, ids
     gc.collect()

@@ -398,14 +398,14 @@ def test_rowwise_ops_agree_with_the_reference(
     packed, packed_post = ops.pack_vector(norm), None if post is None else ops.pack_vector(post)
     found, added, chosen = returned(ops, residual), returned(ops, delta), torch.randint(0, rows, (7,))
     collected = ops.gather_rows(chosen, found, added, packed_post, 1e-5)
-    read = ops.fused_add_rms_norm(found, added, packed_post, packed, 1e-5)
+    read = ops.fused_add_norm(found, added, packed_post, packed, 1e-5)
     wanted = residual.clone()
-    wanted_read = REFERENCE.fused_add_rms_norm(wanted, delta, post, norm, 1e-5)
+    wanted_read = REFERENCE.fused_add_norm(wanted, delta, post, norm, 1e-5)
     close(found, wanted)
     close(numbers(read), wanted_read, rounding(read))
     assert torch.equal(collected, found[chosen])
     close(ops.norm(collected, packed, 1e-5), REFERENCE.norm(wanted[chosen], norm, 1e-5))
-    assert same(ops.fused_add_rms_norm(found, None, None, packed, 1e-5), read)
+    assert same(ops.fused_add_norm(found, None, None, packed, 1e-5), read)
     close(ops.softcap(returned(ops, 30 * residual), 6.0), REFERENCE.softcap(30 * residual, 6.0))
 
 
@@ -665,7 +665,7 @@ def test_slots_are_copied(step: Step, dtype: torch.dtype, count: int, seed: int)
 def between_attentions(ops: Any, residual: Tensor, delta: Tensor, weight: Any, gated: Any, norm: Any, post: Any) -> Any:
     """All that happens to rows there, and a head."""
     stream = returned(ops, residual)
-    x = ops.fused_add_rms_norm(stream, returned(ops, delta), post, norm, 1e-5)
+    x = ops.fused_add_norm(stream, returned(ops, delta), post, norm, 1e-5)
     hidden, logits = ops.norm(stream, norm, 1e-5), ops.linear(x, weight)
     capped, act = ops.softcap(returned(ops, logits), 5.0), ops.quantize_activation(hidden)
     best = ops.argmax(logits)
@@ -918,7 +918,7 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, weights: str, bad: float)
     def run(x: Tensor) -> list[Any]:
         read = ops.quantize_activation(x)
         stream = returned(ops, x)
-        normed = ops.fused_add_rms_norm(stream, returned(ops, delta), norm, norm, 1e-5)
+        normed = ops.fused_add_norm(stream, returned(ops, delta), norm, norm, 1e-5)
         inner = [ops.gated(read, gated, activation) for activation in ("silu", "gelu_tanh")]
         products = [ops.linear(read, linear), ops.linear(normed, linear), *(ops.linear(x, down) for x in inner)]
         return [*products, *inner, normed, ops.norm(stream, norm, 1e-5), read]

@@ -209,13 +209,13 @@ def test_adding_norming_and_collecting(kernels: Kernels, width: int, with_post: 
     before, delta, weight = torch.randn(48, width), torch.randn(48, width).to(kernels.dtype), torch.randn(width)
     post = torch.randn(width) if with_post else None
     after = before.clone()
-    read = kernels.fused_add_rms_norm(after, delta, post, kernels.pack_vector(weight), 1e-5)
+    read = kernels.fused_add_norm(after, delta, post, kernels.pack_vector(weight), 1e-5)
     right = before + (_normed(delta, post) if with_post else delta.double())
     torch.testing.assert_close(after.double(), right, rtol=tolerance(kernels), atol=tolerance(kernels))
     torch.testing.assert_close(read.double(), _normed(after, weight), rtol=tolerance(kernels), atol=tolerance(kernels))
     assert read.dtype == kernels.dtype
     few = before[8:12].clone()
-    assert torch.equal(kernels.fused_add_rms_norm(few, delta[8:12], post, weight, 1e-5), read[8:12])
+    assert torch.equal(kernels.fused_add_norm(few, delta[8:12], post, weight, 1e-5), read[8:12])
     assert torch.equal(few, after[8:12])
     rows = torch.tensor([40, 3, 3, 47])
     collected = kernels.gather_rows(rows, before, delta, post, 1e-5)
@@ -223,7 +223,7 @@ def test_adding_norming_and_collecting(kernels: Kernels, width: int, with_post: 
     hidden = kernels.norm(collected, weight, 1e-5)
     assert hidden.dtype == torch.float32
     assert torch.equal(hidden, read[rows].float()), "the hidden states are what the head reads"
-    assert torch.equal(kernels.fused_add_rms_norm(after.clone(), None, None, weight, 1e-5), read)
+    assert torch.equal(kernels.fused_add_norm(after.clone(), None, None, weight, 1e-5), read)
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -95,7 +95,7 @@ class EagleHead:
         residual = ops.tap(0, joined, None, None, eps)
         if first.norm is None:
             return residual, ops.quantize_activation(residual)
-        return residual, ops.fused_add_rms_norm(residual, None, None, first.norm, eps)
+        return residual, ops.fused_add_norm(residual, None, None, first.norm, eps)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         if self._embedding is None:

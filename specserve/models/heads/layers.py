@@ -19,7 +19,7 @@ from specserve.models.config import (
     required,
 )
 from specserve.models.positions import ROPE_FIELDS, Rope
-from specserve.models.spec import DecoderSpec, Sequential
+from specserve.models.spec import DecoderSpec, GatedMlp, RmsNorm, Sequential
 
 # Those whose layers are Llama's, with or without biases and normalised queries and keys, which the tensors tell.
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -71,6 +71,8 @@ def write_layers(layers: DecoderSpec, vocab_size: int) -> dict[str, Any]:
     first, windows = layers.layers[0], [each.attention.window for each in layers.layers]
     own, mlp, rope = first.attention, first.mlp, first.position
     alike = {replace(each, attention=replace(each.attention, window=None)) for each in layers.layers}
+    if not isinstance(first.norm, RmsNorm) or not isinstance(mlp, GatedMlp):
+        raise ModelError("These draft layers cannot be written: they have LayerNorms, or an MLP that is not gated.")
     scales = first.norm.offset, layers.embedding_scale, layers.logit_divisor
     plain = (*scales, first.residual) == (0.0, 1.0, 1.0, Sequential())
     plain = plain and own.scale == own.head_dim**-0.5

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from specserve.models.loader import check_tensors
+from specserve.models.spec import RmsNorm
 
 
 class TargetOrigin:
@@ -30,8 +31,9 @@ class TargetOrigin:
 
     def norm(self) -> Tensor:
         """By what the final norm multiplies, float32 [hidden]."""
-        weight: Tensor = self._tensors["model.norm.weight"].float() + self._spec.final_norm.offset
-        return weight
+        weight: Tensor = self._tensors["model.norm.weight"].float()
+        norm = self._spec.final_norm
+        return weight + norm.offset if isinstance(norm, RmsNorm) else weight
 
     def fingerprint(self) -> str:
         """The same for a model wherever it lies and however its matrices are quantized: of its final norm, which no
