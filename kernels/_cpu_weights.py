@@ -14,7 +14,7 @@ from specserve.ops.packing import Quantized, Weight
 GROUP = 32  # inputs that share a scale
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
-_INT8_OFFSET, _INT8_MOST, _INT4_MOST = 128, 127, 15
+_INT8_OFFSET, _INT4_MOST = 128, 15
 _SCALE_ERROR = 2.0**-10  # relative: what float16 rounds of a scale that is not below its normal range
 
 
@@ -66,7 +66,8 @@ def _kept(form: int, weight: Quantized) -> _Groups | None:
         numbers = weight.ints - lowest
     else:
         numbers = weight.ints.int() - weight.of_inputs(zeros).int()
-        fits = bool((zeros == zeros.round()).all() and (numbers.abs() <= _INT8_MOST).all())
+        lowest, highest = (int(bound) for bound in torch.aminmax(numbers))
+        fits = bool((zeros == zeros.round()).all()) and lowest >= -_INT8_OFFSET and highest < _INT8_OFFSET
         numbers, minima = numbers + _INT8_OFFSET, torch.zeros_like(halves)
     if not fits:
         return None

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from specserve.cache.sizing import free_memory
 from specserve.checkpoint.packed import PackedWeights, packed_path
-from specserve.checkpoint.weights import Weights, read_config
+from specserve.checkpoint.quantized import KEY, QuantizedWeights
+from specserve.checkpoint.weights import read_config
 from specserve.errors import CapacityError, ModelError, unknown
 from specserve.files import reading
 from specserve.models.config import Config
 from specserve.models.decoder import Decoder
 from specserve.models.spec import DecoderSpec, shorten
 from specserve.ops import Ops
+from specserve.ops.packing import Quantized, Weight, rows_of
 from specserve.registry import MODELS
 
 PACKING_VERSION = 1  # raise it when Decoder packs something else under the same name: earlier files are then not used
@@ -60,7 +62,8 @@ def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool) -> Decode
     def key() -> Any:
         stats = [(path.name, path.stat()) for path in tensors.files]
         files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-        return {"version": PACKING_VERSION, "layout": layout, "model": any_length, "files": files}
+        quantized = {"quantized": tensors.quantized.key} if tensors.quantized.key else {}
+        return {"version": PACKING_VERSION, "layout": layout, "model": any_length, "files": files, **quantized}
 
     path = packed_path(folder.resolve(), ops)
     with PackedWeights(path, folder.resolve(), key, lambda: _bar(progress, _num_packed_bytes(spec, ops))) as packed:
@@ -73,7 +76,8 @@ def check_tensors(folder: Path) -> CheckedTensors:
     """The tensors of the model in `folder`, names, shapes and dtypes checked from the files' headers, and its
     description. Raises ModelError as `load_model` does."""
     with reading(folder):
-        config, weights = read_config(folder), Weights(folder)
+        config = read_config(folder)
+        weights = QuantizedWeights(folder, config)
         architecture = find_architecture(config)
         layers = config.get("num_hidden_layers")
         if isinstance(layers, int) and layers > len(weights):  # before anything is made for each
@@ -81,7 +85,8 @@ def check_tensors(folder: Path) -> CheckedTensors:
                 f"{folder / 'config.json'} says {layers:,} layers, and the files have {len(weights):,} tensors."
             )
         rename, fused = getattr(architecture, "rename", str), getattr(architecture, "FUSED", {})
-        return CheckedTensors(architecture.spec(config), weights, rename, fused, folder)
+        plain = {key: value for key, value in config.items() if key != KEY}
+        return CheckedTensors(architecture.spec(plain), weights, rename, fused, folder)
 
 
 @contextmanager
@@ -110,7 +115,7 @@ def find_architecture(config: Config) -> Any:
     return MODELS.find(found[0] if found else kinds[kind])
 
 
-class CheckedTensors(Mapping[str, Tensor]):
+class CheckedTensors(Mapping[str, Weight]):
     """A checkpoint's tensors under the names of spec.shapes(); `rename` turns a stored name into one of these, or None
     for one that is not needed. `fused` has the layers whose rows are those of several layers, one after the other.
     Names, shapes and dtypes are checked at once, from the files' headers, and tensors and their numbers when they are
@@ -119,14 +124,14 @@ class CheckedTensors(Mapping[str, Tensor]):
     def __init__(
         self,
         spec: DecoderSpec,
-        weights: Weights,
+        weights: QuantizedWeights,
         rename: Callable[[str], str | None],
         fused: Mapping[str, tuple[str, ...]],
         folder: Path,
     ) -> None:
         self.spec = spec
         self._shapes = spec.shapes()
-        self._weights = weights
+        self.quantized = weights
         self._folder = folder
         names = {rename(stored): stored for stored in weights if not _HARMLESS.fullmatch(stored)}
         self._stored = {name: stored for name, stored in names.items() if name is not None}
@@ -152,11 +157,11 @@ class CheckedTensors(Mapping[str, Tensor]):
     @property
     def files(self) -> list[Path]:
         """Where the tensors lie."""
-        return list(dict.fromkeys(info.file for info in self._weights.infos.values()))
+        return self.quantized.files
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._weights.infos[stored].num_bytes for stored in set(self._stored.values()))
+        return sum(self.quantized.infos[stored].num_bytes for stored in set(self._stored.values()))
 
     @property
     def num_parameters(self) -> int:
@@ -167,44 +172,53 @@ class CheckedTensors(Mapping[str, Tensor]):
             raise ModelError(
                 f"{self._folder} lacks {_some(missing)}: the checkpoint is incomplete or of another model."
             )
+        for name in [name for name in self._stored if name not in self._shapes and self._is_zero_bias(name)]:
+            del self._stored[name]
         if strange := [stored for name, stored in self._stored.items() if name not in self._shapes]:
             raise ModelError(f"{self._folder} has {_some(strange)}, which config.json does not account for.")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Old tools give every quantised matrix a bias, of zeros where the model has none."""
+        stored = self._stored[name]
+        weight = f"{stored.removesuffix('.bias')}.weight"
+        return stored.endswith(".bias") and weight in self.quantized.matrices and not self.quantized[stored][:].any()
 
     def _check_tensor(self, name: str) -> None:
         stored, wanted = self._stored[name], self._shapes[name]
         if name in self._rows:
             parts = [part for part in self._rows if self._stored[part] == stored]
             wanted = (sum(self._shapes[part][0] for part in parts), *wanted[1:])
-        info = self._weights.infos[stored]
+        info = self.quantized.infos[stored]
         if info.shape != wanted:
             raise ModelError(f"{self._folder}: {stored} has shape {info.shape}; config.json implies {wanted}.")
-        if info.dtype not in _FLOATS:
+        if info.dtype not in _FLOATS and stored not in self.quantized.matrices:
             raise ModelError(f"{self._folder}: {stored} holds {info.dtype}; supported are {', '.join(_FLOATS)}.")
 
-    def _check_numbers(self, name: str, tensor: Tensor) -> None:
+    def _check_numbers(self, name: str, weight: Weight) -> None:
         """Packing would make numbers of them, and answers that are wrong without a word."""
+        tensor = weight.scales if isinstance(weight, Quantized) else weight
         if not all(bound.isfinite() for bound in torch.aminmax(tensor)):
             raise ModelError(
                 f"{self._folder}: {self._stored[name]} holds NaN or infinite numbers, so its file is damaged or its "
                 "training went wrong. Get it again."
             )
 
-    def _check_second_head(self, table: Tensor) -> None:
+    def _check_second_head(self, table: Weight) -> None:
         """One that differs would silently be lost."""
-        if self._second_head is not None and not torch.equal(self._weights[self._second_head], table):
+        if self._second_head is not None and not torch.equal(self.quantized[self._second_head][:], table[:]):
             raise ModelError(
                 f"{self._folder}: config.json ties lm_head.weight to the embeddings, and the file has another one. "
                 "Set tie_word_embeddings to false if the stored head is meant."
             )
 
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._weights[self._stored[name]]
+    def __getitem__(self, name: str) -> Weight:
+        weight = self.quantized[self._stored[name]]
         if name in self._rows:
-            tensor = tensor[self._rows[name]]
-        self._check_numbers(name, tensor)
+            weight = rows_of(weight, self._rows[name])
+        self._check_numbers(name, weight)
         if name == "model.embed_tokens.weight":
-            self._check_second_head(tensor)
-        return tensor
+            self._check_second_head(weight)
+        return weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

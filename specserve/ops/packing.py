@@ -100,6 +100,14 @@ def reordered(weight: Weight, rows: Tensor | None) -> Weight:
     return weight if rows is None else by_rows([weight], lambda parts: parts[0][rows])
 
 
+def rows_of(weight: Weight, rows: slice) -> Weight:
+    """Some of its rows, a view."""
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    zeros = None if weight.zeros is None else weight.zeros[rows]
+    return replace(weight, ints=weight.ints[rows], scales=weight.scales[rows], zeros=zeros)
+
+
 def scaled(weight: Weight, times: float) -> Weight:
     """Its numbers, multiplied; itself where that changes none."""
     if times == 1.0:
@@ -145,9 +153,7 @@ class Shard:
         if isinstance(weight, Tensor):
             return weight.narrow(self.axis, start, size)
         if self.axis == 0:
-            rows = slice(start, start + size)
-            zeros = None if weight.zeros is None else weight.zeros[rows]
-            return replace(weight, ints=weight.ints[rows], scales=weight.scales[rows], zeros=zeros)
+            return rows_of(weight, slice(start, start + size))
         columns = slice(start, start + size)
         ints = weight.ints[:, columns]
         if weight.order is not None or start % weight.group or size % weight.group:  # a cut through groups

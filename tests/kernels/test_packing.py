@@ -309,3 +309,14 @@ def test_a_decoder_of_integers_is_one_of_their_numbers(kernels: str) -> None:
 def scaled(weight: Quantized) -> Quantized:
     """To numbers of the size that layers have."""
     return dataclasses.replace(weight, scales=weight.scales * 0.3)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_all_of_8_bits_are_kept(group: int) -> None:
+    """-128 too, which a symmetric GPTQ checkpoint has in most groups."""
+    ints = torch.arange(40 * 128).view(40, 128) % 256
+    weight = dataclasses.replace(quantized(40, 128, group), ints=ints, zeros=torch.full((40, 128 // group), 128))
+    ops = make_ops("native-int8")
+    torch.testing.assert_close(dense(ops, ops.pack(weight), 128), weight[:], rtol=1e-6, atol=1e-6)
+    wide = dataclasses.replace(weight, zeros=torch.full((40, 128 // group), 127))
+    assert torch.equal(ops.pack(wide).memory, ops.pack(wide[:]).memory)

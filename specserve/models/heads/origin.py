@@ -21,17 +21,17 @@ class TargetOrigin:
 
     def embedding(self) -> Tensor:
         """The scaled embedding, float32 [vocab, hidden]."""
-        table: Tensor = self._tensors["model.embed_tokens.weight"].float() * self._spec.embedding_scale
+        table: Tensor = self._tensors["model.embed_tokens.weight"][:].float() * self._spec.embedding_scale
         return table
 
     def head(self) -> Tensor:
         """The LM head, float32 [vocab, hidden], with what divides its scores."""
         table = self._tensors["model.embed_tokens.weight" if self._spec.tied_embeddings else "lm_head.weight"]
-        return table.float() / self._spec.logit_divisor
+        return table[:].float() / self._spec.logit_divisor
 
     def norm(self) -> Tensor:
         """By what the final norm multiplies, float32 [hidden]."""
-        weight: Tensor = self._tensors["model.norm.weight"].float()
+        weight: Tensor = self._tensors["model.norm.weight"][:].float()
         norm = self._spec.final_norm
         return weight + norm.offset if isinstance(norm, RmsNorm) else weight
 
