@@ -80,16 +80,25 @@ class Plan(Protocol):
         """At least visible / SPLIT of any row."""
 
 
-def attention(q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | None) -> Tensor:
+def attention(
+    q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | None, slopes: Tensor | None = None
+) -> Tensor:
     """q [rows, heads, d] over kv [2, slots, kv_heads, d] -> [rows, heads * d] of kv's dtype. A row sees at most the
-    `window` latest of its logical positions."""
+    `window` latest of its logical positions; scores lose slopes float32 [heads] for each position of distance."""
     is_busy = len(q) * kv.shape[2] >= _ENOUGH_PROGRAMS or 4 * q.numel() * plan.max_splits > _MOST_PARTIAL_BYTES
     is_looped = plan.max_splits == 1 or is_busy
-    return attention_in(is_looped, q, kv, plan, scale, window)
+    return attention_in(is_looped, q, kv, plan, scale, window, slopes)
 
 
 def attention_in(
-    is_looped: bool, q: Tensor, kv: Tensor, plan: Plan, scale: float, window: int | None, cut: Cut | None = None
+    is_looped: bool,
+    q: Tensor,
+    kv: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None,
+    slopes: Tensor | None = None,
+    cut: Cut | None = None,
 ) -> Tensor:
     """`attention`, with all splits of a row in one program or each in its own, and tiles of one's choice."""
     rows, heads, d = q.shape
@@ -104,8 +113,8 @@ def attention_in(
     width = _ALL if window is None else window
     numbers = (plan.tables.stride(0), kv.stride(0), rows, width, scale * _LOG2_E)
     constants = _constants(q, kv, cut or cut_for(d, kv.element_size()))
-    constants |= {"BLOCK_SIZE": plan.block_size, "LOOPED": is_looped}
-    _attention_kernel[rows, kv.shape[2], splits](q, kv, out, partial, scalars, *where, *numbers, **constants)
+    constants |= {"BLOCK_SIZE": plan.block_size, "LOOPED": is_looped, "SLOPED": slopes is not None}
+    _attention_kernel[rows, kv.shape[2], splits](q, kv, slopes, out, partial, scalars, *where, *numbers, **constants)
     if not is_looped:
         block_d = triton.next_power_of_2(d)
         tensors = (partial, scalars, out, plan.visible)
@@ -148,15 +157,23 @@ def _shares(top, top_next):
 
 
 @triton.jit
+def _sloped(scores, slope, at, stop, scale):
+    """scores [BLOCK_H, TILE] times scale, less the slope of each query times its distance from positions `at`."""
+    distance = (at[None, :] - (stop - 1)[:, None]).to(tl.float32)
+    return _fma(distance, slope[:, None], scores * scale)
+
+
+@triton.jit
 def _attend(
-    q, keys, values, start, end, first, stop, prefix, table, path, scale,
-    KV_WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    q, keys, values, start, end, first, stop, slope, prefix, table, path, scale,
+    KV_WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """One split: the highest score [BLOCK_H], as a power of 2, the sum of all scores' powers [BLOCK_H] and the values
     times these [BLOCK_H, BLOCK_D], both divided by that of the highest.
 
     It has the tiles of [start, end), a query those logical positions that are in [first, stop), int32 [BLOCK_H]. A tile
-    of which a query sees nothing leaves its sums as they are, to the bit."""
+    of which a query sees nothing leaves its sums as they are, to the bit. SLOPED: a score loses slope [BLOCK_H], as a
+    power of 2, for each position of distance from the query's own."""
     BLOCK_H: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
     at_d = tl.arange(0, BLOCK_D)
@@ -169,12 +186,17 @@ def _attend(
         mask = (at < end)[:, None] & (at_d < D)[None, :]
         k = tl.load(keys + place, mask=mask, other=0.0)
         scores = add_product(q, tl.trans(k), tl.zeros((BLOCK_H, TILE), tl.float32))
+        if SLOPED:
+            scores = _sloped(scores, slope, at, stop, scale)
         is_seen = (at[None, :] >= first[:, None]) & (at[None, :] < stop[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        higher = tl.maximum(top, tl.max(scores, 1) * (1.0 if SLOPED else scale))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - base)
-        powers = tl.exp2(_fma(scores, tl.full((1, 1), scale, tl.float32), -base[:, None]))
+        if SLOPED:
+            powers = tl.exp2(scores - base[:, None])
+        else:
+            powers = tl.exp2(_fma(scores, tl.full((1, 1), scale, tl.float32), -base[:, None]))
         total = tl.fma(total, shrink, tl.sum(powers, 1))
         v = tl.load(values + place, mask=mask, other=0.0)
         mixed = add_product(rounded(powers, v.dtype), v, mixed * shrink[:, None])
@@ -184,8 +206,9 @@ def _attend(
 
 @triton.jit
 def _attend_all(
-    q, keys, values, first, stop, firsts, stops, prefix, table, path, scale,
+    q, keys, values, first, stop, firsts, stops, slope, prefix, table, path, scale,
     KV_WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    SLOPED: tl.constexpr,
 ):  # fmt: skip
     """All splits of [first, stop), merged in order: the sum and the values times the powers, as of `_attend`."""
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
@@ -195,8 +218,9 @@ def _attend_all(
         start = tl.maximum(split * SPLIT, first // TILE * TILE)
         end = tl.minimum(stop, split * SPLIT + SPLIT)
         top_next, total_next, mixed_next = _attend(
-            q, keys, values, start, end, firsts, stops, prefix, table, path, scale, KV_WIDTH, D, BLOCK_SIZE, TILE
-        )
+            q, keys, values, start, end, firsts, stops, slope, prefix, table, path, scale,
+            KV_WIDTH, D, BLOCK_SIZE, TILE, SLOPED,
+        )  # fmt: skip
         top, left, right = _shares(top, top_next)
         total = tl.fma(total, left, total_next * right)
         mixed = _fma(mixed, left[:, None], mixed_next * right[:, None])
@@ -226,11 +250,11 @@ def _rows_together(row, rows, end, row_seq, visible, prefix, GROUP: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "window"])
 def _attention_kernel(
-    q, kv, out, partial, scalars, row_seq, visible, prefix, path_start, paths, tables,
+    q, kv, slopes, out, partial, scalars, row_seq, visible, prefix, path_start, paths, tables,
     table_stride, kv_stride, rows, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, LOOPED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SLOPED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, kv head, split), or of several rows where these read the same keys. LOOPED: of all splits, to
     `out`; else `partial` float32 [rows, heads, splits, d] gets the split's values, `scalars` float32 [2, rows, heads,
@@ -254,6 +278,9 @@ def _attention_kernel(
     mask = is_own[:, None] & (at_d < D)[None, :]
     own = tl.load(q + head[:, None] * D + at_d[None, :], mask=mask, other=0.0)
     own = rounded(own, kv.dtype.element_ty)
+    slope = tl.zeros((BLOCK_H,), tl.float32)
+    if SLOPED:
+        slope = tl.load(slopes + kv_head * SHARE + at_h % SHARE) * 1.4426950408889634
     keys = kv + kv_head * D
     values = keys + kv_stride
     prefix = tl.where(count == 1, tl.load(prefix + row), 2147483647)
@@ -261,8 +288,8 @@ def _attention_kernel(
     path = paths + tl.load(path_start + row)
     if LOOPED:
         total, mixed = _attend_all(
-            own, keys, values, first, stop, firsts, stops, prefix, table, path, scale,
-            KV_HEADS * D, D, BLOCK_SIZE, TILE, SPLIT,
+            own, keys, values, first, stop, firsts, stops, slope, prefix, table, path, scale,
+            KV_HEADS * D, D, BLOCK_SIZE, TILE, SPLIT, SLOPED,
         )  # fmt: skip
         y = mixed / tl.where(stops > 0, total, 1.0)[:, None]
         tl.store(out + head[:, None] * D + at_d[None, :], rounded(y, out.dtype.element_ty), mask=mask)
@@ -270,8 +297,8 @@ def _attention_kernel(
         start = tl.maximum(begin, first // TILE * TILE)
         if start < stop:
             top, total, mixed = _attend(
-                own, keys, values, start, stop, firsts, stops, prefix, table, path, scale,
-                KV_HEADS * D, D, BLOCK_SIZE, TILE,
+                own, keys, values, start, stop, firsts, stops, slope, prefix, table, path, scale,
+                KV_HEADS * D, D, BLOCK_SIZE, TILE, SLOPED,
             )  # fmt: skip
             place = head * tl.num_programs(2) + tl.program_id(2)
             is_here = is_own & (begin < stops) & (limit > firsts)

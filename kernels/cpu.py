@@ -273,14 +273,21 @@ class Kernels(Base):
         return q[:, : heads * d]
 
     def attention(
-        self, q: Tensor, kv: Tensor, plan: _native.Plan | None, scale: float, window: int | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        plan: _native.Plan | None,
+        scale: float,
+        window: int | None,
+        slopes: Tensor | None = None,
     ) -> Activation:
         kv_heads, d = kv.shape[2:]
         rows, width = q.shape
         is_split = width // kv_heads % TILE != 0  # two kv heads would write one group
         out = self._activation("attention", rows, width, FLOAT32 if is_split else self._kind)
-        with self._program(rows, q, kv, plan=plan) as program:
-            program.attention(at(q), width // d, kv_heads, d, *self._cache(kv), scale, window or 0, out.native)
+        sizes, cache = (width // d, kv_heads, d), self._cache(kv)
+        with self._program(rows, q, kv, slopes, plan=plan) as program:
+            program.attention(at(q), *sizes, *cache, scale, at(slopes), window or 0, out.native)
         return self._activated(out.parts[0], width) if is_split and self._kind != FLOAT32 else out
 
     def plan(self, rows: AttentionRows, block_size: int) -> _native.Plan:

@@ -67,25 +67,31 @@ class _Group:
     rows: Tensor  # int64 [runs * length], the step's row behind each entry
     slots: Tensor  # int64 [runs * context], KV slot of each logical index, padded to _CONTEXT_MULTIPLE
     last: Tensor  # int64 [runs, length], the last logical index each row sees
-    biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # shared by layers that look alike
+    biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)  # shared by layers that look alike
 
     @property
     def shape(self) -> tuple[int, int, int]:
         runs, length = self.last.shape
         return runs, length, len(self.slots) // runs
 
-    def bias(self, window: int | None, share: int, dtype: torch.dtype) -> Tensor:
-        """0 where a row sees a logical index and -inf elsewhere, [runs, 1, queries, context]; the queries are `share`
-        heads of each row, that read one kv head, padded to a multiple of 4."""
-        if (window, share) not in self.biases:
+    def bias(self, window: int | None, share: int, slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """0, or with slopes [heads] those of ALiBi, where a row sees a logical index and -inf elsewhere, [runs, 1 or
+        kv_heads, queries, context]; the queries are `share` heads of each row, that read one kv head, padded to a
+        multiple of 4."""
+        key = window, share, 0 if slopes is None else slopes.data_ptr()
+        if key not in self.biases:
             index = torch.arange(self.shape[2], device=self.last.device)
             hidden = index > self.last[..., None]  # [runs, length, context]
             if window is not None:
                 hidden |= index <= self.last[..., None] - window
             bias = torch.zeros(hidden.shape, dtype=dtype, device=self.last.device).masked_fill_(hidden, float("-inf"))
             bias = bias.repeat_interleave(share, 1)[:, None]
-            self.biases[window, share] = F.pad(bias, (0, 0, 0, -bias.shape[2] % _QUERY_MULTIPLE))
-        return self.biases[window, share]
+            if slopes is not None:
+                distance = (index - self.last[..., None]).repeat_interleave(share, 1)[:, None]
+                each = slopes.view(1, -1, 1, share).expand(-1, -1, self.shape[1], -1).flatten(2)
+                bias = bias + (distance * each[..., None]).to(dtype)
+            self.biases[key] = F.pad(bias, (0, 0, 0, -bias.shape[2] % _QUERY_MULTIPLE))
+        return self.biases[key]
 
 
 @dataclass(slots=True)
@@ -341,9 +347,11 @@ class Kernels:
     def _ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def attention(self, q: Tensor, kv: Tensor, plan: _Plan, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: Tensor, plan: _Plan, scale: float, window: int | None, slopes: Tensor | None = None
+    ) -> Tensor:
         self._pulse.beat()
-        parts = [_attend(q, kv, group, scale, window, self.weight_dtype) for group in plan.groups]
+        parts = [_attend(q, kv, group, scale, window, slopes, self.weight_dtype) for group in plan.groups]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         return flat.index_select(0, plan.order).to(self.dtype)
 
@@ -355,7 +363,9 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(is_supported)
 
 
-def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None, dtype: torch.dtype) -> Tensor:
+def _attend(
+    q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | None, slopes: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Attention of one group, multiplied in `dtype` -> [runs * length, heads * d]."""
     runs, length, context = group.shape
     heads, d = q.shape[1:]
@@ -366,6 +376,6 @@ def _attend(q: Tensor, kv: Tensor, group: _Group, scale: float, window: int | No
     q = q.reshape(runs, kv_heads, length * share, d)
     if padding := -length * share % _QUERY_MULTIPLE:
         q = F.pad(q, (0, 0, 0, padding))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share, dtype), scale=scale)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias(window, share, slopes, dtype), scale=scale)
     out = out[:, :, : length * share].view(runs, kv_heads, length, share, d)
     return out.transpose(1, 2).reshape(runs * length, heads * d)

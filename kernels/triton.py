@@ -156,8 +156,16 @@ class Kernels(_reference.Kernels):
         where = tensors.write_slots, tensors.broken
         return _rows.rope_and_cache(qkv, head_norms, rotation.positions, *tables, kv, *where)
 
-    def attention(self, q: Tensor, kv: Tensor, plan: Plan | PlanTensors, scale: float, window: int | None) -> Tensor:
-        return _attention.attention(q, kv, self._tensors(plan), scale, window)
+    def attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        plan: Plan | PlanTensors,
+        scale: float,
+        window: int | None,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        return _attention.attention(q, kv, self._tensors(plan), scale, window, slopes)
 
     def _tensors(self, plan: Plan | PlanTensors) -> PlanTensors:
         return plan.tensors(self.device) if isinstance(plan, Plan) else plan

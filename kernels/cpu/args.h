@@ -167,6 +167,7 @@ struct AttentionArgs {
   const void* keys;
   const void* values;
   float scale;
+  const float* slopes;  // [heads] of ALiBi, or null
   int window;      // 0: none
   Activation out;  // float32 if one kv head's share of a row is not a multiple of kTile
 };

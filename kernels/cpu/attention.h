@@ -86,15 +86,25 @@ void score(const Context& c, const Workspace& w, int first, const Coming& coming
   }
 }
 
+// 0, 1, 2 and so on, for the distances of a chunk's tokens.
+struct Tokens {
+  float number[kChunk];
+  constexpr Tokens() : number() {
+    for (int t = 0; t < kChunk; ++t) number[t] = float(t);
+  }
+};
+inline constexpr Tokens kTokens;
+
 inline bool sees(const Workspace& w, int query, int start, int window) {
   const int last = w.last[query];
   return last >= start && !(window && last - window + 1 >= start + kChunk);
 }
 
-// Scores, times `scale` as powers of two, into probabilities relative to the running maximum; sums are rescaled where that
-// rises.
+// Scores, times `scale` as powers of two and less the query's slope for each token of distance (ALiBi), into probabilities
+// relative to the running maximum; sums are rescaled where that rises.
 inline void softmax_chunk(const Workspace& w, const Sums& sums, int query, int start, float scale, int window, bool in_pairs) {
   const int last = w.last[query], first = window ? last - window + 1 : 0;
+  const float slope = w.slopes[query];
   float* scores = w.scores + int64_t(query) * kChunk;
   for (int t = 0; t < first - start; ++t) scores[t] = -INFINITY;
   for (int t = std::max(0, last + 1 - start); t < kChunk; ++t) scores[t] = -INFINITY;
@@ -102,6 +112,7 @@ inline void softmax_chunk(const Workspace& w, const Sums& sums, int query, int s
   F peak = set(-INFINITY);
   for (int v = 0; v < kChunkVectors; ++v) {
     p[v] = mul(load(scores + v * kLanes), set(scale));
+    if (slope != 0) p[v] = fma(add(load(kTokens.number + v * kLanes), set(float(start - last))), set(slope), p[v]);
     peak = max(peak, p[v]);
   }
   const float before = sums.top[query], top = std::max(before, hmax(peak));
@@ -221,6 +232,7 @@ struct RowRange {
       store_head(args.cache.number == Number::kBfloat16 ? Number::kBfloat16 : Number::kFloat32, to, q, d);
       const int seen = span.paths ? span.path_starts[r + 1] - span.path_starts[r] : span.is_block ? span.last - span.first : r + 1;
       w.last[i] = span.cached + seen - 1;
+      w.slopes[i] = args.slopes ? args.slopes[kv_head * share + i % share] * kLog2E : 0.0f;
       first = std::min(first, args.window ? w.last[i] - args.window + 1 : 0);
       stop = std::max(stop, w.last[i] + 1);
     }

@@ -31,6 +31,7 @@ struct Workspace {
   float* scores;         // [queries, kChunk]
   Sums all, segment;     // of the context so far, and of the segment that is read
   float* joined;         // [share * head_dim and kTile]: what one row's heads come to
+  float* slopes;         // [queries]: what a score loses, as a power of two, with each token between; 0: nothing
   int32_t* last;         // [queries]: the last logical index it sees
   int32_t* seeing;       // [queries]: those that see something of a chunk
 };
@@ -52,6 +53,7 @@ inline Workspace lay_out(void* scratch, int queries, int share, int head_dim) {
   w.all = sums_at(take(part_floats(queries, head_dim)), queries, w.width);
   w.segment = sums_at(take(part_floats(queries, head_dim)), queries, w.width);
   w.joined = take(int64_t(share) * head_dim + kTile);
+  w.slopes = take(queries);
   w.last = (int32_t*)take(queries);
   w.seeing = (int32_t*)take(queries);
   return w;

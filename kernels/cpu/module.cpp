@@ -130,9 +130,9 @@ void bind_program(nb::module_& m) {
            })
       .def("attention",
            [](Program& p, Address q, int heads, int kv_heads, int head_dim, int number, bool in_groups, Address keys,
-              Address values, float scale, int window, const Activation& out) {
+              Address values, float scale, Address slopes, int window, const Activation& out) {
              p.attention({at<float>(q), int(padded(heads * head_dim)), heads, kv_heads, head_dim, {Number(number), in_groups},
-                          at<void>(keys), at<void>(values), scale, window, out});
+                          at<void>(keys), at<void>(values), scale, at<float>(slopes), window, out});
            })
       .def("quantize_activation",
            [](Program& p, Address x, const Activation& out) { p.quantize_activation({at<float>(x), out.width, out}); })

@@ -389,8 +389,8 @@ std::vector<double> Program::profile(const Rows& rows) {
 
 int64_t attention_scratch_bytes(int share, int head_dim) {
   const int64_t width = padded(head_dim), queries = int64_t(kRowBlock) * share;
-  const int64_t floats = queries * (width + kChunk + 2) + 2 * part_floats(queries, head_dim) + 2 * width * kChunk +
-                         int64_t(share) * head_dim + 10 * kTile;
+  const int64_t floats = queries * (width + kChunk + 3) + 2 * part_floats(queries, head_dim) + 2 * width * kChunk +
+                         int64_t(share) * head_dim + 11 * kTile;
   return floats * int64_t(sizeof(float));
 }
 

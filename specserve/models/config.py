@@ -9,7 +9,7 @@ from typing import Any
 
 from specserve.errors import ModelError
 from specserve.models.checks import check_number, check_size
-from specserve.models.positions import ROPE_FIELDS, Rope
+from specserve.models.positions import ROPE_FIELDS, Alibi, Rope
 from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, RmsNorm
 
 Config = Mapping[str, Any]
@@ -42,7 +42,7 @@ def _max_len(config: Config, layers: Sequence[LayerSpec]) -> int:
     """Tokens. Configurations that ask for YaRN give max_position_embeddings as it is without, or as it is with it."""
     stated: int = required(config, "max_position_embeddings")
     check_size("max_position_embeddings", stated)
-    ropes = [layer.position for layer in layers if layer.position is not None]
+    ropes = [layer.position for layer in layers if isinstance(layer.position, Rope)]
     return max([stated, *(rope.stretched_len for rope in ropes if rope.scaling == "yarn")])
 
 
@@ -51,12 +51,12 @@ def read_layer(
     kind: str = FULL,
     window: int | None = None,
     *,
-    position: Rope | None = None,
+    position: Rope | Alibi | None = None,
     mlp_bias: bool = False,
     **own: Any,
 ) -> LayerSpec:
     """Llama's layer with the attention `kind`, of which the sliding one has the `window`. `own` are the fields of
-    AttentionSpec that an architecture sets itself, `position` its rotary embedding where that is not read_rope's."""
+    AttentionSpec that an architecture sets itself, `position` how it tells positions where that is not read_rope's."""
     return LayerSpec(
         norm=read_norm(config),
         position=position or read_rope(config, kind),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specserve.models.positions import Alibi, Position
 from specserve.models.reader import WeightReader
 from specserve.models.rotary import feature_order, rotary_tables
 from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, Parallel
@@ -32,7 +33,7 @@ class Attention:
     def run(self, ops: Ops, x: Any, rotation: Rotation, kv: Tensor, plan: Any) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
         q = ops.rope_and_cache(ops.linear(x, self.qkv), self.head_norms, rotation, kv, plan)
-        return ops.linear(ops.attention(q, kv, plan, self._scale, self._window), self.out)
+        return ops.linear(ops.attention(q, kv, plan, self._scale, self._window, rotation.slopes), self.out)
 
 
 def _with_values(spec: AttentionSpec, order: Tensor) -> Tensor:
@@ -94,10 +95,12 @@ class LayerStack:
         self._eps = spec.final_norm.eps
         self._rotated = [(layer.position, layer.attention.head_dim) for layer in spec.layers]
         self.tables = {each: rotary_tables(*each, spec.max_len, read.ops.device) for each in set(self._rotated)}
+        found = {layer.position for layer in spec.layers if isinstance(layer.position, Alibi)}
+        self._slopes: dict[Position, Any] = {each: read.ops.pack_vector(torch.tensor(each.slopes)) for each in found}
 
     def rotations(self, positions: Tensor) -> Sequence[Rotation]:
         """Of rows at these positions, int64 [rows], one for each layer; layers that rotate alike share theirs."""
-        found = {each: Rotation(positions, *tables) for each, tables in self.tables.items()}
+        found = {each: Rotation(positions, *at, slopes=self._slopes.get(each[0])) for each, at in self.tables.items()}
         return [found[each] for each in self._rotated]
 
     def run(

@@ -1,4 +1,4 @@
-"""How tokens know where they stand: rotary embedding with its scalings, and learned vectors."""
+"""How tokens know where they stand: rotary embedding with its scalings, ALiBi, and learned vectors."""
 
 from __future__ import annotations
 
@@ -122,3 +122,34 @@ class LearnedPositions:
 
     def __post_init__(self) -> None:
         check_size("max_position_embeddings", self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """Attention with linear biases (arXiv 2108.12409): a scaled score of query head h loses slopes[h] for each token
+    between the query and the key. Nothing rotates."""
+
+    slopes: tuple[float, ...]  # of each query head
+
+    def __post_init__(self) -> None:
+        for slope in self.slopes:
+            check_number("an ALiBi slope", slope, positive=False)
+
+    @classmethod
+    def of_heads(cls, num_heads: int, max_bias: float = 8.0) -> Alibi:
+        """The paper's slopes: for n heads, n a power of two, 2^(-max_bias i / n), i from 1 to n. For other counts the
+        closest lower power's, then every second one of its double's, as BLOOM, Baichuan and MPT (alibi_bias_max) have
+        them."""
+        check_size("num_heads", num_heads)
+        check_number("alibi_bias_max", max_bias)
+        whole = 2 ** (num_heads.bit_length() - 1)
+        exponents = [(i + 1) / whole for i in range(whole)] + [(2 * i + 1) / (2 * whole) for i in range(whole)]
+        return cls(tuple(2.0 ** (-max_bias * each) for each in exponents[:num_heads]))
+
+    def check(self, num_heads: int) -> None:
+        """Raise ModelError where a layer has not so many query heads."""
+        if len(self.slopes) != num_heads:
+            raise ModelError(f"ALiBi has {len(self.slopes)} slopes for {num_heads} query heads.")
+
+
+Position = Rope | Alibi | None  # None: by causality alone (NoPE, arXiv 2305.19466)

@@ -7,18 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from specserve.models.positions import Rope
+from specserve.models.positions import Position, Rope
 
 
-def rotary_tables(rope: Rope | None, head_dim: int, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_tables(rope: Position, head_dim: int, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, float32 [max_len, head_dim] each, of position times frequency: x * cos + swap(x) * sin rotates by
-    halves, where swap exchanges the halves. So sin is negative in the first half. Those of None leave x as it is.
+    halves, where swap exchanges the halves. So sin is negative in the first half. Those of what does not
+    rotate leave x as it is.
 
     Frequencies and angles are float32, as models were trained; cosines go through float64 so that their bits do not
     depend on the table's length or on the machine's vector width. Features are in feature_order. max_len chooses the
     frequencies where a scaling has several.
     """
-    if rope is None:
+    if not isinstance(rope, Rope):
         shape = max_len, head_dim
         return torch.ones(shape, device=device), torch.zeros(shape, device=device)
     rotated = rope.rotated(head_dim) // 2
@@ -31,10 +32,10 @@ def rotary_tables(rope: Rope | None, head_dim: int, max_len: int, device: torch.
     return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
-def feature_order(rope: Rope | None, head_dim: int) -> Tensor | None:
+def feature_order(rope: Position, head_dim: int) -> Tensor | None:
     """The order of a head's features, int64 [head_dim], in which those that rotate together are half a head apart, as
     ops rotate; None where they are anyway. Queries and keys in the same order have the same products."""
-    if rope is None or rope.is_plain:
+    if not isinstance(rope, Rope) or rope.is_plain:
         return None
     rotated, rest = torch.arange(head_dim).tensor_split([rope.rotated(head_dim)])
     pairs = rotated.view(-1, 2).T if rope.interleaved else rotated.view(2, -1)

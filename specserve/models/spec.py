@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError, ModelError
 from specserve.models.checks import check_number, check_size as check_size
-from specserve.models.positions import LearnedPositions, Rope as Rope
+from specserve.models.positions import Alibi as Alibi, LearnedPositions, Position, Rope as Rope
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -144,10 +144,10 @@ class NormNames(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. `norm` is that of all places of the `residual` form that have one, `position` how tokens know where
-    they stand; None: by causality alone (NoPE, arXiv 2305.19466)."""
+    they stand."""
 
     norm: Norm
-    position: Rope | None
+    position: Position
     attention: AttentionSpec
     mlp: GatedMlp | PlainMlp
     residual: Sequential | Parallel = Sequential()
@@ -155,8 +155,11 @@ class LayerSpec:
     def __post_init__(self) -> None:
         if isinstance(self.norm, LayerNorm) and self.norm_names.post_attention is not None:
             raise ModelError("LayerNorms of what joins the residual stream are not supported.")
-        if self.position is not None:
-            self.position.check(self.attention.head_dim)
+        match self.position:
+            case Rope():
+                self.position.check(self.attention.head_dim)
+            case Alibi():
+                self.position.check(self.attention.num_heads)
 
     @property
     def norm_names(self) -> NormNames:
@@ -257,14 +260,18 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def _ropes(self) -> list[Rope]:
+        return [each.position for each in self.layers if isinstance(each.position, Rope)]
+
+    @property
     def longest_len(self) -> int:
         """The largest max_len that one may ask for, tokens."""
-        return max(self.max_len, *(each.position.stretched_len for each in self.layers if each.position is not None), 0)
+        return max([self.max_len, *(rope.stretched_len for rope in self._ropes)])
 
     @property
     def note(self) -> str:
         """What max_len decided of positions, to be said at start; "" where it decides nothing."""
-        found = {each.position.choice(self.max_len) for each in self.layers if each.position is not None}
+        found = {rope.choice(self.max_len) for rope in self._ropes}
         return "".join(f"; rotary embedding: {each}" for each in sorted(filter(None, found)))
 
     @property

@@ -137,6 +137,7 @@ class Rotation:
     cos: Tensor  # float32 [max_len, d]
     sin: Tensor  # float32 [max_len, d]
     rows: tuple[Tensor, Tensor] | None = None  # cos and sin of the rows, where a backend keeps them
+    slopes: Any = None  # float32 [heads] by pack_vector, of layers with ALiBi, for `attention`
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +302,11 @@ class Ops(Protocol):
         in kv, a tensor [2, slots, kv_heads, d], at the rows' slots -> q for `attention`. A cache holds finite numbers
         alone: what is NaN or infinite is stored as 0, and the plan remembers its row."""
 
-    def attention(self, q: Any, kv: Tensor, plan: Any, scale: float, window: int | None) -> Any:
+    def attention(self, q: Any, kv: Tensor, plan: Any, scale: float, window: int | None, slopes: Any = None) -> Any:
         """q over the cached KV -> [rows, heads d] for a linear layer to read. Grouped heads: query head h reads kv head
-        h // (heads / kv_heads). `window`: a row sees at most that many latest logical positions."""
+        h // (heads / kv_heads). `window`: a row sees at most that many latest logical positions. `slopes` float32
+        [heads], by pack_vector: a scaled score loses that much for each logical position between the row and what it
+        sees (ALiBi, arXiv 2108.12409); in a tree that is a difference of depths."""
 
     def plan(self, rows: AttentionRows, block_size: int) -> Any:
         """Everything `rope_and_cache` and `attention` need that does not depend on the layer; once per step."""

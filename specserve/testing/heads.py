@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specserve.models.decoder import Decoder
 from specserve.models.heads.spec import BlockSpec, EagleSpec, MedusaSpec, TargetShape
-from specserve.models.spec import AttentionSpec, DecoderSpec, LayerSpec, Rope
+from specserve.models.positions import Alibi, Position, Rope
+from specserve.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
 from specserve.testing.models import llama_spec
@@ -23,9 +24,9 @@ def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotated(x: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
+def rotated(x: Tensor, positions: Tensor, rope: Position) -> Tensor:
     """x [rows, heads, d], without scaling."""
-    if rope is None:
+    if not isinstance(rope, Rope):
         return x
     d = rope.rotated(x.shape[-1])
     angles = positions[:, None] * (1.0 / rope.theta ** (torch.arange(0, d, 2) / d))
@@ -36,11 +37,15 @@ def rotated(x: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
     return torch.cat((found, x[..., d:]), -1)
 
 
-def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
-    """q [rows, heads, d], k, v [context, kv_heads, d], sees bool [rows, context] -> [rows, heads * d]."""
+def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sees: Tensor, position: Position = None) -> Tensor:
+    """q [rows, heads, d], k, v [context, kv_heads, d], sees bool [rows, context] -> [rows, heads * d]. `position`
+    counts where it is ALiBi; rows are then the context's last."""
     share = spec.num_heads // spec.num_kv_heads
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     scores = torch.einsum("rhd,chd->hrc", q, k) * spec.scale
+    if isinstance(position, Alibi):
+        context = torch.arange(len(k))
+        scores += torch.tensor(position.slopes)[:, None, None] * (context - context[-len(q) :, None])
     weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
     return torch.einsum("hrc,chd->rhd", weights, v).flatten(1)
 
@@ -66,7 +71,7 @@ def mlp(spec: LayerSpec, weights: Weights, name: str, residual: Tensor) -> Tenso
 def layer(spec: LayerSpec, weights: Weights, name: str, x: Tensor, residual: Tensor) -> Tensor:
     """A decoder layer whose attention reads x [rows, any], of a chain that begins at position 0."""
     sees = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    attended = attend(spec.attention, *projected(spec, weights, name, x, 0), sees)
+    attended = attend(spec.attention, *projected(spec, weights, name, x, 0), sees, spec.position)
     return mlp(spec, weights, name, residual + attended @ weights[f"{name}.self_attn.o_proj.weight"].T)
 
 

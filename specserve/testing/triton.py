@@ -102,8 +102,11 @@ def argmax(logits: Tensor) -> Tensor:
     return best.masked_fill(~top.isfinite(), -1)
 
 
-def attention(q: Tensor, kv: Tensor, plan: Any, scale: float, window: int | None) -> Tensor:
-    """q [rows, heads, d] over kv [2, slots, kv_heads, d] -> [rows, heads * d] of kv's dtype."""
+def attention(
+    q: Tensor, kv: Tensor, plan: Any, scale: float, window: int | None, slopes: Tensor | None = None
+) -> Tensor:
+    """q [rows, heads, d] over kv [2, slots, kv_heads, d] -> [rows, heads * d] of kv's dtype; `slopes` float32 [heads]
+    of ALiBi."""
     (rows, heads, d), kv_heads = q.shape, kv.shape[2]
     visible, prefix = plan.visible[:, None], plan.prefix[:, None]
     at = torch.arange(plan.max_splits * _SPLIT, device=q.device)
@@ -118,6 +121,8 @@ def attention(q: Tensor, kv: Tensor, plan: Any, scale: float, window: int | None
     k, v = kv[:, slots].double()  # [rows, positions, kv_heads, d]
     own = q.to(kv.dtype).double().view(rows, kv_heads, heads // kv_heads, d)
     scores = torch.einsum("rhsd,rlhd->rhsl", own, k) * scale
+    if slopes is not None:
+        scores += slopes.double().view(kv_heads, -1, 1) * (at - visible + 1)[:, None, None]
     shares = scores.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1).nan_to_num(0)
     return torch.einsum("rhsl,rlhd->rhsd", shares, v).reshape(rows, heads * d).to(kv.dtype)
 

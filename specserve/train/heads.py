@@ -86,7 +86,7 @@ def layers_spec(target: DecoderSpec, num_layers: int, vocab_size: int, qk_norm: 
         scale=like.attention.head_dim**-0.5,
         head_norm=norm if qk_norm else None,
     )
-    rope = next((layer.position for layer in (like, *target.layers) if layer.position is not None), Rope())
+    rope = next((each.position for each in (like, *target.layers) if isinstance(each.position, Rope)), Rope())
     position = replace(rope, interleaved=False, fraction=1.0)
     activation = like.mlp.activation if isinstance(like.mlp, GatedMlp) else "silu"
     mlp = GatedMlp(size=like.mlp.size, activation=activation)

@@ -516,6 +516,7 @@ class Step:
     d: int
     window: int | None
     seed: int
+    has_slopes: bool = False
 
     def __post_init__(self) -> None:
         noise = np.random.default_rng(self.seed)
@@ -530,6 +531,12 @@ class Step:
         self.starts = [0, *np.cumsum(self.lengths).tolist()]
         torch.manual_seed(self.seed)
         self.q = torch.randn(self.starts[-1], self.kv_heads * self.share * self.d)
+
+    def slopes(self, ops: Any) -> Any:
+        """Of ALiBi, as `ops` take them."""
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.rand(self.kv_heads * self.share, generator=generator)
+        return ops.pack_vector(drawn) if self.has_slopes else None
 
     @property
     def layout(self) -> AttentionRows:
@@ -555,9 +562,12 @@ class Step:
         seqs = range(len(self.lengths))
         return torch.tensor([len(self.seen(s, r)) - 1 for s in seqs for r in range(self.lengths[s])])
 
+    def how(self, ops: Any) -> tuple[float, int | None, Any]:
+        return 1.5 * self.d**-0.5, self.window, self.slopes(ops)
+
     def attend(self, ops: Any, kv: Tensor, q: Tensor | None = None) -> Any:
         plan = ops.plan(self.layout, self.block_size)
-        return ops.attention(returned(ops, self.q if q is None else q), kv, plan, 1.5 * self.d**-0.5, self.window)
+        return ops.attention(returned(ops, self.q if q is None else q), kv, plan, *self.how(ops))
 
 
 def layout(lengths: list[int], cached: list[int], tables: list[list[int]], parents: list[Any]) -> AttentionRows:
@@ -578,6 +588,7 @@ steps = st.integers(1, 3).flatmap(
         d=st.integers(1, 40).map(lambda half: 2 * half) | st.sampled_from([32, 64, 96]),
         window=st.sampled_from([None, None, 1, 7, 64, 130]),
         seed=seeds,
+        has_slopes=st.booleans(),
     )
 )
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -609,7 +620,7 @@ def test_attention_agrees_with_the_reference(isa: str, step: Step, dtype: torch.
     found = step.attend(ops, held(ops, kv))
     plan = REFERENCE.plan(step.layout, step.block_size)
     q = (step.q.bfloat16().float() if dtype == torch.bfloat16 else step.q).view(len(step.q), -1, step.d)
-    wanted = REFERENCE.attention(q, kv.float(), plan, 1.5 * step.d**-0.5, step.window)
+    wanted = REFERENCE.attention(q, kv.float(), plan, *step.how(REFERENCE))
     close(numbers(found), wanted, rounding(found), 2.0**-7 if dtype == torch.bfloat16 else 1e-5)
     assert not found.parts[0][:, found.width :].any(), "the padding stays zero"
 
@@ -715,9 +726,7 @@ def test_attention_of_a_row_has_the_same_bits_in_any_step(
         chain = nothing.index_copy(1, torch.tensor(step.slots(s)[: len(seen)]), kv[:, seen])
         plan = ops.plan(layout([1], [len(seen) - 1], [step.tables[s]], [None]), step.block_size)
         q = returned(ops, step.q[row : row + 1])
-        assert same(
-            ops.attention(q, held(ops, chain), plan, 1.5 * step.d**-0.5, step.window), whole, slice(row, row + 1)
-        )
+        assert same(ops.attention(q, held(ops, chain), plan, *step.how(ops)), whole, slice(row, row + 1))
 
 
 LONG = [
@@ -727,10 +736,13 @@ LONG = [
 ]
 
 
+@pytest.mark.parametrize("has_slopes", [False, True])
 @pytest.mark.parametrize(("isa", "dtype", "window"), LONG)
-def test_segments_of_a_long_context_give_the_same_bits(isa: str, dtype: torch.dtype, window: int | None) -> None:
+def test_segments_of_a_long_context_give_the_same_bits(
+    isa: str, dtype: torch.dtype, window: int | None, has_slopes: bool
+) -> None:
     """Many rows read all of it one after the other; of few rows, each segment is a piece for whatever thread."""
-    many = Step([1237, 600, 0], [60, 3, 4], [False] * 3, 16, 2, 3, 32, window, 7)
+    many = Step([1237, 600, 0], [60, 3, 4], [False] * 3, 16, 2, 3, 32, window, 7, has_slopes)
     one, three = (with_cache_of(isa, "int8", dtype, threads) for threads in (1, 3))
     cache = held(one, many.kv(dtype))
     whole = many.attend(one, cache)
@@ -740,13 +752,13 @@ def test_segments_of_a_long_context_give_the_same_bits(isa: str, dtype: torch.dt
         rows = slice(many.starts[s] + begin, many.starts[s] + begin + count)
         for ops in (one, three):
             q = returned(ops, many.q[rows])
-            assert same(ops.attention(q, cache, ops.plan(few, 16), 1.5 * 32**-0.5, window), whole, rows)
-    tree = Step([1276, 976], [7, 5], [True, True], 16, 2, 3, 32, window, 7)
+            assert same(ops.attention(q, cache, ops.plan(few, 16), *many.how(ops)), whole, rows)
+    tree = Step([1276, 976], [7, 5], [True, True], 16, 2, 3, 32, window, 7, has_slopes)
     cache = held(one, tree.kv(dtype))
     assert same(tree.attend(one, cache), tree.attend(three, cache))
     wanted = REFERENCE.attention(
         (tree.q.bfloat16().float() if dtype == torch.bfloat16 else tree.q).view(len(tree.q), -1, 32),
-        tree.kv(dtype).float(), REFERENCE.plan(tree.layout, 16), 1.5 * 32**-0.5, window,
+        tree.kv(dtype).float(), REFERENCE.plan(tree.layout, 16), *tree.how(REFERENCE),
     )  # fmt: skip
     float_ops = with_cache_of(isa, "none", dtype)
     found = tree.attend(float_ops, cache)

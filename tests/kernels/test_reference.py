@@ -17,6 +17,7 @@ from specserve.ops import AttentionRows, HeadNorms, Rotation
 
 BLOCK = 16
 HEADS, KV_HEADS, DIM = 6, 2, 16
+SLOPES = torch.tensor([2.0**-i for i in range(1, HEADS + 1)])
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -34,22 +35,27 @@ def layout(lengths: list[int], cached: list[int], tables: list[list[int]], paren
     return AttentionRows.pack(starts, cached, tables, list(itertools.chain(*rows)), Kernels.row_multiple)
 
 
-def attend(kernels: Kernels, kv: Tensor, queries: list[Tensor], cached, tables, parents=None, window=None):
+def attend(kernels: Kernels, kv: Tensor, queries: list[Tensor], cached, tables, parents=None, window=None, slopes=None):
     """One step's attention; returns each sequence's rows."""
     rows = layout([len(q) for q in queries], cached, tables, parents)
     padding = torch.zeros(rows.num_rows - len(rows.parents), HEADS, DIM)
-    out = kernels.attention(torch.cat([*queries, padding]), kv, kernels.plan(rows, BLOCK), DIM**-0.5, window)
+    out = kernels.attention(torch.cat([*queries, padding]), kv, kernels.plan(rows, BLOCK), DIM**-0.5, window, slopes)
     return [out[a:b] for a, b in zip(rows.query_starts, rows.query_starts[1:], strict=False)]
 
 
-def naive(kv: Tensor, query: Tensor, cached: int, table: list[int], window: int | None) -> Tensor:
+def naive(
+    kv: Tensor, query: Tensor, cached: int, table: list[int], window: int | None, slopes: Tensor | None
+) -> Tensor:
     """Dense attention in float64, row by row."""
     slots = [block * BLOCK + i for block in table for i in range(BLOCK)]
     out = []
     for r, q in enumerate(query.double()):
         seen = slots[max(0, cached + r + 1 - (window or 10**9)) : cached + r + 1]
         k, v = kv[:, seen].double().repeat_interleave(HEADS // KV_HEADS, 2)
-        p = (torch.einsum("hd,lhd->hl", q, k) * DIM**-0.5).softmax(-1)
+        scores = torch.einsum("hd,lhd->hl", q, k) * DIM**-0.5
+        if slopes is not None:
+            scores += slopes.double()[:, None] * torch.arange(1 - len(seen), 1)
+        p = scores.softmax(-1)
         out.append(torch.einsum("hl,lhd->hd", p, v).flatten())
     return torch.stack(out)
 
@@ -60,8 +66,9 @@ def naive(kv: Tensor, query: Tensor, cached: int, table: list[int], window: int 
     lengths=st.lists(st.integers(1, 20), min_size=4, max_size=4),
     window=st.sampled_from([None, 1, 7, 130]),
     shuffle=st.randoms(use_true_random=False),
+    has_slopes=st.booleans(),
 )
-def test_attention_equals_dense_attention(cached, lengths, window, shuffle) -> None:
+def test_attention_equals_dense_attention(cached, lengths, window, shuffle, has_slopes) -> None:
     kernels = Kernels(torch.device("cpu"), torch.float32)
     blocks = list(range(1, 90))
     shuffle.shuffle(blocks)
@@ -69,24 +76,28 @@ def test_attention_equals_dense_attention(cached, lengths, window, shuffle) -> N
     kv = make_kv(torch.float32, 90)
     generator = torch.Generator().manual_seed(1)
     queries = [torch.randn(n, HEADS, DIM, generator=generator) for _, n in zip(cached, lengths, strict=False)]
-    got = attend(kernels, kv, queries, cached, tables, window=window)
+    slopes = SLOPES if has_slopes else None
+    got = attend(kernels, kv, queries, cached, tables, window=window, slopes=slopes)
     for out, query, c, table in zip(got, queries, cached, tables, strict=True):
-        torch.testing.assert_close(out.double(), naive(kv, query, c, table, window), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(out.double(), naive(kv, query, c, table, window, slopes), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("slopes", [None, SLOPES], ids=["", "alibi"])
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("cached", [0, 3, 127, 128, 300])
-def test_attention_rows_are_invariant(kernels: Kernels, cached: int, window: int | None) -> None:
+def test_attention_rows_are_invariant(kernels: Kernels, cached: int, window: int | None, slopes: Tensor | None) -> None:
     kv = make_kv(kernels.dtype)
     table = list(range(1, 25))
     query = torch.randn(40, HEADS, DIM)
-    (whole,) = attend(kernels, kv, [query], [cached], [table], window=window)
+    (whole,) = attend(kernels, kv, [query], [cached], [table], window=window, slopes=slopes)
     for r in (0, 7, 8, 39):
-        (alone,) = attend(kernels, kv, [query[r : r + 1]], [cached + r], [table], window=window)
+        (alone,) = attend(kernels, kv, [query[r : r + 1]], [cached + r], [table], window=window, slopes=slopes)
         assert torch.equal(alone[0], whole[r])
     others = [torch.randn(n, HEADS, DIM) for n in (3, 17, 1)]
     tables = [list(range(25, 60)), list(range(40, 60)), [59]]
-    mixed = attend(kernels, kv, [*others, query[:6]], [500, 9, 2, cached], [*tables, table], window=window)
+    mixed = attend(
+        kernels, kv, [*others, query[:6]], [500, 9, 2, cached], [*tables, table], window=window, slopes=slopes
+    )
     assert torch.equal(mixed[3], whole[:6])
 
 
@@ -113,8 +124,9 @@ def test_a_tree_node_sees_its_path_as_if_it_were_a_chain(kernels: Kernels) -> No
     chain, chain_kv = kernels.plan(layout([3], [cached], [table]), BLOCK), make_kv(kernels.dtype)
     chain_q = kernels.rope_and_cache(qkv[[*path, 0]], None, rotation([140, 141, 142, 0]), chain_kv, chain)
     assert torch.equal(tree_q[path], chain_q[:3])
-    out = kernels.attention(tree_q, tree_kv, tree, 0.25, None)
-    assert torch.equal(kernels.attention(chain_q, chain_kv, chain, 0.25, None)[:3], out[path])
+    for slopes in (None, SLOPES):
+        out = kernels.attention(tree_q, tree_kv, tree, 0.25, None, slopes)
+        assert torch.equal(kernels.attention(chain_q, chain_kv, chain, 0.25, None, slopes)[:3], out[path])
 
 
 def test_what_a_row_may_not_see_cannot_reach_it(kernels: Kernels) -> None:

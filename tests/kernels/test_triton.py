@@ -204,19 +204,22 @@ STEPS = {
 }
 
 
-def compared(heads: int, kv_heads: int, d: int, step: str, window: int | None, dtype: torch.dtype) -> None:
+def compared(
+    heads: int, kv_heads: int, d: int, step: str, window: int | None, dtype: torch.dtype, is_sloped: bool = False
+) -> None:
     """All forms of the kernel against the reference."""
     rows = layout(*STEPS[step])
     plan, reference = plan_of(rows), Kernels(DEVICE, dtype)
     kv, q, scale = normal(2, NUM_BLOCKS * BLOCK, kv_heads, d).to(dtype), normal(rows.num_rows, heads, d), d**-0.5
     num_real = len(rows.parents)
-    expected = reference.attention(q, kv, reference.plan(rows, BLOCK), scale, window)[:num_real]
-    split = attention.attention_in(False, q, kv, plan, scale, window)
+    how = scale, window, torch.rand(heads).to(DEVICE) if is_sloped else None
+    expected = reference.attention(q, kv, reference.plan(rows, BLOCK), *how)[:num_real]
+    split = attention.attention_in(False, q, kv, plan, *how)
     assert_close(split[:num_real], expected, dtype)
     assert not split[num_real:].any(), "padding"
-    looped = attention.attention_in(True, q, kv, plan, scale, window)
+    looped = attention.attention_in(True, q, kv, plan, *how)
     assert torch.equal(looped, split), "splits in one program or in several"
-    paths = attention.attention_in(False, q, kv, plan_of(rows, as_paths=True), scale, window)
+    paths = attention.attention_in(False, q, kv, plan_of(rows, as_paths=True), *how)
     assert torch.equal(paths, split), "each row alone or several in a program"
 
 
@@ -239,6 +242,11 @@ def test_attention_of_many_splits() -> None:
 def test_attention_in_a_window(step: str, window: int) -> None:
     torch.manual_seed(0)
     compared(4, 2, 64, step, window, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("step", "window"), [("chains", None), ("chain", None), ("trees", None), ("trees", 100)])
+def test_attention_with_linear_biases(dtype: torch.dtype, step: str, window: int | None) -> None:
+    compared(6, 2, 64, step, window, dtype, is_sloped=True)
 
 
 def test_a_tree_s_path_is_a_chain(dtype: torch.dtype) -> None:

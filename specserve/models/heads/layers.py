@@ -76,7 +76,7 @@ def write_layers(layers: DecoderSpec, vocab_size: int) -> dict[str, Any]:
     scales = first.norm.offset, layers.embedding_scale, layers.logit_divisor
     plain = (*scales, first.residual) == (0.0, 1.0, 1.0, Sequential())
     plain = plain and own.scale == own.head_dim**-0.5
-    if len(alike) > 1 or len(set(windows) - {None}) > 1 or rope is None or not rope.is_plain or not plain:
+    if len(alike) > 1 or len(set(windows) - {None}) > 1 or not (isinstance(rope, Rope) and rope.is_plain and plain):
         raise ModelError(
             "These draft layers cannot be written: all must share one rotary embedding and one window, with the norms "
             "and scales of Llama."
