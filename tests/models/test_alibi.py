@@ -1,4 +1,4 @@
-"""ALiBi: its slopes against transformers', layers that have it, and that their rows have the same bits in any company."""
+"""ALiBi: slopes against transformers', layers that have it, and that their rows have the same bits in any company."""
 
 from __future__ import annotations
 
