@@ -36,7 +36,7 @@ LAYERS = (
     ("models", "text"),
     ("checkpoint",),
     ("cache", "ops"),
-    ("structured.walk",),  # a draft along a grammar's state, for whoever fits one to the other
+    ("structured.walk", "structured.constrain"),  # a draft along a grammar's state, for whoever fits one to the other
     ("types", "sse"),
     ("explained",),
     ("structured.schema",),

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from specserve.cache.cache import KVCache
+from specserve.engine.step_cost import StepCost
 from specserve.runtime.pack import Step, most_tokens, num_shared_rows
-from specserve.speculation.cost import StepCost
 from specserve.types import ScheduledSeq, Sequence
 
 _SLOWDOWN = 2.5  # of a step by chunks of prompts, while others decode: what is aimed at

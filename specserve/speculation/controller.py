@@ -14,12 +14,12 @@ from torch import Tensor
 from specserve.cache.cache import KVCache
 from specserve.explained import Explained
 from specserve.runtime.pack import Step
-from specserve.speculation.grammar import constrain
 from specserve.speculation.host import DraftHost
 from specserve.speculation.policy import Policy
 from specserve.speculation.sources import LOOKUPS, Asked
 from specserve.speculation.tree import Proposals
 from specserve.speculation.weighing import Lengths, Weighing
+from specserve.structured.constrain import constrain
 from specserve.types import JUMP_FORWARD, Draft, Ids, ScheduledSeq, Sequence, Verdict
 
 

@@ -32,10 +32,10 @@ from specserve.ops.backend import KernelOptions
 from specserve.registry import DRAFTERS, KERNELS
 from specserve.runtime.executor import local
 from specserve.speculation import controller
-from specserve.speculation.grammar import constrain
 from specserve.speculation.planner import Planner
 from specserve.speculation.sources import SourceCost
 from specserve.speculation.tree import Proposals
+from specserve.structured.constrain import constrain
 from specserve.structured.spec import Structured
 from specserve.structured.walk import visit
 from specserve.testing import check_integrity, write_tiny_model

@@ -18,9 +18,9 @@ from specserve.engine.engine import Engine
 from specserve.engine.request import Request
 from specserve.explained import HIDDEN, Explained
 from specserve.speculation.check import checked
-from specserve.speculation.grammar import constrain
 from specserve.speculation.tree import Proposals
 from specserve.structured.base import Guarded
+from specserve.structured.constrain import constrain
 from specserve.testing import LanguageGrammar, path_to, write_tiny_model
 from specserve.types import Draft, SamplingParams, Sequence
 

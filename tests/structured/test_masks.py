@@ -15,9 +15,9 @@ from torch import Tensor
 from specserve.kernels import reference
 from specserve.sampling.inputs import SamplingInput, num_logit_rows
 from specserve.sampling.sampler import Sampler
-from specserve.speculation.grammar import constrain
 from specserve.structured import masks
 from specserve.structured.base import Guarded
+from specserve.structured.constrain import constrain
 from specserve.testing import LanguageGrammar, LanguageState, path_to, scheduled
 from specserve.types import Draft, Ids, SamplingParams, ScheduledSeq, Sequence
 

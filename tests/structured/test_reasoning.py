@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from specserve.speculation.grammar import constrain
 from specserve.structured import masks
 from specserve.structured.base import Guarded
+from specserve.structured.constrain import constrain
 from specserve.structured.reasoning import ReasoningGrammar, ReasoningState, wrapped
 from specserve.testing import LanguageGrammar, path_to
 from specserve.text.reasoning import Reasoning
