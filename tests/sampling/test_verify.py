@@ -23,7 +23,7 @@ from specserve.ops import DraftArrays
 from specserve.sampling.inputs import SampledSeq
 from specserve.sampling.sampler import draft_arrays
 from specserve.speculation.tree import Proposals
-from specserve.structured import constrain
+from specserve.structured import constrain as fitting
 from specserve.testing import path_to
 from specserve.types import Draft, SamplingParams, Sequence
 
@@ -298,7 +298,7 @@ class PossibleState:
 def _guided(case: Case) -> Case:
     seq = Sequence("", 0, [0], 1, SamplingParams(), 0, 99)
     seq.grammar = PossibleState(case.target)  # type: ignore[assignment]
-    return replace(case, shorten=lambda draft: constrain.constrain(seq, draft, len(draft)))
+    return replace(case, shorten=lambda draft: fitting.constrain(seq, draft, len(draft)))
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["one-hot", "dense"])
@@ -311,7 +311,7 @@ def test_a_draft_that_a_grammar_shortened_bends_no_law(mode: str, shape: str, de
 @pytest.mark.parametrize("mode", ["rejection", "block"])
 def test_a_grammar_that_took_out_what_was_drawn_would_be_caught(mode: str, planted: Callable[..., Any]) -> None:
     case = Case(mode, (-1, 0), Table(3, 4, zeros=2), Table(4, 4))
-    with planted(constrain, "_walk", "            if is_drawn:", "            if False:"), pytest.raises(AssertionError):
+    with planted(fitting, "_walk", "            if is_drawn:", "            if False:"), pytest.raises(AssertionError):
         check(_guided(case))
 
 
