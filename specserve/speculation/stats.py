@@ -1,31 +1,23 @@
-"""How often draft nodes were accepted: by source, confidence, depth and agreement for all sequences together, and by
+"""How often draft nodes were accepted: by source, confidence and depth for all sequences together, and by
 source for one sequence against all."""
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 from specserve.speculation import constants as tuned
-
-
-class Agreement(IntEnum):
-    """Whether other sources say anything about the same place, and the same."""
-
-    ALONE, AGREED, DISPUTED = range(3)
 
 
 class Acceptance:
     """Of the nodes of one source whose parent was accepted, the share that was accepted too.
 
-    A cell is a bucket of confidence, a depth and an agreement. It begins with what confidence says, so a source need
-    not be calibrated; one without confidence has 0.5.
+    A cell is a bucket of confidence and a depth. It begins with what confidence says, so a source need not be
+    calibrated; one without confidence has 0.5.
     """
 
     UNSURE = tuned.BUCKETS // 2  # the bucket of those without
 
     def __init__(self) -> None:
-        per_bucket = tuned.DEPTHS * len(Agreement)
-        priors = [(cell // per_bucket + 0.5) / tuned.BUCKETS for cell in range(tuned.BUCKETS * per_bucket)]
+        cells = range(tuned.BUCKETS * tuned.DEPTHS)
+        priors = [(cell // tuned.DEPTHS + 0.5) / tuned.BUCKETS for cell in cells]
         self.rates = priors[:]  # by cell
         self._hits = [tuned.PRIOR * prior for prior in priors]
         self._trials = [tuned.PRIOR] * len(priors)
@@ -35,13 +27,13 @@ class Acceptance:
         return min(int(confidence * tuned.BUCKETS), tuned.BUCKETS - 1)
 
     @staticmethod
-    def cell(bucket: int, depth: int, agreement: Agreement) -> int:
-        return (bucket * tuned.DEPTHS + min(depth, tuned.DEPTHS - 1)) * len(Agreement) + agreement
+    def cell(bucket: int, depth: int) -> int:
+        return bucket * tuned.DEPTHS + min(depth, tuned.DEPTHS - 1)
 
     @classmethod
     def unsure(cls, depth: int) -> int:
         """The cell of what nothing is known of but how deep it stands."""
-        return cls.cell(cls.UNSURE, depth, Agreement.ALONE)
+        return cls.cell(cls.UNSURE, depth)
 
     def count(self, cell: int, hit: bool) -> None:
         self._hits[cell] = self._hits[cell] * tuned.KEPT + hit

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence as Many
 import numpy as np
 
 from specserve.speculation.constants import FORCED
-from specserve.speculation.stats import Acceptance, Agreement, OwnAcceptance
+from specserve.speculation.stats import Acceptance, OwnAcceptance
 from specserve.types import JUMP_FORWARD, Draft
 
 
@@ -18,7 +18,7 @@ class Proposals:
     `owners[i]` are the sources that proposed it, each with its cell of Acceptance."""
 
     __slots__ = (
-        *("_at", "_buckets", "_num_sources", "_own"),
+        *("_at", "_buckets", "_own"),
         *("depths", "jump_forward", "owners", "parents", "survival", "tokens"),
     )
 
@@ -30,7 +30,6 @@ class Proposals:
         self.survival: list[float] = []
         self.owners: list[list[tuple[str, int]]] = []
         self._buckets: list[list[tuple[str, int]]] = []  # of each node: sources, with the buckets of their confidence
-        self._num_sources: dict[int, int] = {}  # that propose what follows a node
         self._at: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         self._own: set[int] = set()  # Draft.own, of any source
         self.jump_forward: frozenset[int] = frozenset()  # nodes that a grammar leaves no choice of
@@ -44,7 +43,6 @@ class Proposals:
         """Take in a source's draft; nodes that are there already have one owner more."""
         confidence = None if draft.confidence is None else draft.confidence.tolist()
         places: list[int] = []
-        followed: set[int] = set()
         for i, (token, parent) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
             above = places[parent] if parent >= 0 else -1
             node = self._at.get((above, token))
@@ -55,24 +53,17 @@ class Proposals:
                 self.depths.append(self.depths[above] + 1 if above >= 0 else 0)
                 self._buckets.append([])
             places.append(node)
-            followed.add(above)
             if i in draft.own:
                 self._own.add(node)
             bucket = Acceptance.UNSURE if confidence is None else Acceptance.bucket(confidence[i])
             self._buckets[node].append((source, bucket))
-        for above in followed:
-            self._num_sources[above] = self._num_sources.get(above, 0) + 1
 
     def compute_survival(self, acceptance: Mapping[str, Acceptance], own: Mapping[str, OwnAcceptance]) -> None:
         """Work out the survival of all nodes, with what is in so far. Siblings are never likelier together than what is
         certain: the likeliest keep their chances."""
         self.owners, self.survival, chances = [], [], list[float]()
-        for buckets, parent, depth in zip(self._buckets, self.parents, self.depths, strict=True):
-            if self._num_sources[parent] == 1:
-                agreement = Agreement.ALONE
-            else:
-                agreement = Agreement.AGREED if len(buckets) > 1 else Agreement.DISPUTED
-            owners = [(source, Acceptance.cell(bucket, depth, agreement)) for source, bucket in buckets]
+        for buckets, depth in zip(self._buckets, self.depths, strict=True):
+            owners = [(source, Acceptance.cell(bucket, depth)) for source, bucket in buckets]
             self.owners.append(owners)
             chances.append(max(own[source].probability(acceptance[source].rates[cell]) for source, cell in owners))
         if len(set(self.parents)) < len(self):
@@ -97,9 +88,6 @@ class Proposals:
                 found._buckets[node] = self._buckets[like]
             if node in draft.jump_forward:
                 found._buckets[node] = [(JUMP_FORWARD, Acceptance.bucket(FORCED))]
-        found._num_sources = {
-            parent: self._num_sources.get(there[parent], 1) if parent in there else 1 for parent in {-1, *found.parents}
-        }
         return found
 
     def draft(self, nodes: Many[int]) -> Draft:
