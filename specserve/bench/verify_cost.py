@@ -19,7 +19,7 @@ from specserve.registry import NONE
 from specserve.runtime.executor import local
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.host import DraftHost
-from specserve.speculation.worker import Outcome
+from specserve.machine.worker import Outcome
 from specserve.types import Draft, Event, SamplingParams
 
 if TYPE_CHECKING:

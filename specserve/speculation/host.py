@@ -9,9 +9,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specserve.config import VERIFICATIONS
+from specserve.machine.worker import Outcome, Stuck, Worker, run
 from specserve.registry import DRAFTERS, NONE
 from specserve.speculation.base import (
     DraftContext,
@@ -24,7 +26,6 @@ from specserve.speculation.base import (
 )
 from specserve.speculation.check import checked
 from specserve.speculation.lookup import PartMaker
-from specserve.speculation.worker import Outcome, Stuck, Worker, run
 from specserve.types import Draft, Ids, ScheduledSeq, Sequence, Verdict
 
 _log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class DraftHost:
         self._views: dict[Sequence, SequenceView] = {}  # of those that have begun
         self._is_ours = type(drafter).__module__.startswith(f"{DRAFTERS.package}.")
         is_foreign = drafter is not None and not self._is_ours
-        self._worker = Worker("specserve-drafter", timeout_s) if is_foreign else None
+        self._worker = Worker("specserve-drafter", timeout_s, torch.no_grad) if is_foreign else None
         # What ours look up is one token for sure, at any length: it may be cut, and merged with what others found.
         # So is what a head guesses where verification asks for no distribution.
         is_sure = self._is_ours and (self.needs.cost_class == "free" or (self.is_head and is_fixed))
@@ -163,7 +164,7 @@ class DraftHost:
         """Let go of the drafter and its thread, when it has closed. It has `timeout_s` seconds for that; one of ours is
         called on a thread, too, as it may write a file."""
         if self.active and callable(getattr(type(self._drafter), "close", None)):
-            self._worker = self._worker or Worker("specserve-drafter", self.timeout_s)
+            self._worker = self._worker or Worker("specserve-drafter", self.timeout_s, torch.no_grad)
             self._tell("close", ())
         self._let_go()
 

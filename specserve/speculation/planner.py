@@ -27,7 +27,7 @@ class Planner:
         self._curve = [0.0]  # seconds of the step with 0, 1, 2 ... nodes
         self._num_chosen, self._expected = 0, 0.0  # nodes of this step so far, and its tokens with them
         self._asking = 0.0  # seconds of this step for asking what takes a while
-        self._since_look = 1
+        self._since_look = 0
         self._scale = 1.0  # what plain steps are expected to take, times what they took
 
     def start(self, load: Load) -> None:
@@ -36,6 +36,7 @@ class Planner:
         self._curve = self._cost.curve(load.rows + load.tokens, FEW_NODES, load.context)
         self.plain = self._curve[0] if not load.tokens else self._cost.seconds(load.rows, load.context)
         self._num_chosen, self._expected, self._asking = 0, float(load.rows), 0.0
+        self._since_look += 1
         self.guard.begin(load)
         measured = self.guard.plain(load)
         self._scale = self.plain / measured if measured else 1.0
@@ -125,16 +126,3 @@ class Planner:
         extra = seconds - self._curve[0]
         share = self.token + (extra / count if count else 0.0)
         return (expected - load.rows) * share / 2 - extra
-
-    def end_step(
-        self, drafted: int, accepted: int, drafting: float, seconds: float, reading: float = 0.0, repaid: float = 0.0
-    ) -> None:
-        """The step took `seconds`, of these `drafting` for asking drafters and telling them; `accepted` of `drafted`
-        nodes stood. Seconds of `reading` are lent: drafts of their sequences pay them back, `repaid` of all in this
-        step, and what is left counts when these end."""
-        load = self.load
-        self._since_look += 1
-        if drafted and load.tokens:
-            self.guard.charge(self.extra(drafted) - accepted * self.token)
-        self.guard.charge(repaid)
-        self.guard.took(load, drafted, accepted, seconds - reading, drafting)

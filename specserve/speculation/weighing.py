@@ -204,9 +204,13 @@ class Weighing:
         record.unpaid -= repaid
 
     def end_step(self, drafted: int, seconds: float, telling: float = 0.0) -> None:
-        """The step with so many draft rows is over; telling drafters of it took `telling` of its seconds."""
-        drafting = self._drafting + telling
-        self.planner.end_step(drafted, self._accepted, drafting, seconds, self._reading, self._repaid)
+        """The step with so many draft rows is over; telling drafters of it took `telling` of its seconds. Those of reading
+        are lent: drafts of their sequences pay them back, and what is left counts when these end."""
+        planner, guard = self.planner, self.planner.guard
+        if drafted and planner.load.tokens:
+            guard.charge(planner.extra(drafted) - self._accepted * planner.token)
+        guard.charge(self._repaid)
+        guard.took(planner.load, drafted, self._accepted, seconds - self._reading, self._drafting + telling)
         for source in self.sources.values():
             source.end_step(seconds)
             source.catching_up = {s for s in source.catching_up if s in self._records and self._records[s].unpaid}

@@ -1,4 +1,4 @@
-"""Runs a drafter's code: foreign code on a thread of its own, given up on after a time, and our own at once."""
+"""Runs what may fail: foreign code on a thread of its own, given up on after a time, and our own at once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
-
-import torch
 
 
 class Stuck(Exception):
@@ -29,14 +28,15 @@ _Call: TypeAlias = tuple[Callable[[], Any], queue.SimpleQueue[Outcome]]
 
 
 class Worker:
-    """One daemon thread that runs calls in order. A call that never returns costs the caller `timeout_s` once: the
+    """One daemon thread that runs calls in order, all of them `within` what that makes: modes of torch belong to a
+    thread. A call that never returns costs the caller `timeout_s` once: the
     thread is left behind, ends if the call ever does, and does not keep the process alive. So does one whose worker
     nobody holds any more."""
 
-    def __init__(self, name: str, timeout_s: float) -> None:
+    def __init__(self, name: str, timeout_s: float, within: Callable[[], AbstractContextManager[Any]]) -> None:
         self.timeout_s = timeout_s
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._calls, within), name=name, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._calls.put, None)  # the thread ends after the call it is in
 
@@ -58,8 +58,8 @@ def run(function: Callable[[], Any], caught: type[BaseException] = Exception) ->
         return Outcome(None, error, traceback.format_exc())
 
 
-def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
-    with torch.no_grad():  # the mode belongs to a thread: the engine's own does not reach here
+def _serve(calls: queue.SimpleQueue[_Call | None], within: Callable[[], AbstractContextManager[Any]]) -> None:
+    with within():
         while (call := calls.get()) is not None:
             function, reply = call
             reply.put(run(function, BaseException))  # whatever foreign code raises does not end the thread
