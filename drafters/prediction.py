@@ -20,7 +20,7 @@ PRIORITY = 40  # part of "auto"
 
 # What predictions are taken for before anything came of them. Nothing was recorded to fit these to: they are guesses.
 _LONG_RUN = 32  # as at the beginning, where the prediction should be right
-_FOLLOWED = 0.9  # of the predicted tokens that should come next, do
+_PRIOR = (9.0, 1.0)  # tokens followed and departed from, before there are any
 _CHANCE = 0.5  # that a place found by one token is the wrong one; by n it is this / n^1.5
 
 
@@ -83,10 +83,13 @@ class _Place:
         self._reached = 0  # index after the last predicted token that did come: a place found by chance does not count
         self._num_read = num_read
         self._run = _LONG_RUN  # tokens up to `next` that output and prediction agree in
+        self._num_followed, self._num_departed = _PRIOR  # of the predicted tokens that should have come next
 
     def confidence(self, count: int) -> NDArray[np.float32]:
-        """How likely each of the next tokens comes if those before it do: less so where the place was just found."""
-        return (_FOLLOWED * (1 - _CHANCE / np.arange(self._run, self._run + count) ** 1.5)).astype(np.float32)
+        """How likely each of the next tokens comes if those before it do: as often as they came so far, and less so
+        where the place was just found."""
+        followed = self._num_followed / (self._num_followed + self._num_departed)
+        return (followed * (1 - _CHANCE / np.arange(self._run, self._run + count) ** 1.5)).astype(np.float32)
 
     def read(self, seq: SequenceView) -> None:
         """Follow what is new of the output, token by token, up to where it departs before the place can be found again:
@@ -96,7 +99,9 @@ class _Place:
             if self.next is not None and text[self.next : self.next + 1] == (tokens[at],):
                 self.next = self._reached = self.next + 1
                 self._run += 1
+                self._num_followed += 1
                 continue
+            self._num_departed += self.next is not None and self.next < len(text)
             if self.index.last < len(text) - 1:
                 self.next, self._num_read = None, at
                 return

@@ -16,9 +16,11 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -83,6 +85,28 @@ class Registry:
             parts = ", ".join(self.parts)
             raise ConfigError(f"{called}: {found!r} has no {', '.join(lacking)}; a {self.noun} has {parts}.")
         return found
+
+    def options(self, name: str) -> tuple[dict[str, bool], bool]:
+        """The options of the entry of that name, which are the parameters of its constructor behind the first, its
+        context: whether each must be given, and whether others are taken, too. Raises ConfigError as `find` does."""
+        found = self.find(name)
+        if not (parameters := list(inspect.signature(found).parameters.values())):
+            raise ConfigError(f"{self.noun.capitalize()} {name!r}: {found!r} takes no context, the first parameter.")
+        named = [each for each in parameters[1:] if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        return {each.name: each.default is each.empty for each in named}, takes_any
+
+    def maker(self, name: str, options: Mapping[str, Any]) -> Callable[[Any], Any]:
+        """What makes the entry with these options, once there is a context. Raises ConfigError as `find` does, and for
+        an unknown or missing option."""
+        known, takes_any = self.options(name)
+        if not takes_any and (wrong := [option for option in options if option not in known]):
+            raise ConfigError(unknown(f"option of {self.noun} {name!r}:", wrong[0], known))
+        if missing := [option for option, is_required in known.items() if is_required and option not in options]:
+            needs = f"{self.noun.capitalize()} {name!r} needs {', '.join(missing)}."
+            raise ConfigError(f"{needs} Its options: {', '.join(known)}.")
+        make = self.find(name)
+        return lambda context: make(context, **options)
 
     def check(self, name: str) -> None:
         """Raises ConfigError for a name that is neither an entry's nor one of `others`. None is imported."""

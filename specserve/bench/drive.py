@@ -7,6 +7,7 @@ from typing import Any
 
 from specserve.errors import ConfigError
 from specserve.speculation.base import Drafter, DraftRequest, SequenceReport, SequenceView, StepReport
+from specserve.speculation.check import checked
 from specserve.types import Draft, Ids, Sequence, Verdict
 
 
@@ -56,3 +57,9 @@ class Driver:
 
     def end(self, seq: Sequence) -> None:
         self.drafter.end(self._views.pop(seq)._update())
+
+
+def fault(draft: Any, budget: int, vocab_size: int) -> str | None:
+    """The word for what is wrong with a draft, as `checked` has it; None for one that may be verified."""
+    found = checked(draft, budget, vocab_size, is_ours=True)
+    return found if isinstance(found, str) else None

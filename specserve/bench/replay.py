@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from specserve.bench.drive import Driver, NoTarget
+from specserve.bench.drive import Driver, NoTarget, fault
 from specserve.errors import ConfigError, InputError
 from specserve.files import parse_json, read_text
 from specserve.speculation.base import Drafter
-from specserve.speculation.check import fault
 from specserve.speculation.lookup import prepare
 from specserve.types import Draft, Ids, SamplingParams, Sequence, Verdict
 

@@ -15,11 +15,11 @@ from specserve.bench.report import described, table_of
 from specserve.bench.traffic import read_bandwidth, watched
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError
+from specserve.machine.worker import Outcome
 from specserve.registry import NONE
 from specserve.runtime.executor import local
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
 from specserve.speculation.host import DraftHost
-from specserve.machine.worker import Outcome
 from specserve.types import Draft, Event, SamplingParams
 
 if TYPE_CHECKING:

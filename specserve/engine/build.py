@@ -24,12 +24,12 @@ from specserve.models.loader import load_model
 from specserve.models.spec import DecoderSpec
 from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.choice import choose_device, choose_ops
+from specserve.runtime.cost import ROWS
 from specserve.runtime.executor import Executor, LocalExecutor
 from specserve.runtime.runner import Runner
 from specserve.runtime.timing import step_seconds
 from specserve.sampling.sampler import Sampler
 from specserve.speculation.base import Needs
-from specserve.speculation.constants import ROWS
 from specserve.speculation.context import TargetContext
 from specserve.speculation.controller import DraftController
 from specserve.speculation.host import DraftHost

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from specserve.cache.cache import KVCache
-from specserve.engine.step_cost import StepCost
+from specserve.runtime.cost import StepCost
 from specserve.runtime.pack import Step, most_tokens, num_shared_rows
 from specserve.types import ScheduledSeq, Sequence
 

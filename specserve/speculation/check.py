@@ -60,12 +60,6 @@ def checked(draft: Any, budget: int, vocab_size: int, is_ours: bool = False) -> 
     return Draft.chain(ids, **more) if is_chain else Draft(np.array(ids, np.int32), np.array(before, np.int32), **more)
 
 
-def fault(draft: Any, budget: int, vocab_size: int) -> str | None:
-    """The word alone, None for a draft that may be verified."""
-    found = checked(draft, budget, vocab_size, is_ours=True)
-    return found if isinstance(found, str) else None
-
-
 def _q_fault(q: Any, ids: list[int], vocab_size: int) -> str | None:
     if type(q) is not torch.Tensor or q.layout is not torch.strided:
         return "type"

@@ -50,13 +50,3 @@ PRIOR = 4.0  # trials that a source's own confidence counts for
 KEPT = 0.99  # of the weight of what was counted, with each trial: about the last hundred count
 OWN_PRIOR, OWN_KEPT = 2.0, 0.95  # hits that are expected of a sequence before it has any; of the others' weight
 FORCED = 0.97  # how likely a forced token is at first: others may spell the same
-# What steps cost.
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # of steps that are told apart
-FOLLOWS, DRIFTS = 0.1, 0.03  # how far a number of rows goes to what was measured last, and all of them
-SUDDEN = 0.1  # what goes beyond this share is the number of rows' own, not the load's
-FADES = 0.005  # of what the measurements of a number of rows count, with each step
-START, FEW = 0.4, 0.5  # measurements: what the start counts as, and less than which is doubted
-CONTEXT, NUM_LOADS = 512, 16  # tokens that a step reads in all; twice as many are another load
-LISTED_EVERY = 8  # observations: until then decisions do without them
-MOST = 3.0  # times what was expected: more counts as that
-SHORTEST_S = 1e-9  # a step

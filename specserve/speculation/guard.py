@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from specserve.runtime.cost import DecodeCost, row_class
 from specserve.speculation import constants as tuned
-from specserve.speculation.cost import DecodeCost, row_class
 
 
 class Load(NamedTuple):

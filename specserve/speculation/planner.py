@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence as Many
 from itertools import accumulate
 
+from specserve.runtime.cost import DecodeCost
 from specserve.speculation.constants import FEW_NODES, LIKELY, LOOKS_AGAIN, WAIT_S
-from specserve.speculation.cost import DecodeCost
 from specserve.speculation.guard import Guard, Load
 from specserve.speculation.tree import Proposals
 

@@ -138,15 +138,15 @@ class Policy:
             own = self._own
             found = makers(name, None)
             host = DraftHost.of(name, found, self.context, own.vocab_size, own.timeout_s, self._hosts)
-            shown = own.needs  # by the step as it was recorded
-            if not set(host.needs.hidden_layers) <= set(shown.hidden_layers):
-                raise ConfigError(f"Drafter {name!r} reads layers of the target: it must be the engine's --drafter.")
-            if host.needs.top_k > shown.top_k:
-                reads = "reads the target's best tokens"
-                raise ConfigError(f"Drafter {name!r} {reads}: it must be the engine's --drafter.")
-            allowed, new = self.context.memory_bytes, [part for part in host.parts if part.name not in self._hosts]
-            if allowed is not None and (taken := sum(part.needs.memory_bytes for part in new)) > allowed:
+            reason, new = "", [part for part in host.parts if part.name not in self._hosts]
+            allowed, taken = self.context.memory_bytes, sum(part.needs.memory_bytes for part in new)
+            if not set(host.needs.hidden_layers) <= set(own.needs.hidden_layers):  # the step as it was recorded
+                reason = "reads layers of the target"
+            elif host.needs.top_k > own.needs.top_k:
+                reason = "reads the target's best tokens"
+            elif allowed is not None and taken > allowed:
                 reason = f"takes {taken} bytes beside which the KV cache was not sized"
+            if reason:
                 raise ConfigError(f"Drafter {name!r} {reason}: it must be the engine's --drafter.")
         except ConfigError as error:
             raise InputError(str(error), "drafter") from error

@@ -80,7 +80,7 @@ class Source:
     def count(self, hits: Many[bool]) -> None:
         """Whether one of the nodes at each depth of a draft, of which there may be none, was accepted."""
         for depth, hit in enumerate(hits):
-            self.acceptance.count(Acceptance.unsure(depth), hit)
+            self.acceptance.count(Acceptance.cell(None, depth), hit)
             if not hit:
                 break
 

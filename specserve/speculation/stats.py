@@ -13,8 +13,6 @@ class Acceptance:
     calibrated; one without confidence has 0.5.
     """
 
-    UNSURE = tuned.BUCKETS // 2  # the bucket of those without
-
     def __init__(self) -> None:
         cells = range(tuned.BUCKETS * tuned.DEPTHS)
         priors = [(cell // tuned.DEPTHS + 0.5) / tuned.BUCKETS for cell in cells]
@@ -23,17 +21,10 @@ class Acceptance:
         self._trials = [tuned.PRIOR] * len(priors)
 
     @staticmethod
-    def bucket(confidence: float) -> int:
-        return min(int(confidence * tuned.BUCKETS), tuned.BUCKETS - 1)
-
-    @staticmethod
-    def cell(bucket: int, depth: int) -> int:
+    def cell(confidence: float | None, depth: int) -> int:
+        """That of what nothing more is known of: in the middle, where a source has no confidence."""
+        bucket = tuned.BUCKETS // 2 if confidence is None else min(int(confidence * tuned.BUCKETS), tuned.BUCKETS - 1)
         return bucket * tuned.DEPTHS + min(depth, tuned.DEPTHS - 1)
-
-    @classmethod
-    def unsure(cls, depth: int) -> int:
-        """The cell of what nothing is known of but how deep it stands."""
-        return cls.cell(cls.UNSURE, depth)
 
     def count(self, cell: int, hit: bool) -> None:
         self._hits[cell] = self._hits[cell] * tuned.KEPT + hit

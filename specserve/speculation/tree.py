@@ -18,7 +18,7 @@ class Proposals:
     `owners[i]` are the sources that proposed it, each with its cell of Acceptance."""
 
     __slots__ = (
-        *("_at", "_buckets", "_own"),
+        *("_at", "_own"),
         *("depths", "jump_forward", "owners", "parents", "survival", "tokens"),
     )
 
@@ -29,7 +29,6 @@ class Proposals:
         self.depths: list[int] = []
         self.survival: list[float] = []
         self.owners: list[list[tuple[str, int]]] = []
-        self._buckets: list[list[tuple[str, int]]] = []  # of each node: sources, with the buckets of their confidence
         self._at: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         self._own: set[int] = set()  # Draft.own, of any source
         self.jump_forward: frozenset[int] = frozenset()  # nodes that a grammar leaves no choice of
@@ -51,20 +50,18 @@ class Proposals:
                 self.tokens.append(token)
                 self.parents.append(above)
                 self.depths.append(self.depths[above] + 1 if above >= 0 else 0)
-                self._buckets.append([])
+                self.owners.append([])
             places.append(node)
             if i in draft.own:
                 self._own.add(node)
-            bucket = Acceptance.UNSURE if confidence is None else Acceptance.bucket(confidence[i])
-            self._buckets[node].append((source, bucket))
+            cell = Acceptance.cell(None if confidence is None else confidence[i], self.depths[node])
+            self.owners[node].append((source, cell))
 
     def compute_survival(self, acceptance: Mapping[str, Acceptance], own: Mapping[str, OwnAcceptance]) -> None:
         """Work out the survival of all nodes, with what is in so far. Siblings are never likelier together than what is
         certain: the likeliest keep their chances."""
-        self.owners, self.survival, chances = [], [], list[float]()
-        for buckets, depth in zip(self._buckets, self.depths, strict=True):
-            owners = [(source, Acceptance.cell(bucket, depth)) for source, bucket in buckets]
-            self.owners.append(owners)
+        self.survival, chances = [], list[float]()
+        for owners in self.owners:
             chances.append(max(own[source].probability(acceptance[source].rates[cell]) for source, cell in owners))
         if len(set(self.parents)) < len(self):
             left: dict[int, float] = {}
@@ -85,9 +82,9 @@ class Proposals:
             like = self._at.get((there[parent], token)) if parent in there else None
             if like is not None:
                 there[node] = like
-                found._buckets[node] = self._buckets[like]
+                found.owners[node] = self.owners[like]
             if node in draft.jump_forward:
-                found._buckets[node] = [(JUMP_FORWARD, Acceptance.bucket(FORCED))]
+                found.owners[node] = [(JUMP_FORWARD, Acceptance.cell(FORCED, found.depths[node]))]
         return found
 
     def draft(self, nodes: Many[int]) -> Draft:
@@ -97,7 +94,7 @@ class Proposals:
             np.array([self.tokens[node] for node in nodes], np.int32),
             np.array([place[self.parents[node]] for node in nodes], np.int32),
             jump_forward=frozenset(place[node] for node in self.jump_forward if node in place),
-            sources=[[source for source, _ in self._buckets[node]] for node in nodes],
+            sources=[[source for source, _ in self.owners[node]] for node in nodes],
             own=frozenset(place[node] for node in nodes if node in self._own),
         )
 
@@ -110,7 +107,7 @@ class Proposals:
 
     def by_source(self) -> Counter[str]:
         """How many nodes each source proposed."""
-        return Counter(source for buckets in self._buckets for source, _ in buckets)
+        return Counter(source for owners in self.owners for source, _ in owners)
 
     def judged(self, tokens: Many[int]) -> list[tuple[list[tuple[str, int]], int, bool]]:
         """The nodes that these tokens, which came, say something of: those behind accepted ones. Of each its owners,

@@ -9,9 +9,9 @@ from itertools import accumulate, zip_longest
 from operator import mul
 from types import MappingProxyType
 
+from specserve.runtime.cost import DecodeCost
 from specserve.runtime.pack import Step
 from specserve.speculation.constants import FORGETS, HOPE, LASTS, WORTH
-from specserve.speculation.cost import DecodeCost
 from specserve.speculation.guard import Load
 from specserve.speculation.planner import Planner
 from specserve.speculation.sources import LOOKUPS, Asked, Source
@@ -44,7 +44,7 @@ class Weighing:
         self.sources: defaultdict[str, Source] = defaultdict(Source)
         self._acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # by drafter
         self._records: dict[Sequence, _Record] = {}
-        self._drafting = self._reading = self._repaid = 0.0  # seconds of this step
+        self._drafting = self._reading = 0.0  # seconds of this step
         self._accepted = 0  # nodes of this step
 
     def begin(self, group: Many[Sequence]) -> None:
@@ -60,7 +60,7 @@ class Weighing:
     def start(self, step: Step) -> None:
         """A new step, before its drafts."""
         decoding = step.decoding
-        self._drafting = self._reading = self._repaid = 0.0
+        self._drafting = self._reading = 0.0
         for each in decoding:
             self._records[each.seq].waited += 1
         tokens = sum(each.num_new for each in step.seqs) - len(decoding)
@@ -101,7 +101,7 @@ class Weighing:
         """How long a draft a source that takes a while is asked for, for one sequence of so many; 0: for none."""
         planner, source, is_whole = self.planner, self.sources[name], found is None
         rates, own = source.acceptance.rates, record.own[name]
-        chances = (own.probability(rates[Acceptance.unsure(depth)]) for depth in range(most))
+        chances = (own.probability(rates[Acceptance.cell(None, depth)]) for depth in range(most))
         likely, there = list(accumulate(chances, mul)), list[float]()  # to be accepted up to each depth
         if found is not None:
             found.compute_survival(self._acceptance, record.own)
@@ -183,7 +183,7 @@ class Weighing:
                     depths = range(min(length, len(verdict.tokens)))
                     self.sources[source].count([found.get((source, depth), False) for depth in depths])
                 else:  # it has nothing to say of this sequence, perhaps for good
-                    judged[source] = [0.0, self.sources[source].acceptance.rates[Acceptance.unsure(0)]]
+                    judged[source] = [0.0, self.sources[source].acceptance.rates[Acceptance.cell(None, 0)]]
             for source, (hits, expected) in judged.items():
                 record.own[source].count(hits, expected)
             if proposals is not None:
@@ -200,16 +200,15 @@ class Weighing:
         before = HOPE if source.gain is None else source.gain
         source.gain = before + FORGETS * (saved / token - before)
         repaid = min(record.unpaid, max(saved, 0.0))
-        self._repaid += repaid
+        self.planner.guard.charge(repaid)  # it was lent
         record.unpaid -= repaid
 
     def end_step(self, drafted: int, seconds: float, telling: float = 0.0) -> None:
-        """The step with so many draft rows is over; telling drafters of it took `telling` of its seconds. Those of reading
-        are lent: drafts of their sequences pay them back, and what is left counts when these end."""
+        """The step with so many draft rows is over; telling drafters of it took `telling` of its seconds. Those
+        of reading are lent: what drafts of their sequences save pays them back, and the rest counts when these end."""
         planner, guard = self.planner, self.planner.guard
         if drafted and planner.load.tokens:
             guard.charge(planner.extra(drafted) - self._accepted * planner.token)
-        guard.charge(self._repaid)
         guard.took(planner.load, drafted, self._accepted, seconds - self._reading, self._drafting + telling)
         for source in self.sources.values():
             source.end_step(seconds)

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from specserve.bench.drive import Driver, NoTarget
+from specserve.bench.drive import Driver, NoTarget, fault
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import ConfigError
-from specserve.speculation.check import fault
 from specserve.speculation.retrieval import NGRAMS_PER_STEP
 from specserve.types import SamplingParams, Sequence, Verdict
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from specserve.bench.drive import Driver, NoTarget
+from specserve.bench.drive import Driver, NoTarget, fault
 from specserve.bench.replay import accepted_path
 from specserve.drafters.prediction import PredictionDrafter
 from specserve.errors import ConfigError
-from specserve.speculation.check import fault
 from specserve.speculation.retrieval import NGRAMS_PER_STEP
 from specserve.types import SamplingParams, Sequence, Verdict
 

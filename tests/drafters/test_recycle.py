@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from specserve.bench.drive import Driver, NoTarget
+from specserve.bench.drive import Driver, NoTarget, fault
 from specserve.drafters import recycle
 from specserve.drafters.recycle import RecycleDrafter
 from specserve.errors import ConfigError
-from specserve.speculation.check import fault
 from specserve.testing import path_to
 from specserve.types import Draft, Ids, SamplingParams, Sequence, Verdict
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given, strategies as st
 
-from specserve.bench.drive import Driver, NoTarget
+from specserve.bench.drive import Driver, NoTarget, fault
 from specserve.checkpoint import textstore
 from specserve.drafters import suffix
 from specserve.drafters.suffix import Place, SuffixDrafter, tree
 from specserve.errors import ConfigError
-from specserve.speculation.check import fault
 from specserve.testing import path_to
 from specserve.types import Draft, SamplingParams, Sequence
 

@@ -13,8 +13,8 @@ from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
-from specserve.engine.step_cost import StepCost
 from specserve.errors import ConfigError
+from specserve.runtime.cost import StepCost
 from specserve.testing import check_integrity, write_tiny_model
 from specserve.types import SamplingParams
 

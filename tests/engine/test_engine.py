@@ -22,11 +22,10 @@ from specserve.engine.engine import Engine
 from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, InputError, PromptTooLongError
+from specserve.runtime.cost import ROWS, DecodeCost
 from specserve.runtime.executor import local
 from specserve.sampling.bad_words import of_ids
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.constants import ROWS
-from specserve.speculation.cost import DecodeCost
 from specserve.speculation.guard import Guard
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers, prepare

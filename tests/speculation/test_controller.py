@@ -25,11 +25,10 @@ from specserve.cache.storage import KVShape, KVStorage
 from specserve.drafters.ngram import NgramDrafter
 from specserve.errors import InputError
 from specserve.registry import DRAFTERS, NONE
+from specserve.runtime.cost import ROWS, DecodeCost
 from specserve.runtime.pack import Step
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.constants import ROWS
 from specserve.speculation.controller import DraftController
-from specserve.speculation.cost import DecodeCost
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
 from specserve.speculation.policy import Policy
@@ -602,7 +601,7 @@ VERBS = "".join(f"    def {verb}(self, *args): pass\n" for verb in DRAFTERS.part
         ("import a_package_that_is_not_there\n", "needs the package 'a_package_that_is_not_there'"),
         ("raise RuntimeError('planted')\n", "cannot be made: RuntimeError: planted"),
         (f"class ADrafter:\n    def __init__(self, context): 1 / 0\n{VERBS}", "cannot be made: ZeroDivisionError"),
-        (f"class ADrafter:\n    def __init__(self): pass\n{VERBS}", "takes no DraftContext"),
+        (f"class ADrafter:\n    def __init__(self): pass\n{VERBS}", "takes no context, the first parameter"),
     ],
 )
 def test_what_cannot_be_made_is_the_requests_error(folder: Path, text: str, message: str) -> None:

@@ -13,10 +13,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from specserve.bench.drive import Driver, NoTarget
+from specserve.bench.drive import Driver, NoTarget, fault
 from specserve.drafters.ngram import NgramDrafter
 from specserve.speculation.base import DraftRequest, Needs, SequenceView, StepReport
-from specserve.speculation.check import fault
 from specserve.speculation.host import DraftHost
 from specserve.types import Draft, SamplingParams, ScheduledSeq, Sequence, Verdict
 

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specserve.engine.step_cost import StepCost
+from specserve.runtime.cost import ROWS, StepCost
 from specserve.runtime.pack import Step
-from specserve.speculation.constants import ROWS
 from specserve.speculation.sources import LOOKUPS, Asked
 from specserve.speculation.tree import Proposals
 from specserve.speculation.weighing import Weighing

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from specserve.engine.step_cost import StepCost
+from specserve.runtime.cost import ROWS, StepCost
 from specserve.runtime.pack import Step
-from specserve.speculation.constants import ROWS
 from specserve.speculation.sources import Asked, SourceCost
 from specserve.speculation.tree import Proposals
 from specserve.speculation.weighing import Weighing

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from specserve.engine.step_cost import StepCost
 from specserve.runtime import timing
-from specserve.speculation.constants import ROWS
-from specserve.speculation.cost import DecodeCost
+from specserve.runtime.cost import ROWS, DecodeCost, StepCost
 
 A, B = 5e-4, 2e-7  # seconds a token of a prompt takes, and those for each token that it reads
 

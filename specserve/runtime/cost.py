@@ -1,0 +1,175 @@
+"""What steps cost, as they were measured: those of decoding by their rows and context, and what each token of a prompt
+adds, by the context it reads."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+# What a change of each would give is in benchmarks/LOG.md (2026-11-26: what each constant of drafting is worth).
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)  # of steps that are told apart
+_FOLLOWS, _DRIFTS = 0.1, 0.03  # how far a number of rows goes to what was measured last, and all of them
+_SUDDEN = 0.1  # what goes beyond this share is the number of rows' own, not the load's
+_FADES = 0.005  # of what the measurements of a number of rows count, with each step
+_START, _FEW = 0.4, 0.5  # measurements: what the start counts as, and less than which is doubted
+_CONTEXT, _NUM_LOADS = 512, 16  # tokens that a step reads in all; twice as many are another load
+_LISTED_EVERY = 8  # observations: until then decisions do without them
+_MOST = 3.0  # times what was expected: more counts as that
+_SHORTEST_S = 1e-9  # a step, and a token of a prompt
+_FIRST_CHUNK = 64  # tokens of a prompt, while nothing is known
+_KEPT = 0.9  # of a sum, when another measurement comes: about the last ten count
+_OUTLIER = 4.0  # times what was expected: more is a machine that paused
+
+
+class DecodeCost:
+    """Seconds of a step of decoding by its rows and by how many tokens its sequences have in all.
+
+    What one number of rows takes in proportion to another is a shape; a load, which is how many tokens are read, has a
+    factor for all of them. A step moves the factor of its load a little, and its number of rows within the shape more.
+    A number of rows that was not measured for a while, or only before there were requests, is doubted.
+    """
+
+    def __init__(self) -> None:
+        self._shape = np.zeros(len(ROWS))  # seconds; 0: nothing is known
+        self._apart = np.zeros(len(ROWS))  # logarithms of what the shape is multiplied with
+        self._num = np.zeros(len(ROWS))  # measurements, those of a while ago for less
+        self._factors: dict[int, float] = {}  # logarithms, by load
+        self._num_observed = 0
+        self._by_rows: list[float] = []  # seconds of 0, 1, 2 ... rows, but for the factor; never falling
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._by_rows)
+
+    def begin(self, seconds: NDArray[np.float64]) -> None:
+        """Start from these seconds of steps of ROWS rows each over a short context."""
+        self._shape = np.maximum.accumulate(np.maximum(seconds, _SHORTEST_S))
+        self._apart[:], self._num[:] = 0, _START
+        self._factors.clear()
+        self._list()
+
+    def observe(self, rows: int, context: int, seconds: float) -> None:
+        """A step of decoding alone took so long."""
+        seconds = max(seconds, _SHORTEST_S)
+        if not self.is_known:
+            self._shape[:] = seconds
+            self._list()
+        load, at = _load(context), row_class(rows)
+        ratio = seconds / self.seconds(rows, context)
+        is_new = not self._num[at]
+        ratio = math.log(ratio if is_new else min(ratio, _MOST))
+        self._num *= 1 - _FADES
+        if load not in self._factors:
+            self._factors[load] = self._factor(load) + ratio
+        else:
+            self._apart[at] += max(_FOLLOWS, 1 / (self._num[at] + 1)) * ratio
+            self._factors[load] += _DRIFTS * min(max(ratio, -_SUDDEN), _SUDDEN)
+        self._num[at] += 1
+        self._num_observed += 1
+        if is_new or self._num_observed % _LISTED_EVERY == 0:
+            self._list()
+
+    def seconds(self, rows: int, context: int = 0) -> float:
+        """Of a step; 0 while nothing is known."""
+        return self.curve(rows, 0, context)[0]
+
+    def is_doubted(self, rows: int) -> bool:
+        """Whether what so many rows take should be measured anew."""
+        return bool(self._num[row_class(rows)] < _FEW)
+
+    def curve(self, rows: int, more: int, context: int = 0) -> list[float]:
+        """Seconds of steps of `rows` to `rows` + `more` rows, [more + 1], never falling."""
+        if not self.is_known:
+            return [0.0] * (more + 1)
+        factor = math.exp(self._factor(_load(context)))
+        last = len(self._by_rows) - 1
+        found = [factor * seconds for seconds in self._by_rows[rows : rows + more + 1]]
+        slope = factor * (self._by_rows[last] - self._by_rows[last // 2]) / (last - last // 2)
+        beyond = range(max(rows, last + 1), rows + more + 1)
+        return found + [factor * self._by_rows[last] + (at - last) * slope for at in beyond]
+
+    def _list(self) -> None:
+        rising = _rising(self._shape * np.exp(self._apart), self._num)
+        self._by_rows = np.interp(range(ROWS[-1] + 1), ROWS, rising).tolist()
+
+    def _factor(self, load: int) -> float:
+        """That of the nearest load that was measured."""
+        if not self._factors:
+            return 0.0
+        nearest = load if load in self._factors else min(self._factors, key=lambda known: abs(known - load))
+        return self._factors[nearest]
+
+
+def _rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The nearest values that never fall, by their weights: neighbours that would fall are averaged."""
+    found: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values.tolist(), (weights + _SHORTEST_S).tolist(), strict=True):
+        count = 1
+        while found and found[-1][0] > value:
+            mean, more, others = found.pop()
+            value, weight, count = (mean * more + value * weight) / (more + weight), more + weight, count + others
+        found.append((value, weight, count))
+    return np.repeat([value for value, _, _ in found], [count for _, _, count in found])
+
+
+def row_class(rows: int) -> int:
+    """Which of ROWS stands for so many."""
+    return bisect_left(ROWS, rows, hi=len(ROWS) - 1)
+
+
+def _load(context: int) -> int:
+    return min((context // _CONTEXT).bit_length(), _NUM_LOADS)
+
+
+class StepCost:
+    """Seconds of a step with rows of decoding and chunks of prompts: those of decoding + the sum over the chunks'
+    tokens of (a + b * context), context being how many tokens a token reads. a and b are the line through the newest
+    measurements, each a step's seconds above those of decoding, by token."""
+
+    def __init__(self) -> None:
+        self.decoding = DecodeCost()
+        self._sums = np.zeros(5)  # over measurements, decayed: of 1, context, seconds, context^2, context * seconds
+
+    def observe(self, rows: int, context: int, tokens: int, read: float, seconds: float) -> None:
+        """A step took so long: `rows` of decoding, whose sequences have `context` tokens in all, and `tokens` of
+        prompts that read `read` tokens on average."""
+        if tokens:
+            decoding = self.decoding.seconds(rows, context) if rows else 0.0
+            self._observe_chunks((seconds - decoding) / tokens, read)
+        elif rows:
+            self.decoding.observe(rows, context, seconds)
+
+    def chunk(self, seconds: float, context: int) -> int:
+        """How many tokens of a prompt that has `context` tokens in the cache may be added to a step for so long."""
+        if not self._sums[0]:
+            return _FIRST_CHUNK
+        a, b = self._line()
+        a += b * context
+        # n (a + b n / 2) = seconds; this form of the root does not divide by b, which may be 0
+        return int(2 * max(seconds, 0.0) / (a + math.sqrt(a * a + 2 * b * max(seconds, 0.0))))
+
+    def added(self, tokens: int, context: int) -> float:
+        """Seconds that so many tokens of that prompt add."""
+        if not self._sums[0]:
+            return 0.0
+        a, b = self._line()
+        return tokens * (a + b * (context + tokens / 2))
+
+    def _observe_chunks(self, seconds: float, context: float) -> None:
+        if self._sums[0]:
+            a, b = self._line()
+            seconds = min(seconds, _OUTLIER * (a + b * context))
+        seconds = max(seconds, _SHORTEST_S)
+        self._sums *= _KEPT
+        self._sums += (1.0, context, seconds, context * context, context * seconds)
+
+    def _line(self) -> tuple[float, float]:
+        """a above 0 and b of at least 0, by least squares."""
+        mean, level, square, product = (self._sums[1:] / self._sums[0]).tolist()
+        spread = square - mean * mean
+        slope = (product - mean * level) / spread if spread > 1.0 else 0.0
+        b = min(max(slope, 0.0), 0.9 * level / mean if mean else 0.0)
+        return level - b * mean, b
