@@ -106,11 +106,12 @@ class Base:
         program.run(rows, gathered, plan)
 
     def _buffer(self, op: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Zeros [rows, columns]. A recording has one buffer for each op and width: no op's result outlives its next."""
-        buffers: dict[tuple[str, int, torch.dtype], Tensor] = {} if self._recording is None else self._recording.buffers
-        if (key := (op, columns, dtype)) not in buffers:
+        """Zeros [rows, columns]. A recording has one buffer for each op and shape: no op's result outlives its next."""
+        buffers: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
+        if self._recording is not None:
+            buffers = self._recording.buffers
+        if (key := (op, rows, columns, dtype)) not in buffers:
             buffers[key] = zeros((rows, columns), dtype)
-        assert len(buffers[key]) == rows, "an op has as many rows each time"
         return buffers[key]
 
     def _floats(self, op: str, rows: int, columns: int) -> Tensor:

@@ -19,7 +19,7 @@ class Recording:
 
     def __init__(self, team: _native.ThreadPool, instruction_set: str) -> None:
         self.program = _native.Program(team, instruction_set)
-        self.buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self.buffers: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         self.used: list[object] = []  # what else the program points into
 
     def start(self, num_rows: int, num_gathered: int, plan: _native.Plan | None) -> None:

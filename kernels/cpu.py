@@ -18,8 +18,9 @@ from torch import Tensor
 
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
-from specserve.kernels._cpu_base import ACTIVATIONS, Activation, Base, instruction_sets
+from specserve.kernels._cpu_base import ACTIVATIONS, Activation, instruction_sets
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
+from specserve.kernels._cpu_experts import Experts
 from specserve.kernels._cpu_rows import TILE, LayerNorm, Norm, alternating, at, norm_at, pad, padded
 from specserve.kernels._cpu_weights import FLOAT32, INT8, PackedWeight, pack_tiles
 from specserve.ops import (
@@ -42,7 +43,7 @@ _BANDWIDTH_BYTES, _BANDWIDTH_PASSES = 2**28, 7  # no cache holds so much
 _MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than reading their context
 
 
-class Kernels(Base):
+class Kernels(Experts):
     """The op contract on a CPU. `dtype` is that of the embeddings, and of weights and KV cache that have no other."""
 
     row_multiple = 1
@@ -73,6 +74,8 @@ class Kernels(Base):
         integers = Quantized((grid * 7).to(torch.int8)[:, :64], vector[:, None].abs(), None, 64)
         weights = self.pack(numbers, vector), self.pack(grid), gated, self.pack_head(numbers), self.pack(integers)
         parts = [part for weight in weights for part in (weight.memory, weight.bias) if part is not None]
+        experts = self.pack_experts([numbers, grid], [grid, numbers], [numbers.T, grid.T]).memory
+        parts += [*experts, self.pack_router(numbers).memory]
         digest = hashlib.sha256()
         for part in (*parts, self.pack_vector(vector), self.pack_table(numbers)):
             digest.update(part.view(torch.uint8).numpy().data)

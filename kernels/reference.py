@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+import specserve.kernels._torch_experts as _experts
 import specserve.kernels._torch_sampling as _sampling
 import specserve.kernels._torch_verify as _verify
 from specserve.kernels._torch_rows import (
@@ -114,7 +115,7 @@ def instruction_sets() -> list[str]:
     return [capability if capability in ("avx512", "avx2") else "portable"]
 
 
-class Kernels:
+class Kernels(_experts.Experts):
     """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
 
     name = "reference"
@@ -154,10 +155,14 @@ class Kernels:
     def pack(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
         """What is quantised becomes the numbers it stands for. On a CPU they lie in oneDNN's blocked layout: read
         without repacking, 8 rows cost 40 to 55 % less time."""
-        packed = weight[:].to(self.device, self.dtype).to(self.weight_dtype).contiguous()
+        return self.packed_as(weight, bias, self.dtype)
+
+    def packed_as(self, weight: Source, bias: Source | None, dtype: torch.dtype) -> _Weight:
+        multiplied = dtype if dtype == torch.float32 else self.weight_dtype
+        packed = weight[:].to(self.device, dtype).to(multiplied).contiguous()
         if self.device.type == "cpu" and torch._C._has_mkldnn:
             packed = torch.ops.mkldnn._reorder_linear_weight(packed, _PACKED_ROWS)
-        return _Weight(packed, None if bias is None else bias[:].to(self.device, self.dtype).to(self.weight_dtype))
+        return _Weight(packed, None if bias is None else bias[:].to(self.device, dtype).to(multiplied))
 
     def pack_head(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Weight:
         return self.pack(weight, bias)
@@ -227,16 +232,18 @@ class Kernels:
 
     def linear(self, x: Tensor, weight: _Weight) -> Tensor:
         self._pulse.beat()
+        return self.product(x.to(self.weight_dtype), weight).to(self.dtype)
+
+    def product(self, x: Tensor, weight: _Weight) -> Tensor:
         matrix, bias = weight.matrix, weight.bias
         if not len(x):
             return x.new_empty(0, matrix.shape[0])
-        x = x.to(self.weight_dtype)
         if matrix.is_mkldnn:
             parts = torch.split(x, self.tile or len(x))
             out = [torch.ops.mkldnn._linear_pointwise(part, matrix, bias, "none", [], "") for part in parts]
-            return (out[0] if len(out) == 1 else torch.cat(out)).to(self.dtype)
+            return out[0] if len(out) == 1 else torch.cat(out)
         if not self.tile:
-            return F.linear(x, matrix, bias).to(self.dtype)
+            return F.linear(x, matrix, bias)
         rows = len(x)
         x = F.pad(x, (0, 0, 0, -rows % self.tile))
         return torch.cat([F.linear(part, matrix, bias) for part in torch.split(x, self.tile)])[:rows]

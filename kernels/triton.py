@@ -22,6 +22,7 @@ import specserve.kernels._triton_attention as _attention
 import specserve.kernels._triton_linear as _linear
 import specserve.kernels._triton_rows as _rows
 import specserve.kernels.reference as _reference
+from specserve.errors import ModelError
 from specserve.kernels._torch_rows import LayerNorm as _LayerNorm, norm as _norm
 from specserve.kernels._triton_graph import GraphRecording, Staging
 from specserve.kernels._triton_plan import Plan, PlanTensors
@@ -93,6 +94,9 @@ class Kernels(_reference.Kernels):
     def pack_head(self, weight: Source, bias: Source | None = None, cached: PackedCache = uncached) -> _Head:
         packed = self.pack(weight, bias)
         return _Head(packed.matrix, packed.bias)
+
+    def pack_experts(self, *weights: object, **cached: object) -> list[Any]:
+        raise ModelError("The triton kernels have no mixtures of experts yet: run this model with --device cpu.")
 
     def embed(
         self,

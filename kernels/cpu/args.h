@@ -178,6 +178,51 @@ struct QuantizeActivationArgs {
   Activation out;
 };
 
+// Which experts rows go to: the top_k with the highest scores, of equals the first.
+struct RouteArgs {
+  const float* scores;  // [rows, width], those of the experts, then perhaps that of what all rows go through
+  int width, experts, top_k;
+  bool is_normalized;  // weights are a softmax over a row's experts, not a part of one over all
+  int32_t* chosen;     // [rows, top_k], the highest score first
+  float* weights;      // [rows, top_k]
+  float* share;        // [rows], the sigmoid of the score after the experts', or null
+};
+
+// Pairs of a row and an expert, by expert and then by row.
+struct Pairs {
+  const int32_t* chosen;  // [rows, top_k], of experts
+  int experts, top_k;
+  int64_t* num_active;  // experts that have pairs
+  int32_t* active;      // [experts] those, ascending
+  int32_t* starts;      // [experts + 1] the first pair of each of those, and how many there are
+  int32_t* rows;        // [rows * top_k] of each pair
+  int32_t* of_row;      // [rows, top_k] where each row's pairs are, as `chosen` has them
+};
+
+// out = the sum of a row's pairs of x [pairs, width], in order, times their weights; and of `shared` times its share.
+struct CombineArgs {
+  const float* x;
+  int width, top_k;
+  const int32_t* pairs;  // [rows, top_k]
+  const float* weights;  // [rows, top_k]
+  const float* shared;   // [rows, width] or null
+  const float* share;    // [rows]; null: 1
+  float* out;            // [rows, width]
+};
+
+// Gated MLPs; those of the other experts follow the weights of the first.
+struct ExpertsArgs {
+  Pairs pairs;
+  Activation x;        // [rows]
+  Activation in;       // [pairs], the same by pairs
+  Weight gate_up;      // as GatedArgs has it
+  Nonlinear activation;
+  Activation between;  // [pairs]
+  Weight down;
+  float* out;          // [pairs, down.outputs]
+  CombineArgs combine;
+};
+
 // Row i is sampled from scores[rows[i]]; `hashed` are the vocabulary's token ids as sampling/noise.py hashes them.
 struct SampleArgs {
   const float* scores;
@@ -287,6 +332,8 @@ struct Kernels {
   void (*argmax)(const float* x, int width, int n, int64_t* best, int begin, int end);
   void (*top_k)(const TopKArgs&, int begin, int end);
   void (*draw)(const DrawArgs&, int begin, int end, float* scratch);  // scratch for two rows of scores
+  void (*route)(const RouteArgs&, int begin, int end, float* scratch);  // scratch for a row of scores
+  void (*combine)(const CombineArgs&, int begin, int end);
 };
 
 constexpr int kRowBlock = 64;  // rows of one sequence that one call of attention computes, at most

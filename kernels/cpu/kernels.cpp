@@ -7,6 +7,7 @@
 #include SPECSERVE_SIMD
 // after the vectors it computes with
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "reject.h"
 #include "rope_and_cache.h"
@@ -21,6 +22,7 @@ namespace specserve::SPECSERVE_ISA {
 
 extern const Kernels kKernels = {SPECSERVE_NAME(SPECSERVE_ISA), linear, gated, embed, fused_add_norm, joined_norms, gather_rows,
                                  rope_and_cache, attention, attention_segment, merge_segments, quantize_activation, softcap, sample,
-                                 probabilities, total, reject, sample_from, score, argmax, top_k, draw};
+                                 probabilities, total, reject, sample_from, score, argmax, top_k, draw, route,
+                                 combine};
 
 }

@@ -137,6 +137,25 @@ void bind_program(nb::module_& m) {
       .def("quantize_activation",
            [](Program& p, Address x, const Activation& out) { p.quantize_activation({at<float>(x), out.width, out}); })
       .def("softcap", [](Program& p, Address x, int width, float cap) { p.softcap(at<float>(x), int(padded(width)), cap); })
+      .def("route",
+           [](Program& p, Address scores, int experts, bool has_share, int top_k, bool is_normalized, Address chosen,
+              Address weights, Address share) {
+             p.route({at<float>(scores), int(padded(experts + has_share)), experts, top_k, is_normalized, at<int32_t>(chosen),
+                      at<float>(weights), at<float>(share)});
+           })
+      // `order` has 2 * experts + 1 numbers and two for each of max_rows * top_k pairs.
+      .def("experts",
+           [](Program& p, Address chosen, Address weights, Address share, Address shared, int experts, int top_k,
+              int max_rows, Address num_active, Address order, const Activation& x, const Activation& in,
+              const Weight& gate_up, int activation, const Activation& between, const Weight& down, Address pairs_out,
+              Address out) {
+             int32_t *active = at<int32_t>(order), *rows = active + 2 * experts + 1, *of_row = rows + int64_t(max_rows) * top_k;
+             const Pairs pairs{at<int32_t>(chosen), experts, top_k, at<int64_t>(num_active),
+                               active, active + experts, rows, of_row};
+             const CombineArgs combine{at<float>(pairs_out), down.outputs, top_k, of_row, at<float>(weights),
+                                       at<float>(shared), at<float>(share), at<float>(out)};
+             p.experts({pairs, x, in, gate_up, Nonlinear(activation), between, down, at<float>(pairs_out), combine});
+           })
       .def("rows_from", [](Program& p, Address count) { p.rows_from(at<int64_t>(count)); })
       .def("argmax", [](Program& p, Address x, int n, Address best) { p.argmax(at<float>(x), n, at<int64_t>(best)); })
       .def("top_k", [](Program& p, Address x, int n, int k, Address best, Address tokens) {

@@ -274,6 +274,7 @@ void Program::work(int index, const Pass& pass, int thread) {
     for (int at; (at = taken.take(pass.number, piece, last - first)) >= 0;) {
       const int begin = first + at, end = std::min(begin + piece, last);
       if (op.weights) ahead = reading(index, thread, begin, turn ? end : last, pass.lead);
+      if (op.routed) ahead = op.routed->reading(begin, turn ? end : last, pass.lead);
       op.run(pass.rows, begin, end, parts_[thread].scratch.data(), ahead);
       computed += end - begin;
       pool_->beat(thread);

@@ -70,6 +70,25 @@ struct Rows {
   std::shared_ptr<const Plan> plan;
 };
 
+// The weights of experts that some rows go to, which is known when `find_stretches` is called. An item is some tiles of one
+// of them: all of the first one's, then the second's.
+class Routed {
+ public:
+  Routed(const Pairs& pairs, const Weight& weight, int tiles_per_item);
+  void find_stretches();
+  const Pairs& pairs() const { return pairs_; }
+  int num_items() const { return weight_.outputs / kTile / tiles_; }  // of each expert
+  Weight weight(int i) const;                                         // of the i-th that rows go to
+  // The place `lead` bytes after item `begin`, for whoever reads up to `end`.
+  Ahead reading(int begin, int end, int lead) const;
+
+ private:
+  Pairs pairs_;
+  Weight weight_;
+  int tiles_;
+  std::vector<Stretch> stretches_;
+};
+
 class Program {
  public:
   Program(std::shared_ptr<ThreadPool> pool, const Kernels& kernels);
@@ -87,6 +106,8 @@ class Program {
   void attention(const AttentionArgs& args);
   void quantize_activation(const QuantizeActivationArgs& args);
   void softcap(float* x, int width, float cap);
+  void route(const RouteArgs& args);
+  void experts(const ExpertsArgs& args);  // several ops
   void argmax(const float* x, int n, int64_t* best);  // x [rows, n padded]
   void top_k(const TopKArgs& args);
   void draw(const DrawArgs& args);
@@ -124,9 +145,12 @@ class Program {
     int num_items = 1;  // pieces of work that threads share: of each row, or of all of them together where there are weights
     const uint8_t* weights = nullptr;  // what the items read, one after the other
     int64_t item_bytes = 0;
+    std::shared_ptr<const Routed> routed = nullptr;  // or of experts, which ops before it choose: num_items for each
+    bool is_joint = false;                           // items are of all rows together without weights, too
     int items(const Rows& pass) const {
       const int n = std::max(0, rows.in(pass));
-      return weights ? (n ? num_items : 0) : n * num_items;
+      if (routed) return n ? int(*routed->pairs().num_active) * num_items : 0;
+      return weights || is_joint ? (n ? num_items : 0) : n * num_items;
     }
   };
   // One run. Threads that come to it late keep it alive.
@@ -157,6 +181,9 @@ class Program {
     std::vector<uint8_t> scratch;
   };
   void add(const char* name, Op op, int64_t scratch_bytes = 0);
+  // Tiles [begin, end) of one expert, the i-th that rows go to, for `rows` pairs from `first` on.
+  using RunExpert = std::function<void(int i, int rows, int first, int begin, int end, Ahead& ahead)>;
+  void add_routed(const char* name, std::shared_ptr<const Routed> routed, RunExpert run);
   void attend(const AttentionArgs& args, const Plan& plan, const Plan::Piece& piece, int kv_head, void* scratch, Ahead& ahead);
   std::shared_ptr<const Pass> begin(const Rows& rows);
   void count_items(int index, const Pass& pass);

@@ -162,6 +162,37 @@ class Program:
         tokens: int,
         confidence: int,
     ) -> None: ...
+    def route(
+        self,
+        scores: int,
+        experts: int,
+        has_share: bool,
+        top_k: int,
+        is_normalized: bool,
+        chosen: int,
+        weights: int,
+        share: int,
+    ) -> None: ...
+    def experts(
+        self,
+        chosen: int,
+        weights: int,
+        share: int,
+        shared: int,
+        experts: int,
+        top_k: int,
+        max_rows: int,
+        num_active: int,
+        order: int,
+        x: Activation,
+        by_pair: Activation,
+        gate_up: Weight,
+        activation: int,
+        between: Activation,
+        down: Weight,
+        pairs_out: int,
+        out: int,
+    ) -> None: ...
     def softcap(self, x: int, width: int, cap: float) -> None: ...
     def rows_from(self, count: int) -> None: ...
     def run(self, rows: int, gathered: int = 0, plan: Plan | None = None) -> None: ...

@@ -10,7 +10,7 @@ from typing import Any
 from specserve.errors import ModelError
 from specserve.models.checks import check_number, check_size
 from specserve.models.positions import ROPE_FIELDS, Alibi, Rope
-from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, RmsNorm
+from specserve.models.spec import AttentionSpec, DecoderSpec, ExpertsMlp, GatedMlp, LayerSpec, RmsNorm
 
 Config = Mapping[str, Any]
 FULL = "full_attention"
@@ -90,6 +90,20 @@ def read_mlp(config: Config, *, bias: bool = False, activation: str | None = Non
         size=required(config, "intermediate_size"),
         activation=read_activation(activation or config.get("hidden_act", "silu")),
         bias=bias,
+    )
+
+
+def read_experts(config: Config, size: int, *, is_normalized: bool, shared: GatedMlp | None = None) -> ExpertsMlp:
+    """`size` is that of each expert, and `shared` a shared one that has a gate."""
+    number = config.get("num_local_experts")  # as transformers 5 also calls it
+    return ExpertsMlp(
+        num_experts=required(config, "num_experts") if number is None else number,
+        per_token=required(config, "num_experts_per_tok"),
+        size=size,
+        activation=read_activation(config.get("hidden_act", "silu")),
+        is_normalized=is_normalized,
+        shared=shared,
+        has_shared_gate=shared is not None,
     )
 
 

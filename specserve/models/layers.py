@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specserve.models.experts import Experts
 from specserve.models.positions import Alibi, Position
 from specserve.models.reader import WeightReader
 from specserve.models.rotary import feature_order, rotary_tables
-from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, Parallel
+from specserve.models.spec import AttentionSpec, DecoderSpec, ExpertsMlp, GatedMlp, LayerSpec, Parallel
 from specserve.ops import HeadNorms, Ops, Rotation
 
 
@@ -46,16 +49,26 @@ class Mlp:
     """A gated MLP, whose gate and up are one product, or one that is not gated."""
 
     def __init__(self, read: WeightReader, name: str, layer: LayerSpec) -> None:
+        assert not isinstance(layer.mlp, ExpertsMlp)
         self._activation = layer.mlp.activation
         self._is_gated = isinstance(layer.mlp, GatedMlp)
         parts = [f"{name}.{part}" for part in layer.mlp.parts]
         self.up = read.gated(*parts) if self._is_gated else read.linear(*parts)
         self.down = read.linear(f"{name}.down_proj", times=layer.residual.multiplier)
 
-    def run(self, ops: Ops, x: Any) -> Tensor:
+    def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor]) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
         activate = ops.gated if self._is_gated else ops.activated
         return ops.linear(activate(x, self.up, self._activation), self.down)
+
+
+def make_mlp(read: WeightReader, name: str, layer: LayerSpec) -> Mlp | Experts:
+    """The MLP that `layer` describes."""
+    if not isinstance(layer.mlp, ExpertsMlp):
+        return Mlp(read, name, layer)
+    spec = layer.mlp.shared
+    shared = None if spec is None else Mlp(read, f"{name}.shared_expert", replace(layer, mlp=spec))
+    return Experts(read, name, layer, shared)
 
 
 class Layer:
@@ -68,7 +81,7 @@ class Layer:
         self.attention = Attention(read, f"{name}.self_attn", spec)
         self.post_norm = read.norm(after, spec.norm)
         self.mlp_norm = read.norm(mlp, spec.norm)
-        self.mlp = Mlp(read, f"{name}.mlp", spec)
+        self.mlp = make_mlp(read, f"{name}.mlp", spec)
         self.post_mlp_norm = read.norm(after_mlp, spec.norm)
         self._eps = spec.norm.eps
         self._is_parallel = isinstance(spec.residual, Parallel)
@@ -77,13 +90,14 @@ class Layer:
         """Attention over what `norm` made of the residual stream, x, and the MLP. Attention's output joins `residual`,
         in place; the MLP's is returned, to be added by what reads it next, through `post_mlp_norm`."""
         attended = self.attention.run(ops, x, rotation, kv, plan)
+        normed = partial(ops.norm, residual, self.mlp_norm, self._eps)  # experts call it, which are never parallel
         if not self._is_parallel:
             x = ops.fused_add_norm(residual, attended, self.post_norm, self.mlp_norm, self._eps)
-            return self.mlp.run(ops, x)
+            return self.mlp.run(ops, x, normed)
         if self.mlp_norm is not None:
             x = ops.fused_add_norm(residual, None, None, self.mlp_norm, self._eps)
         ops.add(residual, attended)
-        return self.mlp.run(ops, x)
+        return self.mlp.run(ops, x, normed)
 
 
 class LayerStack:

@@ -25,7 +25,7 @@ from specserve.errors import CapacityError, ModelError, unknown
 from specserve.files import reading
 from specserve.models.config import Config
 from specserve.models.decoder import Decoder
-from specserve.models.spec import DecoderSpec, shorten
+from specserve.models.spec import DecoderSpec, ExpertsMlp, shorten
 from specserve.ops import Ops
 from specserve.ops.packing import Quantized, Weight, rows_of
 from specserve.registry import MODELS
@@ -36,6 +36,8 @@ _GIB = 2**30
 _WORTH_BYTES = 2**24  # packing less is as fast as looking for a file
 # Tensors that old checkpoints carry and no decoder reads: they follow from the configuration.
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")
+# Experts as transformers 5 keeps them, [experts, rows, columns] a tensor: each one's rows are those of several layers.
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _FLOATS = ("F32", "BF16", "F16")  # safetensors' spelling
 
 
@@ -136,7 +138,10 @@ class CheckedTensors(Mapping[str, Weight]):
         names = {rename(stored): stored for stored in weights if not _HARMLESS.fullmatch(stored)}
         self._stored = {name: stored for name, stored in names.items() if name is not None}
         self._rows: dict[str, slice] = {}  # of what is stored with others
+        self._experts: dict[str, int] = {}  # of what is stored with others' rows in one tensor, the number of its own
+        self._whole: dict[str, tuple[int, ...]] = {}  # the shape of what is stored with others, by its stored name
         self._split(fused)
+        self._split_experts()
         # Some tools store a tied head a second time.
         self._second_head = self._stored.pop("lm_head.weight", None) if spec.tied_embeddings else None
         self._check_names()
@@ -146,13 +151,36 @@ class CheckedTensors(Mapping[str, Weight]):
     def _split(self, fused: Mapping[str, tuple[str, ...]]) -> None:
         for whole, parts in fused.items():
             for name in [name for name in self._stored if f".{whole}." in name]:
-                stored, start = self._stored.pop(name), 0
+                stored = self._stored.pop(name)
+                shape: tuple[int, ...] = (0,)
                 for part in (name.replace(whole, each) for each in parts):
-                    if part in self._stored:
-                        raise ModelError(f"{self._folder} has {stored} and {self._stored[part]}, a part of it.")
-                    rows = self._shapes.get(part, (0,))[0]  # 0: a tensor too many, which is refused by its name
-                    self._stored[part], self._rows[part] = stored, slice(start, start + rows)
-                    start += rows
+                    rows, *columns = self._shapes.get(part, (0,))  # 0: a tensor too many, which is refused by its name
+                    self._take_part(part, stored, slice(shape[0], shape[0] + rows))
+                    shape = (shape[0] + rows, *columns)
+                self._whole[stored] = shape
+
+    def _split_experts(self) -> None:
+        for name in [name for name in self._stored if name.rpartition(".")[2] in _STACKED]:
+            experts, _, whole = name.rpartition(".")
+            numbers = 0
+            while f"{experts}.{numbers}.down_proj.weight" in self._shapes:
+                numbers += 1
+            if not numbers:
+                continue  # a tensor too many
+            stored, start, columns = self._stored.pop(name), 0, 0
+            for part in _STACKED[whole]:
+                rows, columns = self._shapes[f"{experts}.0.{part}.weight"]
+                for number in range(numbers):
+                    own = f"{experts}.{number}.{part}.weight"
+                    self._take_part(own, stored, slice(start, start + rows))
+                    self._experts[own] = number
+                start += rows
+            self._whole[stored] = (numbers, start, columns)
+
+    def _take_part(self, part: str, stored: str, rows: slice) -> None:
+        if part in self._stored:
+            raise ModelError(f"{self._folder} has {stored} and {self._stored[part]}, a part of it.")
+        self._stored[part], self._rows[part] = stored, rows
 
     @property
     def files(self) -> list[Path]:
@@ -184,10 +212,8 @@ class CheckedTensors(Mapping[str, Weight]):
         return stored.endswith(".bias") and weight in self.quantized.matrices and not self.quantized[stored][:].any()
 
     def _check_tensor(self, name: str) -> None:
-        stored, wanted = self._stored[name], self._shapes[name]
-        if name in self._rows:
-            parts = [part for part in self._rows if self._stored[part] == stored]
-            wanted = (sum(self._shapes[part][0] for part in parts), *wanted[1:])
+        stored = self._stored[name]
+        wanted = self._whole.get(stored, self._shapes[name])
         info = self.quantized.infos[stored]
         if info.shape != wanted:
             raise ModelError(f"{self._folder}: {stored} has shape {info.shape}; config.json implies {wanted}.")
@@ -213,6 +239,9 @@ class CheckedTensors(Mapping[str, Weight]):
 
     def __getitem__(self, name: str) -> Weight:
         weight = self.quantized[self._stored[name]]
+        if name in self._experts:
+            assert isinstance(weight, Tensor), "a quantised matrix has a tensor of its own"
+            weight = weight[self._experts[name]]
         if name in self._rows:
             weight = rows_of(weight, self._rows[name])
         self._check_numbers(name, weight)
@@ -236,7 +265,9 @@ def num_weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
     pack a head, and float32 rotary tables."""
     numbers = sum(math.prod(shape) for shape in spec.shapes().values())
     packed_head = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0
-    return (numbers + packed_head) * dtype.itemsize + _num_table_bytes(spec)
+    routers = [layer.mlp.num_experts + 1 for layer in spec.layers if isinstance(layer.mlp, ExpertsMlp)]  # in float32
+    wider = sum(routers) * spec.hidden_size * (torch.float32.itemsize - dtype.itemsize)
+    return (numbers + packed_head) * dtype.itemsize + wider + _num_table_bytes(spec)
 
 
 def num_packed_bytes(spec: DecoderSpec, ops: Ops) -> int:

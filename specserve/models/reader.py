@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -62,6 +62,21 @@ class WeightReader:
     def gated(self, gate: str, up: str) -> Any:
         weights = self._stacked("weight", gate), self._stacked("weight", up)
         return self.ops.pack_gated(*weights, self._bias(gate), self._bias(up), below(self._cached, f"{gate}+{up}"))
+
+    def router(self, *names: str) -> Any:
+        return self.ops.pack_router(self._stacked("weight", *names), below(self._cached, "+".join(names)))
+
+    def experts(self, name: str, numbers: Iterable[int], times: float = 1.0) -> Any:
+        """Gated MLPs of one size, `name`.N each. Their outputs are multiplied."""
+        numbered = [f"{name}.{number}" for number in numbers]
+        gates, ups, downs = (
+            [self._stacked("weight", f"{each}.{part}_proj") for each in numbered] for part in ("gate", "up", "down")
+        )
+        scaled_downs = [self._scaled(down, times) for down in downs]
+        return self.ops.pack_experts(gates, ups, scaled_downs, below(self._cached, name))
+
+    def _scaled(self, source: Lazy, times: float) -> Lazy:
+        return Lazy(source.shape, lambda: scaled(source.read(), times))
 
     def _bias(self, *names: str) -> Lazy | None:
         return self._stacked("bias", *names) if f"{names[0]}.bias" in self._shapes else None

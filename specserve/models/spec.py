@@ -10,9 +10,13 @@ from typing import ClassVar, NamedTuple, Protocol
 from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError, ModelError
 from specserve.models.checks import check_number, check_size as check_size
+from specserve.models.mlps import (
+    ExpertsMlp as ExpertsMlp,
+    GatedMlp as GatedMlp,
+    PlainMlp as PlainMlp,
+    Shapes as Shapes,
+)
 from specserve.models.positions import Alibi as Alibi, LearnedPositions, Position, Rope as Rope
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,39 +80,6 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatedMlp:
-    """down(activation(gate(x)) * up(x)) (GLU variants, arXiv 2002.05202)."""
-
-    size: int  # features between
-    activation: str  # as ops.gated names them
-    bias: bool = False  # of all three
-
-    def __post_init__(self) -> None:
-        check_size("intermediate_size", self.size)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The layers that read what enters."""
-        return "gate_proj", "up_proj"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainMlp:
-    """down(activation(up(x))), the first Transformer's (arXiv 1706.03762)."""
-
-    size: int  # features between
-    activation: str  # as ops.activated names them
-    bias: bool = True  # of both
-
-    def __post_init__(self) -> None:
-        check_size("intermediate_size", self.size)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return ("up_proj",)
-
-
 @dataclass(frozen=True, slots=True)
 class Sequential:
     """Attention reads a norm of the residual stream and its output, times `multiplier`, joins that, then the MLP
@@ -149,12 +120,14 @@ class LayerSpec:
     norm: Norm
     position: Position
     attention: AttentionSpec
-    mlp: GatedMlp | PlainMlp
+    mlp: GatedMlp | PlainMlp | ExpertsMlp
     residual: Sequential | Parallel = Sequential()
 
     def __post_init__(self) -> None:
         if isinstance(self.norm, LayerNorm) and self.norm_names.post_attention is not None:
             raise ModelError("LayerNorms of what joins the residual stream are not supported.")
+        if isinstance(self.mlp, ExpertsMlp) and isinstance(self.residual, Parallel):
+            raise ModelError("Experts in parallel with attention are not supported.")
         match self.position:
             case Rope():
                 self.position.check(self.attention.head_dim)
@@ -180,7 +153,7 @@ class LayerSpec:
 
     def shapes(self, hidden: int) -> Shapes:
         """Every tensor of the layer, by its name in a Hugging Face checkpoint of Llama, and its shape."""
-        own, mlp = self.attention, self.mlp
+        own = self.attention
         shapes: Shapes = {}
         for norm in self.norm_names:
             shapes |= {} if norm is None else norm_shapes(norm, self.norm, hidden)
@@ -191,13 +164,11 @@ class LayerSpec:
             ("self_attn.k_proj", own.kv_size, hidden, own.qkv_bias),
             ("self_attn.v_proj", own.kv_size, hidden, own.qkv_bias),
             ("self_attn.o_proj", hidden, own.q_size, own.out_bias),
-            *((f"mlp.{part}", mlp.size, hidden, mlp.bias) for part in mlp.parts),
-            ("mlp.down_proj", hidden, mlp.size, mlp.bias),
         ):
             shapes[f"{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
-        return shapes
+        return shapes | {f"mlp.{name}": shape for name, shape in self.mlp.shapes(hidden).items()}
 
 
 def norm_shapes(name: str, norm: Norm, hidden: int) -> Shapes:
@@ -281,8 +252,11 @@ class DecoderSpec:
     @property
     def step_width(self) -> int:
         """What goes into a layer, what its products come to, and the residual."""
-        inner = (4 * own.attention.q_size + 2 * own.attention.kv_size + 3 * own.mlp.size for own in set(self.layers))
-        return 5 * self.hidden_size + max(inner)
+        widths = [
+            4 * own.attention.q_size + 2 * own.attention.kv_size + own.mlp.step_width(self.hidden_size)
+            for own in set(self.layers)
+        ]
+        return 5 * self.hidden_size + max(widths)
 
     def shapes(self) -> Shapes:
         """Every tensor the model needs, by its name in a Hugging Face Llama checkpoint, and its shape."""

@@ -193,6 +193,15 @@ class Ops(Protocol):
     ) -> Any:
         """Two weights [n, in] with their biases as `gated` wants them."""
 
+    def pack_router(self, weight: Source, cached: PackedCache = uncached) -> Any:
+        """The weight [experts or one more, in] of a router as `route` wants it: float32, however others are kept."""
+
+    def pack_experts(
+        self, gates: Sequence[Source], ups: Sequence[Source], downs: Sequence[Source], cached: PackedCache = uncached
+    ) -> Any:
+        """The weights of gated MLPs of one size as `experts` wants them: of each [n, in], [n, in] and [out, n]. Raises
+        ModelError where a backend has none."""
+
     def pack_vector(self, values: Source, cached: PackedCache = uncached) -> Any:
         """The weight of an RMS norm [n] as ops want it."""
 
@@ -253,6 +262,18 @@ class Ops(Protocol):
     def activated(self, x: Any, weight: Any, activation: str) -> Any:
         """activation(x weight^T + bias) of what `pack` returned, for a linear layer to read; activation is one of
         ACTIVATIONS."""
+
+    def route(self, x: Tensor, router: Any, num_experts: int, per_token: int, is_normalized: bool) -> Any:
+        """Where rows x float32 [rows, in] go, for `experts`: to the `per_token` experts whose scores x router^T are
+        highest, of equals the lower, all float32. Their weights are a softmax of these scores, or of the scores of all
+        experts where they are not normalised. A router's row after those of the experts scores a shared expert, whose
+        weight is the sigmoid of that; without one it is 1. A row whose scores are not numbers goes anywhere, with
+        weights that are none."""
+
+    def experts(self, x: Any, weights: Any, routing: Any, activation: str, shared: Tensor | None) -> Tensor:
+        """The experts' down(activation(gate(x)) * up(x)) of the rows that go to them, times their weights, added row by
+        row from the best score down, and `shared` [rows, out] times its own -> [rows, out], float32. Only of experts
+        that a row goes to are weights read."""
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """cap * tanh(logits / cap), in place."""

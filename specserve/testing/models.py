@@ -50,6 +50,23 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 72,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "decoder_sparse_step": 1,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 24,
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
     "ernie4_5": {"architectures": ["Ernie4_5ForCausalLM"]},
     "helium": {"architectures": ["HeliumForCausalLM"], "rms_norm_eps": 1e-8},
     "glm": {"architectures": ["GlmForCausalLM"], "attention_bias": True},
@@ -134,6 +151,8 @@ def _fused(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, T
         for name in [name for name in tensors if f".{parts[0]}." in name]:
             names = [name.replace(parts[0], part) for part in parts]
             tensors[name.replace(parts[0], whole)] = torch.cat([tensors.pop(each) for each in names])
+    for stored, own in getattr(find_architecture(config), "RENAMED", {}).items():
+        tensors = {name.replace(own, stored): tensor for name, tensor in tensors.items()}
     return tensors
 
 

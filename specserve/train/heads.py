@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from specserve.models.heads.spec import HeadSpec, MedusaSpec
-from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, RmsNorm, Rope
+from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, PlainMlp, RmsNorm, Rope
 from specserve.train.batches import Batch
 
 
@@ -88,8 +88,8 @@ def layers_spec(target: DecoderSpec, num_layers: int, vocab_size: int, qk_norm: 
     )
     rope = next((each.position for each in (like, *target.layers) if isinstance(each.position, Rope)), Rope())
     position = replace(rope, interleaved=False, fraction=1.0)
-    activation = like.mlp.activation if isinstance(like.mlp, GatedMlp) else "silu"
-    mlp = GatedMlp(size=like.mlp.size, activation=activation)
+    activation = like.mlp.activation if not isinstance(like.mlp, PlainMlp) else "silu"
+    mlp = GatedMlp(size=like.mlp.width, activation=activation)
     layer = LayerSpec(norm=norm, position=position, attention=attention, mlp=mlp)
     return DecoderSpec(
         vocab_size=vocab_size,

@@ -69,6 +69,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral-odd-window-tied": ("mixtral", {**ODD, "sliding_window": 7, "tie_word_embeddings": True}),
+    "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}),
+    "qwen2_moe-odd-some-dense-unbiased": (
+        "qwen2_moe",
+        {**ODD, "mlp_only_layers": [1], "qkv_bias": False, "moe_intermediate_size": 33},
+    ),
+    "qwen2_moe-every-second-window": (
+        "qwen2_moe",
+        {
+            "decoder_sparse_step": 2,
+            "num_experts_per_tok": 1,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-all-experts-window": (
+        "qwen3_moe",
+        {
+            "norm_topk_prob": False,
+            "mlp_only_layers": [0],
+            "attention_bias": True,
+            "num_experts_per_tok": 8,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
     "ernie4_5": ("ernie4_5", {"num_key_value_heads": 1}),
     "ernie4_5-odd-biased-tied": ("ernie4_5", {**ODD, "use_bias": True, "tie_word_embeddings": True}),
     "helium-biased": ("helium", {"attention_bias": True, "mlp_bias": True}),
@@ -142,10 +171,12 @@ def write(folder: Path, case: str, seed: int = 1) -> Path:
 
 
 def transformers_logits(folder: Path, *prompts: list[int]) -> list[torch.Tensor]:
+    # Its faster products of experts want strides of 16 bytes.
+    own = {"experts_implementation": "eager"} if "num_experts_per_tok" in (folder / "config.json").read_text() else {}
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")  # transformers deprecates itself
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **own
         )
         model, info = loaded
         assert not any(info.values()), f"transformers did not read the folder whole: {info}"
@@ -370,6 +401,7 @@ def blind_to_trees(ops: Ops) -> Callable[[Any, int], Any]:
 
 INVARIANCE = (  # how weights are kept is the products' affair: the odd shapes tell, and one with windows
     *itertools.product(("llama-odd-biased", "gemma3-pattern-softcap"), ALL_WEIGHTS),
+    *itertools.product(("mixtral-odd-window-tied", "qwen2_moe", "qwen3_moe"), ALL_WEIGHTS),
     *itertools.product(
         ("llama", "mistral-window", "qwen2-window", "qwen3", "smollm3", "granite", "phi3", "glm", "gemma3"), FLOAT32
     ),
@@ -484,13 +516,16 @@ def test_llama3_falls_back_on_the_models_own_length() -> None:
 
 
 def test_unknown_model_type_lists_near_misses() -> None:
-    message = refusal({"model_type": "qwen3_moe"})
-    assert all(word in message for word in ("'qwen3_moe'", "Did you mean", "'qwen3'", "mistral")), message
+    message = refusal({"model_type": "qwen3_vl"})
+    assert all(word in message for word in ("'qwen3_vl'", "Did you mean", "'qwen3'", "mistral")), message
     assert set(native_model_types()) == {
         "llama",
         "mistral",
+        "mixtral",
         "qwen2",
+        "qwen2_moe",
         "qwen3",
+        "qwen3_moe",
         "smollm3",
         "granite",
         "ernie4_5",

@@ -1,0 +1,37 @@
+"""A sparse mixture of experts on the op contract: a router in float32, and of the experts those that rows go to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from specserve.models.reader import WeightReader
+from specserve.models.spec import ExpertsMlp, LayerSpec
+from specserve.ops import Ops
+
+
+class _Mlp(Protocol):
+    def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor]) -> Tensor: ...
+
+
+class Experts:
+    """The MLP of a layer that has several. `shared` is what every row goes through besides, if there is one."""
+
+    def __init__(self, read: WeightReader, name: str, layer: LayerSpec, shared: _Mlp | None) -> None:
+        assert isinstance(layer.mlp, ExpertsMlp)
+        self.spec = layer.mlp
+        gate = [f"{name}.shared_expert_gate"] if self.spec.has_shared_gate else []
+        self.router = read.router(f"{name}.gate", *gate)  # the gate is one more product with the same rows
+        numbers = range(self.spec.num_experts)
+        self.weights = read.experts(f"{name}.experts", numbers, times=layer.residual.multiplier)
+        self.shared = shared
+
+    def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor]) -> Tensor:
+        """Of what a linear layer reads, float32 [rows, hidden]. `normed` returns the same rows, not rounded, float32
+        [rows, hidden]: on them depends where rows go, and a rounding could send them elsewhere."""
+        spec = self.spec
+        routing = ops.route(normed(), self.router, spec.num_experts, spec.per_token, spec.is_normalized)
+        shared = None if self.shared is None else self.shared.run(ops, x, normed)
+        return ops.experts(x, self.weights, routing, spec.activation, shared)
