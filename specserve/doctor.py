@@ -141,7 +141,7 @@ def _grammars() -> list[tuple[str, str]]:
 def _models(model: str) -> Section:
     fault = None
     try:
-        folder = str(catalog.resolve(model, offline=True, progress=False))
+        folder = str(catalog.resolve(model, offline=True, progress=False, convert=False))
     except SpecserveError as error:
         folder, fault = str(error), None if isinstance(error, NotFetchedError) else error
     here = [(f"  {entry.name}", f"{entry.num_bytes / 2**20:.0f} MiB, {entry.folder}") for entry in catalog.installed()]

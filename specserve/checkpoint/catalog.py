@@ -25,18 +25,19 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from specserve.checkpoint.folder import check_folder
+from specserve.checkpoint.folder import check_folder, old_files, read_config
 from specserve.errors import ModelError, NotFetchedError, unknown
 from specserve.files import open_file, reading
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+_OLD_HUB_FILES = ["pytorch_model*.bin", *_HUB_FILES[1:], "merges.txt", "vocab.txt", "*.model"]
 _HEAD_FILES = ["*.safetensors", "*.json", "*.bin", "*.pt"]
 _PARTIAL = ".partial-"
+_GIB = 2**30
 
-CONVERTER_VERSION = (
-    1  # raise it when specserve.checkpoint.gguf writes something else: earlier folders are then not used
-)
+# Raise it when specserve.checkpoint.gguf or pickled_model writes something else: earlier folders are then not used.
+CONVERTER_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +83,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specserve"
 
 
-def resolve(name: str, *, offline: bool = False, progress: bool = True) -> Path:
+def resolve(name: str, *, offline: bool = False, progress: bool = True, convert: bool = True) -> Path:
     """The folder of model `name`: a catalog name, a Hugging Face folder, a GGUF file, or a hub id `org/name`.
 
-    Fetches and converts on first use, unless `offline`; afterwards no network is needed. `progress` draws bars on
-    stderr. Raises ModelError for a name nobody knows, a folder that is incomplete or would run code, and a download
-    that fails.
+    Fetches and converts on first use, unless `offline`; afterwards no network is needed. A folder whose weights
+    torch.save wrote is converted once, unless `convert` is false. `progress` draws bars on stderr. Raises ModelError
+    for a name nobody knows, a folder that is incomplete or would run code, and a download that fails.
     """
     if name in CATALOG:
         return _from_catalog(name, CATALOG[name], offline, progress)
     path = Path(name).expanduser()
     if os.path.isdir(path):  # unlike Path.is_dir it takes a name that is too long for one
-        return check_folder(path)
+        return _from_folder(path, progress, convert)
     if path.suffix.lower() == ".gguf":
         return _from_gguf(path, progress)
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
-        return check_folder(_from_hub(name, offline, _HUB_FILES))
+        folder = _from_hub(name, offline, _HUB_FILES)
+        if not any(folder.glob("*.safetensors*")):
+            folder = _from_hub(name, offline, _OLD_HUB_FILES)
+        return _from_folder(folder, progress, convert)
     raise ModelError(
         unknown("model", name, CATALOG) + " A local folder, a .gguf file or a hub id such as org/name can be given too."
     )
@@ -156,6 +160,47 @@ def _from_gguf(path: Path, progress: bool) -> Path:
     if folder.is_dir():
         return folder
     return _make_once(folder, lambda workshop, bars: _convert(path, workshop / "model", bars), progress)
+
+
+def _from_folder(folder: Path, progress: bool, convert: bool) -> Path:
+    """A model folder as it is, or what was converted of one with weights that torch.save wrote."""
+    with reading(folder):
+        if not (files := old_files(folder)):
+            return check_folder(folder)
+        read_config(folder)
+    others = [path for pattern in ("*.json", "*.jinja", "*.txt", "*.model") for path in folder.glob(pattern)]
+    stats = [
+        (path.name, stat.st_size, stat.st_mtime_ns) for path in [*files, *sorted(others)] for stat in [path.stat()]
+    ]
+    digest = hashlib.sha256(repr([str(folder.resolve()), stats]).encode()).hexdigest()
+    target, size = _cached(folder.resolve().name, digest), sum(path.stat().st_size for path in files)
+    if target.is_dir():
+        return target
+    if not convert:
+        raise NotFetchedError(
+            f"{folder} has {files[0].name}, which the first start converts to safetensors: {size / _GIB:.2f} GiB in "
+            f"{target.parent}."
+        )
+
+    def make(workshop: Path, bars: Progress) -> None:
+        _check_disk(folder, size)
+        from specserve.checkpoint.pickled_model import convert  # here: it needs torch
+
+        what = f"{size / _GIB:.2f} GiB to safetensors, in {target.parent}"
+        task = bars.add_task(f"Converting {files[0].name}, {what}", total=size)
+        convert(folder, files, workshop / "model", lambda num_bytes: bars.advance(task, num_bytes))
+
+    return _make_once(target, make, progress)
+
+
+def _check_disk(folder: Path, size: int) -> None:
+    """Raise ModelError where the cache has no room for so many bytes more."""
+    place = cache_folder() / "models"
+    if (free := shutil.disk_usage(place).free) < size:
+        raise ModelError(
+            f"{folder} is converted to safetensors, which takes {size / _GIB:.2f} GiB, and {place} has "
+            f"{free / _GIB:.2f} GiB free. Make room there, or set SPECSERVE_HOME elsewhere."
+        )
 
 
 def _from_hub(name: str, offline: bool, files: list[str]) -> Path:

@@ -16,6 +16,7 @@ from specserve import files
 from specserve.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
+_OLD_INDEX = "pytorch_model.bin.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MOST_JSON_BYTES = 16 << 20  # the largest published one is a tokenizer_config.json of 1 MB
@@ -113,20 +114,35 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def old_files(folder: Path) -> list[Path]:
+    """The files of a model's weights that torch.save wrote, where the folder has no others: pytorch_model.bin, or those
+    of its index. Raises ModelError for an index that is wrong."""
+    if any(folder.glob("*.safetensors")) or (folder / _INDEX).exists():
+        return []
+    if (folder / "pytorch_model.bin").is_file():
+        return [folder / "pytorch_model.bin"]
+    if not (folder / _OLD_INDEX).is_file():
+        return []
+    files = sorted({folder / name for name in _weight_map(folder / _OLD_INDEX, ".bin").values()})
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise ModelError(f"{folder / _OLD_INDEX} names {missing[0]}, which the folder does not have.")
+    return files
+
+
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name; empty when the folder has no index."""
     path = folder / _INDEX
-    if (folder / _SINGLE).is_file() or not path.is_file():
-        return {}
+    return {} if (folder / _SINGLE).is_file() or not path.is_file() else _weight_map(path, ".safetensors")
+
+
+def _weight_map(path: Path, suffix: str) -> dict[str, str]:
     weight_map = read_json(path, _MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path} has no weight_map.")
     for file_name in weight_map.values():
         plain = isinstance(file_name, str) and file_name == Path(file_name).name and "\\" not in file_name
-        if not plain or not file_name.endswith(".safetensors"):
-            raise ModelError(
-                f"{path} names the file {file_name!r}; only .safetensors files of the same folder are read."
-            )
+        if not plain or not file_name.endswith(suffix):
+            raise ModelError(f"{path} names the file {file_name!r}; only {suffix} files of the same folder are read.")
     return weight_map
 
 
@@ -146,8 +162,8 @@ def _no_weights(folder: Path) -> str:
     if not pickles:
         return f"{folder} has no .safetensors file."
     return (
-        f"{folder} has its weights only as {pickles[0]}, a pickle, and loading a pickle can run any code. Convert it "
-        "with transformers' from_pretrained and save_pretrained, which writes safetensors."
+        f"{folder} has its weights only as {pickles[0]}, a pickle. A folder with pytorch_model.bin is converted once "
+        "where it is given as --model; convert others with transformers' from_pretrained and save_pretrained."
     )
 
 

@@ -6,7 +6,6 @@ embedding pairs neighbours, Hugging Face's pairs halves), and Gemma's norm weigh
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from specserve.checkpoint.gguf_file import Bytes, GGUFFile, GGUFTensor, read
 from specserve.checkpoint.gguf_tokenizer import as_json, generation_config, tokenizer_files
+from specserve.checkpoint.safetensors_file import Entry, write
 from specserve.errors import ModelError, unknown
 from specserve.files import reading
 
@@ -359,19 +359,12 @@ def _halves(file: GGUFFile, tensor: GGUFTensor, heads: int) -> Bytes:
 
 
 def _write_safetensors(path: Path, outputs: list[_Output], progress: Progress) -> None:
-    """The safetensors format: header length, JSON header, bytes. https://github.com/huggingface/safetensors"""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    total = 0
-    for output in outputs:
-        span = [total, total + output.num_bytes]
-        header[output.name] = {"dtype": output.dtype, "shape": list(output.tensor.shape), "data_offsets": span}
-        total += output.num_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    done = 0
-    with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for piece in (piece for output in outputs for piece in output.pieces()):
-            stream.write(piece)
-            done += len(piece)
-            progress(done, total)
+    entries = [Entry(each.name, each.dtype, each.tensor.shape, each.num_bytes) for each in outputs]
+    total, done = sum(entry.num_bytes for entry in entries), 0
+
+    def tell(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(done, total)
+
+    write(path, entries, (piece for output in outputs for piece in output.pieces()), tell)

@@ -15,7 +15,7 @@ from specserve.checkpoint.folder import TensorInfo
 from specserve.errors import ModelError
 from specserve.files import check_regular, map_file
 
-# safetensors' spelling of those that heads are stored in, and of the tables beside them.
+# safetensors' spelling of those that models and heads are stored in, and of the tables beside them.
 _SPELLINGS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -23,17 +23,20 @@ _SPELLINGS = {
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 
 
 class PickledWeights(Mapping[str, Tensor]):
     """A read-only mapping like `specserve.checkpoint.weights.Weights` over one file of torch.save's, memory-mapped
-    where it is a zip archive, as torch writes since 1.6. Raises ModelError for a file that is damaged, or that holds
-    anything but tensors by name."""
+    where it is a zip archive, as torch writes since 1.6. `may_share`: several names may have one tensor's numbers.
+    Raises ModelError for a file that is damaged, or that holds anything but tensors by name."""
 
-    def __init__(self, path: Path) -> None:
-        self._tensors = _load(path)
+    def __init__(self, path: Path, *, may_share: bool = False) -> None:
+        self._tensors = _load(path, may_share)
         self.infos: Mapping[str, TensorInfo] = {
             name: TensorInfo(path, _SPELLINGS.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), tensor.nbytes)
             for name, tensor in self._tensors.items()
@@ -49,7 +52,7 @@ class PickledWeights(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def _load(path: Path, may_share: bool) -> dict[str, Tensor]:
     try:
         check_regular(path)
         is_zip = zipfile.is_zipfile(path)
@@ -78,12 +81,21 @@ def _load(path: Path) -> dict[str, Tensor]:
             )
         _check_layout(path, name, tensor)
     # Several may be one place of the file, seen in many ways.
-    if (num_bytes := sum(tensor.nbytes for tensor in held.values())) > (size := path.stat().st_size):
+    if may_share:
+        num_bytes = sum({place_of(tensor): tensor.nbytes for tensor in held.values()}.values())
+    else:
+        num_bytes = sum(tensor.nbytes for tensor in held.values())
+    if num_bytes > (size := path.stat().st_size):
         raise ModelError(
             f"{path} has {size:,} bytes, and its tensors take {num_bytes:,}: some share their numbers. Save each with "
             "numbers of its own."
         )
     return held
+
+
+def place_of(tensor: Tensor) -> tuple[object, ...]:
+    """The same for two tensors that are one."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _check_archive(path: Path) -> None:

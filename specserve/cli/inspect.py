@@ -50,10 +50,13 @@ def inspect(
 
 def _folder(path: str) -> Path:
     from specserve.checkpoint import catalog
+    from specserve.checkpoint.folder import old_files
+    from specserve.models.heads.formats import is_head
 
     found = Path(path).expanduser()
     if os.path.isdir(found):  # unlike Path.is_dir it takes a name that is too long for one
-        return found
+        is_old = len(files := old_files(found)) > 1 or (files and not is_head(found))
+        return catalog.resolve(path) if is_old else found
     if os.path.isfile(found) and found.suffix.lower() != ".gguf":
         return found.parent
     return catalog.resolve(path, offline=True, progress=False)

@@ -416,7 +416,7 @@ def broken(padded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     ("name", "reason"),
     [
         pytest.param("truncated", "is truncated", id="F62-truncated"),
-        pytest.param("pickle", "pytorch_model.bin, a pickle", id="F62-pickle"),
+        pytest.param("pickle", "pytorch_model.bin cannot be read as tensors alone", id="F62-pickle"),
         pytest.param("auto_map", "has auto_map", id="F62-auto_map"),
         pytest.param("outside", "only .safetensors files of the same folder", id="F62-outside"),
     ],
@@ -450,7 +450,7 @@ def refusals(broken: dict[str, Path]) -> dict[str, tuple[int, str]]:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        pytest.param("pickle", "pytorch_model.bin, a pickle", id="F62-pickle-served"),
+        pytest.param("pickle", "pytorch_model.bin cannot be read as tensors alone", id="F62-pickle-served"),
         pytest.param("NaN", "down_proj.weight holds NaN or infinite numbers", id="F62-NaN"),
         pytest.param("overflow", "so its weights are broken", id="F62-overflow"),
     ],
