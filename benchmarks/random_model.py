@@ -23,11 +23,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--experts", type=int, help="of each layer, of --intermediate features each (mixtral)")
+    parser.add_argument("--experts-per-token", type=int, default=2)
     return parser.parse_args()
 
 
 def main() -> None:
     given = parse()
+    experts = {"num_local_experts": given.experts, "num_experts_per_tok": given.experts_per_token}
     write_tiny_model(
         given.folder,
         given.architecture,
@@ -37,6 +40,7 @@ def main() -> None:
         num_attention_heads=given.heads,
         num_key_value_heads=given.kv_heads,
         head_dim=given.head_dim,
+        **(experts if given.experts else {}),
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -22,9 +22,10 @@ from specserve.runtime.runner import Runner
 
 OPS = frozenset(
     {"embed", "fused_add_norm", "linear", "rope_and_cache", "attention", "gated", "gather_rows", "norm", "argmax"}
-    | {"activated", "add", "quantize_activation", "softcap", "tap", "top_k"}
+    | {"activated", "add", "quantize_activation", "softcap", "tap", "top_k", "route", "experts"}
 )
-WEIGHTS = ("weight", "post", "norms")  # the contract's names for what was packed at load
+WHOLE = ("route", "experts")  # calls that may become several ops in a recording, which are told as one
+WEIGHTS = ("weight", "post", "norms", "router")  # the contract's names for what was packed at load
 BANDWIDTH_BYTES = 2**28  # no cache holds so much
 BANDWIDTH_PASSES = 7
 
@@ -41,13 +42,17 @@ def num_bytes(packed: Any) -> int:
 @dataclass(frozen=True, slots=True)
 class Call:
     """One op as a model calls it, and what it must read: bytes of weights, of the table for each row, and of KV for
-    each token that a row sees. What ops hand to each other stays in caches and is not counted."""
+    each token that a row sees. What ops hand to each other stays in caches and is not counted. Of experts that is, with
+    one row, what its own take; with more rows they may share some, and the most is counted."""
 
     op: str
     weights: int = 0
     row: int = 0
     token: int = 0
     window: int | None = None
+    expert: int = 0  # bytes of one
+    num_experts: int = 0
+    per_token: int = 0
 
     def reads(self, rows: AttentionRows) -> int:
         """Bytes it must read in this step."""
@@ -55,7 +60,8 @@ class Call:
         tokens = sum(
             _visible(cached, count, self.window) for cached, count in zip(rows.cached.tolist(), counts, strict=True)
         )
-        return self.weights + self.row * sum(counts) + self.token * tokens
+        experts = min(self.num_experts, self.per_token * sum(counts))
+        return self.weights + self.row * sum(counts) + self.token * tokens + self.expert * experts
 
 
 def _visible(cached: int, rows: int, window: int | None) -> int:
@@ -63,7 +69,15 @@ def _visible(cached: int, rows: int, window: int | None) -> int:
     return cached + rows - (0 if window is None else max(0, cached + 1 - window))
 
 
-def _describe(op: str, arguments: dict[str, Any]) -> Call:
+def _describe(op: str, arguments: dict[str, Any], last: Sequence[Call] = ()) -> Call:
+    """`last` are the calls before it."""
+    if op == "route":
+        counts = arguments["num_experts"], arguments["per_token"]
+        return Call(op, num_bytes(arguments["router"]), num_experts=counts[0], per_token=counts[1])
+    if op == "experts":
+        route = next(call for call in reversed(last) if call.op == "route")
+        expert = num_bytes(arguments["weights"]) // route.num_experts
+        return Call(op, expert=expert, num_experts=route.num_experts, per_token=route.per_token)
     weights = sum(num_bytes(arguments.get(name)) for name in WEIGHTS)
     assert weights or op not in ("linear", "gated", "activated"), "a packed weight shows its tensors"
     if op == "embed":
@@ -129,7 +143,8 @@ class WatchedOps:
 
     def _note(self, name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if len(self._seconds) == len(self._calls) or self._recording is not None:
-            self._calls.append(_describe(name, inspect.signature(op).bind(*args, **kwargs).arguments))
+            bound = inspect.signature(op).bind(*args, **kwargs)
+            self._calls.append(_describe(name, bound.arguments, self._calls))
         if self._recording is not None:
             self._recording.mark()
             return op(*args, **kwargs)
@@ -176,10 +191,15 @@ class _Profiled:
     def parts(self, names: list[str], reads: list[int]) -> list[Part]:
         """Every recorded op under the name of the call it began; what more came of a call reads nothing."""
         calls = {start: call for call, start in enumerate(self._starts)}
-        return [
-            Part(names[calls[i]], seconds, reads[calls[i]]) if i in calls else Part(own, seconds, 0)
-            for i, (own, seconds) in enumerate(self._timed)
-        ]
+        parts: list[Part] = []
+        for i, (own, seconds) in enumerate(self._timed):
+            if i in calls:
+                parts.append(Part(names[calls[i]], seconds, reads[calls[i]]))
+            elif parts and parts[-1].name in WHOLE:
+                parts[-1] = replace(parts[-1], seconds=parts[-1].seconds + seconds)
+            else:
+                parts.append(Part(own, seconds, 0))
+        return parts
 
 
 class WatchedRunner(Runner):

@@ -109,6 +109,24 @@ def test_more_rows_read_the_same_weights(llm: LLM) -> None:
     assert {name: five[name] for name in weights} == {name: one[name] for name in weights}
 
 
+@pytest.mark.parametrize("kind", ["native", "reference"])
+def test_experts_are_one_part_and_read_what_rows_go_to(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str
+) -> None:
+    """2 of 5 with one row; with so many rows that all may be read, the most that can be."""
+    if kind == "native":
+        pytest.importorskip("specserve.kernels._native", reason="Built without native kernels.")
+    else:
+        request.getfixturevalue("without_native")
+    with small(write_tiny_model(tmp_path, "mixtral")) as llm:
+        for rows, experts in ((1, 2), (2, 4), (3, 5), (9, 5)):
+            parts = {part["part"]: part for part in profile(llm, ids_of(llm), rows, 1)["parts"]}
+            assert (parts["route"]["calls"], parts["experts"]["calls"]) == (3, 3)
+            assert parts["experts"]["bytes"] == 3 * experts * 3 * 64 * 128 * 4
+            assert parts["route"]["bytes"] == 3 * 64 * (32 if kind == "native" else 5) * 4
+            assert not {"combine", "gather_pairs", "experts_down"} & set(parts)
+
+
 def test_ops_that_are_called_are_timed_one_by_one(
     folder: Path, without_native: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
