@@ -56,6 +56,7 @@ CONTRACTS = (
     "sampling.noise",
     "speculation.base",
     "speculation.draft_sampler",
+    "speculation.feature_drafter",
     "speculation.likeliest",
     "speculation.models",
     "speculation.retrieval",
@@ -64,8 +65,8 @@ CONTRACTS = (
 CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
 # Drafters that run models, and what these alone use, are no part of it.
 WITH_MODELS = (
-    *("draft_model", "eagle", "block", "medusa"),
-    *("models", "context", "model_runner", "draft_sampler", "likeliest"),
+    *("draft_model", "eagle", "mtp", "block", "medusa"),
+    *("models", "context", "model_runner", "draft_sampler", "likeliest", "feature_drafter"),
 )
 CORE_LIMIT = 4_500
 CONFIG_FIELDS_LIMIT = 22

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specserve.models.decoder import Decoder
@@ -104,7 +107,10 @@ def eagle(
         x = torch.cat((norm(embedded, first, eps), normed), -1)
         residual = normed if head.norm_before_residual else states
     else:
-        residual = F.linear(torch.cat((embedded, states), -1), weights["fc.weight"], weights.get("fc.bias"))
+        parts = [norm(embedded, weights.get("embed_norm.weight"), eps)]
+        parts.append(norm(states, weights.get("hidden_norm.weight"), eps))
+        joined = torch.cat(parts[::-1] if head.fc_input_norms else parts, -1)
+        residual = F.linear(joined, weights["fc.weight"], weights.get("fc.bias"))
         x = norm(residual, first, eps)
     residual = layer(spec.layers[0], weights, "layers.0", x, residual)
     for i, own in enumerate(spec.layers[1:], start=1):
@@ -142,16 +148,17 @@ def block(
 Trained: TypeAlias = tuple[Any, dict[str, Tensor], Tensor | None]  # a spec, its tensors, d2t int64 [draft vocabulary]
 
 
-def trained_eagle(target: Decoder, texts: list[list[int]], version: int, steps: int) -> Trained:
+def trained_eagle(target: Decoder, texts: list[list[int]], version: int, steps: int, **options: Any) -> Trained:
     """A small EAGLE head that learns texts (token ids) of a target; version 3 proposes only from the texts' tokens."""
     ids = torch.tensor(sorted({token for text in texts for token in text})) if version == 3 else None
-    spec = EagleSpec(
-        version=version,
-        target=target_shape(target),
-        layers=small_layers(target, target.spec.vocab_size if ids is None else len(ids)),
-        hidden_layers=tuple(range(target.spec.num_layers)) if version == 3 else (),
-        has_head=version == 3,
-    )
+    own: dict[str, Any] = {
+        "version": version,
+        "target": target_shape(target),
+        "layers": small_layers(target, target.spec.vocab_size if ids is None else len(ids)),
+        "hidden_layers": tuple(range(target.spec.num_layers)) if version == 3 else (),
+        "has_head": version == 3,
+    }
+    spec = EagleSpec(**(own | options))
     matrices_ = matrices(target)
     shown = spec.hidden_layers or (target.spec.num_layers - 1,)
     all_hidden = [hidden_states(target, text, shown) for text in texts]
@@ -165,6 +172,26 @@ def trained_eagle(target: Decoder, texts: list[list[int]], version: int, steps: 
         return F.cross_entropy(logits, tokens[2:] if ids is None else torch.searchsorted(ids, tokens[2:]))
 
     return spec, _learned(spec.shapes(), loss, steps, 4e-3), None if ids is None else ids - torch.arange(len(ids))
+
+
+def add_next_token_layer(folder: Path, spec: EagleSpec, weights: Weights) -> Path:
+    """Put a head, of an EagleSpec with fc_input_norms, into the checkpoint in `folder` as MiMo has it. Returns it."""
+    names = {"fc": "input_proj", "hidden_norm": "hidden_layernorm", "embed_norm": "token_layernorm"}
+    names |= {"norm": "final_layernorm", "layers": ""}
+    stored = load_file(folder / "model.safetensors")
+    for i in range(json.loads((folder / "config.json").read_text("utf-8"))["num_hidden_layers"]):
+        for part in "qkv":  # MiMo has biases there
+            size = len(stored[f"model.layers.{i}.self_attn.{part}_proj.weight"])
+            stored[f"model.layers.{i}.self_attn.{part}_proj.bias"] = torch.zeros(size)
+    for name, weight in weights.items():
+        module, _, rest = name.partition(".")
+        own = f"{names[module]}.{rest}".removeprefix(".0.")
+        stored[f"model.mtp_layers.0.{own}"] = weight.clone()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config |= {"num_nextn_predict_layers": 1, "model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    return folder
 
 
 def trained_block(target: Decoder, texts: list[list[int]], steps: int, **options: Any) -> Trained:

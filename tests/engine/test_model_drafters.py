@@ -21,10 +21,10 @@ from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
 from specserve.engine.request import Request
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, ModelError
 from specserve.llm import LLM
 from specserve.models.decoder import Decoder
-from specserve.models.heads.formats import Head, hidden_layers, read_head, write_head
+from specserve.models.heads.formats import Head, hidden_layers, read_head, read_next_token_layers, write_head
 from specserve.models.heads.spec import BlockSpec, MedusaSpec
 from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import load_model
@@ -40,6 +40,7 @@ from specserve.structured.spec import Structured
 from specserve.structured.walk import visit
 from specserve.testing import check_integrity, write_tiny_model
 from specserve.testing.heads import (
+    add_next_token_layer,
     block,
     eagle,
     eagle_states,
@@ -56,7 +57,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
 SHARP = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.2, seed=9, max_tokens=24, ignore_eos=True)
 NUM_TEXTS = 1_200  # of each law
-KINDS = ("draft_model-tree", "draft_model", "eagle3", "eagle1", "block", "block-own-places", "medusa", "auto")
+KINDS = ("draft_model-tree", "draft_model", "eagle3", "eagle1", "block", "block-own-places", "medusa", "mtp", "auto")
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,11 @@ def heads(tiny: Path, target: Decoder, expected: Any, tmp_path_factory: pytest.T
     for name, (spec, weights, d2t) in trained.items():
         folder = folders[name] = tmp_path_factory.mktemp(name)
         write_head(folder, spec, weights, d2t, Verifier(str(tiny)))
+    norms = dict.fromkeys(("first_input_norm", "final_norm", "fc_input_norms", "norm_output"), True)
+    layers = dataclasses.replace(target.spec, layers=target.spec.layers[:1])
+    spec, weights, _ = trained_eagle(target, texts, 1, steps=40, layers=layers, **norms)
+    checkpoint = shutil.copytree(tiny, tmp_path_factory.mktemp("mtp") / "model")
+    folders["mtp"] = add_next_token_layer(checkpoint, spec, weights)
     return folders
 
 
@@ -216,7 +222,7 @@ def test_drafts_are_the_reference_s(
     assert engine.cache.stats.num_prefix_hit_tokens > 0
     drafted = [(tokens, draft) for tokens, draft in made if draft]
     assert len(drafted) > 0.95 * len(made) > 40
-    head, same = read_head(heads[kind]), []
+    head, same = (read_next_token_layers if kind == "mtp" else read_head)(heads[kind]), []
     for tokens, draft in drafted[:: len(drafted) // 40]:
         same.append(draft == drafted_by(head, target, tokens, len(draft), top_k))
     assert np.mean(same) > 0.9, "but where a block was found again that lacked its last tokens"
@@ -425,6 +431,35 @@ def test_auto_merges_the_head_s_drafts_with_what_is_looked_up(
     drafted, accepted = np.sum([each.by_source.get(drafter_of(kind), [0, 0]) for each in counted], 0)
     assert 0 < accepted < drafted
     assert sum(each.by_source.get("suffix", [0, 0])[0] for each in counted) > 0
+
+
+def test_auto_takes_part_in_the_next_token_layers_of_its_target(
+    tiny: Path, heads: dict[str, Path], expected: Any
+) -> None:
+    engine = make(heads["mtp"], {"drafter": "auto"})
+    for request in mixed(6):
+        engine.add(request)
+    counted = [engine.requests[request.id][0].stats for request in mixed(6)]
+    assert drive(engine, []) == expected
+    drafted, accepted = np.sum([each.by_source.get("mtp", [0, 0]) for each in counted], 0)
+    assert 0 < accepted < drafted
+    named = make(heads["mtp"], {"drafter": "auto", "drafter_options": {"head": str(heads["block"])}})
+    assert "block" in {part.name for part in named.policy._own.parts}
+    assert "mtp" not in {part.name for part in named.policy._own.parts}
+    assert drive(make(heads["mtp"], {"drafter": "mtp"}), mixed(6)) == expected
+
+
+def test_next_token_layers_that_are_not_there_or_broken_are_refused(
+    tiny: Path, heads: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=r"no next-token layers .* another drafter, such as auto, or name"):
+        make(tiny, {"drafter": "mtp"})
+    broken = shutil.copytree(heads["mtp"], tmp_path / "broken")
+    stored = load_file(broken / "model.safetensors")
+    del stored["model.mtp_layers.0.input_proj.weight"]
+    save_file(stored, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks fc\.weight"):
+        make(broken, {"drafter": "mtp"})
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "auto"])

@@ -89,6 +89,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle1": {"version": 1, "fc_bias": True},
     "eagle1-norms": {"version": 1, "first_input_norm": True, "final_norm": True, "has_embedding": True},
     "eagle1-two-layers": {"version": 1, "layers": own_layers(2)},
+    "next-token-layer": {
+        "version": 1, "first_input_norm": True, "final_norm": True, "fc_input_norms": True, "norm_output": True,
+    },
 }  # fmt: skip
 
 

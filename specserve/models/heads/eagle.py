@@ -36,7 +36,8 @@ class EagleHead:
         self._states = Captured(ops, self._make_states, [Input(torch.float32, each) for each in widths])
         self._embedding = ops.pack_table(read.named("embed_tokens")[0]) if head.has_embedding else None
         self._lm_head = ops.pack_head(read.named("lm_head")[0]) if head.has_head else None
-        self._hidden_norm = read.norm("layers.0.hidden_norm", norm)
+        self._hidden_norm = read.norm("layers.0.hidden_norm" if head.version == 3 else "hidden_norm", norm)
+        self._embed_norm = read.norm("embed_norm", norm)
         self._norm = read.norm("norm", norm)
         self._input_norm = read.norm("input_norm", norm)
         self._fc_norms = [read.norm(f"fc_norm.{i}", norm) for i in range(len(head.hidden_layers))]
@@ -91,7 +92,10 @@ class EagleHead:
             if self.head.norm_before_residual:
                 features = ops.norm(features, self._hidden_norm, eps)
             return features, x
-        joined = ops.linear(ops.joined_norms([(embedded, None), (features, None)], eps), self._fc).float()
+        parts = [(embedded, self._embed_norm), (features, self._hidden_norm)]
+        if self.head.fc_input_norms:
+            parts.reverse()
+        joined = ops.linear(ops.joined_norms(parts, eps), self._fc).float()
         residual = ops.tap(0, joined, None, None, eps)
         if first.norm is None:
             return residual, ops.quantize_activation(residual)

@@ -20,7 +20,7 @@ from specserve.checkpoint.folder import read_json
 from specserve.errors import ModelError
 from specserve.files import reading
 from specserve.models.config import Config
-from specserve.models.heads import block_repo, eagle_repo, medusa_repo, speculators
+from specserve.models.heads import block_repo, eagle_repo, medusa_repo, mtp_repo, speculators
 from specserve.models.heads.int8 import quantization_config, to_int8
 from specserve.models.heads.spec import BlockSpec, EagleSpec, HeadSpec, MedusaSpec, TargetShape
 from specserve.models.heads.speculators import Verifier
@@ -69,6 +69,22 @@ def _read(folder: Path, num_target_layers: int) -> Head:
             "Medusa, and the tensors are not EAGLE's, which have fc.weight and one decoder layer."
         )
     found = reader(config, stored, num_target_layers)
+    return _checked(found, stored, folder)
+
+
+def read_next_token_layers(folder: Path) -> Head:
+    """The next-token layers that the model in `folder` brings. Raises ModelError as `read_head` does."""
+    with reading(folder):
+        config, stored = _open(folder)
+        return _checked(mtp_repo.read(config, stored), stored, folder)
+
+
+def has_next_token_layers(folder: Path) -> bool:
+    """Whether the model in `folder` brings any, perhaps broken ones."""
+    return any(folder.glob("*.safetensors")) and mtp_repo.is_head(open_tensors(folder))
+
+
+def _checked(found: Found, stored: Stored, folder: Path) -> Head:
     _check_spec(found.spec)
     weights = HeadTensors(found.spec.shapes(), stored, found.names, folder)
     return Head(found.spec, weights, read_d2t(stored, found.spec, folder), found.format, found.verifier)

@@ -16,11 +16,13 @@ from specserve.models.decoder import Decoder
 from specserve.models.heads import zoo
 from specserve.models.heads.block import BlockHead
 from specserve.models.heads.eagle import EagleHead
-from specserve.models.heads.formats import Head, fits, read_head
+from specserve.models.heads.formats import Head, fits, has_next_token_layers, read_head, read_next_token_layers
 from specserve.models.heads.medusa import MedusaHead
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import BlockSpec, MedusaSpec, TargetShape
 from specserve.ops import Ops
+
+MTP = "mtp"  # the kind of heads that stand in a model's checkpoint
 
 
 class HeadLoader:
@@ -31,18 +33,22 @@ class HeadLoader:
 
     def load(self, name: str | None, kind: str) -> EagleHead | BlockHead | MedusaHead:
         """The head `name`, a folder or a hub id, which is of that kind; None: the one of the zoo that was made for this
-        target. Raises ModelError for one that is not there, is of another kind, cannot be run or was made for another
-        target."""
+        target. Of kind MTP it is the next-token layers of a model's checkpoint; None: of the target's own. Raises
+        ModelError for one that is not there, is of another kind, cannot be run or was made for another target."""
+        if kind == MTP:
+            folder = self._folder if name is None else catalog.resolve(name)
+            return self._made(read_next_token_layers(folder))
         folder = self._from_zoo(kind) if name is None else catalog.resolve_head(name)
         with reading(folder):
-            return self._load(folder, kind)
+            found = read_head(folder, self._target.spec.num_layers)
+            if found.spec.kind != kind:
+                raise ModelError(
+                    f"{folder} is a draft head of kind {found.spec.kind!r}, for --drafter {found.spec.kind}."
+                )
+            return self._made(found)
 
-    def _load(self, folder: Path, kind: str) -> EagleHead | BlockHead | MedusaHead:
-        own = self._target.spec
-        found = read_head(folder, own.num_layers)
-        spec = found.spec
-        if spec.kind != kind:
-            raise ModelError(f"{folder} is a draft head of kind {spec.kind!r}, for --drafter {spec.kind}.")
+    def _made(self, found: Head) -> EagleHead | BlockHead | MedusaHead:
+        own, spec = self._target.spec, found.spec
         fits(spec, TargetShape(hidden_size=own.hidden_size, num_layers=own.num_layers, vocab_size=own.vocab_size))
         if isinstance(spec, MedusaSpec):
             return MedusaHead(spec, found.weights, found.d2t, self._ops, self._target)
@@ -57,6 +63,8 @@ class HeadLoader:
     def has(self, name: str | None, kind: str) -> bool:
         """Whether `load` has a head of that kind by that name. Raises ModelError for one that is not there or cannot be
         read."""
+        if kind == MTP:
+            return has_next_token_layers(self._folder if name is None else catalog.resolve(name))
         if name is None:
             return zoo.find(kind, TargetOrigin(self._folder).fingerprint()) is not None
         return read_head(catalog.resolve_head(name), self._target.spec.num_layers).spec.kind == kind

@@ -30,6 +30,8 @@ class EagleSpec:
     the first of which has no input norm, and then to the target's LM head. Version 3 reads the outputs of the target's
     layers `hidden_layers`, side by side: fc makes one hidden state of them, and the first layer's attention reads
     [norm(embedding), norm(hidden)]. While it drafts it reads its own output in their place.
+
+    The next-token layers that some checkpoints bring (MTP, arXiv 2412.19437) are version 1 with `fc_input_norms`.
     """
 
     kind: ClassVar[str] = "eagle"
@@ -47,6 +49,7 @@ class EagleSpec:
     norm_output: bool = False  # what it reads in place of hidden states is behind its final norm
     first_input_norm: bool = False  # version 1: the first layer has an input norm
     final_norm: bool = False  # version 1: a norm before the LM head
+    fc_input_norms: bool = False  # version 1: `embed_norm` and `hidden_norm` over what fc reads, the hidden state first
 
     @property
     def has_draft_vocab(self) -> bool:
@@ -72,6 +75,8 @@ class EagleSpec:
             shapes["fc.weight"] = (hidden, 2 * hidden)
             if not self.first_input_norm:
                 del shapes["layers.0.input_layernorm.weight"]
+            if self.fc_input_norms:
+                shapes |= dict.fromkeys(("embed_norm.weight", "hidden_norm.weight"), (hidden,))
         if self.fc_bias:
             shapes["fc.bias"] = (hidden,)
         if self.version == 3 or self.final_norm:

@@ -169,6 +169,8 @@ def _shared(spec: EagleSpec | BlockSpec) -> dict[str, Any]:
 
 
 def _eagle_1(spec: EagleSpec) -> dict[str, Any]:
+    if spec.fc_input_norms:
+        raise ModelError("A next-token layer is written in its model's checkpoint, not as a head of its own.")
     own = {"transformer_layer_architecture": "LlamaDecoderLayer", "layernorms": False, "fusion_bias": spec.fc_bias}
     return _shared(spec) | own
 

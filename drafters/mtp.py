@@ -1,0 +1,25 @@
+"""Next-token layers that come in the target's own checkpoint (multi-token prediction, MTP; arXiv 2404.19737 and
+2412.19437) draft as an EAGLE head does, without any training of ours."""
+
+from __future__ import annotations
+
+from specserve.speculation.feature_drafter import FeatureDrafter
+from specserve.speculation.models import ModelContext
+
+PRIORITY = 7
+RUNS_MODEL = True
+
+
+class MtpDrafter(FeatureDrafter):
+    """Drafts with the first next-token layer of the target's checkpoint, or of that in `head`, a folder or repository
+    of the same model, for a target that was quantised without them. See FeatureDrafter. "auto" takes part in it where
+    the target has one and no head is named."""
+
+    def __init__(
+        self, context: ModelContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1
+    ) -> None:
+        super().__init__(context, "mtp", head, min_probability, top_k)
+
+    @staticmethod
+    def suits(context: ModelContext, head: str | None = None, min_probability: float = 0.0, top_k: int = 1) -> bool:
+        return head is None and context.verification == "coupled" and context.has_head(None, "mtp")
