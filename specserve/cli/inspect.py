@@ -75,6 +75,7 @@ def _target(model: str) -> TargetShape:
 def _about_model(folder: Path, target: str | None) -> Rows:
     """Raises ModelError for what is neither a model that can be run nor a draft head."""
     from specserve.checkpoint.folder import read_config
+    from specserve.models.heads.formats import has_next_token_layers
     from specserve.models.loader import check_tensors
     from specserve.text.tokenizer import Tokenizer
 
@@ -93,6 +94,8 @@ def _about_model(folder: Path, target: str | None) -> Rows:
         ("context", f"{spec.max_len:,} tokens"),
         ("size", _size(tensors.num_parameters, tensors.num_bytes)),
     ]
+    if has_next_token_layers(folder):
+        rows.append(("next-token layers", "for --drafter mtp; auto takes part in them"))
     if (folder / "tokenizer.json").exists():
         rows.append(("tokenizer", f"{Tokenizer(folder).vocab_size:,} tokens"))
     else:
