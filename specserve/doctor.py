@@ -1,5 +1,5 @@
 """What an engine would find on this machine: device, instruction sets, memory, kernels, threads, models, versions.
-Looks only: loads no weights, fetches nothing, changes nothing."""
+Looks only: fetches nothing, changes nothing, and reads no weights but a matrix of each kind that is quantised."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from rich.table import Table
 
 from specserve.cache.sizing import GIB, free_memory
 from specserve.checkpoint import catalog
+from specserve.checkpoint.folder import read_config
+from specserve.checkpoint.quantized import QuantizedWeights
 from specserve.errors import NotFetchedError, SpecserveError
+from specserve.files import reading
 from specserve.machine.cores import THREADS, default_threads, processor, usable_cores
+from specserve.models.rounding import how_kept
 from specserve.ops import choice
 from specserve.ops.isa import VARIABLE
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
@@ -64,7 +68,7 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Secti
         Section("Kernels", _kernels(device, isa)),
         Section("Drafters", [("found", ", ".join(DRAFTERS.names()) or "none")]),
         Section("Structured output", _grammars()),
-        _models(model),
+        _models(model, isa),
     ]
 
 
@@ -138,17 +142,32 @@ def _grammars() -> list[tuple[str, str]]:
     ]
 
 
-def _models(model: str) -> Section:
-    fault = None
+def _weights(folder: Path, isa: str) -> str:
+    """How they are quantised, and how exactly an engine would keep one matrix of each kind. Raises ModelError for what
+    it could not read."""
+    with reading(folder):
+        quantized = QuantizedWeights(folder, read_config(folder))
+        ops = choice.choose_ops(choice.choose_device("auto"), "auto", "auto", 1, isa)
+        return how_kept(quantized, ops) or quantized.describe()
+
+
+def _models(model: str, isa: str) -> Section:
+    fault, weights = None, "not looked at"
     try:
         folder = str(catalog.resolve(model, offline=True, progress=False, convert=False))
     except SpecserveError as error:
         folder, fault = str(error), None if isinstance(error, NotFetchedError) else error
+    else:
+        try:
+            weights = _weights(Path(folder), isa)
+        except SpecserveError as error:
+            weights, fault = str(error), error
     here = [(f"  {entry.name}", f"{entry.num_bytes / 2**20:.0f} MiB, {entry.folder}") for entry in catalog.installed()]
     rows = [
         ("cache", str(catalog.cache_folder())),
         ("model", model),
         ("folder", folder),
+        ("weights", weights),
         ("in the cache", str(len(here))),
         *here,
     ]

@@ -1,5 +1,6 @@
-"""Reads checkpoints of float8 matrices with a scale for each block, as DeepSeek V3 and Qwen3 FP8 have them (arXiv
-2412.19437): weight float8_e4m3fn [out, in], weight_scale_inv [out / n, in / m], by which its numbers are multiplied."""
+"""Reads checkpoints of float8 matrices: weight float8_e4m3fn [out, in], and a scale for each block, weight_scale_inv
+[out / n, in / m], by which its numbers are multiplied, as DeepSeek V3 and Qwen3 FP8 have it (arXiv 2412.19437); or one
+for all, weight_scale, as AutoFP8 does."""
 
 from __future__ import annotations
 
@@ -9,36 +10,42 @@ from specserve.checkpoint.layout import SCALES, Config, Infos, Layout, Matrix, c
 from specserve.errors import ModelError
 
 NAME = "FP8"
-_SCALE = "weight_scale_inv"
+_SCALES, _SCALE = "weight_scale_inv", "weight_scale"
 
 
 def find(config: Config, infos: Infos) -> Layout:
     """Its matrices. Raises ModelError for settings that are not supported and tensors that contradict them."""
     setting(config, "fmt", ["e4m3", "float8_e4m3fn"], "e4m3")
-    block = config.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(type(each) is int and each > 0 for each in block):
-        raise ModelError(
-            f"quantization_config gives weight_block_size as {block!r}; supported are FP8 checkpoints with blocks of "
-            "two positive numbers, or those of compressed-tensors."
-        )
-    size = block[0], block[1]
-    matrices = {f"{module}.weight": _matrix(module, size, infos) for module in modules_with(infos, _SCALE)}
-    scales = frozenset(name for name in infos if name.endswith((".input_scale", ".activation_scale")))
-    return Layout(matrices, scales, ("activations are rounded as the kernels do it, not as the checkpoint says",))
+    block, name = config.get("weight_block_size"), _SCALES if config.get("weight_block_size") else _SCALE
+    sizes = block if isinstance(block, list) and len(block) == 2 else []
+    if block is not None and not (sizes and all(type(each) is int and each > 0 for each in sizes)):
+        raise ModelError(f"quantization_config gives weight_block_size as {block!r}; it must be two positive numbers.")
+    excluded = [*(config.get("modules_to_not_convert") or []), *(config.get("ignored_layers") or [])]
+    matrices = {}
+    for module in modules_with(infos, name):
+        if module in excluded:
+            raise ModelError(f"{module} is quantised, and quantization_config says not.")
+        matrices[f"{module}.weight"] = _matrix(module, name, (sizes[0], sizes[1]) if sizes else None, infos)
+    unused = frozenset(name for name in infos if name.endswith((".input_scale", ".k_scale", ".v_scale")))
+    return Layout(matrices, unused, ("activations are rounded as the kernels do it, not as the checkpoint says",))
 
 
-def _matrix(module: str, block: tuple[int, int], infos: Infos) -> Matrix:
-    parts = parts_of(infos, module, ["weight", _SCALE])
+def _matrix(module: str, scale: str, block: tuple[int, int] | None, infos: Infos) -> Matrix:
+    parts = parts_of(infos, module, ["weight", scale])
     check(infos, parts["weight"], ["F8_E4M3"])
     if len(shape := infos[parts["weight"]].shape) != 2:
         raise ModelError(f"{parts['weight']} has shape {shape}; it must be a matrix.")
-    blocks = -(-shape[0] // block[0]), -(-shape[1] // block[1])
-    check(infos, parts[_SCALE], SCALES, blocks, why=f"quantization_config, a weight_block_size of {list(block)},")
+    size = block or (shape[0], shape[1])
+    blocks = -(-shape[0] // size[0]), -(-shape[1] // size[1])
+    shapes = (blocks,) if block else ((), (1,), (1, 1))
+    said = f"a weight_block_size of {list(block)}," if block else "no weight_block_size,"
+    check(infos, parts[scale], SCALES, *shapes, why=f"quantization_config, {said}")
 
-    def read(weight: Tensor, weight_scale_inv: Tensor) -> Tensor:
-        return dequantised(weight, weight_scale_inv, block)
+    def read(weight: Tensor, **scales: Tensor) -> Tensor:
+        return dequantised(weight, scales[scale].view(blocks), size)
 
-    return Matrix((shape[0], shape[1]), f"float8 (E4M3), blocks of {block[0]} x {block[1]}", parts, read)
+    words = f"blocks of {size[0]} x {size[1]}" if block else "one scale each"
+    return Matrix((shape[0], shape[1]), f"float8 (E4M3), {words}", parts, read)
 
 
 def dequantised(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -19,6 +19,7 @@ from specserve.errors import ModelError, unknown
 from specserve.ops.packing import Weight
 
 KEY = "quantization_config"
+_OLD_KEY = "compression_config"  # the first ones of compressed-tensors
 _LAYOUTS: Mapping[str, ModuleType] = {
     "gptq": gptq,
     "awq": awq,
@@ -102,8 +103,8 @@ class QuantizedWeights(Mapping[str, Weight]):
 
 def _layout(folder: Path, config: Config) -> tuple[Config, ModuleType | None]:
     """Its settings, and who reads it. Raises ModelError for a method that nobody reads."""
-    settings, default = config.get(KEY), None
-    if settings is None:
+    settings, default = config.get(KEY) or config.get(_OLD_KEY), None
+    if not settings:
         found = [name for name in _OWN_FILES if (folder / name).exists()]
         if not found:
             return {}, None

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from specserve.cli.options import MODEL
-from specserve.errors import ModelError
+from specserve.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from specserve.checkpoint.quantized import QuantizedWeights
     from specserve.models.heads.formats import Head
     from specserve.models.heads.spec import TargetShape
     from specserve.models.spec import DecoderSpec
 
 Rows = list[tuple[str, str]]
+_MOST_MEASURED = 4  # matrices of each kind
 
 
 def inspect(
@@ -93,6 +95,7 @@ def _about_model(folder: Path, target: str | None) -> Rows:
         ("vocabulary", f"{spec.vocab_size:,} ids"),
         ("context", f"{spec.max_len:,} tokens"),
         ("size", _size(tensors.num_parameters, tensors.num_bytes)),
+        *_quantized(tensors.quantized),
     ]
     if has_next_token_layers(folder):
         rows.append(("next-token layers", "for --drafter mtp; auto takes part in them"))
@@ -102,6 +105,27 @@ def _about_model(folder: Path, target: str | None) -> Rows:
         rows.append(("tokenizer", "none: tokenizer.json is missing, without which it cannot be run"))
     if target is not None:
         rows.append(("fits", "not looked at: only draft heads are made for one target"))
+    return rows
+
+
+def _quantized(weights: QuantizedWeights) -> Rows:
+    """How the weights are quantised, and how exactly kernels would keep them."""
+    if not weights.matrices:
+        return []
+    from specserve.config import QUANTIZATIONS
+    from specserve.machine.cores import default_threads
+    from specserve.models.rounding import how_kept
+    from specserve.ops.choice import choose_device, choose_ops
+
+    rows, device, threads = [("weights", weights.describe())], choose_device("auto"), default_threads()
+    for quantization in QUANTIZATIONS:
+        if quantization == "auto":
+            continue
+        try:
+            kept = how_kept(weights, choose_ops(device, "auto", quantization, threads), _MOST_MEASURED)
+        except ConfigError as error:  # kernels without it
+            kept = str(error)
+        rows.append((f"as {quantization}", kept))
     return rows
 
 

@@ -113,6 +113,7 @@ def build(
     )
     built = Built(Engine(executor, cache, scheduler, drafting, limits, counters), ops, tokenizer, compiler, threads)
     weights = built.dtype if ops.quantization == "none" else ops.quantization
+    weights += f" (checkpoint: {model.origin})" if model.origin else ""
     built.summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {sizing}{spec.note}"
     return built
 

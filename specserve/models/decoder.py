@@ -27,6 +27,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.ops = ops
+        self.origin = ""  # how a checkpoint that is quantised has its weights, and what became of them, for people
         self.num_mapped_bytes = 0  # of the weights, where they are mapped from a file: the system counts them as free
         read = WeightReader(spec.shapes(), weights, ops, cached)
         self._embedding = ops.pack_table(*read.named("model.embed_tokens"))

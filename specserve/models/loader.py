@@ -25,6 +25,7 @@ from specserve.errors import CapacityError, ModelError, unknown
 from specserve.files import reading
 from specserve.models.config import Config
 from specserve.models.decoder import Decoder
+from specserve.models.rounding import how_kept
 from specserve.models.spec import DecoderSpec, ExpertsMlp, shorten
 from specserve.ops import Ops
 from specserve.ops.packing import Quantized, Weight, rows_of
@@ -58,7 +59,9 @@ def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool) -> Decode
     spec = tensors.spec if max_len is None else shorten(tensors.spec, max_len)
     check_memory(spec, ops, free_memory(ops.device))
     if ops.layout is None or tensors.num_bytes < _WORTH_BYTES:
-        return Decoder(spec, tensors, ops)
+        model = Decoder(spec, tensors, ops)
+        model.origin = how_kept(tensors.quantized, ops)
+        return model
     layout, any_length = ops.layout, repr(dataclasses.replace(spec, max_len=1))
 
     def key() -> Any:
@@ -70,7 +73,7 @@ def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool) -> Decode
     path = packed_path(folder.resolve(), ops)
     with PackedWeights(path, folder.resolve(), key, lambda: _bar(progress, _num_packed_bytes(spec, ops))) as packed:
         model = Decoder(spec, tensors, ops, packed.get)
-    model.num_mapped_bytes = packed.num_mapped_bytes
+    model.num_mapped_bytes, model.origin = packed.num_mapped_bytes, how_kept(tensors.quantized, ops)
     return model
 
 

@@ -254,22 +254,28 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Float8:
-    block: tuple[int, int] = (32, 32)
+    block: tuple[int, int] | None = (32, 32)  # None: one scale
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
-        said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-        return {**said, "weight_block_size": list(self.block), **self.config}
+        block = {} if self.block is None else {"weight_block_size": list(self.block)}
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", **block, **self.config}
 
     def tensors(self, shape: tuple[int, int], seed: int) -> Tensors:
-        blocks = -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
         floats = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50
-        scales = random_scales(blocks, 8, seed, torch.float32)
-        return {"weight": floats.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
+        weight = {"weight": floats.to(torch.float8_e4m3fn)}
+        if self.block is None:
+            return weight | {"weight_scale": random_scales((), 8, seed, torch.float32)}
+        blocks = -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
+        return weight | {"weight_scale_inv": random_scales(blocks, 8, seed, torch.float32)}
 
     def numbers(self, tensors: Tensors, shape: tuple[int, int]) -> Tensor:
-        stored, scales = tensors["weight"].float().tolist(), tensors["weight_scale_inv"].tolist()
-        return one_by_one(lambda o, i: stored[o][i] * scales[o // self.block[0]][i // self.block[1]], shape)
+        stored, block = tensors["weight"].float().tolist(), self.block
+        if block is None:
+            scale = float(tensors["weight_scale"])
+            return one_by_one(lambda o, i: stored[o][i] * scale, shape)
+        scales = tensors["weight_scale_inv"].tolist()
+        return one_by_one(lambda o, i: stored[o][i] * scales[o // block[0]][i // block[1]], shape)
 
 
 Layout = Gptq | Awq | Compressed | Float8

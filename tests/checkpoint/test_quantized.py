@@ -18,11 +18,16 @@ from torch import Tensor
 
 from specserve.checkpoint.bitstream import unpack
 from specserve.checkpoint.packed import packed_path
+from specserve.cli.inspect import inspect
+from specserve.config import EngineConfig
+from specserve.doctor import examine
+from specserve.engine.build import build
 from specserve.errors import ModelError
 from specserve.kernels.reference import Kernels
 from specserve.models import loader
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.loader import check_tensors, load_model
+from specserve.models.rounding import relative_error
 from specserve.ops import Ops
 from specserve.ops.packing import Quantized
 from specserve.testing import PagedDecoder, write_tiny_model
@@ -73,6 +78,7 @@ LAYOUTS: dict[str, Layout] = {
     "mxfp4": Compressed("mxfp4-pack-quantized"),
     "fp8": Float8(),
     "fp8-odd-blocks": Float8(block=(48, 24)),
+    "fp8-one-scale": Float8(block=None),
 }
 
 
@@ -280,6 +286,62 @@ def test_integers_are_closer_than_numbers_rounded_again(name: str, kernels: str,
     assert (kept - exact).norm() < 0.1 * exact.norm()
 
 
+# What is said of it
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gptq-symmetric", "GPTQ int4, groups of 32: kept in int8"),
+        ("gptq-act-order", "GPTQ int4, groups of 32, act-order: rounded to int8, error 0."),
+        ("fp8", "FP8 float8 (E4M3), blocks of 32 x 32: rounded to int8, error 0."),
+    ],
+)
+def test_the_line_at_the_start_says_what_became_of_it(name: str, said: str, tmp_path: Path) -> None:
+    write_quantized(tmp_path, LAYOUTS[name])
+    make_ops("native-int8")  # skips where there are none
+    built = build(EngineConfig(str(tmp_path), device="cpu", quantization="int8", kv_cache_gib=0.01, threads=1))
+    assert f"in int8 (checkpoint: {said}" in built.summary
+
+
+def test_inspect_says_it_for_every_way_to_store_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_quantized(tmp_path, Gptq(), others={"down_proj": Gptq(bits=8, group=64)})
+    edit_config(
+        tmp_path,
+        quantization_config=Gptq(config={"dynamic": {".*down_proj": {"bits": 8, "group_size": 64}}}).settings(),
+    )
+    make_ops("native-int8")
+    inspect(str(tmp_path))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "weights GPTQ int4, groups of 32 (6 of them); int8, groups of 64 (1 of them)" in said
+    assert "as int4 GPTQ int4, groups of 32: rounded to int4, error 0.0" in said
+    assert "as int8 GPTQ int4, groups of 32: kept in int8; int8, groups of 64: rounded to int8" in said
+
+
+def test_doctor_says_it_and_finds_what_is_broken(tmp_path: Path) -> None:
+    write_quantized(tmp_path, Gptq(symmetric=True))
+    models = examine(str(tmp_path))[-1]
+    assert models.fault is None and dict(models.rows)["weights"].startswith("GPTQ int4, groups of 32: ")
+    edit_config(tmp_path, quantization_config={"quant_method": "hqq"})
+    models = examine(str(tmp_path))[-1]
+    assert models.fault is not None and "hqq" in dict(models.rows)["weights"]
+    edit_config(tmp_path, quantization_config=Gptq(group=128).settings())
+    assert "group_size of 128" in str(examine(str(tmp_path))[-1].fault)
+
+
+def test_errors_are_measured_by_what_is_multiplied_with(tmp_path: Path) -> None:
+    ops = make_ops("native-int8")
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randn(40, 64, generator=generator)
+    step = numbers.view(40, 2, 32).abs().amax(2, keepdim=True).div(127).half().float()
+    rounded = ((numbers.view(40, 2, 32) / step).round() * step).view(40, 64)
+    wanted = float((rounded - numbers).norm() / numbers.norm())
+    assert relative_error(ops, numbers) == pytest.approx(wanted, rel=1e-3)
+    assert relative_error(ops, rounded) < 1e-5
+    assert relative_error(ops, torch.zeros(40, 64)) == 0
+    assert relative_error(make_ops("reference-float32"), numbers) < 1e-6
+
+
 # What is passed over, and what is refused
 
 
@@ -410,7 +472,10 @@ BROKEN: dict[str, tuple[Layout, Change, dict[str, Any], str]] = {
         {},
         "holds NaN",
     ),
-    "fp8 without blocks": (Float8(), lambda t: None, {"weight_block_size": None}, "weight_block_size"),
+    "fp8 of odd blocks": (Float8(), lambda t: None, {"weight_block_size": [32]}, "two positive numbers"),
+    "fp8 without blocks": (Float8(), lambda t: None, {"weight_block_size": None}, "holds F8_E4M3|does not account for"),
+    "fp8 without a scale": (Float8(block=None), lambda t: t.pop(f"{Q}.weight_scale"), {}, "holds F8_E4M3"),
+    "fp8's exceptions": (Float8(), lambda t: None, {"modules_to_not_convert": [Q]}, "says not"),
     "fp8's scales": (Float8(), lambda t: None, {"weight_block_size": [64, 64]}, "weight_scale_inv has shape"),
     "NaN in float8": (
         Float8(),
