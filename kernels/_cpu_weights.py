@@ -15,6 +15,7 @@ GROUP = 32  # inputs that share a scale
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
 _INT8_OFFSET, _INT4_MOST = 128, 15
+_SCALE_ERROR = 2.0**-10  # of the largest scale: what float16 rounds of one that is not below its normal range
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,13 @@ def pack_tiles(form: int, weight: Weight, out: Tensor) -> None:
 
 def _kept(form: int, weight: Quantized) -> _Groups | None:
     """Its own integers, scales and zeros, if they fit the format; None for inputs in another order, groups that no
-    groups of 32 make up, scales above float16, and integers that are too many or no whole number from their zero. What
-    float16 rounds of a scale below its normal range, it rounds as well of one that is found anew."""
+    groups of 32 make up, scales beyond float16, and integers that are too many or no whole number from their zero. A
+    scale far below the largest, as of inputs that are dead, may be as inexact as all others are small beside that."""
     if weight.order is not None or weight.group % GROUP or weight.shape[1] % GROUP:
         return None
     scales = weight.scales.float()
     halves = scales.half()
-    if not bool(halves.isfinite().all()):
+    if not bool(((halves.float() - scales).abs() <= _SCALE_ERROR * scales.abs().max()).all()):
         return None
     zeros = torch.zeros_like(scales) if weight.zeros is None else weight.zeros.float()
     if form == INT4:

@@ -300,7 +300,7 @@ def test_integers_are_closer_than_numbers_rounded_again(name: str, kernels: str,
 def test_the_line_at_the_start_says_what_became_of_it(name: str, said: str, tmp_path: Path) -> None:
     write_quantized(tmp_path, LAYOUTS[name])
     make_ops("native-int8")  # skips where there are none
-    built = build(EngineConfig(str(tmp_path), device="cpu", quantization="int8", kv_cache_gib=0.01, threads=1))
+    built = build(EngineConfig(model=str(tmp_path), device="cpu", quantization="int8", kv_cache_gib=0.01, threads=1))
     assert f"in int8 (checkpoint: {said}" in built.summary
 
 
