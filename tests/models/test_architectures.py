@@ -526,6 +526,7 @@ def test_unknown_model_type_lists_near_misses() -> None:
         "qwen2_moe",
         "qwen3",
         "qwen3_moe",
+        "mimo",
         "smollm3",
         "granite",
         "ernie4_5",
