@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from specserve.errors import CapacityError, ModelError, unknown
 from specserve.files import reading
 from specserve.models.config import Config
 from specserve.models.decoder import Decoder
+from specserve.models.fusing import QKV, rows_by_head
 from specserve.models.rounding import how_kept
 from specserve.models.spec import DecoderSpec, ExpertsMlp, shorten
 from specserve.ops import Ops
@@ -84,14 +85,16 @@ def check_tensors(folder: Path) -> CheckedTensors:
         config = read_config(folder)
         weights = QuantizedWeights(folder, config)
         architecture = find_architecture(config)
-        layers = config.get("num_hidden_layers")
+        layers = next((config[key] for key in ("n_layer", "n_layers", "num_hidden_layers") if key in config), None)
         if isinstance(layers, int) and layers > len(weights):  # before anything is made for each
             raise ModelError(
                 f"{folder / 'config.json'} says {layers:,} layers, and the files have {len(weights):,} tensors."
             )
         rename, fused = getattr(architecture, "rename", str), getattr(architecture, "FUSED", {})
         plain = {key: value for key, value in config.items() if key != KEY}
-        return CheckedTensors(architecture.spec(plain), weights, rename, fused, folder)
+        by_head, is_transposed = (getattr(architecture, name, ()) for name in ("FUSED_BY_HEAD", "IS_TRANSPOSED"))
+        spec = architecture.spec(plain)
+        return CheckedTensors(spec, weights, rename, fused, folder, by_head, bool(is_transposed))
 
 
 @contextmanager
@@ -122,9 +125,10 @@ def find_architecture(config: Config) -> Any:
 
 class CheckedTensors(Mapping[str, Weight]):
     """A checkpoint's tensors under the names of spec.shapes(); `rename` turns a stored name into one of these, or None
-    for one that is not needed. `fused` has the layers whose rows are those of several layers, one after the other.
-    Names, shapes and dtypes are checked at once, from the files' headers, and tensors and their numbers when they are
-    taken. Raises ModelError naming the tensor."""
+    for one that is not needed. `fused` has the layers whose rows are those of several layers, one after the other, and
+    `by_head` those with queries, keys and values as fusing.rows_by_head has them; with `is_transposed` the matrices of
+    layers are stored as [in, out]. Names, shapes and dtypes are checked at once, from the files' headers, and tensors
+    and their numbers when they are taken. Raises ModelError naming the tensor."""
 
     def __init__(
         self,
@@ -133,17 +137,21 @@ class CheckedTensors(Mapping[str, Weight]):
         rename: Callable[[str], str | None],
         fused: Mapping[str, tuple[str, ...]],
         folder: Path,
+        by_head: Sequence[str] = (),
+        is_transposed: bool = False,
     ) -> None:
         self.spec = spec
+        self._is_transposed = is_transposed
         self._shapes = spec.shapes()
         self.quantized = weights
         self._folder = folder
         names = {rename(stored): stored for stored in weights if not _HARMLESS.fullmatch(stored)}
         self._stored = {name: stored for name, stored in names.items() if name is not None}
-        self._rows: dict[str, slice] = {}  # of what is stored with others
+        self._rows: dict[str, slice | Tensor] = {}  # of what is stored with others
         self._experts: dict[str, int] = {}  # of what is stored with others' rows in one tensor, the number of its own
         self._whole: dict[str, tuple[int, ...]] = {}  # the shape of what is stored with others, by its stored name
         self._split(fused)
+        self._split(dict.fromkeys(by_head, QKV), is_by_head=True)
         self._split_experts()
         # Some tools store a tied head a second time.
         self._second_head = self._stored.pop("lm_head.weight", None) if spec.tied_embeddings else None
@@ -151,14 +159,16 @@ class CheckedTensors(Mapping[str, Weight]):
         for name in self._shapes:
             self._check_tensor(name)
 
-    def _split(self, fused: Mapping[str, tuple[str, ...]]) -> None:
+    def _split(self, fused: Mapping[str, tuple[str, ...]], is_by_head: bool = False) -> None:
         for whole, parts in fused.items():
             for name in [name for name in self._stored if f".{whole}." in name]:
                 stored = self._stored.pop(name)
                 shape: tuple[int, ...] = (0,)
-                for part in (name.replace(whole, each) for each in parts):
+                by_head = rows_by_head(self.spec, name) if is_by_head else None
+                for i, part in enumerate(name.replace(whole, each) for each in parts):
                     rows, *columns = self._shapes.get(part, (0,))  # 0: a tensor too many, which is refused by its name
-                    self._take_part(part, stored, slice(shape[0], shape[0] + rows))
+                    own = slice(shape[0], shape[0] + rows) if by_head is None else by_head[i]
+                    self._take_part(part, stored, own)
                     shape = (shape[0] + rows, *columns)
                 self._whole[stored] = shape
 
@@ -180,7 +190,7 @@ class CheckedTensors(Mapping[str, Weight]):
                 start += rows
             self._whole[stored] = (numbers, start, columns)
 
-    def _take_part(self, part: str, stored: str, rows: slice) -> None:
+    def _take_part(self, part: str, stored: str, rows: slice | Tensor) -> None:
         if part in self._stored:
             raise ModelError(f"{self._folder} has {stored} and {self._stored[part]}, a part of it.")
         self._stored[part], self._rows[part] = stored, rows
@@ -218,10 +228,16 @@ class CheckedTensors(Mapping[str, Weight]):
         stored = self._stored[name]
         wanted = self._whole.get(stored, self._shapes[name])
         info = self.quantized.infos[stored]
+        if self._is_stored_transposed(name):
+            wanted = wanted[::-1]
         if info.shape != wanted:
             raise ModelError(f"{self._folder}: {stored} has shape {info.shape}; config.json implies {wanted}.")
         if info.dtype not in _FLOATS and stored not in self.quantized.matrices:
             raise ModelError(f"{self._folder}: {stored} holds {info.dtype}; supported are {', '.join(_FLOATS)}.")
+
+    def _is_stored_transposed(self, name: str) -> bool:
+        is_matrix = name.startswith("model.layers.") and len(self._shapes[name]) == 2
+        return self._is_transposed and is_matrix and self._stored[name] not in self.quantized.matrices
 
     def _check_numbers(self, name: str, weight: Weight) -> None:
         """Packing would make numbers of them, and answers that are wrong without a word."""
@@ -245,6 +261,9 @@ class CheckedTensors(Mapping[str, Weight]):
         if name in self._experts:
             assert isinstance(weight, Tensor), "a quantised matrix has a tensor of its own"
             weight = weight[self._experts[name]]
+        if self._is_stored_transposed(name):
+            assert isinstance(weight, Tensor), "quantised matrices are [out, in]"
+            weight = weight.T
         if name in self._rows:
             weight = rows_of(weight, self._rows[name])
         self._check_numbers(name, weight)

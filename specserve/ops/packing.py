@@ -100,8 +100,8 @@ def reordered(weight: Weight, rows: Tensor | None) -> Weight:
     return weight if rows is None else by_rows([weight], lambda parts: parts[0][rows])
 
 
-def rows_of(weight: Weight, rows: slice) -> Weight:
-    """Some of its rows, a view."""
+def rows_of(weight: Weight, rows: slice | Tensor) -> Weight:
+    """Some of its rows, a view where they are a slice."""
     if isinstance(weight, Tensor):
         return weight[rows]
     zeros = None if weight.zeros is None else weight.zeros[rows]

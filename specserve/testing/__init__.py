@@ -17,6 +17,7 @@ from specserve.testing.integrity import check_integrity as check_integrity
 from specserve.testing.models import (
     CHAT_TEMPLATE as CHAT_TEMPLATE,
     SPECIAL_TOKENS as SPECIAL_TOKENS,
+    TINY_ARCHITECTURES as TINY_ARCHITECTURES,
     Feed as Feed,
     PagedDecoder as PagedDecoder,
     llama_spec as llama_spec,

@@ -19,6 +19,7 @@ from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
 from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, RmsNorm, Rope
 from specserve.runtime.pack import SequenceRows, pack
+from specserve.testing.classic import CLASSIC, as_stored
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|start|>", "<|end|>", "<|pad|>")
 CHAT_TEMPLATE = (
@@ -49,6 +50,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "mimo": {"architectures": ["MiMoForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
@@ -91,17 +93,20 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+TINY_ARCHITECTURES = (*_OWN, *CLASSIC)
+
 
 def tiny_config(architecture: str, **overrides: Any) -> dict[str, Any]:
     """A small config.json of one architecture file's kind, with `overrides` on top.
 
     Raises ConfigError for an unknown architecture.
     """
-    if architecture not in _OWN:
-        raise ConfigError(unknown("tiny architecture", architecture, _OWN))
+    if architecture not in TINY_ARCHITECTURES:
+        raise ConfigError(unknown("tiny architecture", architecture, TINY_ARCHITECTURES))
     eos, _, end, pad = range(len(_merged_vocabulary()), len(_merged_vocabulary()) + len(SPECIAL_TOKENS))
     ids = {"vocab_size": pad + 1, "bos_token_id": None, "eos_token_id": [eos, end], "pad_token_id": pad}
-    return {"model_type": architecture, **_COMMON, **ids, **_OWN[architecture], **overrides}
+    common = {} if architecture in CLASSIC else _COMMON
+    return {"model_type": architecture, **common, **ids, **{**_OWN, **CLASSIC}[architecture], **overrides}
 
 
 def write_tiny_model(folder: Path, architecture: str, seed: int = 0, **overrides: Any) -> Path:
@@ -112,7 +117,8 @@ def write_tiny_model(folder: Path, architecture: str, seed: int = 0, **overrides
     """
     config = tiny_config(architecture, **overrides)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_fused(config, dict(random_weights(config, seed))), folder / "model.safetensors", {"format": "pt"})
+    tensors = as_stored(config, _fused(config, dict(random_weights(config, seed))))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     generation = {"eos_token_id": config["eos_token_id"], "pad_token_id": config["pad_token_id"]}
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -135,10 +141,10 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, 
     for name, shape in spec.shapes().items():
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
-            yield name, _norm_size(spec, name) * (1.0 + 0.2 * noise) - spec.final_norm.offset
+            yield name, _norm_size(spec, name) * (1.0 + 0.2 * noise) - getattr(spec.final_norm, "offset", 0.0)
         elif name.endswith("bias"):
             yield name, 0.2 * noise
-        elif "embed_tokens" in name:
+        elif "embed_tokens" in name or "embed_positions" in name:
             yield name, _EMBEDDING_SIZE / spec.embedding_scale * noise
         else:
             gain = _LOGIT_SIZE if "q_proj" in name or "lm_head" in name else 1.5
