@@ -80,7 +80,6 @@ def find(config: Config, infos: Infos) -> Layout:
     for key in ("sparsity_config", "transform_config"):
         if (value := config.get(key)) and (not isinstance(value, Mapping) or value.get("format") != "dense"):
             raise ModelError(f"quantization_config has a {key}, which is not supported. Use a version without one.")
-    setting(config, "quantization_status", ["compressed"], "compressed")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ModelError("quantization_config has no config_groups.")

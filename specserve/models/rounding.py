@@ -11,7 +11,8 @@ from specserve.ops import Ops
 from specserve.ops.packing import Weight, rows_of
 
 _MOST_INPUTS, _MOST_OUTPUTS = 512, 256  # of a matrix that are looked at
-_EXACT = 1e-6  # of what sums in float32 round
+_EXACT = 1e-6  # errors: at most what sums in float32 round
+_OF_FLOAT16 = 1e-3  # less than int8 would round, and more than float16 does of a scale or of a scale times a zero
 
 
 def relative_error(ops: Ops, weight: Weight, *, is_head: bool = False) -> float:
@@ -42,4 +43,9 @@ def how_kept(weights: QuantizedWeights, ops: Ops, most: int = 1) -> str:
 def _in_words(ops: Ops, weights: QuantizedWeights, names: list[str]) -> str:
     error = max(relative_error(ops, weights[name], is_head=name == "lm_head.weight") for name in names)
     stored = str(ops.dtype).removeprefix("torch.") if ops.quantization == "none" else ops.quantization
-    return f"kept in {stored}" if error <= _EXACT else f"rounded to {stored}, error {100 * error:.2g} %"
+    if error <= _EXACT:
+        return f"kept in {stored}"
+    if error <= _OF_FLOAT16 and ops.quantization != "none":
+        return f"kept in {stored} but for what float16 rounds of scales and zeros, error {100 * error:.2g} %"
+    hint = " (int8 rounds less)" if ops.quantization == "int4" else ""
+    return f"rounded to {stored}, error {100 * error:.2g} %{hint}"

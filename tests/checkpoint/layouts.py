@@ -162,7 +162,7 @@ class Compressed:
 
     def weights(self) -> dict[str, Any]:
         said: dict[str, Any] = {"num_bits": self.bits, "strategy": self.strategy, "symmetric": self.symmetric}
-        said["type"] = "float" if self.form in ("float-quantized", "mxfp4-pack-quantized") else "int"
+        said["type"] = "float" if self.form in ("float-quantized", "naive-quantized", "mxfp4-pack-quantized") else "int"
         said |= {"group_size": self.group} if self.strategy == "group" else {}
         said |= {"block_structure": list(self.block)} if self.strategy == "block" else {}
         return said | ({"actorder": "group"} if self.act_order else {})
@@ -194,7 +194,7 @@ class Compressed:
         scales = random_scales(self._scale_shape(shape), self.bits, seed + 2, torch.bfloat16)
         ints = random_ints(shape, -self.offset, self.offset, seed)
         zeros = random_ints(tuple(scales.shape), -self.offset, self.offset, seed + 1)
-        if self.form == "float-quantized":
+        if self.form in ("float-quantized", "naive-quantized"):
             floats = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50).to(torch.float8_e4m3fn)
             return {"weight": floats, "weight_scale": scales}
         if self.form == "int-quantized":

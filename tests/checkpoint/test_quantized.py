@@ -24,6 +24,7 @@ from specserve.doctor import examine
 from specserve.engine.build import build
 from specserve.errors import ModelError
 from specserve.kernels.reference import Kernels
+from specserve.llm import LLM
 from specserve.models import loader
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.loader import check_tensors, load_model
@@ -31,6 +32,7 @@ from specserve.models.rounding import relative_error
 from specserve.ops import Ops
 from specserve.ops.packing import Quantized
 from specserve.testing import PagedDecoder, write_tiny_model
+from specserve.types import SamplingParams
 from tests.checkpoint.layouts import (
     Awq,
     Compressed,
@@ -74,6 +76,9 @@ LAYOUTS: dict[str, Layout] = {
     "w8a8-tensor": Compressed("int-quantized", bits=8, strategy="tensor"),
     "fp8-tensor": Compressed("float-quantized", bits=8, strategy="tensor"),
     "fp8-channels": Compressed("float-quantized", bits=8, strategy="channel"),
+    "fp8-as-first-written": Compressed(
+        "naive-quantized", 8, "tensor", config={"quantization_status": "frozen", "kv_cache_scheme": {"num_bits": 8}}
+    ),
     "fp8-blocks": Compressed("float-quantized", bits=8, strategy="block"),
     "mxfp4": Compressed("mxfp4-pack-quantized"),
     "fp8": Float8(),
@@ -145,6 +150,19 @@ def test_floats_are_those_of_the_numbers(name: str, kernels: str, tmp_path: Path
     tensors = write_quantized(tmp_path / "quantized", LAYOUTS[name])
     plain = write_plain(tmp_path / "plain", tensors)
     assert torch.equal(*(logits(folder, make_ops(kernels)) for folder in (tmp_path / "quantized", plain)))
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "w4a16-asymmetric", "w8a8"])
+def test_text_is_that_of_the_numbers(name: str, tmp_path: Path) -> None:
+    tensors = write_quantized(tmp_path / "quantized", LAYOUTS[name])
+    plain = write_plain(tmp_path / "plain", tensors)
+    texts = []
+    for folder in (tmp_path / "quantized", plain):
+        with LLM(str(folder), device="cpu", dtype="float32", quantization="none", kv_cache_gib=0.01, threads=1) as llm:
+            greedy = llm.generate(["a test", "of the"], SamplingParams(max_tokens=12, temperature=0))
+            drawn = llm.generate(["a test"], SamplingParams(max_tokens=12, temperature=0.9, seed=3))
+            texts.append([output.outputs[0].token_ids for output in [*greedy, *drawn]])
+    assert texts[0] == texts[1] and len(set(texts[0][0])) > 1
 
 
 FUSED = {"phi3": {"sliding_window": None, "head_dim": None}, "glm": {}}
@@ -314,7 +332,8 @@ def test_inspect_says_it_for_every_way_to_store_weights(tmp_path: Path, capsys: 
     inspect(str(tmp_path))
     said = " ".join(capsys.readouterr().out.split())
     assert "weights GPTQ int4, groups of 32 (6 of them); int8, groups of 64 (1 of them)" in said
-    assert "as int4 GPTQ int4, groups of 32: rounded to int4, error 0.0" in said
+    assert "as int4 GPTQ int4, groups of 32: kept in int4 but for what float16 rounds" in said
+    assert "int8, groups of 64: rounded to int4, error" in said and "(int8 rounds less)" in said
     assert "as int8 GPTQ int4, groups of 32: kept in int8; int8, groups of 64: rounded to int8" in said
 
 
@@ -465,7 +484,12 @@ BROKEN: dict[str, tuple[Layout, Change, dict[str, Any], str]] = {
     "NVFP4": (Compressed(), lambda t: None, {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized.*W4A16"),
     "sparse": (Compressed(), lambda t: None, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     "rotated by it": (Compressed(), lambda t: None, {"transform_config": {"config_groups": {}}}, "transform_config"),
-    "not compressed": (Compressed(), lambda t: None, {"quantization_status": "frozen"}, "quantization_status"),
+    "not compressed": (
+        Compressed("int-quantized", bits=8, strategy="channel"),
+        lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()}),
+        {"quantization_status": "frozen"},
+        "holds F32; the layout has I8",
+    ),
     "exponent of NaN": (
         Compressed("mxfp4-pack-quantized"),
         lambda t: t[f"{Q}.weight_scale"].fill_(255),
