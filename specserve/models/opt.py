@@ -49,5 +49,7 @@ def spec(config: Config) -> DecoderSpec:
 
 
 def rename(name: str) -> str | None:
-    """Checkpoints of before 2022-06 call the decoder so without `model.`."""
+    """Checkpoints of before 2022-06 call the decoder so without `model.`, and have a number of their layout."""
+    if name.endswith("decoder.version"):
+        return None
     return NAMES.rename(f"model.{name}" if name.startswith("decoder.") else name)

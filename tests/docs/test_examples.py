@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ def test_examples_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPECSERVE_KV_CACHE_GIB", "0.4")
+    monkeypatch.setattr(sys, "argv", [str(path)])
     text = path.read_text("utf-8")
     assert len(text.splitlines()) <= 40
     runs_python(text, str(path))

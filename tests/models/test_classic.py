@@ -37,7 +37,7 @@ def rewrite(folder: Path, rename: Any, more: dict[str, torch.Tensor]) -> None:
         ("gpt2", "transformer.", ["h.0.attn.bias", "h.0.attn.masked_bias"]),
         ("gptj", "transformer.", ["transformer.h.1.attn.bias", "transformer.h.1.attn.masked_bias"]),
         ("gpt_neox", "", ["gpt_neox.layers.2.attention.bias", "gpt_neox.layers.2.attention.rotary_emb.inv_freq"]),
-        ("opt", "model.", []),
+        ("opt", "model.", ["decoder.version"]),
         ("bloom", "transformer.", []),
     ],
 )
