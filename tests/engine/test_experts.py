@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from specserve.config import EngineConfig
@@ -112,6 +113,19 @@ def test_trees_and_preemption_change_nothing(case: Any, alone: Any, small: bool)
     assert drive(engine, mixed()) == alone
     assert drafter.num_accepted > 30
     assert (engine.counters.num_preemptions > 0) == small
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_greedy_text_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, family, seed=3)
+    greedy = [Request(id=each.id, prompt_ids=each.prompt_ids, params=GREEDY) for each in mixed(4)]
+    found = drive(make((folder, {"dtype": "float32"}), drafter="ngram"), greedy)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for request in greedy:
+        prompt = torch.tensor([request.prompt_ids])
+        seen = torch.ones_like(prompt)
+        ids = model.generate(prompt, attention_mask=seen, do_sample=False, max_new_tokens=24, eos_token_id=VOCAB + 1)
+        assert found[request.id, 0] == ids[0, len(request.prompt_ids) :].tolist()
 
 
 def test_completions_share_a_prompt(case: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from specserve.kernels.reference import Kernels as Reference
 from specserve.ops import Input
 from specserve.ops.isa import choose_isa
+from specserve.ops.packing import Quantized
 
 SETS: list[str] = []
 if importlib.util.find_spec("specserve.kernels._native") or os.environ.get("SPECSERVE_REQUIRE_NATIVE") == "1":
@@ -144,6 +145,30 @@ def test_they_are_layers_like_others(name: str, shared: bool) -> None:
     if share is not None:
         total += share * ops.linear(read, layer.shared).float()
     torch.testing.assert_close(layer(x), total, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if "portable" not in name])
+def test_quantised_experts_are_packed_as_other_layers(name: str) -> None:
+    """Their integers are kept where a layer's by itself are: the same bits."""
+    ops, random = make(name), torch.Generator().manual_seed(3)
+
+    def quantised(rows: int, columns: int) -> Quantized:
+        ints = torch.randint(0, 16, (rows, columns), generator=random, dtype=torch.uint8)
+        scales = 0.01 + 0.05 * torch.rand(rows, columns // 32, generator=random)
+        return Quantized(ints, scales.half(), torch.full_like(scales, 8.0), 32)
+
+    gates, ups = ([quantised(64, 96) for _ in range(2)] for _ in range(2))
+    downs = [quantised(40, 64) for _ in range(2)]
+    packed = ops.pack_experts(gates, ups, downs)
+    router = ops.pack_router(torch.stack((torch.ones(96), -torch.ones(96))))
+    x = torch.randn(8, 96, generator=random)
+    read = ops.quantize_activation(x)
+    found = ops.experts(read, packed, ops.route(x, router, 2, 1, True), "silu", None)
+    parts = zip(gates, ups, downs, strict=True)
+    alone = [ops.linear(ops.gated(read, ops.pack_gated(g, u, None, None), "silu"), ops.pack(d)) for g, u, d in parts]
+    first = (x.sum(1) > 0)[:, None]
+    assert 0 < first.sum() < 8
+    assert torch.equal(found, torch.where(first, alone[0].float(), alone[1].float()))
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,31 @@ def test_both_layouts_of_a_checkpoint_are_one_model(family: str, tmp_path: Path)
         names = set(load_file(folder / "model.safetensors"))
         assert ("model.layers.0.mlp.experts.gate_up_proj" in names) != original
         assert torch.equal(logits(folder), logits(published))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"is_normalized": False},
+        {"per_token": 2},
+        {"per_token": 4},
+        {"has_shared_gate": False},
+        {"activation": "gelu_tanh"},
+    ],
+    ids=str,
+)
+def test_another_description_is_another_model(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """What the tests against transformers would notice."""
+    folder = write_tiny_model(tmp_path, "qwen2_moe", norm_topk_prob=True)
+    model = load_model(folder, Kernels(CPU, torch.float32))
+    layers = []
+    for layer in model.spec.layers:
+        assert isinstance(layer.mlp, ExpertsMlp)
+        layers.append(replace(layer, mlp=replace(layer.mlp, **wrong)))
+    changed = Decoder(replace(model.spec, layers=tuple(layers)), load_file(folder / "model.safetensors"), model.ops)
+    expected = logits(folder)
+    error = (PagedDecoder(changed, 1, 48).chunks(0, PROMPT, 45) - expected).abs().max() / expected.abs().max()
+    assert error > 1e-2
 
 
 def stacked(tmp_path: Path, change: dict[str, torch.Tensor | None]) -> Path:
