@@ -22,6 +22,7 @@ from specserve.models.loader import find_architecture, load_model, num_packed_by
 from specserve.models.spec import ExpertsMlp, GatedMlp, Parallel
 from specserve.testing import PagedDecoder, llama_spec, tiny_config, write_tiny_model
 from specserve.train.heads import layers_spec
+from tests.checkpoint.layouts import Awq, Compressed, Float8, Gptq, Layout, write_quantized
 
 CPU = torch.device("cpu")
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -117,6 +118,23 @@ def test_missing_experts_are_named(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_local_experts": 4}))
     assert "experts.4.w1.weight" in load_refusal(folder)
+
+
+QUANTISED: dict[str, Layout] = {"gptq": Gptq(), "awq": Awq(), "w4a16": Compressed(symmetric=False), "fp8": Float8()}
+
+
+@pytest.mark.parametrize("layout", QUANTISED)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_quantised_experts_are_their_numbers(family: str, layout: str, tmp_path: Path) -> None:
+    """Every expert's own matrices, by their published names; the router is not quantised."""
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 96, "head_dim": 16}
+    names = ("_proj", ".w1", ".w2", ".w3")
+    numbers = write_quantized(
+        tmp_path / "quantised", QUANTISED[layout], family, modules=lambda module: module.endswith(names), **sizes
+    )
+    write_tiny_model(tmp_path / "plain", family, seed=1, num_hidden_layers=1, **sizes)
+    save_file(numbers, tmp_path / "plain" / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "quantised"), logits(tmp_path / "plain"))
 
 
 def refusal(family: str, **overrides: Any) -> str:
