@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from specserve.checkpoint.folder import check_folder, old_files, read_config
 from specserve.errors import ModelError, NotFetchedError, unknown
 from specserve.files import open_file, reading
 
+_log = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 _OLD_HUB_FILES = ["pytorch_model*.bin", *_HUB_FILES[1:], "merges.txt", "vocab.txt", "*.model"]
@@ -188,6 +190,7 @@ def _from_folder(folder: Path, progress: bool, convert: bool) -> Path:
 
         what = f"{size / _GIB:.2f} GiB to safetensors, in {target.parent}"
         task = bars.add_task(f"Converting {files[0].name}, {what}", total=size)
+        _log.info("Converting %s of %s, %s.", files[0].name, folder, what)
         convert(folder, files, workshop / "model", lambda num_bytes: bars.advance(task, num_bytes))
 
     return _make_once(target, make, progress)

@@ -30,6 +30,7 @@ from specserve.checkpoint.layout import (
     Infos,
     Layout,
     Matrix,
+    block_size,
     check,
     check_order,
     group_size,
@@ -117,14 +118,13 @@ def _scheme(name: str, group: Any, config: Config) -> _Scheme:
     form = {True: _FLOAT, False: _INT}[is_float] if form == _NAIVE else form
     bits = setting(weights, "num_bits", {_PACKED: range(1, 9), _INT: range(1, 9), _MXFP4: [4]}.get(form, [8]), 8)
     strategy = str(setting(weights, "strategy", ["tensor", "channel", "group", "block"], _implied(weights)))
-    block = weights.get("block_structure") or (1, 1)
     return _Scheme(
         form,
         bits,
         setting(weights, "symmetric", [True, False], True),
         strategy,
         group_size(weights) if strategy == "group" else -1,
-        (int(block[0]), int(block[1])),
+        block_size(weights, "block_structure") or (1, 1),
         str(weights.get("actorder")).lower() in ("group", "true", "dynamic"),
         _names(group, "targets"),
     )
@@ -199,7 +199,7 @@ def _inputs(module: str, scheme: _Scheme, words: int, infos: Infos) -> int:
     """How many inputs a row of so many words has: where the last one may not be full, the groups or the order say."""
     bits, most = scheme.bits, words * WORD // scheme.bits
     if f"{module}.weight_g_idx" in infos:
-        (most,) = infos[f"{module}.weight_g_idx"].shape
+        most = min(most, *infos[f"{module}.weight_g_idx"].shape)  # the last word may not be full
     elif scheme.group > 0:
         most = min(most, infos[f"{module}.weight_scale"].shape[-1] * scheme.group)
     if num_words(most, bits) != words or (WORD % bits and -(-most // (WORD // bits)) == words):

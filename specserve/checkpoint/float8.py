@@ -6,7 +6,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specserve.checkpoint.layout import SCALES, Config, Infos, Layout, Matrix, check, modules_with, parts_of, setting
+from specserve.checkpoint.layout import (
+    SCALES,
+    Config,
+    Infos,
+    Layout,
+    Matrix,
+    block_size,
+    check,
+    modules_with,
+    parts_of,
+    setting,
+)
 from specserve.errors import ModelError
 
 NAME = "FP8"
@@ -16,16 +27,14 @@ _SCALES, _SCALE = "weight_scale_inv", "weight_scale"
 def find(config: Config, infos: Infos) -> Layout:
     """Its matrices. Raises ModelError for settings that are not supported and tensors that contradict them."""
     setting(config, "fmt", ["e4m3", "float8_e4m3fn"], "e4m3")
-    block, name = config.get("weight_block_size"), _SCALES if config.get("weight_block_size") else _SCALE
-    sizes = block if isinstance(block, list) and len(block) == 2 else []
-    if block is not None and not (sizes and all(type(each) is int and each > 0 for each in sizes)):
-        raise ModelError(f"quantization_config gives weight_block_size as {block!r}; it must be two positive numbers.")
+    block = block_size(config, "weight_block_size")
+    name = _SCALE if block is None else _SCALES
     excluded = [*(config.get("modules_to_not_convert") or []), *(config.get("ignored_layers") or [])]
     matrices = {}
     for module in modules_with(infos, name):
         if module in excluded:
             raise ModelError(f"{module} is quantised, and quantization_config says not.")
-        matrices[f"{module}.weight"] = _matrix(module, name, (sizes[0], sizes[1]) if sizes else None, infos)
+        matrices[f"{module}.weight"] = _matrix(module, name, block, infos)
     unused = frozenset(name for name in infos if name.endswith((".input_scale", ".k_scale", ".v_scale")))
     return Layout(matrices, unused, ("activations are rounded as the kernels do it, not as the checkpoint says",))
 

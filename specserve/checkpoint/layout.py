@@ -59,6 +59,16 @@ def group_size(config: Config, key: str = "group_size") -> int:
     return value
 
 
+def block_size(config: Config, key: str) -> tuple[int, int] | None:
+    """Outputs and inputs of the blocks that share a scale; None where it does not say. Raises ModelError."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(each) is int and each > 0 for each in value):
+        raise ModelError(f"quantization_config gives {key} as {value!r}; it must be two positive numbers.")
+    return value[0], value[1]
+
+
 def modules_with(infos: Infos, suffix: str) -> list[str]:
     """The names of modules that have a tensor of this name."""
     return [name.removesuffix(f".{suffix}") for name in infos if name.endswith(f".{suffix}")]

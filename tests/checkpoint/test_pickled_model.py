@@ -150,9 +150,13 @@ def test_too_little_room_is_said_before(tmp_path: Path, home: Path, monkeypatch:
     assert not list((home / "models").glob("*/model.safetensors"))
 
 
-def test_progress_says_what_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_and_log_say_what_it_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     write_old(tmp_path / "old")
-    catalog.resolve(str(tmp_path / "old"))
+    with caplog.at_level("INFO"):
+        catalog.resolve(str(tmp_path / "old"))
+    assert "old, 0.00 GiB to safetensors, in" in caplog.text
     said = "".join(capsys.readouterr().err.split())
     assert "Convertingpytorch_model.bin,0.00GiBtosafetensors,in" in said
 

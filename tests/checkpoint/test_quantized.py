@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -525,6 +526,36 @@ def test_broken_checkpoints_are_refused_by_name(case: str, tmp_path: Path) -> No
     with pytest.raises(ModelError, match=words) as error:
         load_model(tmp_path, make_ops("reference-float32"))
     assert str(error.value).startswith(str(tmp_path))
+
+
+VALUES = [None, 0, -1, 3, 16, 2**40, 1e9, "x", "re:(", [], [0, 0], ["re:("], {}, {"+:(": {}}, {"-:.*": 1}, True, False]
+
+
+def settings_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (*path, key)
+            yield from settings_in(inner, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["gptq-3-bits", "awq", "w4a16-act-order", "w8a8", "fp8-blocks", "fp8"])
+def test_no_setting_is_worse_than_refused_by_name(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    write_quantized(tmp_path, layout, modules=lambda module: module == Q)
+    found: list[str] = []
+    for path in settings_in(layout.settings()):
+        for value in VALUES:
+            settings: Any = json.loads(json.dumps(layout.settings()))
+            place = settings
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+            edit_config(tmp_path, quantization_config=settings)
+            try:
+                check_tensors(tmp_path)[f"{Q}.weight"][:]
+            except ModelError as error:
+                found.append(str(error))
+    assert found and not [message for message in found if "a value of the wrong kind" in message]
 
 
 def test_a_tied_head_that_is_quantised_apart_is_refused(tmp_path: Path) -> None:
