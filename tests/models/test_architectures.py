@@ -244,6 +244,7 @@ def test_logits_equal_transformers(case_and_logits: tuple[Path, list[torch.Tenso
     for actual, wanted in zip([*whole, *by_size], [*expected, *[expected[0]] * 2], strict=True):
         error = (actual - wanted).abs().max() / wanted.abs().max()
         assert error < 2e-5, f"relative error {error:.1e}"
+        assert torch.equal(actual.argmax(-1), wanted.argmax(-1))
 
 
 @pytest.mark.parametrize("case", CASES)
