@@ -261,6 +261,11 @@ class Kernels(Experts):
         scores: RowScores = _sampling.score(self._verifier, logits, rows, tokens, k)
         return scores
 
+    def norm_projections(self, qkv: Tensor, norms: HeadNorms, sizes: tuple[int, int]) -> Tensor:
+        with self._program(len(qkv), qkv, norms) as program:
+            program.norm_projections(at(qkv), qkv.stride(0), *sizes, at(norms.q), at(norms.k), norms.eps)
+        return qkv
+
     def rope_and_cache(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _native.Plan | None
     ) -> Tensor:

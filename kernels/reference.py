@@ -202,11 +202,16 @@ class Kernels(_experts.Experts):
     ) -> Tensor:
         if delta is not None:
             residual += delta if post is None else _norm(delta, post, eps).to(self.dtype)
-        normed: Tensor = _norm(residual, weight, eps)
+        normed: Tensor = residual if weight is None else _norm(residual, weight, eps)
         return normed.to(self.dtype)
 
     def add(self, residual: Tensor, delta: Tensor) -> None:
         residual += delta
+
+    def norm_projections(self, qkv: Tensor, norms: HeadNorms, sizes: tuple[int, int]) -> Tensor:
+        q, k, v = qkv.tensor_split((sizes[0], sum(sizes)), -1)
+        parts = _norm(q, norms.q, norms.eps), _norm(k, norms.k, norms.eps)
+        return torch.cat((*(part.to(qkv.dtype) for part in parts), v), -1)
 
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         """All rows are added before some are taken: one row of a sum alone may come out otherwise."""

@@ -115,9 +115,17 @@ class Kernels(_reference.Kernels):
     def fused_add_norm(
         self, residual: Tensor, delta: Tensor | None, post: Tensor | None, weight: Any, eps: float
     ) -> Tensor:
+        if weight is None:
+            return self._added(residual, delta, post, eps).to(self.dtype)
         if isinstance(weight, _LayerNorm):
             return _norm(self._added(residual, delta, post, eps), weight, eps).to(self.dtype)
         return _rows.add_rms_norm(residual, delta, post, weight, eps, self.dtype)
+
+    def norm_projections(self, qkv: Tensor, norms: HeadNorms, sizes: tuple[int, int]) -> Tensor:
+        *parts, v = qkv.tensor_split((sizes[0], sum(sizes)), -1)
+        weights = zip(parts, (norms.q, norms.k), strict=True)
+        normed = [_rows.add_rms_norm(x.float().contiguous(), None, None, w, norms.eps, self.dtype) for x, w in weights]
+        return torch.cat((*normed, v), -1)
 
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Tensor | None, eps: float) -> Tensor:
         return self._added(residual[rows], delta[rows], post, eps)

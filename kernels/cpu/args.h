@@ -99,7 +99,7 @@ struct EmbedArgs {
   float* out;  // [rows, width]
 };
 
-// residual += delta, its RMS normed first if there is post_weight; out is the norm of residual.
+// residual += delta, its RMS normed first if there is post_weight; out is the norm of residual, or residual if it has none.
 struct FusedAddNormArgs {
   float* residual;
   const float* delta;        // or null
@@ -120,6 +120,15 @@ struct JoinedNormsArgs {
   std::vector<Part> parts;
   float eps;
   Activation out;
+};
+
+// x [rows, stride] in place: the RMS norm of its first q numbers, and of the k after them.
+struct NormProjectionsArgs {
+  float* x;
+  int stride, q, k;
+  const float* q_norm;  // padded
+  const float* k_norm;
+  float eps;
 };
 
 // out = residual[rows] + delta[rows], as FusedAddNormArgs has it.
@@ -311,6 +320,7 @@ struct Kernels {
   void (*embed)(const EmbedArgs&, int begin, int end);
   void (*fused_add_norm)(const FusedAddNormArgs&, int begin, int end, float* scratch);
   void (*joined_norms)(const JoinedNormsArgs&, int begin, int end, float* scratch);
+  void (*norm_projections)(const NormProjectionsArgs&, int begin, int end, float* scratch);
   void (*gather_rows)(const GatherRowsArgs&, int begin, int end);
   // broken[row] is set where a key or a value is not finite.
   void (*rope_and_cache)(const RopeAndCacheArgs&, const int64_t* slots, std::atomic<bool>* broken, int begin, int end, float* scratch);

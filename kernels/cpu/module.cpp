@@ -107,6 +107,10 @@ void bind_program(nb::module_& m) {
              for (const auto& [x, weight, n] : parts) args.parts.push_back({at<float>(x), at<float>(weight), n, int(padded(n))});
              p.joined_norms(args);
            })
+      .def("norm_projections",
+           [](Program& p, Address qkv, int stride, int q, int k, Address q_norm, Address k_norm, float eps) {
+             p.norm_projections({at<float>(qkv), stride, q, k, at<float>(q_norm), at<float>(k_norm), eps});
+           })
       .def("gather_rows",
            [](Program& p, Address rows, Address residual, Address delta, Address post, float eps, int hidden, Address out) {
              p.gather_rows({at<int64_t>(rows), at<float>(residual), at<float>(delta), at<float>(post), eps, hidden,

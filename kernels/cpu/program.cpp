@@ -103,17 +103,18 @@ void Program::embed(const EmbedArgs& args) {
 }
 
 void Program::fused_add_norm(const FusedAddNormArgs& args) {
-  const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) {
-    kernels_.fused_add_norm(args, begin, end, (float*)scratch);
-  };
+  const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) { kernels_.fused_add_norm(args, begin, end, (float*)scratch); };
   add("fused_add_norm", {rows_, run}, args.width * sizeof(float));
 }
 
 void Program::joined_norms(const JoinedNormsArgs& args) {
-  const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) {
-    kernels_.joined_norms(args, begin, end, (float*)scratch);
-  };
+  const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) { kernels_.joined_norms(args, begin, end, (float*)scratch); };
   add("joined_norms", {rows_, run}, (args.out.width + kTile) * sizeof(float));
+}
+
+void Program::norm_projections(const NormProjectionsArgs& args) {
+  const auto run = [this, args](const Rows&, int begin, int end, void* scratch, Ahead&) { kernels_.norm_projections(args, begin, end, (float*)scratch); };
+  add("norm_projections", {rows_, run}, padded(args.q) * sizeof(float));
 }
 
 void Program::linear(const LinearArgs& args) {

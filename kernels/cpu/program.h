@@ -100,6 +100,7 @@ class Program {
   void embed(const EmbedArgs& args);
   void fused_add_norm(const FusedAddNormArgs& args);
   void joined_norms(const JoinedNormsArgs& args);
+  void norm_projections(const NormProjectionsArgs& args);
   void linear(const LinearArgs& args);
   void gated(const GatedArgs& args);
   void rope_and_cache(const RopeAndCacheArgs& args);

@@ -217,8 +217,9 @@ inline void fused_add_norm(const FusedAddNormArgs& args, int begin, int end, flo
     float* residual = args.residual + int64_t(row) * args.width;
     const float* delta = args.delta ? args.delta + int64_t(row) * args.width : nullptr;
     add_delta(residual, delta, args.post_weight, args.eps, args.hidden, args.width, residual);
-    normed(residual, args.norm, args.eps, args.hidden, args.width, scratch);
-    for (int i = 0; i < args.width; i += kTile) store_tile(args.out, row, i, scratch + i);
+    if (args.norm.weight) normed(residual, args.norm, args.eps, args.hidden, args.width, scratch);
+    const float* x = args.norm.weight ? scratch : residual;
+    for (int i = 0; i < args.width; i += kTile) store_tile(args.out, row, i, x + i);
   }
 }
 
@@ -234,6 +235,21 @@ inline void joined_norms(const JoinedNormsArgs& args, int begin, int end, float*
     }
     std::fill(to, scratch + args.out.width, 0.0f);
     for (int i = 0; i < args.out.width; i += kTile) store_tile(args.out, row, i, scratch + i);
+  }
+}
+
+inline void norm_projections(const NormProjectionsArgs& args, int begin, int end, float* scratch) {
+  const auto norm = [&](float* x, int n, const float* weight) {
+    const int width = int(padded(n));
+    std::memcpy(scratch, x, n * sizeof(float));
+    std::fill(scratch + n, scratch + width, 0.0f);
+    normed(scratch, {weight, nullptr, false}, args.eps, n, width, scratch);
+    std::memcpy(x, scratch, n * sizeof(float));
+  };
+  for (int row = begin; row < end; ++row) {
+    float* x = args.x + int64_t(row) * args.stride;
+    norm(x, args.q, args.q_norm);
+    norm(x + args.q, args.k, args.k_norm);
   }
 }
 

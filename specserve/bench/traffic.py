@@ -23,6 +23,7 @@ from specserve.runtime.runner import Runner
 OPS = frozenset(
     {"embed", "fused_add_norm", "linear", "rope_and_cache", "attention", "gated", "gather_rows", "norm", "argmax"}
     | {"activated", "add", "quantize_activation", "softcap", "tap", "top_k", "route", "experts"}
+    | {"norm_projections"}
 )
 WHOLE = ("route", "experts")  # calls that may become several ops in a recording, which are told as one
 WEIGHTS = ("weight", "post", "norms", "router")  # the contract's names for what was packed at load

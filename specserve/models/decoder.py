@@ -39,7 +39,7 @@ class Decoder:
         if (norm := spec.embedding_norm) is not None:
             self._embedding_norm = read.norm("model.embed_norm", norm)
         head = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
-        self._head = read.head(head, 1 / spec.logit_divisor)
+        self._head = read.head(head, 1 / spec.logit_divisor, spec.normed_head)
         self._norm = read.norm("model.norm", spec.final_norm)
         self._stack = LayerStack(read, spec, "model.")
 

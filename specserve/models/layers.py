@@ -25,8 +25,9 @@ class Attention:
         spec = layer.attention
         self._scale, self._window = spec.scale, spec.window
         order = feature_order(layer.position, spec.head_dim)
-        self.head_norms: HeadNorms | None = None
-        if (norm := spec.head_norm) is not None:
+        self.head_norms: HeadNorms | None = None  # of every head, or of all together
+        self._joint = None if spec.joint_norm is None else (spec.q_size, spec.kv_size)
+        if (norm := spec.head_norm or spec.joint_norm) is not None:
             q, k = (read.norm(f"{name}.{each}_norm", norm, order) for each in "qk")
             self.head_norms = HeadNorms(q, k, norm.eps)
         rows = None if order is None else _with_values(spec, order)
@@ -35,7 +36,10 @@ class Attention:
 
     def run(self, ops: Ops, x: Any, rotation: Rotation, kv: Tensor, plan: Any) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
-        q = ops.rope_and_cache(ops.linear(x, self.qkv), self.head_norms, rotation, kv, plan)
+        qkv, norms = ops.linear(x, self.qkv), self.head_norms
+        if self._joint is not None and norms is not None:
+            qkv, norms = ops.norm_projections(qkv, norms, self._joint), None
+        q = ops.rope_and_cache(qkv, norms, rotation, kv, plan)
         return ops.linear(ops.attention(q, kv, plan, self._scale, self._window, rotation.slopes), self.out)
 
 

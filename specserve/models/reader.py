@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specserve.models.spec import LayerNorm, Norm
@@ -43,9 +44,13 @@ class WeightReader:
         values = Lazy(weight.shape, lambda: reordered(weight[:].float() + spec.offset, order))
         return self.ops.pack_vector(values, cached)
 
-    def head(self, name: str, times: float) -> Any:
-        """The LM head, with the bias that lm_head has, multiplied."""
-        weight, cached = self.named(name, times)
+    def head(self, name: str, times: float, is_normed: bool = False) -> Any:
+        """The LM head, with the bias that lm_head has, multiplied; its rows are divided by their lengths first where it
+        is normed."""
+        weight, cached = self.named(name, 1.0 if is_normed else times)
+        if is_normed:
+            stored = weight
+            weight = Lazy(stored.shape, lambda: torch.nn.functional.normalize(stored[:].float()) * times)
         bias = self._bias("lm_head")
         return self.ops.pack_head(weight, bias and Lazy(bias.shape, lambda: scaled(bias.read(), times)), cached)
 

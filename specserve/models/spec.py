@@ -54,6 +54,7 @@ class AttentionSpec:
     scale: float  # of query-key products
     window: int | None = None  # tokens that a row sees, itself among them; None: all
     head_norm: RmsNorm | None = None  # of every query head and every key head
+    joint_norm: RmsNorm | None = None  # of all query heads as one vector, and of all key heads (OLMo 2)
     qkv_bias: bool = False
     out_bias: bool = False
 
@@ -83,15 +84,18 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class Sequential:
     """Attention reads a norm of the residual stream and its output, times `multiplier`, joins that, then the MLP
-    likewise. With `post_norms` each output is normed before it joins (Gemma)."""
+    likewise. With `post_norms` each output is normed before it joins (Gemma); without `pre_norms` both read the stream
+    as it is (OLMo 2)."""
 
     post_norms: bool = False
     multiplier: float = 1.0
+    pre_norms: bool = True
 
     def __post_init__(self) -> None:
         check_number("residual_multiplier", self.multiplier)
         if self.post_norms and self.multiplier != 1.0:
             raise ModelError("A residual_multiplier of outputs that are normed is not supported.")
+        assert self.pre_norms or self.post_norms, "there are norms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +110,9 @@ class Parallel:
 class NormNames(NamedTuple):
     """A layer's norms in a checkpoint; None where it has none."""
 
-    attention: str  # before it
+    attention: str | None  # before it; None: it reads the residual stream as it is
     post_attention: str | None
-    mlp: str | None  # before it; None: it reads what attention reads
+    mlp: str | None  # before it; None: it reads what attention reads, or, after it, the stream as it is
     post_mlp: str | None
 
 
@@ -128,6 +132,9 @@ class LayerSpec:
             raise ModelError("LayerNorms of what joins the residual stream are not supported.")
         if isinstance(self.mlp, ExpertsMlp) and isinstance(self.residual, Parallel):
             raise ModelError("Experts in parallel with attention are not supported.")
+        is_reordered = isinstance(self.position, Rope) and not self.position.is_plain
+        if self.attention.joint_norm is not None and (self.attention.head_norm is not None or is_reordered):
+            raise ModelError("A norm of all heads together goes with none of each, and with rotation by halves alone.")
         match self.position:
             case Rope():
                 self.position.check(self.attention.head_dim)
@@ -142,6 +149,8 @@ class LayerSpec:
             return NormNames(
                 "input_layernorm", None, "post_attention_layernorm" if self.residual.own_norms else None, None
             )
+        if not self.residual.pre_norms:
+            return NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
         if self.residual.post_norms:
             return NormNames(
                 "input_layernorm",
@@ -159,6 +168,8 @@ class LayerSpec:
             shapes |= {} if norm is None else norm_shapes(norm, self.norm, hidden)
         if own.head_norm is not None:
             shapes |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (own.head_dim,))
+        if own.joint_norm is not None:
+            shapes |= {"self_attn.q_norm.weight": (own.q_size,), "self_attn.k_norm.weight": (own.kv_size,)}
         for name, rows, columns, bias in (
             ("self_attn.q_proj", own.q_size, hidden, own.qkv_bias),
             ("self_attn.k_proj", own.kv_size, hidden, own.qkv_bias),
@@ -211,6 +222,7 @@ class DecoderSpec:
     logit_divisor: float = 1.0
     tied_embeddings: bool = False
     head_bias: bool = False
+    normed_head: bool = False  # every row of the LM head is divided by its length (Baichuan 2)
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:

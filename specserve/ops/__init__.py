@@ -142,7 +142,8 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights of the norms of every query head and every key head, as pack_vector returned them."""
+    """Weights of the norms of every query head and every key head, or of all of them together, as pack_vector returned
+    them."""
 
     q: Any
     k: Any
@@ -226,10 +227,14 @@ class Ops(Protocol):
 
     def fused_add_norm(self, residual: Tensor, delta: Tensor | None, post: Any, weight: Any, eps: float) -> Any:
         """residual += delta, in place; delta [rows, hidden] is normed first if there is a weight `post` of an RMS norm
-        for it. Then the norm of residual for a linear layer to read."""
+        for it. Then the norm of residual for a linear layer to read, or residual itself where `weight` is None."""
 
     def add(self, residual: Tensor, delta: Tensor) -> None:
         """residual += delta [rows, hidden], in place."""
+
+    def norm_projections(self, qkv: Tensor, norms: HeadNorms, sizes: tuple[int, int]) -> Tensor:
+        """qkv [rows, q + k and v] as `linear` returned it, `sizes` = q, k: all queries of a row RMS normed as one
+        vector, and all its keys, for `rope_and_cache`; qkv may be overwritten."""
 
     def gather_rows(self, rows: Tensor, residual: Tensor, delta: Tensor, post: Any, eps: float) -> Tensor:
         """(residual + delta)[rows], rows int64 [n] -> float32 [n, hidden], as `fused_add_norm` adds. What

@@ -150,6 +150,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mpt",
         {"d_model": 60, "n_heads": 5, "attn_config": {"alibi": True, "softmax_scale": 0.4}},
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-odd-biased-yarn": (
+        "olmo2",
+        {**ODD, "attention_bias": True, "rope_scaling": {"type": "yarn", "factor": 4.0}, "tie_word_embeddings": True},
+    ),
+    "olmo3": ("olmo3", {"sliding_window": 7, "num_hidden_layers": 4}),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            **ODD,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        },
+    ),
     "gemma3": ("gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 20, "rope_local_base_freq": 300.0}),
     "gemma3-pattern-softcap": (
         "gemma3",
@@ -441,10 +456,11 @@ def blind_to_trees(ops: Ops) -> Callable[[Any, int], Any]:
 
 
 INVARIANCE = (  # how weights are kept is the products' affair: the odd shapes tell, and one with windows
-    *itertools.product(("llama-odd-biased", "gemma3-pattern-softcap"), ALL_WEIGHTS),
+    *itertools.product(("llama-odd-biased", "gemma3-pattern-softcap", "olmo2-odd-biased-yarn"), ALL_WEIGHTS),
     *itertools.product(("mixtral-odd-window-tied", "qwen2_moe", "qwen3_moe"), ALL_WEIGHTS),
     *itertools.product(
-        ("llama", "mistral-window", "qwen2-window", "qwen3", "smollm3", "granite", "phi3", "glm", "gemma3"), FLOAT32
+        ("llama", "mistral-window", "qwen2-window", "qwen3", "smollm3", "granite", "phi3", "glm", "gemma3", "olmo3"),
+        FLOAT32,
     ),
     *itertools.product(("opt", "gpt2", "gptj", "gpt_neox", "falcon-40b", "bloom"), ALL_WEIGHTS),
     *itertools.product(("gpt_bigcode", "starcoder2", "falcon-7b", "falcon-rw", "mpt"), FLOAT32),

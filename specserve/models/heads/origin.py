@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from specserve.models.loader import check_tensors
@@ -27,7 +28,8 @@ class TargetOrigin:
     def head(self) -> Tensor:
         """The LM head, float32 [vocab, hidden], with what divides its scores."""
         table = self._tensors["model.embed_tokens.weight" if self._spec.tied_embeddings else "lm_head.weight"]
-        return table[:].float() / self._spec.logit_divisor
+        numbers = torch.nn.functional.normalize(table[:].float()) if self._spec.normed_head else table[:].float()
+        return numbers / self._spec.logit_divisor
 
     def norm(self) -> Tensor:
         """By what the final norm multiplies, float32 [hidden]."""
