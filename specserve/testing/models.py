@@ -82,7 +82,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 2},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
-    "olmo3": {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 24},
+    "olmo3": {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 24, "rope_theta": 500_000.0},
     "aquila": {"architectures": ["AquilaForCausalLM"]},
     "baichuan": {"architectures": ["BaichuanForCausalLM"], "num_key_value_heads": None, "model_max_length": 2048},
     "internlm": {"architectures": ["InternLMForCausalLM"], "num_key_value_heads": None, "bias": True},
