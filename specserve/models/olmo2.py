@@ -21,6 +21,6 @@ def spec(config: Config) -> DecoderSpec:
 def layer(config: Config, kind: str = FULL, window: int | None = None, position: Rope | None = None) -> LayerSpec:
     """As read_layer has it. OLMo 3 has the same."""
     bias = bool(config.get("attention_bias"))
-    own = {"joint_norm": read_norm(config), "qkv_bias": bias, "out_bias": bias}
-    plain = read_layer(config, kind, window, position=position, **own)
+    norm = read_norm(config)
+    plain = read_layer(config, kind, window, position=position, joint_norm=norm, qkv_bias=bias, out_bias=bias)
     return replace(plain, residual=Sequential(post_norms=True, pre_norms=False))
