@@ -130,8 +130,9 @@ class LayerSpec:
     def __post_init__(self) -> None:
         if isinstance(self.norm, LayerNorm) and self.norm_names.post_attention is not None:
             raise ModelError("LayerNorms of what joins the residual stream are not supported.")
-        if isinstance(self.mlp, ExpertsMlp) and isinstance(self.residual, Parallel):
-            raise ModelError("Experts in parallel with attention are not supported.")
+        is_normed = isinstance(self.residual, Sequential) and self.residual.pre_norms
+        if isinstance(self.mlp, ExpertsMlp) and not is_normed:  # a router reads the norm of what stands before it
+            raise ModelError("Experts in parallel with attention, or without a norm before them, are not supported.")
         is_reordered = isinstance(self.position, Rope) and not self.position.is_plain
         if self.attention.joint_norm is not None and (self.attention.head_norm is not None or is_reordered):
             raise ModelError("A norm of all heads together goes with none of each, and with rotation by halves alone.")

@@ -69,6 +69,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
     },
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "num_experts": 7, "num_experts_per_tok": 3},
     "ernie4_5": {"architectures": ["Ernie4_5ForCausalLM"]},
     "helium": {"architectures": ["HeliumForCausalLM"], "rms_norm_eps": 1e-8},
     "glm": {"architectures": ["GlmForCausalLM"], "attention_bias": True},

@@ -33,6 +33,7 @@ CASES = (
     ("mixtral", {"dtype": "float32", "quantization": "int4"}),
     ("qwen2_moe", {"dtype": "float32", "quantization": "int8"}),
     ("qwen3_moe", {"dtype": "bfloat16"}),
+    ("olmoe", {"dtype": "float32", "quantization": "int8"}),
 )
 VOCAB = tiny_config("mixtral")["vocab_size"]
 HAS_NATIVE = importlib.util.find_spec("specserve.kernels._native") is not None

@@ -98,6 +98,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 9,
         },
     ),
+    "olmoe": ("olmoe", {}),
+    "olmoe-odd-biased-normalised": (
+        "olmoe",
+        {
+            **ODD,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": None,
+            "attention_bias": True,
+            "norm_topk_prob": True,
+        },
+    ),
     "ernie4_5": ("ernie4_5", {"num_key_value_heads": 1}),
     "ernie4_5-odd-biased-tied": ("ernie4_5", {**ODD, "use_bias": True, "tie_word_embeddings": True}),
     "helium-biased": ("helium", {"attention_bias": True, "mlp_bias": True}),
@@ -457,7 +469,7 @@ def blind_to_trees(ops: Ops) -> Callable[[Any, int], Any]:
 
 INVARIANCE = (  # how weights are kept is the products' affair: the odd shapes tell, and one with windows
     *itertools.product(("llama-odd-biased", "gemma3-pattern-softcap", "olmo2-odd-biased-yarn"), ALL_WEIGHTS),
-    *itertools.product(("mixtral-odd-window-tied", "qwen2_moe", "qwen3_moe"), ALL_WEIGHTS),
+    *itertools.product(("mixtral-odd-window-tied", "qwen2_moe", "qwen3_moe", "olmoe"), ALL_WEIGHTS),
     *itertools.product(
         ("llama", "mistral-window", "qwen2-window", "qwen3", "smollm3", "granite", "phi3", "glm", "gemma3", "olmo3"),
         FLOAT32,
@@ -594,6 +606,7 @@ def test_unknown_model_type_lists_near_misses() -> None:
         "phi3",
         "olmo2",
         "olmo3",
+        "olmoe",
         "aquila",
         "baichuan",
         "internlm",

@@ -19,13 +19,13 @@ from specserve.errors import ModelError
 from specserve.kernels.reference import Kernels
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture, load_model, num_packed_bytes, num_weight_bytes
-from specserve.models.spec import ExpertsMlp, GatedMlp, Parallel
+from specserve.models.spec import ExpertsMlp, GatedMlp, Parallel, Sequential
 from specserve.testing import PagedDecoder, llama_spec, tiny_config, write_tiny_model
 from specserve.train.heads import layers_spec
 from tests.checkpoint.layouts import Awq, Compressed, Float8, Gptq, Layout, write_quantized
 
 CPU = torch.device("cpu")
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 PROMPT = torch.randint(0, 293, (45,), generator=torch.Generator().manual_seed(5)).tolist()
 
 needs_native = pytest.mark.skipif(
@@ -152,16 +152,16 @@ def test_settings_of_experts_are_checked() -> None:
     assert "no moe_intermediate_size" in refusal("qwen2_moe", moe_intermediate_size=None)
     assert "no shared_expert_intermediate_size" in refusal("qwen2_moe", shared_expert_intermediate_size=None)
     assert "moe_intermediate_size as 1.5" in refusal("qwen2_moe", moe_intermediate_size=1.5)
+    assert "clip_qkv" in refusal("olmoe", clip_qkv=8.0)
     assert "decoder_sparse_step is 0" in refusal("qwen3_moe", decoder_sparse_step=0)
     assert "mlp_only_layers 3" in refusal("qwen2_moe", mlp_only_layers=3)
     dense = llama_spec(
         vocab_size=40, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, max_len=32
     )
     experts = ExpertsMlp(num_experts=4, per_token=2, size=8, activation="silu", is_normalized=True)
-    with pytest.raises(ModelError, match="parallel"):
-        type(dense.layers[0])(
-            norm=dense.final_norm, position=None, attention=dense.layers[0].attention, mlp=experts, residual=Parallel()
-        )
+    for residual in (Parallel(), Parallel(own_norms=True), Sequential(post_norms=True, pre_norms=False)):
+        with pytest.raises(ModelError, match="without a norm before them"):
+            replace(dense.layers[0], mlp=experts, residual=residual)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
