@@ -289,14 +289,33 @@ class Kernels(Experts):
         window: int | None,
         slopes: Tensor | None = None,
     ) -> Activation:
+        width = q.shape[1]
+        is_split = width // kv.shape[2] % TILE != 0  # two kv heads would write one group
+        out = self._attended(FLOAT32 if is_split else self._kind, q, kv, plan, scale, window, slopes)
+        return self._activated(out.parts[0], width) if is_split and self._kind != FLOAT32 else out
+
+    def attention_floats(
+        self, q: Tensor, kv: Tensor, plan: _native.Plan | None, scale: float, window: int | None
+    ) -> Tensor:
+        return self._attended(FLOAT32, q, kv, plan, scale, window, None).parts[0][:, : q.shape[1]]
+
+    def _attended(
+        self,
+        kind: int,
+        q: Tensor,
+        kv: Tensor,
+        plan: _native.Plan | None,
+        scale: float,
+        window: int | None,
+        slopes: Tensor | None,
+    ) -> Activation:
         kv_heads, d = kv.shape[2:]
         rows, width = q.shape
-        is_split = width // kv_heads % TILE != 0  # two kv heads would write one group
-        out = self._activation("attention", rows, width, FLOAT32 if is_split else self._kind)
+        out = self._activation("attention", rows, width, kind)
         sizes, cache = (width // d, kv_heads, d), self._cache(kv)
         with self._program(rows, q, kv, slopes, plan=plan) as program:
             program.attention(at(q), *sizes, *cache, scale, at(slopes), window or 0, out.native)
-        return self._activated(out.parts[0], width) if is_split and self._kind != FLOAT32 else out
+        return out
 
     def plan(self, rows: AttentionRows, block_size: int) -> _native.Plan:
         # So few rows of a sequence at once that even one kv head's work is shared by all threads.

@@ -367,6 +367,9 @@ class Kernels(_experts.Experts):
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         return flat.index_select(0, plan.order).to(self.dtype)
 
+    def attention_floats(self, *asked: Any) -> Tensor:
+        return self.attention(*asked).float()
+
 
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether torch has products of this dtype on this CPU that are oneDNN's: it refuses to lay weights out otherwise,

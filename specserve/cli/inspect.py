@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specserve.checkpoint.quantized import QuantizedWeights
     from specserve.models.heads.formats import Head
     from specserve.models.heads.spec import TargetShape
-    from specserve.models.spec import DecoderSpec
+    from specserve.models.loader import AnySpec
 
 Rows = list[tuple[str, str]]
 _MOST_MEASURED = 4  # matrices of each kind
@@ -91,6 +91,7 @@ def _about_model(folder: Path, target: str | None) -> Rows:
     rows = [
         ("folder", str(folder)),
         ("type", kind),
+        ("runs", _way(spec)),
         ("layers", _layers(spec)),
         ("vocabulary", f"{spec.vocab_size:,} ids"),
         ("context", f"{spec.max_len:,} tokens"),
@@ -127,6 +128,12 @@ def _quantized(weights: QuantizedWeights) -> Rows:
             kept = str(error)
         rows.append((f"as {quantization}", kept))
     return rows
+
+
+def _way(spec: AnySpec) -> str:
+    from specserve.models.spec import DecoderSpec
+
+    return "natively" if isinstance(spec, DecoderSpec) else f"through transformers ({spec.architecture}), op by op"
 
 
 def _about_head(folder: Path, head: Head) -> Rows:
@@ -182,7 +189,7 @@ def _parts(head: Head) -> Rows:
     ]
 
 
-def _layers(spec: DecoderSpec) -> str:
+def _layers(spec: AnySpec) -> str:
     heads = dict.fromkeys((layer.attention.num_heads, layer.attention.num_kv_heads) for layer in spec.layers)
     words = " or ".join(f"{own} heads, {shared} for KV" for own, shared in heads)
     return f"{spec.num_layers} of {spec.hidden_size:,}, {words}"

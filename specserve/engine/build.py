@@ -21,7 +21,7 @@ from specserve.errors import ConfigError
 from specserve.machine.cores import default_threads
 from specserve.models.heads.loading import HeadLoader
 from specserve.models.loader import load_model
-from specserve.models.spec import DecoderSpec
+from specserve.models.spec import ModelSpec
 from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.choice import choose_device, choose_ops
 from specserve.runtime.cost import ROWS
@@ -80,7 +80,7 @@ def build(
     folder = catalog.resolve(config.model, progress=progress)
     tokenizer = Tokenizer(folder)
     model = load_model(folder, ops, config.max_model_len, progress=progress)
-    spec, max_rows = model.spec, config.max_num_batched_tokens
+    spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
     heads = HeadLoader(folder, model, ops)
     context = TargetContext(model, tokenizer, heads, ops, config.verification, max_rows, max_logit_rows)
@@ -118,7 +118,7 @@ def build(
     return built
 
 
-def _check_needs(name: str, needs: Needs, spec: DecoderSpec) -> None:
+def _check_needs(name: str, needs: Needs, spec: ModelSpec) -> None:
     """Raises ConfigError for layers and numbers of best tokens that the target does not have."""
     if wrong := [layer for layer in needs.hidden_layers if layer not in range(spec.num_layers)]:
         raise ConfigError(f"--drafter {name} reads layers {wrong}; the model has 0 to {spec.num_layers - 1}.")

@@ -1,5 +1,5 @@
-"""Builds a native Decoder from a model folder: finds the architecture's file, checks every tensor, and that memory
-suffices; what was packed for it before is taken from the cache."""
+"""Builds a model from its folder, a native Decoder or one that runs through transformers: finds the architecture,
+checks every tensor, and that memory suffices; what was packed for it before is taken from the cache."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from specserve.checkpoint.quantized import KEY, QuantizedWeights
 from specserve.checkpoint.weights import read_config
 from specserve.errors import CapacityError, ModelError, unknown
 from specserve.files import reading
+from specserve.models import transformers as generic
 from specserve.models.config import Config
 from specserve.models.decoder import Decoder
 from specserve.models.fusing import QKV, rows_by_head
+from specserve.models.generic.skeleton import causal_model_types
 from specserve.models.rounding import how_kept
 from specserve.models.spec import DecoderSpec, ExpertsMlp, shorten
+from specserve.models.transformers import GenericSpec, TransformersModel
 from specserve.ops import Ops
-from specserve.ops.packing import Quantized, Weight, rows_of
+from specserve.ops.packing import PackedCache, Quantized, Weight, rows_of, uncached
 from specserve.registry import MODELS
 
 PACKING_VERSION = 1  # raise it when Decoder packs something else under the same name: earlier files are then not used
@@ -42,8 +45,11 @@ _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _FLOATS = ("F32", "BF16", "F16")  # safetensors' spelling
 
+AnySpec = DecoderSpec | GenericSpec
+AnyModel = Decoder | TransformersModel
 
-def load_model(folder: Path, ops: Ops, max_len: int | None = None, *, progress: bool = False) -> Decoder:
+
+def load_model(folder: Path, ops: Ops, max_len: int | None = None, *, progress: bool = False) -> AnyModel:
     """The model in `folder` on the device and in the dtype of `ops`, for sequences of up to `max_len` tokens (None: as
     many as the model was made for). Weights that `ops` packs are kept in the cache and, but for the first time, mapped
     from there; `progress` draws a bar on stderr while they are packed.
@@ -55,14 +61,12 @@ def load_model(folder: Path, ops: Ops, max_len: int | None = None, *, progress: 
         return _load(folder, ops, max_len, progress)
 
 
-def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool) -> Decoder:
+def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool) -> AnyModel:
     tensors = check_tensors(folder)
     spec = tensors.spec if max_len is None else shorten(tensors.spec, max_len)
     check_memory(spec, ops, free_memory(ops.device))
     if ops.layout is None or tensors.num_bytes < _WORTH_BYTES:
-        model = Decoder(spec, tensors, ops)
-        model.origin = how_kept(tensors.quantized, ops)
-        return model
+        return _checked(_built(spec, tensors, ops), tensors)
     layout, any_length = ops.layout, repr(dataclasses.replace(spec, max_len=1))
 
     def key() -> Any:
@@ -73,9 +77,22 @@ def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool) -> Decode
 
     path = packed_path(folder.resolve(), ops)
     with PackedWeights(path, folder.resolve(), key, lambda: _bar(progress, _num_packed_bytes(spec, ops))) as packed:
-        model = Decoder(spec, tensors, ops, packed.get)
-    model.num_mapped_bytes, model.origin = packed.num_mapped_bytes, how_kept(tensors.quantized, ops)
+        model = _built(spec, tensors, ops, packed.get)
+    model.num_mapped_bytes = packed.num_mapped_bytes
+    return _checked(model, tensors)
+
+
+def _checked(model: AnyModel, tensors: CheckedTensors) -> AnyModel:
+    model.origin = how_kept(tensors.quantized, model.ops)
+    if isinstance(model, TransformersModel):
+        model.check_rows()
     return model
+
+
+def _built(spec: AnySpec, weights: Mapping[str, Any], ops: Ops, cached: PackedCache = uncached) -> AnyModel:
+    if isinstance(spec, GenericSpec):
+        return TransformersModel(spec, weights, ops, cached)
+    return Decoder(spec, weights, ops, cached)
 
 
 def check_tensors(folder: Path) -> CheckedTensors:
@@ -90,11 +107,19 @@ def check_tensors(folder: Path) -> CheckedTensors:
             raise ModelError(
                 f"{folder / 'config.json'} says {layers:,} layers, and the files have {len(weights):,} tensors."
             )
-        rename, fused = getattr(architecture, "rename", str), getattr(architecture, "FUSED", {})
         plain = {key: value for key, value in config.items() if key != KEY}
         by_head, is_transposed = (getattr(architecture, name, ()) for name in ("FUSED_BY_HEAD", "IS_TRANSPOSED"))
-        spec = architecture.spec(plain)
+        spec, fused = architecture.spec(plain), getattr(architecture, "FUSED", {})
+        rename = spec.names.rename if isinstance(spec, GenericSpec) else getattr(architecture, "rename", str)
         return CheckedTensors(spec, weights, rename, fused, folder, by_head, bool(is_transposed))
+
+
+def native_spec(folder: Path) -> DecoderSpec:
+    """Of the model in `folder`. Raises ModelError for one that is not native, too."""
+    spec = check_tensors(folder).spec
+    if isinstance(spec, GenericSpec):
+        raise ModelError(f"{spec.architecture} runs through transformers: this needs a model that is native.")
+    return spec
 
 
 @contextmanager
@@ -112,14 +137,20 @@ def native_model_types() -> dict[str, str]:
 
 
 def find_architecture(config: Config) -> Any:
-    """The model family, a module, that serves one of config["architectures"]; where none does, config["model_type"].
-    Raises ModelError listing what is native, near misses first."""
+    """The model family, a module, that serves one of config["architectures"]; where none does, config["model_type"];
+    where none does that either, the one for all causal LMs of transformers. Raises ModelError listing what there is,
+    near misses first."""
     listed = config.get("architectures")
     served = {name: family for family, names in MODELS.stating("ARCHITECTURES").items() for name in names}
     found = [served[name] for name in map(str, listed if isinstance(listed, list) else ()) if name in served]
     kinds, kind = native_model_types(), str(config.get("model_type"))
     if not found and kind not in kinds:
-        raise ModelError("This model has no native implementation. " + unknown("model_type", kind, kinds))
+        if kind not in (others := causal_model_types()):
+            raise ModelError(
+                "This model has no native implementation, and transformers has none, either. "
+                + unknown("model_type", kind, sorted({*kinds, *others}))
+            )
+        return generic
     return MODELS.find(found[0] if found else kinds[kind])
 
 
@@ -132,7 +163,7 @@ class CheckedTensors(Mapping[str, Weight]):
 
     def __init__(
         self,
-        spec: DecoderSpec,
+        spec: AnySpec,
         weights: QuantizedWeights,
         rename: Callable[[str], str | None],
         fused: Mapping[str, tuple[str, ...]],
@@ -154,7 +185,9 @@ class CheckedTensors(Mapping[str, Weight]):
         self._split(dict.fromkeys(by_head, QKV), is_by_head=True)
         self._split_experts()
         # Some tools store a tied head a second time.
-        self._second_head = self._stored.pop("lm_head.weight", None) if spec.tied_embeddings else None
+        native = {"lm_head.weight": "model.embed_tokens.weight"} if spec.tied_embeddings else {}
+        tied = spec.names.tied if isinstance(spec, GenericSpec) else native
+        self._seconds = {own: self._stored.pop(name) for name, own in tied.items() if name in self._stored}
         self._check_names()
         for name in self._shapes:
             self._check_tensor(name)
@@ -164,7 +197,7 @@ class CheckedTensors(Mapping[str, Weight]):
             for name in [name for name in self._stored if f".{whole}." in name]:
                 stored = self._stored.pop(name)
                 shape: tuple[int, ...] = (0,)
-                by_head = rows_by_head(self.spec, name) if is_by_head else None
+                by_head = rows_by_head(self.spec, name) if is_by_head and isinstance(self.spec, DecoderSpec) else None
                 for i, part in enumerate(name.replace(whole, each) for each in parts):
                     rows, *columns = self._shapes.get(part, (0,))  # 0: a tensor too many, which is refused by its name
                     own = slice(shape[0], shape[0] + rows) if by_head is None else by_head[i]
@@ -248,11 +281,11 @@ class CheckedTensors(Mapping[str, Weight]):
                 "training went wrong. Get it again."
             )
 
-    def _check_second_head(self, table: Weight) -> None:
+    def _check_second(self, stored: str, table: Weight) -> None:
         """One that differs would silently be lost."""
-        if self._second_head is not None and not torch.equal(self.quantized[self._second_head][:], table[:]):
+        if not torch.equal(self.quantized[stored][:], table[:]):
             raise ModelError(
-                f"{self._folder}: config.json ties lm_head.weight to the embeddings, and the file has another one. "
+                f"{self._folder}: config.json ties {stored} to the embeddings, and the file has another one. "
                 "Set tie_word_embeddings to false if the stored head is meant."
             )
 
@@ -267,8 +300,8 @@ class CheckedTensors(Mapping[str, Weight]):
         if name in self._rows:
             weight = rows_of(weight, self._rows[name])
         self._check_numbers(name, weight)
-        if name == "model.embed_tokens.weight":
-            self._check_second_head(weight)
+        if name in self._seconds:
+            self._check_second(self._seconds[name], weight)
         return weight
 
     def __iter__(self) -> Iterator[str]:
@@ -282,22 +315,23 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more tensors" if len(names) > 4 else "")
 
 
-def num_weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
+def num_weight_bytes(spec: AnySpec, dtype: torch.dtype) -> int:
     """Bytes the model takes in memory, at most: its tensors in the compute dtype, a tied table a second time as kernels
     pack a head, and float32 rotary tables."""
     numbers = sum(math.prod(shape) for shape in spec.shapes().values())
     packed_head = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0
-    routers = [layer.mlp.num_experts + 1 for layer in spec.layers if isinstance(layer.mlp, ExpertsMlp)]  # in float32
+    mlps = [layer.mlp for layer in spec.layers] if isinstance(spec, DecoderSpec) else []
+    routers = [mlp.num_experts + 1 for mlp in mlps if isinstance(mlp, ExpertsMlp)]  # in float32
     wider = sum(routers) * spec.hidden_size * (torch.float32.itemsize - dtype.itemsize)
     return (numbers + packed_head) * dtype.itemsize + wider + _num_table_bytes(spec)
 
 
-def num_packed_bytes(spec: DecoderSpec, ops: Ops) -> int:
+def num_packed_bytes(spec: AnySpec, ops: Ops) -> int:
     """Bytes the model takes in memory, exactly: what `ops`, which have a layout, pack, and float32 rotary tables."""
     return _num_packed_bytes(spec, ops) + _num_table_bytes(spec)
 
 
-def _num_packed_bytes(spec: DecoderSpec, ops: Ops) -> int:
+def _num_packed_bytes(spec: AnySpec, ops: Ops) -> int:
     """Of a decoder that is built without reading a weight: a cache is told the size of each first."""
     sizes: list[int] = []
 
@@ -305,16 +339,18 @@ def _num_packed_bytes(spec: DecoderSpec, ops: Ops) -> int:
         sizes.append(math.prod(shape) * dtype.itemsize)
         return torch.empty(1, dtype=dtype).expand(shape)
 
-    Decoder(shorten(spec, 1), {}, ops, count)
+    _built(shorten(spec, 1), {}, ops, count)
     return sum(sizes)
 
 
-def _num_table_bytes(spec: DecoderSpec) -> int:
+def _num_table_bytes(spec: AnySpec) -> int:
+    if isinstance(spec, GenericSpec):  # transformers computes what a step needs
+        return 0
     rotations = {(layer.position, layer.attention.head_dim) for layer in spec.layers}
     return sum(head_dim for _, head_dim in rotations) * spec.max_len * 8
 
 
-def check_memory(spec: DecoderSpec, ops: Ops, free: int) -> None:
+def check_memory(spec: AnySpec, ops: Ops, free: int) -> None:
     """Raise CapacityError if the model does not fit `free` bytes of the device's memory."""
     needed = num_weight_bytes(spec, ops.weight_dtype) if ops.layout is None else num_packed_bytes(spec, ops)
     if needed > free:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError, ModelError
@@ -288,7 +288,10 @@ class DecoderSpec:
         return shapes if self.tied_embeddings else shapes | {"lm_head.weight": table}
 
 
-def shorten(spec: DecoderSpec, max_len: int) -> DecoderSpec:
+_Spec = TypeVar("_Spec", bound=Any)  # of a decoder, or of a model that runs through transformers
+
+
+def shorten(spec: _Spec, max_len: int) -> _Spec:
     """The same model for at most `max_len` tokens. Raises ConfigError above the model's own limit."""
     if not 1 <= max_len <= spec.longest_len:
         raise ConfigError(f"max_model_len is {max_len}, but the model was made for at most {spec.longest_len} tokens.")

@@ -334,6 +334,9 @@ class Ops(Protocol):
         [heads], by pack_vector: a scaled score loses that much for each logical position between the row and what it
         sees (ALiBi, arXiv 2108.12409); in a tree that is a difference of depths."""
 
+    def attention_floats(self, q: Any, kv: Tensor, plan: Any, scale: float, window: int | None) -> Tensor:
+        """As `attention`, for whoever computes with it before a linear layer reads it: float32 [rows, heads d]."""
+
     def plan(self, rows: AttentionRows, block_size: int) -> Any:
         """Everything `rope_and_cache` and `attention` need that does not depend on the layer; once per step."""
 

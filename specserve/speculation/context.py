@@ -10,9 +10,8 @@ from torch import Tensor
 from specserve.cache.storage import KVShape
 from specserve.checkpoint import catalog
 from specserve.errors import ConfigError
-from specserve.models.decoder import Decoder
 from specserve.models.heads.loading import HeadLoader
-from specserve.models.loader import load_model
+from specserve.models.loader import AnyModel, load_model
 from specserve.ops import Ops
 from specserve.runtime.runner import Model
 from specserve.speculation.constants import LATE_MEMORY_BYTES
@@ -28,7 +27,7 @@ class TargetContext:
 
     def __init__(
         self,
-        model: Decoder,
+        model: AnyModel,
         tokenizer: Tokenizer,
         heads: HeadLoader,
         ops: Ops,
@@ -71,8 +70,9 @@ class TargetContext:
         return self._heads.has(name, kind)
 
     def runner(self, model: Model, reads: Tensor | None = None) -> ModelRunner:
-        num_ids = min(self.vocab_size, model.spec.vocab_size) if isinstance(model, Decoder) else self.vocab_size
-        runner = ModelRunner(model, self.ops, *self._sizes, num_ids if reads is None else len(reads), reads)
+        num_ids = min(self.vocab_size, model.spec.vocab_size) if isinstance(model, AnyModel) else self.vocab_size
+        ops = getattr(model, "ops", self.ops)  # one that runs op by op has its own
+        runner = ModelRunner(model, ops, *self._sizes, num_ids if reads is None else len(reads), reads)
         if self._layers is None:
             if self._runners:
                 raise ConfigError(

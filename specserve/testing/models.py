@@ -122,10 +122,17 @@ def write_tiny_model(folder: Path, architecture: str, seed: int = 0, **overrides
     The same arguments write the same bytes. Greedy continuations wander rather than repeat one token.
     """
     config = tiny_config(architecture, **overrides)
-    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder, config)
     tensors = as_stored(config, _fused(config, dict(random_weights(config, seed))))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    generation = {"eos_token_id": config["eos_token_id"], "pad_token_id": config["pad_token_id"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+    return folder
+
+
+def write_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write what a model's folder has beside its configuration and weights. Makes the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generation = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": SPECIAL_TOKENS[2],
@@ -133,10 +140,9 @@ def write_tiny_model(folder: Path, architecture: str, seed: int = 0, **overrides
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    for name, content in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer)):
+    for name, content in (("generation_config", generation), ("tokenizer_config", tokenizer)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2), "utf-8")
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def random_weights(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:

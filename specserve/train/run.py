@@ -22,7 +22,7 @@ from specserve.llm import AsyncLLM
 from specserve.machine.cores import default_threads
 from specserve.models.heads.formats import write_head
 from specserve.models.heads.speculators import Verifier
-from specserve.models.loader import check_tensors
+from specserve.models.loader import native_spec
 from specserve.text.tokenizer import Tokenizer
 from specserve.train.batches import Answer
 from specserve.train.config import KINDS, TrainingOptions, check_same, read_identity
@@ -46,7 +46,7 @@ def train(kind: str, model: str, engine: Mapping[str, Any], options: TrainingOpt
         raise ConfigError(unknown("kind of head", kind, KINDS))
     prompts = read_prompts(options.prompts)
     folder = catalog.resolve(model)
-    spec = check_tensors(folder).spec
+    spec = native_spec(folder)
     if options.max_length > spec.max_len:
         raise ConfigError(f"--max-length is {options.max_length}; the target was made for {spec.max_len} tokens.")
     origin = _origin(folder, engine, prompts)

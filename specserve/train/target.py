@@ -14,7 +14,7 @@ from torch import Tensor
 from specserve.machine.cores import default_threads
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import TargetShape
-from specserve.models.loader import check_tensors, load_model
+from specserve.models.loader import load_model, native_spec
 from specserve.ops.choice import choose_device, choose_ops
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
@@ -42,7 +42,7 @@ class Target:
         self._model = load_model(folder, ops, max_length)
         self._ops = ops
         self.device = ops.device
-        self.spec = check_tensors(folder).spec
+        self.spec = native_spec(folder)
         self.shape = TargetShape(
             hidden_size=self.spec.hidden_size, num_layers=self.spec.num_layers, vocab_size=self.spec.vocab_size
         )

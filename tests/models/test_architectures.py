@@ -587,8 +587,8 @@ def test_llama3_falls_back_on_the_models_own_length() -> None:
 
 
 def test_unknown_model_type_lists_near_misses() -> None:
-    message = refusal({"model_type": "qwen3_vl"})
-    assert all(word in message for word in ("'qwen3_vl'", "Did you mean", "'qwen3'", "mistral")), message
+    message = refusal({"model_type": "qwen3_more"})
+    assert all(word in message for word in ("'qwen3_more'", "Did you mean", "'qwen3_moe'", "mistral")), message
     assert set(native_model_types()) == {
         "llama",
         "mistral",

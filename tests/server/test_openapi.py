@@ -652,8 +652,8 @@ def test_answers_in_other_words_are_as_the_document_says(reply: Reply, with_logp
 
 def test_small_answers_are_as_the_document_says() -> None:
     rows = [
-        ("get", "/v1/models", model_list(["tiny"], 1, 256)),
-        ("get", "/v1/models/{id}", model_card("tiny", 1, 256)),
+        ("get", "/v1/models", model_list(["tiny"], 1, 256, "natively")),
+        ("get", "/v1/models/{id}", model_card("tiny", 1, 256, "natively")),
         ("post", "/tokenize", as_sent(tokenize_body([1], 256))),
         ("post", "/tokenize", as_sent(tokenize_body([1], 256, str))),
         ("post", "/detokenize", as_sent(detokenize_body("a"))),

@@ -168,7 +168,7 @@ def server(*chats: Json, **others: list[Json]) -> dict[str, list[Json]]:
     own = {
         "/stats": [as_json(STATS)],
         "/server_info": [as_json(INFO)],
-        "/v1/models": [as_json(model_list(["tiny", "alias"], 1, 256))],
+        "/v1/models": [as_json(model_list(["tiny", "alias"], 1, 256, "natively"))],
     }
     return {**own, CHAT: list(chats), **{f"/{name}": replies for name, replies in others.items()}}
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.errors import ModelError
-from specserve.models.decoder import Decoder
 from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import BlockSpec
 from specserve.models.layers import LayerStack
+from specserve.models.loader import AnyModel
 from specserve.models.reader import WeightReader
 from specserve.ops import Input, Ops
 from specserve.ops.capture import Captured
@@ -29,7 +29,7 @@ class BlockHead:
     features_width = 0
 
     def __init__(
-        self, head: BlockSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: Decoder
+        self, head: BlockSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: AnyModel
     ) -> None:
         self.head, self.spec, self.ops, self._target = head, head.layers, ops, target
         self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)

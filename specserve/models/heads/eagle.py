@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specserve.models.decoder import Decoder
 from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import EagleSpec
 from specserve.models.layers import LayerStack
+from specserve.models.loader import AnyModel
 from specserve.models.reader import WeightReader
 from specserve.ops import Input, Ops
 from specserve.ops.capture import Captured
@@ -23,7 +23,7 @@ class EagleHead:
     place. `ids` are those that its logits are of, int64 [draft vocabulary], ascending; None: all of the target's."""
 
     def __init__(
-        self, head: EagleSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: Decoder
+        self, head: EagleSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: AnyModel
     ) -> None:
         self.head, self.spec, self.ops, self._target = head, head.layers, ops, target
         self.ids = None if d2t is None else (torch.arange(len(d2t)) + d2t.cpu()).to(ops.device)

@@ -12,7 +12,6 @@ from torch import Tensor
 from specserve.checkpoint import catalog
 from specserve.errors import ModelError
 from specserve.files import reading
-from specserve.models.decoder import Decoder
 from specserve.models.heads import zoo
 from specserve.models.heads.block import BlockHead
 from specserve.models.heads.eagle import EagleHead
@@ -20,6 +19,7 @@ from specserve.models.heads.formats import Head, fits, has_next_token_layers, re
 from specserve.models.heads.medusa import MedusaHead
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import BlockSpec, MedusaSpec, TargetShape
+from specserve.models.loader import AnyModel
 from specserve.ops import Ops
 
 MTP = "mtp"  # the kind of heads that stand in a model's checkpoint
@@ -28,7 +28,7 @@ MTP = "mtp"  # the kind of heads that stand in a model's checkpoint
 class HeadLoader:
     """Loads heads for `target`, whose checkpoint lies in `folder`."""
 
-    def __init__(self, folder: Path, target: Decoder, ops: Ops) -> None:
+    def __init__(self, folder: Path, target: AnyModel, ops: Ops) -> None:
         self._folder, self._target, self._ops = folder, target, ops
 
     def load(self, name: str | None, kind: str) -> EagleHead | BlockHead | MedusaHead:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from specserve.models.decoder import Decoder
 from specserve.models.heads.spec import MedusaSpec
+from specserve.models.loader import AnyModel
 from specserve.ops import Input, Ops
 from specserve.ops.capture import Captured
 
@@ -20,7 +20,7 @@ class MedusaHead:
     vocabulary], ascending; None: all of the target's."""
 
     def __init__(
-        self, head: MedusaSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: Decoder
+        self, head: MedusaSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: AnyModel
     ) -> None:
         self.head, self.ops = head, ops
         self._norm = self._captured(target.final_norm)

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specserve.errors import ModelError
 from specserve.models.loader import check_tensors
-from specserve.models.spec import RmsNorm
+from specserve.models.spec import DecoderSpec, RmsNorm
 
 
 class TargetOrigin:
@@ -20,21 +21,32 @@ class TargetOrigin:
         self._tensors = check_tensors(folder)
         self._spec = self._tensors.spec
 
+    def _native(self) -> DecoderSpec:
+        """Raises ModelError for a model that runs through transformers, whose code may do more with its tables."""
+        if isinstance(self._spec, DecoderSpec):
+            return self._spec
+        raise ModelError(
+            f"{self._spec.architecture} runs through transformers: a head that shares its tables can neither be "
+            "trained nor loaded, as its code may do more with them. Use a head with an LM head of its own."
+        )
+
     def embedding(self) -> Tensor:
         """The scaled embedding, float32 [vocab, hidden]."""
-        table: Tensor = self._tensors["model.embed_tokens.weight"][:].float() * self._spec.embedding_scale
+        scale = self._native().embedding_scale
+        table: Tensor = self._tensors["model.embed_tokens.weight"][:].float() * scale
         return table
 
     def head(self) -> Tensor:
         """The LM head, float32 [vocab, hidden], with what divides its scores."""
-        table = self._tensors["model.embed_tokens.weight" if self._spec.tied_embeddings else "lm_head.weight"]
-        numbers = torch.nn.functional.normalize(table[:].float()) if self._spec.normed_head else table[:].float()
-        return numbers / self._spec.logit_divisor
+        spec = self._native()
+        table = self._tensors["model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"]
+        numbers = torch.nn.functional.normalize(table[:].float()) if spec.normed_head else table[:].float()
+        return numbers / spec.logit_divisor
 
     def norm(self) -> Tensor:
         """By what the final norm multiplies, float32 [hidden]."""
         weight: Tensor = self._tensors["model.norm.weight"][:].float()
-        norm = self._spec.final_norm
+        norm = self._native().final_norm
         return weight + norm.offset if isinstance(norm, RmsNorm) else weight
 
     def fingerprint(self) -> str:
@@ -42,6 +54,7 @@ class TargetOrigin:
         format rounds, and its sizes. Adapters and merges that leave the norm alone keep it, and a head mostly drafts
         as well for them."""
         spec = self._spec
+        norm = self.norm() if isinstance(spec, DecoderSpec) else self._tensors[spec.names.others[-1]][:].float()
         found = hashlib.blake2b(f"{spec.hidden_size} {spec.num_layers} {spec.vocab_size}".encode(), digest_size=16)
-        found.update(self.norm().cpu().numpy().astype("<f4").tobytes())
+        found.update(norm.cpu().numpy().astype("<f4").tobytes())
         return found.hexdigest()

@@ -38,7 +38,7 @@ async def health(request: web.Request) -> web.Response:
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models."""
     server = context(request)
-    return json_response(model_list(server.names, server.created, server.limits.max_model_len))
+    return json_response(model_list(server.names, server.created, server.limits.max_model_len, _runs(server)))
 
 
 async def model(request: web.Request) -> web.Response:
@@ -46,7 +46,7 @@ async def model(request: web.Request) -> web.Response:
     server = context(request)
     name = request.match_info["id"]
     server.check_model(name)
-    return json_response(model_card(name, server.created, server.limits.max_model_len))
+    return json_response(model_card(name, server.created, server.limits.max_model_len, _runs(server)))
 
 
 async def version(request: web.Request) -> web.Response:
@@ -104,6 +104,11 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
         raise unavailable("There is no engine now. Try again in a moment.")
     server.service.supervisor.client.reset_prefix_cache()
     return json_response({"status": "ok"})
+
+
+def _runs(server: Context) -> str:
+    ready = server.service.supervisor.ready
+    return "" if ready is None else ready.about["runs"]
 
 
 def _state(server: Context) -> str:

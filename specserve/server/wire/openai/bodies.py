@@ -334,6 +334,8 @@ class ModelCard(TypedDict):
     owned_by: str
     max_model_len: int
     """Tokens of prompt and output together."""
+    runs: str
+    """How its steps are computed: natively, or through transformers; empty until it is loaded."""
 
 
 class ModelList(TypedDict):

@@ -222,17 +222,18 @@ def raise_failure(completions: Sequence[CompletionOutput | Chunk]) -> None:
             raise unavailable("The server dropped this request before its end. Send it again.", code="aborted")
 
 
-def model_list(names: Sequence[str], created: int, max_model_len: int) -> ModelList:
+def model_list(names: Sequence[str], created: int, max_model_len: int, runs: str) -> ModelList:
     """GET /v1/models."""
-    return {"object": "list", "data": [model_card(name, created, max_model_len) for name in names]}
+    return {"object": "list", "data": [model_card(name, created, max_model_len, runs) for name in names]}
 
 
-def model_card(name: str, created: int, max_model_len: int) -> ModelCard:
-    """GET /v1/models/{id}; `max_model_len` is vLLM's addition, in tokens."""
+def model_card(name: str, created: int, max_model_len: int, runs: str) -> ModelCard:
+    """GET /v1/models/{id}; `max_model_len` is vLLM's addition, in tokens, and `runs` ours."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "specserve",
         "max_model_len": max_model_len,
+        "runs": runs,
     }

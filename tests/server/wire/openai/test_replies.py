@@ -578,10 +578,10 @@ def test_openai_takes_streams(strictly: Any) -> None:
 
 
 def test_openai_takes_the_list_of_models(strictly: Any) -> None:
-    listed = model_list(["tiny", "small"], 1_700_000_000, 256)
+    listed = model_list(["tiny", "small"], 1_700_000_000, 256, "natively")
     assert listed["object"] == "list"
     assert [strictly(card).id for card in listed["data"]] == ["tiny", "small"]
-    assert model_card("tiny", 0, 256)["max_model_len"] == 256
+    assert model_card("tiny", 0, 256, "natively")["max_model_len"] == 256
 
 
 def test_openai_types_do_look(strictly: Any) -> None:

@@ -1,0 +1,117 @@
+"""What takes the place of modules of transformers: linear layers, embeddings and activations whose rows have the same
+bits whatever their number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specserve.ops import Ops
+
+VECTOR = 64  # numbers: rows of a multiple of these have no rest that torch would round in another way
+
+
+class Linear(nn.Module):
+    """A packed linear layer over the op contract. `weight` stays on the device "meta": who multiplies with it by other
+    means fails."""
+
+    def __init__(self, ops: Ops, like: Any, packed: Any, sizes: tuple[int, int], shared: LastInput) -> None:
+        super().__init__()
+        self.in_features, self.out_features = sizes
+        self.weight = like.weight
+        self._ops, self._packed, self._shared = ops, packed, shared
+        self.last: Tensor | None = None  # what the op returned
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [..., in] -> [..., out]."""
+        out = self.last = self._ops.linear(self._shared.quantized(x, self.in_features), self._packed)
+        return out.float().view(*x.shape[:-1], self.out_features)
+
+
+class LastInput:
+    """The last input of a linear layer, quantised: queries, keys and values are made of one tensor, gate and up too.
+    Layers of transformers hand each the same object, and write to none."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self.forget()
+
+    def forget(self) -> None:
+        self._x: Tensor | None = None
+        self._quantized: Any = None
+
+    def quantized(self, x: Tensor, width: int) -> Any:
+        if x is not self._x:
+            rows = x.reshape(-1, width)
+            self._quantized = self._ops.quantize_activation(rows if rows.dtype == torch.float32 else rows.float())
+            self._x = x
+        return self._quantized
+
+
+class Embedding(nn.Module):
+    """A packed table over the op contract."""
+
+    def __init__(self, ops: Ops, like: nn.Embedding, packed: Tensor) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
+        self.weight, self.padding_idx = like.weight, like.padding_idx
+        self._ops, self._packed = ops, packed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 [...] -> float32 [..., hidden]."""
+        return self._ops.embed(ids.reshape(-1).contiguous(), self._packed, 1.0).reshape(*ids.shape, self.embedding_dim)
+
+
+class Activation(nn.Module):
+    """A function of each number that rounds alike wherever it stands. torch's sigmoid, and what it makes of that, does
+    not in the last numbers of a tensor or of a thread's part of it, and gelu where numbers do not lie together: its own
+    is taken where neither is so."""
+
+    def __init__(self, own: nn.Module, exact: Callable[[Tensor], Tensor], is_one_thread: bool) -> None:
+        super().__init__()
+        self._own, self._exact, self._is_one_thread = own, exact, is_one_thread
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._is_one_thread and x.shape[-1] % VECTOR == 0:
+            found: Tensor = self._own(x.contiguous())
+            return found
+        return self._exact(x)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+EXACT: dict[str, Callable[[Tensor], Tensor]] = {  # by the class that transformers' ACT2FN makes
+    "SiLU": _silu,
+    "SiLUActivation": _silu,
+    "Sigmoid": _sigmoid,
+    "GELUTanh": _gelu_tanh,
+    "NewGELUActivation": _gelu_tanh,
+    "FastGELUActivation": _gelu_tanh,
+    "GELUActivation": _gelu,
+    "QuickGELUActivation": lambda x: x * _sigmoid(1.702 * x),
+    "MishActivation": lambda x: x * torch.tanh(torch.log(1 + torch.exp(x))),
+}
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of that name."""
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
