@@ -18,6 +18,7 @@ from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
 from specserve.structured.spec import Structured
 from specserve.testing import TINY_ARCHITECTURES, ScriptedDrafter, check_integrity, tiny_config, write_tiny_model
+from specserve.testing.causal_models import write_tiny_causal_model
 from specserve.types import SamplingParams
 
 VOCAB = tiny_config("llama")["vocab_size"]
@@ -75,7 +76,14 @@ def test_every_family_has_a_tiny_model() -> None:
 
 @pytest.mark.parametrize("family", TINY_ARCHITECTURES)
 def test_texts_of_a_family_depend_on_nothing_else(family: str, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, family, seed=4)
+    check_texts(write_tiny_model(tmp_path, family, seed=4))
+
+
+def test_texts_of_a_model_that_runs_through_transformers_depend_on_nothing_else(tmp_path: Path) -> None:
+    check_texts(write_tiny_causal_model(tmp_path, "stablelm", seed=4, vocab_size=VOCAB))
+
+
+def check_texts(folder: Path) -> None:
     plain, every = make(folder, prefix_caching=False), range(len(PARAMS))
     alone: Outputs = {}
     for i in every:
