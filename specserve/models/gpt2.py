@@ -30,19 +30,18 @@ NAMES = Names(
     unread=("attn.bias", "attn.masked_bias"),
 )
 rename = NAMES.rename
+SIZES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+}
 _DEFAULTS = {"max_position_embeddings": 1024, "activation_function": "gelu_new", "tie_word_embeddings": True}
 
 
 def spec(config: Config) -> DecoderSpec:
-    config = standard(
-        config,
-        _DEFAULTS,
-        hidden_size="n_embd",
-        num_hidden_layers="n_layer",
-        num_attention_heads="n_head",
-        max_position_embeddings="n_positions",
-        intermediate_size="n_inner",
-    )
+    config = standard(config, _DEFAULTS, **SIZES)
     refuse(config, "add_cross_attention", True, "attention to an encoder is not supported")
     attention = read_attention(config, qkv_bias=True, out_bias=True)
     scale = 1.0 if config.get("scale_attn_weights") is False else attention.scale

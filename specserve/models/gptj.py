@@ -9,6 +9,7 @@ from specserve.errors import ModelError
 from specserve.models.checks import check_size
 from specserve.models.classic import read_layer_norm, read_plain_mlp, standard
 from specserve.models.config import Config, num_layers, read_attention, read_spec
+from specserve.models.gpt2 import SIZES
 from specserve.models.names import Names
 from specserve.models.positions import Rope
 from specserve.models.spec import DecoderSpec, LayerSpec, Parallel
@@ -33,15 +34,7 @@ _DEFAULTS = {"max_position_embeddings": 2048, "activation_function": "gelu_new",
 
 
 def spec(config: Config) -> DecoderSpec:
-    config = standard(
-        config,
-        _DEFAULTS,
-        hidden_size="n_embd",
-        num_hidden_layers="n_layer",
-        num_attention_heads="n_head",
-        max_position_embeddings="n_positions",
-        intermediate_size="n_inner",
-    )
+    config = standard(config, _DEFAULTS, **SIZES)
     attention, rotated = read_attention(config), config["rotary_dim"]
     check_size("rotary_dim", rotated)
     if rotated > attention.head_dim:

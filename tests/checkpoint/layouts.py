@@ -293,6 +293,13 @@ def write_quantized(
     """A tiny model whose `modules` are stored in `layout`, or in that of `others` whose name theirs ends with -> all of
     its numbers by the names of an unquantised checkpoint, float32."""
     write_tiny_model(folder, architecture, seed=1, **{"num_hidden_layers": 1, **overrides})
+    return quantize(folder, layout, modules, others)
+
+
+def quantize(
+    folder: Path, layout: Layout, modules: Callable[[str], bool], others: Mapping[str, Layout] | None = None
+) -> Tensors:
+    """As write_quantized, of a model that is there."""
     plain, stored = load_file(folder / "model.safetensors"), dict[str, Tensor]()
     for seed, (name, weight) in enumerate(list(plain.items())):
         module = name.removesuffix(".weight")

@@ -33,6 +33,7 @@ from specserve.models.rounding import relative_error
 from specserve.ops import Ops
 from specserve.ops.packing import Quantized
 from specserve.testing import PagedDecoder, write_tiny_model
+from specserve.testing.causal_models import write_tiny_causal_model
 from specserve.types import SamplingParams
 from tests.checkpoint.layouts import (
     Awq,
@@ -43,6 +44,7 @@ from tests.checkpoint.layouts import (
     edit_config,
     int32,
     numbers_in,
+    quantize,
     to_words,
     write_quantized,
 )
@@ -179,6 +181,16 @@ def test_rows_of_a_fused_matrix_are_those_of_its_parts(architecture: str, name: 
     assert all(torch.equal(one[each][:].float(), other[each][:].float()) for each in other)
     gate = one["model.layers.0.mlp.gate_proj.weight"]
     assert isinstance(gate, Quantized) == (name != "fp8-blocks")
+
+
+@pytest.mark.parametrize("layout", [Gptq(), Awq()])
+def test_models_that_run_through_transformers_have_them_too(layout: Gptq | Awq, tmp_path: Path) -> None:
+    folder = write_tiny_causal_model(tmp_path / "quantised", "stablelm", seed=3, vocab_size=320)
+    plain = quantize(folder, layout, lambda module: module.endswith("_proj"))
+    same = write_tiny_causal_model(tmp_path / "plain", "stablelm", seed=3, vocab_size=320)
+    save_file(plain, same / "model.safetensors", {"format": "pt"})
+    ops = make_ops("native-float32")
+    assert torch.equal(logits(folder, ops), logits(same, ops))
 
 
 def test_an_lm_head_may_be_quantised(tmp_path: Path) -> None:

@@ -12,13 +12,24 @@ from specserve.bench.drive import NoTarget
 from specserve.config import EngineConfig
 from specserve.engine.build import Built, build
 from specserve.engine.request import Request
-from specserve.models.loader import native_model_types
+from specserve.models.heads.formats import write_head
+from specserve.models.heads.spec import EagleSpec, TargetShape
+from specserve.models.heads.speculators import Verifier
+from specserve.models.loader import check_tensors, native_model_types
 from specserve.runtime.executor import local
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import prepare
 from specserve.structured.spec import Structured
-from specserve.testing import TINY_ARCHITECTURES, ScriptedDrafter, check_integrity, tiny_config, write_tiny_model
+from specserve.testing import (
+    TINY_ARCHITECTURES,
+    ScriptedDrafter,
+    check_integrity,
+    llama_spec,
+    tiny_config,
+    write_tiny_model,
+)
 from specserve.testing.causal_models import write_tiny_causal_model
+from specserve.testing.heads import random_weights
 from specserve.types import SamplingParams
 
 VOCAB = tiny_config("llama")["vocab_size"]
@@ -38,12 +49,12 @@ def prompt(i: int) -> list[int]:
     return [(3 * j * j + j) % 280 for j in range(20)] + [(7 * i + j * j) % 280 for j in range(8 + 5 * i)]
 
 
-def make(folder: Path, drafter: Any = None, **options: Any) -> Built:
+def make(folder: Path, own: Any = None, **options: Any) -> Built:
     """With the weights that the kernels choose by themselves. No chunk ends by the clock."""
     defaults = {"max_model_len": 96, "max_step_ms": 1e9, "drafter": "none", "adaptive": False, "max_num_seqs": 8}
     built = build(EngineConfig(model=str(folder), **{**defaults, **options}))
-    if drafter is not None:
-        built.engine.use(DraftHost(drafter, VOCAB, 10.0), 6)
+    if own is not None:
+        built.engine.use(DraftHost(own, VOCAB, 10.0), 6)
     return built
 
 
@@ -81,6 +92,36 @@ def test_texts_of_a_family_depend_on_nothing_else(family: str, tmp_path: Path) -
 
 def test_texts_of_a_model_that_runs_through_transformers_depend_on_nothing_else(tmp_path: Path) -> None:
     check_texts(write_tiny_causal_model(tmp_path, "stablelm", seed=4, vocab_size=VOCAB))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "draft_model", "draft_model of another kind"])
+def test_heads_and_draft_models_run_beside_one_that_runs_through_transformers(kind: str, tmp_path: Path) -> None:
+    """Its embedding, final norm, LM head and taps are there for them; and it may draft for a native model."""
+    general = write_tiny_causal_model(tmp_path / "general", "stablelm", seed=4, vocab_size=VOCAB)
+    native = write_tiny_model(tmp_path / "native", "llama", seed=4)
+    target, draft_model = (native, general) if kind.endswith("kind") else (general, native)
+    own: dict[str, Any] = {"drafter": "draft_model", "draft_model": str(draft_model)}
+    if kind == "eagle":
+        own = {"drafter": kind, "drafter_options": {"head": str(write_random_eagle(tmp_path / "head", target))}}
+    which = range(2)
+    expected, built = drive(make(target), which), make(target, **own)
+    for i in which:
+        built.engine.add(Request(id=f"r{i}", prompt_ids=prompt(i), params=PARAMS[i]))
+    stats = built.engine.requests["r0"][0].stats
+    assert drive(built, range(0)) == expected
+    assert stats.num_draft_tokens > 20
+
+
+def write_random_eagle(folder: Path, target: Path) -> Path:
+    spec = check_tensors(target).spec
+    shape = TargetShape(hidden_size=spec.hidden_size, num_layers=spec.num_layers, vocab_size=spec.vocab_size)
+    layers = llama_spec(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, num_layers=1, num_heads=4, num_kv_heads=2,
+        head_dim=16, intermediate_size=96, max_len=spec.max_len,
+    )  # fmt: skip
+    head = EagleSpec(version=1, target=shape, layers=layers)
+    write_head(folder, head, random_weights(head.shapes()), None, Verifier(str(target)))
+    return folder
 
 
 def check_texts(folder: Path) -> None:

@@ -90,8 +90,6 @@ def refuse(parsed: Any) -> None:
     """What a configuration says itself that is not served. Raises ModelError."""
     if parsed.is_encoder_decoder:
         raise ModelError("It is an encoder-decoder, whose decoder reads what an encoder makes of another text.")
-    if getattr(parsed, "quantization_config", None):
-        raise ModelError("Its weights are quantised on disk, which is supported for native models alone.")
     if not getattr(parsed.get_text_config(), "is_causal", True):
         raise ModelError("Its configuration asks for bidirectional attention.")
 
