@@ -193,7 +193,7 @@ CALLS: list[tuple[str, Callable[[Any], Any], Any, tuple[str, str, Any]]] = [
         completion_body(REPLY, [WHOLE], 2.5),
         ("POST", "/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 4}),
     ),
-    ("models", lambda c: c.models(), model_list(["tiny"], 5, 100), ("GET", "/v1/models", None)),
+    ("models", lambda c: c.models(), model_list(["tiny"], 5, 100, "natively"), ("GET", "/v1/models", None)),
     (
         "tokenize",
         lambda c: c.tokenize("a", return_token_strs=False),
