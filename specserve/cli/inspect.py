@@ -91,7 +91,7 @@ def _about_model(folder: Path, target: str | None) -> Rows:
     rows = [
         ("folder", str(folder)),
         ("type", kind),
-        ("runs", _way(spec)),
+        ("runs", spec.runs),
         ("layers", _layers(spec)),
         ("vocabulary", f"{spec.vocab_size:,} ids"),
         ("context", f"{spec.max_len:,} tokens"),
@@ -128,12 +128,6 @@ def _quantized(weights: QuantizedWeights) -> Rows:
             kept = str(error)
         rows.append((f"as {quantization}", kept))
     return rows
-
-
-def _way(spec: AnySpec) -> str:
-    from specserve.models.spec import DecoderSpec
-
-    return "natively" if isinstance(spec, DecoderSpec) else f"through transformers ({spec.architecture}), op by op"
 
 
 def _about_head(folder: Path, head: Head) -> Rows:

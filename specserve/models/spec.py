@@ -191,7 +191,8 @@ def norm_shapes(name: str, norm: Norm, hidden: int) -> Shapes:
 
 class ModelSpec(Protocol):
     """What the engine has to know of a model: sizes in numbers, `max_len` in tokens, and what each layer keeps of one.
-    `step_width` is how many numbers ops hold at most for each row of a step, but for its logits."""
+    `step_width` is how many numbers ops hold at most for each row of a step, but for its logits, and `runs` says in
+    words how steps are computed."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -205,6 +206,8 @@ class ModelSpec(Protocol):
     def kv_shapes(self) -> list[KVShape]: ...
     @property
     def step_width(self) -> int: ...
+    @property
+    def runs(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +254,11 @@ class DecoderSpec:
     def longest_len(self) -> int:
         """The largest max_len that one may ask for, tokens."""
         return max([self.max_len, *(rope.stretched_len for rope in self._ropes)])
+
+    @property
+    def runs(self) -> str:
+        """How steps are computed, in words."""
+        return "natively"
 
     @property
     def note(self) -> str:

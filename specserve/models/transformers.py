@@ -54,9 +54,14 @@ class GenericSpec:
         return self.found.max_len
 
     @property
+    def runs(self) -> str:
+        """As DecoderSpec.runs."""
+        return f"through transformers ({self.architecture}), op by op"
+
+    @property
     def note(self) -> str:
         """What is said of it at start."""
-        return f"; {self.architecture} through transformers, op by op"
+        return f"; runs {self.runs}"
 
     @property
     def kv_shapes(self) -> list[KVShape]:

@@ -236,12 +236,6 @@ def _warm_up(port: LocalPort) -> None:
     port.engine.drafting.draft_seconds.clear()
 
 
-def _runs(built: Built) -> str:
-    """How a step is computed."""
-    name = getattr(local(built.engine.executor).runner.model.spec, "architecture", None)
-    return "natively" if name is None else f"through transformers ({name}), op by op"
-
-
 def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Ready:
     engine = built.engine
     refused = engine.policy.nameable()
@@ -260,7 +254,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
             "kv_cache_dtype": str(built.ops.kv_dtype).removeprefix("torch."),
             "threads": str(built.threads),
             "kernels": built.ops.name,
-            "runs": _runs(built),
+            "runs": local(built.engine.executor).runner.model.spec.runs,
             "instruction_set": built.ops.instruction_set,
         },
         phases=phases,
