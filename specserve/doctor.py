@@ -3,6 +3,7 @@ Looks only: fetches nothing, changes nothing, and reads no weights but a matrix 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Iterable
@@ -17,9 +18,12 @@ from rich.table import Table
 
 from specserve.cache.sizing import GIB, free_memory
 from specserve.checkpoint import catalog
+from specserve.checkpoint.entries import MODELS, WEIGHT_BITS
+from specserve.checkpoint.fitting import fit
 from specserve.checkpoint.folder import read_config
+from specserve.checkpoint.installed import installed
 from specserve.checkpoint.quantized import QuantizedWeights
-from specserve.errors import NotFetchedError, SpecserveError
+from specserve.errors import ConfigError, NotFetchedError, SpecserveError
 from specserve.files import reading
 from specserve.machine.cores import THREADS, default_threads, processor, usable_cores
 from specserve.models.rounding import how_kept
@@ -68,8 +72,14 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Secti
         Section("Kernels", _kernels(device, isa)),
         Section("Drafters", [("found", ", ".join(DRAFTERS.names()) or "none")]),
         Section("Structured output", _grammars()),
+        _catalog(device, isa),
         _models(model, isa),
     ]
+
+
+def as_json(sections: Iterable[Section]) -> str:
+    """The findings as one JSON object: by heading, and by name."""
+    return json.dumps({section.title: {name.strip(): value for name, value in section.rows} for section in sections})
 
 
 def show(sections: Iterable[Section]) -> None:
@@ -151,6 +161,23 @@ def _weights(folder: Path, isa: str) -> str:
         return how_kept(quantized, ops) or quantized.describe()
 
 
+def _catalog(device: torch.device, isa: str) -> Section:
+    """Which of the catalog fit what is free now."""
+    ops = choice.choose_ops(device, "auto", "auto", 1, isa)
+    dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (ops.dtype, ops.kv_dtype))
+    kinds = [dtype if ops.quantization == "none" else ops.quantization]
+    for kind in ("int8", "int4"):
+        if WEIGHT_BITS[kind] < WEIGHT_BITS[kinds[-1]]:
+            try:
+                choice.choose_ops(device, "auto", kind, 1, isa)
+            except ConfigError:  # kernels without it
+                continue
+            kinds.append(kind)
+    free = free_memory(device)
+    rows = [(name, fit(model, free, kinds, dtype, kv_dtype).describe(model)) for name, model in MODELS.items()]
+    return Section("Catalog", rows)
+
+
 def _models(model: str, isa: str) -> Section:
     fault, weights = None, "not looked at"
     try:
@@ -162,7 +189,7 @@ def _models(model: str, isa: str) -> Section:
             weights = _weights(Path(folder), isa)
         except SpecserveError as error:
             weights, fault = str(error), error
-    here = [(f"  {entry.name}", f"{entry.num_bytes / 2**20:.0f} MiB, {entry.folder}") for entry in catalog.installed()]
+    here = [(f"  {entry.name}", f"{entry.num_bytes / 2**20:.0f} MiB, {entry.folder}") for entry in installed()]
     rows = [
         ("cache", str(catalog.cache_folder())),
         ("model", model),

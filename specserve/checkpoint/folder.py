@@ -14,6 +14,7 @@ import msgspec
 
 from specserve import files
 from specserve.errors import ModelError
+from specserve.registry import MODELS
 
 _INDEX = "model.safetensors.index.json"
 _OLD_INDEX = "pytorch_model.bin.index.json"
@@ -79,13 +80,14 @@ def read_json(path: Path, most: int = _MOST_JSON_BYTES) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as one flat dict. For a multimodal wrapper it is the text model's: `text_config` over the rest.
 
-    Raises ModelError when there is none, without `model_type`, or with `auto_map` (code of the model's author).
+    Raises ModelError when there is none, without `model_type`, or with `auto_map` (code of the model's author) that
+    names a class of no architecture that runs natively: published Phi 3 and 4 name theirs for old programs.
     """
     config = read_json(folder / "config.json")
     text = config.pop("text_config", None)
     if isinstance(text, Mapping):
         config |= text
-    if "auto_map" in config:
+    if "auto_map" in config and not _is_native(config.pop("auto_map")):
         raise ModelError(
             f"{folder / 'config.json'} has auto_map: this model needs Python code that comes with it, and specserve "
             "runs none. Use a version of the model that transformers knows itself."
@@ -93,6 +95,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / 'config.json'} has no model_type, so its architecture is unknown.")
     return config
+
+
+def _is_native(auto_map: Any) -> bool:
+    """Whether the model's class is one of ours by name. Nothing of its code is run in either case."""
+    name = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, Mapping) else None
+    served = {each for names in MODELS.stating("ARCHITECTURES").values() for each in names}
+    return isinstance(name, str) and name.rpartition(".")[2] in served
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
@@ -123,7 +132,7 @@ def old_files(folder: Path) -> list[Path]:
         return [folder / "pytorch_model.bin"]
     if not (folder / _OLD_INDEX).is_file():
         return []
-    files = sorted({folder / name for name in _weight_map(folder / _OLD_INDEX, ".bin").values()})
+    files = sorted({folder / name for name in weight_map(folder / _OLD_INDEX, ".bin").values()})
     if missing := [path.name for path in files if not path.is_file()]:
         raise ModelError(f"{folder / _OLD_INDEX} names {missing[0]}, which the folder does not have.")
     return files
@@ -132,18 +141,20 @@ def old_files(folder: Path) -> list[Path]:
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name; empty when the folder has no index."""
     path = folder / _INDEX
-    return {} if (folder / _SINGLE).is_file() or not path.is_file() else _weight_map(path, ".safetensors")
+    return {} if (folder / _SINGLE).is_file() or not path.is_file() else weight_map(path, ".safetensors")
 
 
-def _weight_map(path: Path, suffix: str) -> dict[str, str]:
-    weight_map = read_json(path, _MOST_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+def weight_map(path: Path, suffix: str) -> dict[str, str]:
+    """Which file each tensor is in, by an index. Raises ModelError for one that names others than files of the same
+    folder with this suffix."""
+    places = read_json(path, _MOST_INDEX_BYTES).get("weight_map")
+    if not isinstance(places, dict) or not places:
         raise ModelError(f"{path} has no weight_map.")
-    for file_name in weight_map.values():
+    for file_name in places.values():
         plain = isinstance(file_name, str) and file_name == Path(file_name).name and "\\" not in file_name
         if not plain or not file_name.endswith(suffix):
             raise ModelError(f"{path} names the file {file_name!r}; only {suffix} files of the same folder are read.")
-    return weight_map
+    return places
 
 
 def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:

@@ -24,7 +24,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specserve.checkpoint import catalog
+from specserve.checkpoint.home import cache_folder
 from specserve.files import check_regular, open_file, parse_json
 from specserve.ops import Ops
 
@@ -138,7 +138,7 @@ class PackedWeights:
                 _log.warning("The weights in %s were changed while they were read.", self._folder)
                 return
             os.replace(temporary, self._path)
-            _remove_orphans(catalog.cache_folder() / "packed")
+            _remove_orphans(cache_folder() / "packed")
         except OSError as error:
             self._error = error
         finally:
@@ -150,10 +150,10 @@ def packed_path(folder: Path, ops: Ops) -> Path:
     """Where the packed weights of a model's folder, an absolute path, belong: into it if it is the cache's own, else
     elsewhere in the cache. There is one file for each way to store weights."""
     name = f"{ops.name}-{ops.quantization}-{str(ops.dtype).removeprefix('torch.')}{_SUFFIX}"
-    if folder.parent == (catalog.cache_folder() / "models").resolve():
+    if folder.parent == (cache_folder() / "models").resolve():
         return folder / name
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-    return catalog.cache_folder() / "packed" / f"{folder.name}-{digest}-{name}"
+    return cache_folder() / "packed" / f"{folder.name}-{digest}-{name}"
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:

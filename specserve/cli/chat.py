@@ -46,8 +46,13 @@ def chat(
     from specserve.llm import LLM
 
     with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
-        print(llm.summary, HELP, sep="\n", file=sys.stderr)
-        Conversation(llm, sampling_params(sampling), system, show_drafts).run()
+        talk(llm, sampling_params(sampling), system, show_drafts)
+
+
+def talk(llm: LLM, params: SamplingParams, system: str | None, show_drafts: bool = False) -> None:
+    """Say what was loaded, and answer messages until their end."""
+    print(llm.summary, HELP, sep="\n", file=sys.stderr)
+    Conversation(llm, params, system, show_drafts).run()
 
 
 class Conversation:

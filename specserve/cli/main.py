@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": ("specserve.cli.generate:generate", "Complete prompts."),
     "chat": ("specserve.cli.chat:chat", "Talk to a model; tokens per second and acceptance after each answer."),
     "serve": ("specserve.cli.serve:serve", "Serve a model over HTTP with OpenAI's API."),
+    "run": ("specserve.cli.run:run", "Talk to a model by name, which is fetched if it is not here."),
     "train": ("specserve.cli.train:train", "Train a draft head on what the target writes itself."),
     "bench": ("specserve.cli.bench:bench", "Measure drafters against plain decoding."),
     "grammar": (
@@ -31,6 +32,9 @@ COMMANDS = {
     ),
     "top": ("specserve.cli.top:top", "Watch a running server."),
     "pull": ("specserve.cli.pull:pull", "Fetch a model into the cache, or list what it holds."),
+    "list": ("specserve.cli.list:list_models", "Show the models on this machine, or all that have a short name."),
+    "rm": ("specserve.cli.rm:rm", "Remove models from this machine."),
+    "ps": ("specserve.cli.ps:ps", "Show the servers that run on this machine."),
     "inspect": ("specserve.cli.inspect:inspect", "Say what a checkpoint is: a draft head or a model, and for whom."),
     "doctor": ("specserve.cli.doctor:doctor", "Show the device, memory, kernels, model folder and versions."),
     "completion": ("specserve.cli.completion:completion", "Install completion of commands and options for a shell."),

@@ -19,11 +19,14 @@ def pull(
         bool, Parameter(name="--list", negative=(), group=OUTPUT, help="List the models in the cache; fetch nothing.")
     ] = False,
 ) -> None:
-    """Fetch a model into the cache, print its folder. Afterwards it works offline."""
-    from specserve.checkpoint import catalog
-
+    """Fetch a model into the cache, print its folder. Afterwards it works offline. What was interrupted goes on where
+    it stopped, and a model of the hub is fetched again where that has a newer version."""
     if list_installed:
-        for entry in catalog.installed():
+        from specserve.checkpoint.installed import installed
+
+        for entry in installed():
             print(f"{entry.name}  {entry.num_bytes / 2**20:.0f} MiB  {entry.folder}")
     else:
+        from specserve.checkpoint import catalog
+
         print(catalog.pull(model))

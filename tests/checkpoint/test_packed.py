@@ -27,6 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specserve.checkpoint import catalog
+from specserve.checkpoint.installed import installed
 from specserve.checkpoint.packed import PackedWeights
 from specserve.checkpoint.weights import Weights, read_config
 from specserve.errors import CapacityError, ModelError
@@ -259,10 +260,10 @@ def test_nothing_is_written_into_a_users_folder(folder: Path, home: Path) -> Non
 
 def test_in_the_cache_it_lies_with_its_model_and_counts_as_a_part_of_it(home: Path, reads: list[str]) -> None:
     folder = write(home / "models" / f"mine-0123456789ab-v{catalog.CONVERTER_VERSION}", "llama")
-    before = catalog.installed()[0].num_bytes
+    before = installed()[0].num_bytes
     load_model(folder, make_ops())
     (path,) = folder.glob("*.packed")
-    assert catalog.installed()[0].num_bytes == before + path.stat().st_size
+    assert installed()[0].num_bytes == before + path.stat().st_size
     assert not (home / "packed").exists()
     reads.clear()
     load_model(folder, make_ops())

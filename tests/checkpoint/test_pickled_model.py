@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specserve.checkpoint import catalog
+from specserve.checkpoint.installed import installed
 from specserve.checkpoint.weights import Weights
 from specserve.cli.inspect import inspect
 from specserve.doctor import examine
@@ -80,7 +81,7 @@ def test_it_is_converted_once_and_again_when_it_changed(tmp_path: Path, monkeypa
     os.utime(tmp_path / "old" / "pytorch_model.bin", ns=(1, 1))
     second = catalog.resolve(str(tmp_path / "old"), progress=False)
     assert second != first and torch.equal(Weights(second)["model.norm.weight"], 2 * tensors["model.norm.weight"])
-    assert [model.name for model in catalog.installed()] == ["old", "old"]
+    assert [model.name for model in installed()] == ["old", "old"]
 
 
 @pytest.mark.parametrize("said", [True, False, None])
@@ -229,19 +230,3 @@ def test_inspect_converts_it(shards: int, tmp_path: Path, capsys: pytest.Capture
     inspect(str(tmp_path / "old"))
     said = capsys.readouterr().out
     assert "llama" in said and "home" in said
-
-
-def test_of_the_hub_it_is_fetched_where_there_is_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    def snapshot(name: str, *, allow_patterns: list[str], **options: Any) -> str:
-        asked.append(allow_patterns)
-        if any("bin" in pattern for pattern in allow_patterns):
-            write_old(tmp_path / "hub")
-        (tmp_path / "hub").mkdir(exist_ok=True)
-        return str(tmp_path / "hub")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    folder = catalog.resolve("someone/old", progress=False)
-    assert (folder / "model.safetensors").exists() and len(asked) == 2
-    assert not any("bin" in pattern for pattern in asked[0]) and "pytorch_model*.bin" in asked[1]

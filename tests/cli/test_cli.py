@@ -35,6 +35,7 @@ from specserve.config import EngineConfig
 from specserve.doctor import examine
 from specserve.errors import EngineError
 from specserve.help import Help
+from specserve.ops.choice import choose_ops
 from specserve.structured import library
 from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
@@ -609,13 +610,41 @@ def test_doctor_names_the_processor_and_its_instruction_sets(
     assert rows["instruction sets"].startswith("not reported")
 
 
+def test_doctor_says_what_fits(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, expected in ((64, "fits: "), (7.5, "fits with int4: "), (1, "too large: ")):
+        monkeypatch.setattr("specserve.doctor.free_memory", lambda device, size=free: int(size * 1e9))
+        monkeypatch.setattr("specserve.doctor.choice.choose_ops", functools.cache(choose_ops))
+        status, out, _ = specserve("doctor", tiny, "--json")
+        assert status == 0
+        catalog = json.loads(out)["Catalog"]
+        default = "GB in int8" if "int8" in catalog["smollm2-135m"] else "GB in"
+        if default == "GB in int8" or free != 7.5:  # other kernels have other forms of weights
+            assert catalog["mistral-7b"].startswith(expected)
+    assert catalog["smollm2-135m"].startswith("fits")
+
+
+def test_run_answers_one_prompt_or_talks(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "Hello there"
+    status, out, err = specserve("run", tiny, prompt, *SMALL, "--max-tokens", "6")
+    assert (status, err) == (0, "")
+    asked = specserve("generate", prompt, "--model", tiny, *SMALL, "--max-tokens", "6")
+    assert out.strip() and out == asked[1]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{prompt}\n/exit\n"))
+    status, talked, err = specserve("run", tiny, *SMALL, "--max-tokens", "6")
+    assert status == 0 and out.strip() in talked and "/reset" in err
+    assert specserve("run", "qwen3-0.6", "x")[2].startswith(
+        "specserve: Unknown model 'qwen3-0.6'. Did you mean 'qwen3-"
+    )
+
+
 def test_pull_of_a_folder_prints_it(specserve: Run, tiny: str) -> None:
     assert specserve("pull", tiny) == (0, f"{tiny}\n", "")
 
 
-def test_pull_lists_an_empty_cache(specserve: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_empty_cache_has_no_lines(specserve: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path / "nothing"))
-    assert specserve("pull", "--list") == (0, "", "")
+    assert specserve("pull", "--list") == specserve("list") == specserve("ps") == (0, "", "")
+    assert specserve("list", "--json") == specserve("ps", "--json") == (0, "[]\n", "")
 
 
 def test_completion_knows_commands_and_options() -> None:

@@ -26,6 +26,7 @@ from specserve.server.http.context import Context
 from specserve.server.http.listen import Listener
 from specserve.server.metrics import Metrics
 from specserve.server.options import ServeOptions
+from specserve.server.running import registered
 from specserve.server.sampling_defaults import sampling_defaults
 from specserve.server.service import Service
 from specserve.server.template_options import template_options
@@ -77,7 +78,7 @@ class _Life:
         names = options.served_model_name or (str(engine["model"]),)
         metrics = Metrics(names[0])
         timeouts = Timeouts(options.start_timeout_s, options.stall_timeout_s)
-        self._options = options
+        self._options, self._folder = options, folder
         self._begun = begun
         self._supervisor = Supervisor({**engine, "model": str(folder)}, metrics, timeouts, spawner)
         self._spawned = time.perf_counter()
@@ -116,9 +117,10 @@ class _Life:
             _log.info("Listening on %s; the engine is loading.", self._listener.address)
             ended = asyncio.create_task(self._asked_to_end.wait())
             ends: list[asyncio.Future[Any]] = [ended, self._supervisor.finished]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not self._supervisor.finished.done():
-                await self._drain()
+            with registered(self._listener.address, self._context.names, self._folder):
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if not self._supervisor.finished.done():
+                    await self._drain()
         finally:
             for task in (reporter, *preparing):
                 task.cancel()

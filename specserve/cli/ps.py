@@ -1,0 +1,68 @@
+"""`specserve ps`: the servers that run on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Annotated
+
+import aiohttp
+from cyclopts import Parameter
+
+from specserve.cli.list import AS_JSON, date, print_table
+from specserve.cli.options import OUTPUT
+from specserve.server.running import RunningServer, running
+
+_TIMEOUT_S = 2.0
+
+
+def ps(as_json: Annotated[bool, Parameter(name="--json", negative=(), group=OUTPUT, help=AS_JSON)] = False) -> None:
+    """Show the servers that run on this machine: process, model, address, since when, and whether they are ready."""
+    servers = running()
+    states = asyncio.run(_states(servers))
+    if as_json:
+        rows = [dataclasses.asdict(server) | {"state": state} for server, state in zip(servers, states, strict=True)]
+        print(json.dumps(rows, indent=1))
+        return
+    print_table(
+        {"pid": "right", "model": "left", "address": "left", "since": "left", "state": "left"},
+        [
+            {
+                "pid": str(server.pid),
+                "model": ", ".join(server.models),
+                "address": server.address,
+                "since": date(server.since),
+                "state": state,
+            }
+            for server, state in zip(servers, states, strict=True)
+        ],
+    )
+
+
+async def _states(servers: list[RunningServer]) -> list[str]:
+    return await asyncio.gather(*(_state(server.address) for server in servers))
+
+
+async def _state(address: str) -> str:
+    """What its /ready says, which wants no key: "ready", or why it is not, or "silent"."""
+    is_socket = address.startswith("unix:")
+    connector = aiohttp.UnixConnector(address.removeprefix("unix:")) if is_socket else aiohttp.TCPConnector(ssl=False)
+    url = "http://localhost/ready" if is_socket else f"{_reachable(address)}/ready"
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            session.get(url) as response,
+        ):
+            if response.status == 200:
+                return "ready"
+            body = await response.json(content_type=None)
+            return str(body.get("status", "not ready")) if isinstance(body, dict) else "not ready"
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        return "silent"
+
+
+def _reachable(address: str) -> str:
+    """One that listens on every address is asked on loopback."""
+    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
