@@ -51,6 +51,20 @@ CLASSIC: Mapping[str, Mapping[str, Any]] = {
         "attn_config": {"alibi": True, "alibi_bias_max": 8},
         "dtype": "float32",
     },
+    "qwen": {
+        "architectures": ["QWenLMHeadModel"],
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "kv_channels": 16,
+        "intermediate_size": 192,  # of both halves
+        "seq_length": 1024,
+        "layer_norm_epsilon": 1e-6,
+        "no_bias": True,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+        "dtype": "float32",
+    },
 }
 
 

@@ -87,6 +87,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "aquila": {"architectures": ["AquilaForCausalLM"]},
     "baichuan": {"architectures": ["BaichuanForCausalLM"], "num_key_value_heads": None, "model_max_length": 2048},
     "internlm": {"architectures": ["InternLMForCausalLM"], "num_key_value_heads": None, "bias": True},
+    "internlm2": {"architectures": ["InternLM2ForCausalLM"], "bias": False},
     "gemma3": {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],

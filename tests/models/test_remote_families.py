@@ -1,5 +1,5 @@
 """Families that transformers 5 does not have, against references in plain torch, written from their published
-architectures: Aquila, Baichuan, InternLM 1."""
+architectures: Aquila, Baichuan, InternLM 1 and 2, Qwen 1."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from specserve.kernels.reference import Kernels
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.loader import find_architecture, load_model
 from specserve.models.positions import Alibi
+from specserve.models.spec import shorten
 from specserve.ops import Ops
 from specserve.testing import PagedDecoder, tiny_config, unequal_rows, write_tiny_model
 
@@ -35,6 +36,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "baichuan2-7b": ("baichuan", {"vocab_size": BAICHUAN_2, "hidden_size": 32, "head_dim": 8}),
     "internlm": ("internlm", {"bias": True}),
     "internlm-dynamic": ("internlm", {"bias": False, "rotary": {"base": 5000, "type": "dynamic"}}),
+    "internlm2": ("internlm2", {}),
+    "internlm2-biased-multihead": ("internlm2", {"bias": True, "num_key_value_heads": None}),
+    "internlm2-dynamic": (
+        "internlm2",
+        {"num_key_value_heads": 1, "rope_theta": 5e5, "rope_scaling": {"type": "dynamic", "factor": 2.5}},
+    ),
+    "qwen": ("qwen", {}),
+    "qwen-biased-half-rotated": (
+        "qwen",
+        {"no_bias": False, "rotary_pct": 0.5, "rotary_emb_base": 500, "intermediate_size": 154},
+    ),
 }
 
 
@@ -136,7 +148,47 @@ def internlm(weights: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
     return like_llama(weights, config, attention, weights["lm_head.weight"])
 
 
-REFERENCES = {"aquila": aquila, "baichuan": baichuan, "internlm": internlm}
+def internlm2(weights: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+    """The rows of wqkv are those of each KV head in turn: its query heads, its key, its value. The MLP is
+    w2(silu(w1 x) * w3 x)."""
+    d, eps = config["head_dim"], config["rms_norm_eps"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"] or config["num_attention_heads"]
+    x = weights["model.tok_embeddings.weight"][PROMPT]
+    for i in range(config["num_hidden_layers"]):
+        name = f"model.layers.{i}"
+        y = rms_norm(x, weights[f"{name}.attention_norm.weight"], eps)
+        qkv = linear(weights, f"{name}.attention.wqkv", y).view(len(y), kv_heads, heads // kv_heads + 2, d)
+        q, k, v = qkv[:, :, :-2].reshape(len(y), heads, d), qkv[:, :, -2], qkv[:, :, -1]
+        attended = attend(rotated(q, config["rope_theta"]), rotated(k, config["rope_theta"]), v)
+        x = x + linear(weights, f"{name}.attention.wo", attended)
+        y = rms_norm(x, weights[f"{name}.ffn_norm.weight"], eps)
+        gate, up = linear(weights, f"{name}.feed_forward.w1", y), linear(weights, f"{name}.feed_forward.w3", y)
+        x = x + linear(weights, f"{name}.feed_forward.w2", F.silu(gate) * up)
+    return rms_norm(x, weights["model.norm.weight"], eps) @ weights["output.weight"].T
+
+
+def qwen(weights: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+    """c_attn is q, k and v one after the other. The first features of each head rotate, by halves. The MLP is
+    c_proj(w1 x * silu(w2 x))."""
+    heads, eps, theta = config["num_attention_heads"], config["layer_norm_epsilon"], config.get("rotary_emb_base", 1e4)
+    count = int(config["kv_channels"] * config.get("rotary_pct", 1.0))
+
+    def partly(x: Tensor) -> Tensor:
+        return torch.cat((rotated(x[..., :count], theta), x[..., count:]), -1)
+
+    x = weights["transformer.wte.weight"][PROMPT]
+    for i in range(config["num_hidden_layers"]):
+        name = f"transformer.h.{i}"
+        y = rms_norm(x, weights[f"{name}.ln_1.weight"], eps)
+        q, k, v = linear(weights, f"{name}.attn.c_attn", y).view(len(y), 3, heads, -1).unbind(1)
+        x = x + linear(weights, f"{name}.attn.c_proj", attend(partly(q), partly(k), v))
+        y = rms_norm(x, weights[f"{name}.ln_2.weight"], eps)
+        gated = linear(weights, f"{name}.mlp.w1", y) * F.silu(linear(weights, f"{name}.mlp.w2", y))
+        x = x + linear(weights, f"{name}.mlp.c_proj", gated)
+    return rms_norm(x, weights["transformer.ln_f.weight"], eps) @ weights["lm_head.weight"].T
+
+
+REFERENCES = {"aquila": aquila, "baichuan": baichuan, "internlm": internlm, "internlm2": internlm2, "qwen": qwen}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -203,3 +255,39 @@ def test_internlm_is_not_stretched_without_a_factor(tmp_path: Path) -> None:
     assert (stretched.max_len, stretched.longest_len) == (2048, 4096)
     with pytest.raises(ModelError, match="'other' is not supported"):
         spec_of("internlm-dynamic", rotary={"base": 5000, "type": "other"})
+
+
+def test_internlm_2_is_stretched_by_its_factor() -> None:
+    plain, dynamic = spec_of("internlm2"), spec_of("internlm2-dynamic")
+    assert (plain.longest_len, dynamic.max_len, dynamic.longest_len) == (2048, 2048, 5120)
+    assert "unscaled" in dynamic.note
+    assert "fixed for max_model_len 4096" in shorten(dynamic, 4096).note
+    assert not [name for name in plain.shapes() if name.endswith("bias")]
+    config = tiny_config("internlm2")
+    del config["bias"]  # which published code takes for true
+    assert "model.layers.0.self_attn.o_proj.bias" in find_architecture(config).spec(config).shapes()
+
+
+def test_qwen_goes_up_to_its_seq_length(tmp_path: Path) -> None:
+    assert spec_of("qwen", seq_length=512, max_position_embeddings=8192).longest_len == 512
+    with pytest.raises(ConfigError, match="at most 1024"):
+        load_model(write(tmp_path, "qwen"), make_ops("reference-float32"), 1025)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seq_length": None}, "no seq_length"),
+        ({"kv_channels": 12}, "kv_channels is 12; times num_attention_heads it must be hidden_size"),
+        ({"scale_attn_weights": False}, "scale_attn_weights to False"),
+        ({"visual": {"layers": 48}}, "Qwen-VL is not supported"),
+        ({"rotary_pct": 1.5}, "must be at most 1"),
+        ({"rotary_emb_base": "10000"}, "rotary theta as '10000'"),
+        ({"intermediate_size": "big"}, "intermediate_size as 'big'"),
+        ({"layer_norm_epsilon": -1.0}, "rms_norm_eps as -1"),
+    ],
+)
+def test_what_qwen_may_not_ask_for_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError) as error:
+        spec_of("qwen", **changes)
+    assert words in str(error.value)
