@@ -38,6 +38,7 @@ DEV_REQUIRES := import tomllib; project = tomllib.load(open("pyproject.toml", "r
   extras = [project["optional-dependencies"][name] for name in ("plot", "test", "dev")]; \
   print(*(one for some in (project["dependencies"], *extras) for one in some if not one.startswith(project["name"])), sep="\n")
 GRAMMARS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["xgrammar"], sep="\n")
+BROWSER := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["browser"], sep="\n")
 MISSING_TOOLS := $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
@@ -60,7 +61,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize contract wheel bare pythons clean
+.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser contract wheel bare pythons clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -159,6 +160,12 @@ ifneq ($(HAS_GXX),)
 else
 	@echo "== no g++: native kernels are not tested under AddressSanitizer"
 endif
+
+# Part of `test` only where there are a Chromium and Playwright; here they may not be missing.
+browser: $(STAMP) ## Test the playground in Chromium (apt-get install chromium, or SPECSERVE_CHROMIUM=/path/to/chrome).
+	@echo "== the playground in a browser"
+	@$(BIN)/python -c '$(BROWSER)' | $(PIP) install --no-compile -r /dev/stdin
+	@SPECSERVE_REQUIRE_BROWSER=1 $(PYTEST) tests/server/playground $(PYTEST_FLAGS)
 
 # Not part of `test`: it installs the clients' packages, each set once, and takes minutes.
 contract: $(STAMP) ## Hold real clients (openai, anthropic, outlines, lm-eval, ...) against the server; CONTRACT_FLAGS="--only llm".

@@ -20,7 +20,7 @@ from specserve.version import __version__
 Json: TypeAlias = dict[str, Any]
 
 JSON, EVENTS, HTML = "application/json", "text/event-stream", "text/html"
-METRICS = "text/plain"
+METRICS, SCRIPT = "text/plain", "text/javascript"
 
 _PLACE = "#/components/schemas/{model}"
 

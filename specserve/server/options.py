@@ -32,7 +32,7 @@ class ServeOptions:
     ("fcfs"), and one that has a priority of its own is refused; or such as have one are taken ("priority"), and any
     client can send it. `reasoning_format`: reasoning that a model marks as its files say is told apart from its answers
     to conversations ("auto"), or is text as all else ("none"). `api_key` and the lines of `api_key_file` are keys; with
-    any, all routes but /live, /health, /ready and the pages / and /docs need one.
+    any, all routes but /live, /health, /ready and the pages / and /docs with their scripts in /static need one.
     `allowed_host`: names besides localhost and addresses that the Host of a request may have ("*" is any); without any,
     Host is looked at only where `host` is an address that this machine alone can reach.
     `share_drafts`: requests without a key or a cache_salt draft from each other's answers; else nothing is kept of
@@ -57,8 +57,8 @@ class ServeOptions:
     api_key: Annotated[
         tuple[str, ...],
         Help(
-            "A key that lets requests in; may be repeated. With any, only /live, /health, /ready, / and /docs are "
-            "open.",
+            "A key that lets requests in; may be repeated. With any, only /live, /health, /ready, /, /docs and /static "
+            "are open.",
             "Access",
         ),
     ] = ()

@@ -557,7 +557,7 @@ def test_keys() -> None:
     assert DOCUMENT["components"]["securitySchemes"]["header"]["name"] == "x-api-key"
     operations = {path: next(iter(methods.values())) for path, methods in DOCUMENT["paths"].items()}
     opened = {path for path, operation in operations.items() if operation.get("security") == []}
-    assert opened == {"/live", "/health", "/ready", "/docs", "/"}
+    assert opened == {"/live", "/health", "/ready", "/docs", "/", "/static/{name}"}
     assert {path for path, operation in operations.items() if "401" not in operation["responses"]} == opened
     assert PLAIN["security"] == []
     assert "securitySchemes" not in PLAIN["components"]

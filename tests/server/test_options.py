@@ -139,4 +139,5 @@ def test_the_help_names_every_route_that_is_open() -> None:
     """What --api-key closes, and what it does not."""
     for text in (help_of(ServeOptions)["api_key"].text, str(ServeOptions.__doc__)):
         (told,) = re.findall(r"(?:only|all routes but) ([^.;]*?) (?:are open|need one)", " ".join(text.split()))
-        assert set(re.findall(r"/\w*", told)) == {route.path for route in ROUTES if not route.needs_key}
+        opened = {route.path.partition("/{")[0] for route in ROUTES if not route.needs_key}
+        assert set(re.findall(r"/\w*", told)) == opened

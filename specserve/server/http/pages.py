@@ -1,22 +1,30 @@
-"""The pages for people: / and /docs."""
+"""The pages for people, / and /docs, and the scripts they load."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
-from specserve.server.pages import page
+from specserve.server.pages import Page, modules, page
+from specserve.server.wire.errors import route_not_found
 
 
 async def docs(request: web.Request) -> web.Response:
     """GET /docs; it needs no key, as a browser sends none, and asks for one to send requests with."""
-    return _page_response("docs")
+    return _response(page("docs"))
 
 
 async def playground(request: web.Request) -> web.Response:
     """GET /; needs no key either."""
-    return _page_response("playground")
+    return _response(page("playground"))
 
 
-def _page_response(name: str) -> web.Response:
-    shown = page(name)
+async def static(request: web.Request) -> web.Response:
+    """GET /static/{name}; it needs no key, as the page that asks for keys is made of it."""
+    found = modules().get(request.match_info["name"])
+    if found is None:
+        raise route_not_found(request.path)
+    return _response(found)
+
+
+def _response(shown: Page) -> web.Response:
     return web.Response(body=shown.body, headers=shown.headers)

@@ -11,7 +11,7 @@ from aiohttp import web
 from specserve.server.http import completions, info, pages, tokens, translated
 from specserve.server.http.context import context
 from specserve.server.http.respond import json_response
-from specserve.server.openapi import HTML, METRICS, Route, document
+from specserve.server.openapi import HTML, METRICS, SCRIPT, Route, document
 from specserve.server.wire.anthropic_api import bodies as anthropic_bodies
 from specserve.server.wire.anthropic_api.requests import CountTokensRequest, MessagesRequest
 from specserve.server.wire.fields import Limits
@@ -273,6 +273,18 @@ ROUTES = (
         group="Server",
         replies={200: str},
         media=HTML,
+        needs_key=False,
+    ),
+    Route(
+        method="GET",
+        path="/static/{name}",
+        handler=pages.static,
+        name="getStatic",
+        summary="A script of the pages. Its name holds a folder: playground/app.js.",
+        group="Server",
+        replies={200: str},
+        media=SCRIPT,
+        errors=(404,),
         needs_key=False,
     ),
 )

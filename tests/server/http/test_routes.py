@@ -11,6 +11,7 @@ import pytest
 
 from specserve.llm import LLM
 from specserve.server.http.routes import ROUTES
+from specserve.server.pages import modules
 from specserve.types import SamplingParams
 
 CHAT = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 12, "temperature": 0}
@@ -383,7 +384,17 @@ def test_pages_are_complete(server: Any, path: str) -> None:
     assert head.headers["content-security-policy"] == reply.headers["content-security-policy"]
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_scripts_of_pages_are_complete_and_nothing_else_is_there(server: Any) -> None:
+    for name, module in modules().items():
+        reply = server.get(f"/static/{name}")
+        assert (reply.status, reply.body) == (200, module.body)
+        assert reply.headers["content-type"] == "text/javascript; charset=utf-8"
+    for name in ("vendor/LICENSE.marked", "playground", "docs.html", "../pages.py", "..%2Fpages.py", "playground/%00"):
+        reply = server.get(f"/static/{name}")
+        assert (reply.status, "error" in reply.json) == (404, True), name
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/static/playground/app.js"])
 def test_pages_need_no_key_but_what_they_ask_does(strict_server: Any, path: str) -> None:
     nobody = {"Authorization": ""}
     assert strict_server.get(path, headers=nobody).status == 200
