@@ -328,8 +328,8 @@ def test_linear_rope_scaling_is_kept_and_others_are_refused(tmp_path: Path) -> N
     scaling = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
     config = read_config(converted(write_gguf(tmp_path / "m.gguf", **scaling)))
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    scaling["llama__rope__scaling__type"] = "yarn"
-    with pytest.raises(ModelError, match=r"'yarn'.*linear"):
+    scaling["llama__rope__scaling__type"] = "dynamic"
+    with pytest.raises(ModelError, match=r"'dynamic'.*linear"):
         converted(write_gguf(tmp_path / "m.gguf", **scaling))
 
 
