@@ -1,5 +1,6 @@
 """Write a random model of a given shape, with a vocabulary of a few hundred tokens: for measuring what steps of larger
-models cost where the models themselves are not at hand. The default is the shape of Qwen2.5-1.5B.
+models cost where the models themselves are not at hand. The default is the shape of Qwen2.5-1.5B. An architecture that
+is not native, as stablelm, is written as transformers makes it.
 
     python benchmarks/random_model.py FOLDER
     specserve bench verify-cost --model FOLDER --quantization int4
@@ -10,7 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from specserve.models.loader import native_model_types
 from specserve.testing import write_tiny_model
+from specserve.testing.causal_models import write_tiny_causal_model
 
 
 def parse() -> argparse.Namespace:
@@ -31,7 +34,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     given = parse()
     experts = {"num_local_experts": given.experts, "num_experts_per_tok": given.experts_per_token}
-    write_tiny_model(
+    write = write_tiny_model if given.architecture in native_model_types() else write_tiny_causal_model
+    write(
         given.folder,
         given.architecture,
         num_hidden_layers=given.layers,

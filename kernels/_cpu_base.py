@@ -6,19 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_cache import zeros
+from specserve.kernels._cpu_pieces import Pieces
 from specserve.kernels._cpu_recording import Recorded, Recording
 from specserve.kernels._cpu_rows import pad
 from specserve.kernels._cpu_weights import FORMATS, GROUP, INT8
 from specserve.machine.pulse import Pulse
 from specserve.ops import Input, T
 from specserve.ops.isa import choose_isa
+from specserve.ops.pieces import Memory
+
+R = TypeVar("R", Recording, Pieces)
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "gelu": 3}  # as Nonlinear in kernels/cpu/args.h
 
@@ -57,16 +63,26 @@ class Base:
         self._kind = min(self._format, INT8)
         self._thread_pool = _native.ThreadPool(threads)
         self._verifier = _native.Verifier(self._thread_pool, self.instruction_set)
-        self._recordings: dict[int, Recording] = {}  # by thread
+        self._recordings: dict[int, Recording | Pieces] = {}  # by thread
 
     @property
-    def _recording(self) -> Recording | None:
+    def _recording(self) -> Recording | Pieces | None:
         return self._recordings.get(get_ident())
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
+        with self._into(Recording(self._thread_pool, self.instruction_set)) as recording:
+            yield recording
+
+    @contextmanager
+    def pieces(self, memory: Memory) -> Iterator[Pieces]:
+        with self._into(Pieces(self._thread_pool, self.instruction_set, memory)) as pieces:
+            yield pieces
+
+    @contextmanager
+    def _into(self, recording: R) -> Iterator[R]:
         assert self._recording is None, "one recording at a time"
-        self._recordings[get_ident()] = recording = Recording(self._thread_pool, self.instruction_set)
+        self._recordings[get_ident()] = recording
         try:
             yield recording
         finally:
@@ -98,21 +114,16 @@ class Base:
         """Where an op goes: into the recording, or into a program of its own that runs at once. It points into `uses`,
         which live as long."""
         if self._recording is not None:
-            self._recording.used.extend(uses)
-            yield self._recording.program
+            yield self._recording.note(rows, gathered, uses, plan is not None)
             return
         program = _native.Program(self._thread_pool, self.instruction_set)
         yield program
         program.run(rows, gathered, plan)
 
     def _buffer(self, op: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Zeros [rows, columns]. A recording has one buffer for each op and shape: no op's result outlives its next."""
-        buffers: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
-        if self._recording is not None:
-            buffers = self._recording.buffers
-        if (key := (op, rows, columns, dtype)) not in buffers:
-            buffers[key] = zeros((rows, columns), dtype)
-        return buffers[key]
+        """Zeros [rows, columns], or what an op of a recording left in them."""
+        make: Callable[[], Tensor] = partial(zeros, (rows, columns), dtype)
+        return make() if self._recording is None else self._recording.buffer((op, rows, columns, dtype), make)
 
     def _floats(self, op: str, rows: int, columns: int) -> Tensor:
         return self._buffer(op, rows, pad(columns), torch.float32)

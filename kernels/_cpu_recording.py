@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -21,6 +21,17 @@ class Recording:
         self.program = _native.Program(team, instruction_set)
         self.buffers: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         self.used: list[object] = []  # what else the program points into
+
+    def note(self, rows: int, gathered: int, uses: tuple[object, ...], has_plan: bool) -> _native.Program:
+        """Where an op goes that points into `uses`."""
+        self.used.extend(uses)
+        return self.program
+
+    def buffer(self, key: tuple[str, int, int, torch.dtype], make: Callable[[], Tensor]) -> Tensor:
+        """One for each op and shape: no op's result outlives its next."""
+        if key not in self.buffers:
+            self.buffers[key] = make()
+        return self.buffers[key]
 
     def start(self, num_rows: int, num_gathered: int, plan: _native.Plan | None) -> None:
         self.program.start(num_rows, num_gathered, plan)

@@ -41,7 +41,6 @@ from specserve.ops import (
     DrawArrays,
     HeadNorms,
     Placed,
-    Recording,
     Rotation,
     RowScores,
     Verified,
@@ -319,8 +318,10 @@ class Kernels(_experts.Experts):
         kv.index_copy_(1, plan.write_slots, written.masked_fill_(~finite, 0))
         return qk[:, :-kv_heads]
 
-    def record(self, *asked: Any) -> Recording[Any]:
+    def record(self, *asked: Any) -> Any:
         raise NotImplementedError("torch runs op by op")
+
+    pieces = record
 
     def plan(self, rows: AttentionRows, block_size: int) -> _Plan:
         runs = [run for s in range(len(rows.cached)) for run in _runs(rows, s, block_size)]

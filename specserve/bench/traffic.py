@@ -23,7 +23,7 @@ from specserve.runtime.runner import Runner
 OPS = frozenset(
     {"embed", "fused_add_norm", "linear", "rope_and_cache", "attention", "gated", "gather_rows", "norm", "argmax"}
     | {"activated", "add", "quantize_activation", "softcap", "tap", "top_k", "route", "experts"}
-    | {"norm_projections"}
+    | {"norm_projections", "attention_floats"}
 )
 WHOLE = ("route", "experts")  # calls that may become several ops in a recording, which are told as one
 WEIGHTS = ("weight", "post", "norms", "router")  # the contract's names for what was packed at load
@@ -84,7 +84,7 @@ def _describe(op: str, arguments: dict[str, Any], last: Sequence[Call] = ()) -> 
     if op == "embed":
         table, num_tables = arguments["table"], 1 if arguments.get("placed") is None else 2
         return Call(op, row=num_tables * table.shape[1] * table.element_size())
-    if op == "attention":
+    if op.startswith("attention"):
         kv = arguments["kv"]  # [2, slots, kv_heads, d]
         return Call(op, token=2 * kv.shape[2] * kv.shape[3] * kv.element_size(), window=arguments["window"])
     return Call(op, weights)

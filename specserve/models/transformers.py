@@ -1,5 +1,5 @@
 """Any other causal LM: transformers' own code, with our attention over the paged cache, our linear layers and our
-weights. It runs op by op, as nobody can record what that code does."""
+weights. What it does in a step is noted and done again without its Python, as nobody can record what that code does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from specserve.models.checks import check_size
 from specserve.models.config import Config
 from specserve.models.generic import skeleton
 from specserve.models.generic.modules import EXACT, Activation, Embedding, LastInput, Linear, replace
+from specserve.models.generic.norms import norm_like
 from specserve.models.generic.probe import AttentionShape, Found, matrix, probe
+from specserve.models.generic.replay import Replays
 from specserve.models.generic.tensors import Names, names_of
 from specserve.models.spec import Shapes
 from specserve.ops import AttentionRows, Ops, Rotation
@@ -130,11 +132,12 @@ class TransformersModel:
         if not ops.has_own_threads:
             probe(spec.config, is_one_thread=False)
         self.spec = spec
-        self.ops: Ops = copy.copy(ops)
-        self.ops.records = False
+        own: Ops = copy.copy(ops)
+        own.records = False
+        self._own_ops, self._is_native = own, ops.records
         self.num_mapped_bytes = 0
         self.origin = ""  # as Decoder's
-        self._shared = LastInput(self.ops)
+        self._shared = LastInput(own)
         model: Any = skeleton.make(spec.config)
         self._packed(model, _Packing(spec, weights, self.ops, cached))
         skeleton.lead(model, self._attend)
@@ -145,6 +148,7 @@ class TransformersModel:
         self._lm_head: Linear = model.get_submodule(spec.found.head)
         self._layer_of: dict[nn.Module, int] = {}
         self._hook([model.get_submodule(name) for name, _ in spec.found.layers])
+        self.replays, self.can_replay = Replays(self._forward, self._shared), False
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
         self._model = model
@@ -156,9 +160,9 @@ class TransformersModel:
         for name, module in list(model.named_modules()):
             if (shape := matrix(module)) is not None:
                 sizes = shape.inputs, shape.outputs
-                replace(model, name, Linear(self.ops, module, packing.linear(name), sizes, self._shared))
+                replace(model, name, Linear(module, packing.linear(name), sizes, self._shared))
             elif type(module) is nn.Embedding:
-                replace(model, name, Embedding(self.ops, module, packing.table(name)))
+                replace(model, name, Embedding(module, packing.table(name), self._shared))
             elif (exact := EXACT.get(type(module).__name__)) is not None:
                 replace(model, name, Activation(module, exact, self.ops.has_own_threads))
         for name in self.spec.names.others:
@@ -169,6 +173,10 @@ class TransformersModel:
                 module._buffers[own] = values
             else:
                 setattr(module, own, nn.Parameter(values, requires_grad=False))
+        if self._is_native:  # elsewhere an op pads rows
+            for name, module in list(model.named_modules()):
+                if (norm := norm_like(module, self._shared)) is not None:
+                    replace(model, name, norm)
 
     def _hook(self, layers: list[nn.Module]) -> None:
         self._taps: tuple[int, ...] = ()
@@ -183,6 +191,16 @@ class TransformersModel:
 
             layer.register_forward_hook(keep)
 
+    @property
+    def ops(self) -> Ops:
+        return self._shared.ops
+
+    @ops.setter
+    def ops(self, ops: Ops) -> None:
+        """With others than its own, as those that note what they are asked for, steps run op by op."""
+        self._shared.ops = ops
+        self.replays.is_on = self.can_replay and ops is self._own_ops
+
     def forward(
         self,
         token_ids: Tensor,
@@ -194,6 +212,11 @@ class TransformersModel:
         features: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """As Decoder.forward."""
+        return self.replays.run((token_ids, positions, rows), kv, plan, taps)
+
+    def _forward(
+        self, token_ids: Tensor, positions: Tensor, rows: Tensor, kv: list[Tensor], plan: Any, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         self._kv, self._plan, self._taps = kv, plan, taps
         self._start = torch.zeros_like(positions)
         try:
@@ -213,6 +236,18 @@ class TransformersModel:
         alone = torch.cat([*(self._step(kv, ids[i : i + 1], i) for i in range(3)), self._step(kv, ids[3:], 3)])
         if not torch.equal(together.view(torch.int32), alone.view(torch.int32)):
             raise ModelError(f"{self.spec.architecture}, through transformers: a row's scores depend on other rows.")
+        if self._is_native:
+            self.can_replay = self.replays.is_on = True
+            self.can_replay = all(self._replays_equal(kv, ids, together, count) for count in (1, 3))
+            self.replays.is_on = self.can_replay
+
+    def _replays_equal(self, kv: list[Tensor], ids: Tensor, expected: Tensor, count: int) -> bool:
+        """Whether a step that is noted says of other tokens what they have."""
+        for start in (0, 1, 8 - count):  # it comes, is noted, and is run again
+            found = self._step(kv, ids[start : start + count], start)
+            if not torch.equal(found.view(torch.int32), expected[start : start + count].view(torch.int32)):
+                return False
+        return self.replays.is_on
 
     @torch.inference_mode()
     def _step(self, kv: list[Tensor], ids: Tensor, start: int) -> Tensor:
@@ -254,16 +289,16 @@ class TransformersModel:
 
     def _rows(self, x: Tensor) -> Tensor:
         """As ops read them: rows that torch made lie close to each other."""
-        own = self.ops.input_rows(*x.shape)
-        own.copy_(x)
-        return own
+        return self._shared.rows(*x.shape).copy_(x)
 
     def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any) -> Tensor:
         """Of one layer: keys, which are rotated, and values go to the cache."""
         i = self._layer_of[module]
         shape, kv = self.spec.layers[i].attention, self._kv[i]
-        qkv = self._rows(torch.cat((q[0], k[0], v[0])).transpose(0, 1).flatten(1))
-        d = shape.head_dim
+        d, each = shape.head_dim, (q[0], k[0], v[0])
+        qkv = self._shared.rows(q.shape[2], d * sum(map(len, each)))
+        for own, part in zip(torch.split(qkv.view(len(qkv), -1, d), [*map(len, each)], 1), each, strict=True):
+            own.copy_(part.transpose(0, 1))
         rotation = Rotation(self._start, self._unrotated[0][:, :d], self._unrotated[1][:, :d])
         queries = self.ops.rope_and_cache(qkv, None, rotation, kv, self._plan)
         out = self.ops.attention_floats(queries, kv, self._plan, shape.scale, shape.window)

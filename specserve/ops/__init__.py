@@ -11,6 +11,7 @@ Ops are as large as the passes over memory that a fast backend wants to save. Wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from specserve.machine.pulse import Pulse
 from specserve.ops.packing import PackedCache, Source, uncached
+from specserve.ops.pieces import Memory, Pieces
 from specserve.ops.rows import AttentionRows as AttentionRows
 from specserve.types import Ids
 
@@ -351,3 +353,7 @@ class Ops(Protocol):
     ) -> Recording[T]:
         """Record what `function(plan, *inputs)` does, for inputs of so many rows. `plan` is any of those that it will
         run with, for what they have alike; None where it reads none. Only for ops that record; see ops.capture."""
+
+    def pieces(self, memory: Memory) -> AbstractContextManager[Pieces]:
+        """Within it ops of this thread are noted, and not run. They read and write `memory`, where their results are;
+        inputs lie as `input_rows` has them. Only for ops that record on a CPU."""

@@ -279,7 +279,7 @@ class PagedDecoder:
         for feed in feeds:
             self.cached[feed.seq] += len(feed.tokens) if feed.parents is None else 0
         lengths = [len(feed.tokens) for feed in feeds]
-        return list(torch.split(logits[: sum(lengths)], lengths))
+        return list(torch.split(logits[: sum(lengths)].clone(), lengths))  # the next step may overwrite them
 
     def chunks(self, seq: int, tokens: Many[int], size: int) -> Tensor:
         """Feed one sequence a chain, `size` tokens a step -> its logits, float32 [tokens, vocab]."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specserve.ops import Ops
+from specserve.ops.pieces import Memory
 
 VECTOR = 64  # numbers: rows of a multiple of these have no rest that torch would round in another way
 
@@ -19,25 +21,27 @@ class Linear(nn.Module):
     """A packed linear layer over the op contract. `weight` stays on the device "meta": who multiplies with it by other
     means fails."""
 
-    def __init__(self, ops: Ops, like: Any, packed: Any, sizes: tuple[int, int], shared: LastInput) -> None:
+    def __init__(self, like: Any, packed: Any, sizes: tuple[int, int], shared: LastInput) -> None:
         super().__init__()
         self.in_features, self.out_features = sizes
         self.weight = like.weight
-        self._ops, self._packed, self._shared = ops, packed, shared
+        self._packed, self._shared = packed, shared
         self.last: Tensor | None = None  # what the op returned
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [..., in] -> [..., out]."""
-        out = self.last = self._ops.linear(self._shared.quantized(x, self.in_features), self._packed)
+        out = self.last = self._shared.ops.linear(self._shared.quantized(x, self.in_features), self._packed)
         return out.float().view(*x.shape[:-1], self.out_features)
 
 
 class LastInput:
     """The last input of a linear layer, quantised: queries, keys and values are made of one tensor, gate and up too.
-    Layers of transformers hand each the same object, and write to none."""
+    Layers of transformers hand each the same object, and write to none. While a step is noted, what is made for ops to
+    read lies in `memory`."""
 
     def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+        self.ops = ops
+        self.memory: Memory | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -46,24 +50,37 @@ class LastInput:
 
     def quantized(self, x: Tensor, width: int) -> Any:
         if x is not self._x:
-            rows = x.reshape(-1, width)
-            self._quantized = self._ops.quantize_activation(rows if rows.dtype == torch.float32 else rows.float())
+            self._quantized = self.ops.quantize_activation(self.given(x, width))
             self._x = x
         return self._quantized
+
+    def given(self, x: Tensor, width: int) -> Tensor:
+        """x [..., width] for an op to read, float32 [rows, width]."""
+        rows = x.reshape(-1, width)
+        if self.memory is not None:
+            own = self.rows(*rows.shape)
+            return rows if rows.stride() == own.stride() and rows.dtype == torch.float32 else own.copy_(rows)
+        return rows if rows.dtype == torch.float32 else rows.float()
+
+    def rows(self, rows: int, columns: int) -> Tensor:
+        """float32 [rows, columns] as ops read them, to be filled."""
+        make = partial(self.ops.input_rows, rows, columns)
+        return make() if self.memory is None else self.memory.take(("rows", rows, columns), make)
 
 
 class Embedding(nn.Module):
     """A packed table over the op contract."""
 
-    def __init__(self, ops: Ops, like: nn.Embedding, packed: Tensor) -> None:
+    def __init__(self, like: nn.Embedding, packed: Tensor, shared: LastInput) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
         self.weight, self.padding_idx = like.weight, like.padding_idx
-        self._ops, self._packed = ops, packed
+        self._packed, self._shared = packed, shared
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [...] -> float32 [..., hidden]."""
-        return self._ops.embed(ids.reshape(-1).contiguous(), self._packed, 1.0).reshape(*ids.shape, self.embedding_dim)
+        found = self._shared.ops.embed(ids.reshape(-1).contiguous(), self._packed, 1.0)
+        return found.reshape(*ids.shape, self.embedding_dim)
 
 
 class Activation(nn.Module):
