@@ -14,6 +14,8 @@ from specserve.models.spec import DecoderSpec
 from specserve.ops import Ops, Placed
 from specserve.ops.packing import PackedCache, Weight, uncached
 
+_EMBEDDED = -1  # as `tap` counts layers: what enters the first
+
 
 class Decoder:
     """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype, or to
@@ -40,8 +42,12 @@ class Decoder:
             self._embedding_norm = read.norm("model.embed_norm", norm)
         head = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
         self._head = read.head(head, 1 / spec.logit_divisor, spec.normed_head)
-        self._norm = read.norm("model.norm", spec.final_norm)
+        norm = read.norm("model.norm", spec.final_norm)
         self._stack = LayerStack(read, spec, "model.")
+        self._norm = self._stack.layers[-1].stream_norm if norm is None else norm
+        self._project_in = self._project_out = None
+        if spec.embedding_size is not None:
+            self._project_in, self._project_out = (read.linear(f"model.project_{each}") for each in ("in", "out"))
 
     def forward(
         self,
@@ -71,6 +77,11 @@ class Decoder:
 
     def _placed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """What enters the first layer, float32 [rows, hidden]."""
+        if self._project_in is not None:
+            projected = self.embed(token_ids)
+            if self._positions is not None:
+                self.ops.add(projected, self.ops.embed(positions, self._positions[self._offset :], 1.0))
+            return projected
         table, norm = self._positions, self.spec.embedding_norm
         placed = None if table is None else Placed(positions, table[self._offset :])
         eps = 0.0 if norm is None else norm.eps
@@ -79,7 +90,11 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The scaled embedding of int64 [n], float32 [n, hidden]."""
-        return self.ops.embed(token_ids, self._embedding, self._embedding_scale)
+        embedded = self.ops.embed(token_ids, self._embedding, self._embedding_scale)
+        if self._project_in is None:
+            return embedded
+        projected = self.ops.linear(self.ops.quantize_activation(embedded), self._project_in).float()
+        return self.ops.tap(_EMBEDDED, projected, None, None, 0.0)  # a copy that no other product overwrites
 
     def head(self, residual: Tensor) -> Tensor:
         """The final norm and the LM head over the residual stream float32 [n, hidden] behind the last layer, float32
@@ -92,6 +107,8 @@ class Decoder:
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """The scores of hidden states behind the final norm, float32 [n, hidden] -> [n, vocab]."""
+        if self._project_out is not None:
+            hidden = self.ops.linear(self.ops.quantize_activation(hidden), self._project_out).float()
         logits = self.ops.linear(self.ops.quantize_activation(hidden), self._head).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)

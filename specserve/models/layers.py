@@ -14,7 +14,7 @@ from specserve.models.experts import Experts
 from specserve.models.positions import Alibi, Position
 from specserve.models.reader import WeightReader
 from specserve.models.rotary import feature_order, rotary_tables
-from specserve.models.spec import AttentionSpec, DecoderSpec, ExpertsMlp, GatedMlp, LayerSpec, Parallel
+from specserve.models.spec import AttentionSpec, DecoderSpec, ExpertsMlp, GatedMlp, LayerSpec, Parallel, PostNorm
 from specserve.ops import HeadNorms, Ops, Rotation
 
 
@@ -86,22 +86,38 @@ class Layer:
         self.post_norm = read.norm(after, spec.norm)
         self.mlp_norm = read.norm(mlp, spec.norm)
         self.mlp = make_mlp(read, f"{name}.mlp", spec)
-        self.post_mlp_norm = read.norm(after_mlp, spec.norm)
+        last = read.norm(after_mlp, spec.norm)
+        self.stream_norm = last if isinstance(spec.residual, PostNorm) else None
+        self.post_mlp_norm = None if isinstance(spec.residual, PostNorm) else last
         self._eps = spec.norm.eps
         self._is_parallel = isinstance(spec.residual, Parallel)
 
-    def run(self, ops: Ops, x: Any, residual: Tensor, rotation: Rotation, kv: Tensor, plan: Any) -> Tensor:
+    def run(
+        self, ops: Ops, x: Any, residual: Tensor, rotation: Rotation, kv: Tensor, plan: Any
+    ) -> tuple[Tensor, Tensor]:
         """Attention over what `norm` made of the residual stream, x, and the MLP. Attention's output joins `residual`,
-        in place; the MLP's is returned, to be added by what reads it next, through `post_mlp_norm`."""
+        in place. Returns the stream, which is another tensor in layers with a `stream_norm`, and the MLP's output, to
+        be added by what reads it next, through `post_mlp_norm`."""
         attended = self.attention.run(ops, x, rotation, kv, plan)
         normed = partial(ops.norm, residual, self.mlp_norm, self._eps)  # experts call it, which are never parallel
+        if self.stream_norm is not None:
+            residual, x = norm_stream(ops, residual, attended, self.mlp_norm, self._eps)
+            return residual, self.mlp.run(ops, x, normed)
         if not self._is_parallel:
             x = ops.fused_add_norm(residual, attended, self.post_norm, self.mlp_norm, self._eps)
-            return self.mlp.run(ops, x, normed)
+            return residual, self.mlp.run(ops, x, normed)
         if self.mlp_norm is not None:
             x = ops.fused_add_norm(residual, None, None, self.mlp_norm, self._eps)
         ops.add(residual, attended)
-        return self.mlp.run(ops, x, normed)
+        return residual, self.mlp.run(ops, x, normed)
+
+
+def norm_stream(ops: Ops, residual: Tensor, delta: Tensor, norm: Any, eps: float) -> tuple[Tensor, Any]:
+    """The norm of residual + delta, which takes the residual stream's place, and the same for a linear layer to read.
+    `residual` is overwritten."""
+    ops.add(residual, delta)
+    stream = ops.norm(residual, norm, eps)
+    return stream, ops.quantize_activation(stream)
 
 
 class LayerStack:
@@ -141,10 +157,13 @@ class LayerStack:
         tapped: dict[int, Tensor] = {}
         each = zip(self.layers, self.rotations(positions), kv, strict=True)
         for i, (layer, rotation, layer_kv) in enumerate(each):
-            if i or x is None:
+            if x is None:
                 x = ops.fused_add_norm(residual, delta, post, layer.norm, eps)
-            delta = layer.run(ops, x, residual, rotation, layer_kv, plan)
-            post = layer.post_mlp_norm
+            residual, delta = layer.run(ops, x, residual, rotation, layer_kv, plan)
+            x, post = None, layer.post_mlp_norm
+            if layer.stream_norm is not None and layer is not self.layers[-1]:  # whose is the final norm
+                residual, x = norm_stream(ops, residual, delta, layer.stream_norm, eps)
+                delta = None
             if i in taps:
                 tapped[i] = ops.tap(i, residual, delta, post, eps)
         assert delta is not None, "there are layers"

@@ -319,7 +319,8 @@ def num_weight_bytes(spec: AnySpec, dtype: torch.dtype) -> int:
     """Bytes the model takes in memory, at most: its tensors in the compute dtype, a tied table a second time as kernels
     pack a head, and float32 rotary tables."""
     numbers = sum(math.prod(shape) for shape in spec.shapes().values())
-    packed_head = spec.vocab_size * spec.hidden_size if spec.tied_embeddings else 0
+    width = spec.table_size if isinstance(spec, DecoderSpec) else spec.hidden_size
+    packed_head = spec.vocab_size * width if spec.tied_embeddings else 0
     mlps = [layer.mlp for layer in spec.layers] if isinstance(spec, DecoderSpec) else []
     routers = [mlp.num_experts + 1 for mlp in mlps if isinstance(mlp, ExpertsMlp)]  # in float32
     wider = sum(routers) * spec.hidden_size * (torch.float32.itemsize - dtype.itemsize)

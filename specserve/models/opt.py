@@ -1,13 +1,13 @@
-"""OPT (arXiv 2205.01068), all sizes but 350M: learned positions, LayerNorm, and an MLP with ReLU."""
+"""OPT (arXiv 2205.01068): learned positions, LayerNorm, and an MLP with ReLU. In 350M norms follow what they norm, and
+embeddings are narrower than layers."""
 
 from __future__ import annotations
 
-from specserve.errors import ModelError
 from specserve.models.classic import read_layer_norm, read_plain_mlp, refuse, standard
 from specserve.models.config import Config, num_layers, read_attention, read_spec
 from specserve.models.names import Names
 from specserve.models.positions import LearnedPositions
-from specserve.models.spec import DecoderSpec, LayerSpec
+from specserve.models.spec import DecoderSpec, LayerSpec, PostNorm, Sequential
 
 ARCHITECTURES = ("OPTForCausalLM",)
 MODEL_TYPES = ("opt",)
@@ -18,6 +18,8 @@ NAMES = Names(
         "model.embed_tokens": "embed_tokens",
         "model.embed_positions": "embed_positions",
         "model.norm": "final_layer_norm",
+        "model.project_in": "project_in",
+        "model.project_out": "project_out",
     },
     each={
         "input_layernorm": "self_attn_layer_norm",
@@ -32,20 +34,22 @@ _DEFAULTS = {"max_position_embeddings": 2048, "tie_word_embeddings": True, "acti
 
 def spec(config: Config) -> DecoderSpec:
     config = standard(config, _DEFAULTS, intermediate_size="ffn_dim")
-    refuse(config, "do_layer_norm_before", False, "norms after what joins the residual stream are not supported")
-    refuse(config, "_remove_final_layer_norm", True, "a model without a final norm is not supported")
+    is_before = bool(config.get("do_layer_norm_before", True))
+    if is_before:
+        refuse(config, "_remove_final_layer_norm", True, "a model without a final norm is not supported")
     refuse(config, "layer_norm_elementwise_affine", False, "norms without weights are not supported")
-    if (width := config.get("word_embed_proj_dim")) not in (None, config.get("hidden_size")):
-        raise ModelError(f"config.json sets word_embed_proj_dim to {width}; it must be hidden_size.")
+    width = config.get("word_embed_proj_dim")
     bias = bool(config.get("enable_bias", True))
     layer = LayerSpec(
         norm=read_layer_norm({}),
         position=None,
         attention=read_attention(config, qkv_bias=bias, out_bias=bias),
         mlp=read_plain_mlp(config, config["activation_function"], bias=bias),
+        residual=Sequential() if is_before else PostNorm(),
     )
     positions = LearnedPositions(config["max_position_embeddings"], offset=2)
-    return read_spec(config, [layer] * num_layers(config), positions=positions)
+    size = None if width == config.get("hidden_size") else width
+    return read_spec(config, [layer] * num_layers(config), positions=positions, embedding_size=size)
 
 
 def rename(name: str) -> str | None:

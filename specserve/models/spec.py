@@ -107,6 +107,15 @@ class Parallel:
     multiplier: ClassVar[float] = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class PostNorm:
+    """Attention reads the residual stream as it is and its output joins that, whose norm then takes its place; then the
+    MLP likewise (arXiv 1706.03762). The last layer's second norm is the final one. In bfloat16 torch's and Triton's
+    kernels round the stream at each norm."""
+
+    multiplier: ClassVar[float] = 1.0
+
+
 class NormNames(NamedTuple):
     """A layer's norms in a checkpoint; None where it has none."""
 
@@ -125,7 +134,7 @@ class LayerSpec:
     position: Position
     attention: AttentionSpec
     mlp: GatedMlp | PlainMlp | ExpertsMlp
-    residual: Sequential | Parallel = Sequential()
+    residual: Sequential | Parallel | PostNorm = Sequential()
 
     def __post_init__(self) -> None:
         if isinstance(self.norm, LayerNorm) and self.norm_names.post_attention is not None:
@@ -145,11 +154,13 @@ class LayerSpec:
     @property
     def norm_names(self) -> NormNames:
         """Where a layer has four norms, the one named post_attention follows attention; where it has two, it opens the
-        MLP."""
+        MLP. The two of PostNorm have the names of such two."""
         if isinstance(self.residual, Parallel):
             return NormNames(
                 "input_layernorm", None, "post_attention_layernorm" if self.residual.own_norms else None, None
             )
+        if isinstance(self.residual, PostNorm):
+            return NormNames(None, None, "input_layernorm", "post_attention_layernorm")
         if not self.residual.pre_norms:
             return NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
         if self.residual.post_norms:
@@ -222,6 +233,9 @@ class DecoderSpec:
     final_norm: Norm
     positions: LearnedPositions | None = None  # beside those that layers have
     embedding_norm: Norm | None = None  # of what enters the first layer
+    embedding_size: int | None = (
+        None  # of a token in embedding and LM head, where project_in and project_out are between
+    )
     embedding_scale: float = 1.0
     logit_divisor: float = 1.0
     tied_embeddings: bool = False
@@ -236,6 +250,12 @@ class DecoderSpec:
         check_number("logits_scaling", self.logit_divisor)
         if self.logit_softcap is not None:
             check_number("final_logit_softcapping", self.logit_softcap)
+        if self.embedding_size is not None:
+            check_size("word_embed_proj_dim", self.embedding_size)
+            if self.embedding_norm is not None:
+                raise ModelError("A norm of embeddings that are projected is not supported.")
+        if self.has_post_norms and len({layer.residual for layer in self.layers}) > 1:
+            raise ModelError("Layers whose norms take the residual stream's place go with no others.")
         if self.positions is not None and self.max_len > self.positions.size:
             raise ModelError(f"{self.positions.size} learned positions are too few for {self.max_len} tokens.")
         # What a layer adds is normed by its own eps and joins the stream in one op with the norm of the next one.
@@ -245,6 +265,23 @@ class DecoderSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether layers norm the residual stream itself; the last of these norms is the final one."""
+        return any(isinstance(layer.residual, PostNorm) for layer in self.layers)
+
+    @property
+    def final_norm_name(self) -> str:
+        """Of the tensors of the final norm."""
+        if not self.has_post_norms:
+            return "model.norm"
+        return f"model.layers.{self.num_layers - 1}.{self.layers[-1].norm_names.post_mlp}"
+
+    @property
+    def table_size(self) -> int:
+        """Numbers of a token in the embedding and in the LM head."""
+        return self.embedding_size or self.hidden_size
 
     @property
     def _ropes(self) -> list[Rope]:
@@ -277,20 +314,24 @@ class DecoderSpec:
             4 * own.attention.q_size + 2 * own.attention.kv_size + own.mlp.step_width(self.hidden_size)
             for own in set(self.layers)
         ]
-        return 5 * self.hidden_size + max(widths)
+        projected = 0 if self.embedding_size is None else 2 * self.hidden_size + 3 * self.embedding_size
+        return 5 * self.hidden_size + max(widths) + projected
 
     def shapes(self) -> Shapes:
         """Every tensor the model needs, by its name in a Hugging Face Llama checkpoint, and its shape."""
-        table = (self.vocab_size, self.hidden_size)
+        table = (self.vocab_size, self.table_size)
         shapes: Shapes = {"model.embed_tokens.weight": table}
         if (own := self.positions) is not None:
             shapes["model.embed_positions.weight"] = (own.size + own.offset, self.hidden_size)
+        if (size := self.embedding_size) is not None:
+            shapes["model.project_in.weight"] = (self.hidden_size, size)
+            shapes["model.project_out.weight"] = (size, self.hidden_size)
         if self.embedding_norm is not None:
             shapes |= norm_shapes("model.embed_norm", self.embedding_norm, self.hidden_size)
         for number, layer in enumerate(self.layers):
             tensors = layer.shapes(self.hidden_size)
             shapes |= {f"model.layers.{number}.{name}": shape for name, shape in tensors.items()}
-        shapes |= norm_shapes("model.norm", self.final_norm, self.hidden_size)
+        shapes |= norm_shapes(self.final_norm_name, self.final_norm, self.hidden_size)
         if self.head_bias:
             shapes["lm_head.bias"] = (self.vocab_size,)
         return shapes if self.tied_embeddings else shapes | {"lm_head.weight": table}

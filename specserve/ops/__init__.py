@@ -248,7 +248,8 @@ class Ops(Protocol):
 
     def norm(self, x: Tensor, weight: Any, eps: float) -> Tensor:
         """x float32 [rows, hidden], divided by its root mean square, times weight; or, where that is a LayerNorm's,
-        less its mean, divided by its standard deviation, times weight, plus bias -> float32 [rows, hidden]."""
+        less its mean, divided by its standard deviation, times weight, plus bias -> float32 [rows, hidden]. x may
+        be what this op returned last."""
 
     def joined_norms(self, parts: Sequence[tuple[Tensor, Any]], eps: float) -> Any:
         """Several float32 [rows, n] side by side for a linear layer to read, each normed as `norm` does with its own

@@ -21,6 +21,14 @@ _LIKE_LLAMA: Mapping[str, Any] = {
 }
 CLASSIC: Mapping[str, Mapping[str, Any]] = {
     "opt": {"architectures": ["OPTForCausalLM"], **_LIKE_LLAMA, "ffn_dim": 96},
+    "opt_350m": {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        **_LIKE_LLAMA,
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 32,
+        "do_layer_norm_before": False,
+    },
     "gpt2": {"architectures": ["GPT2LMHeadModel"], **_GPT, "n_inner": 96},
     "gpt_bigcode": {"architectures": ["GPTBigCodeForCausalLM"], **_GPT, "n_inner": 96},
     "gptj": {"architectures": ["GPTJForCausalLM"], **_GPT, "n_inner": 96, "rotary_dim": 8},

@@ -177,7 +177,7 @@ def _fused(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, T
 
 def _norm_size(spec: DecoderSpec, name: str) -> float:
     """Sharp queries; and before a tied head, whose rows are the small embeddings, what brings logits to their size."""
-    if name == "model.norm.weight" and spec.tied_embeddings:
+    if name == f"{spec.final_norm_name}.weight" and spec.tied_embeddings:
         return _LOGIT_SIZE * spec.embedding_scale / (_EMBEDDING_SIZE * math.sqrt(spec.hidden_size))
     return 2.0 if "q_norm" in name else 1.0
 

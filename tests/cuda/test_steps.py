@@ -27,7 +27,7 @@ BLOCK, BLOCKS = 16, 40
 TREE = [-1, 0, 0, 1, 2, 1]
 
 
-@pytest.fixture(params=["llama", "gemma3", "bloom", "gptj"], scope="module")
+@pytest.fixture(params=["llama", "gemma3", "bloom", "gptj", "opt_350m"], scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("steps") / "tiny", request.param, seed=3)
 

@@ -112,6 +112,18 @@ def test_heads_and_draft_models_run_beside_one_that_runs_through_transformers(ki
     assert stats.num_draft_tokens > 20
 
 
+def test_heads_run_beside_a_model_whose_embedding_is_projected(tmp_path: Path) -> None:
+    target = write_tiny_model(tmp_path / "target", "opt_350m", seed=4)
+    head = write_random_eagle(tmp_path / "head", target)
+    expected = drive(make(target), range(2))
+    built = make(target, drafter="eagle", drafter_options={"head": str(head)})
+    for i in range(2):
+        built.engine.add(Request(id=f"r{i}", prompt_ids=prompt(i), params=PARAMS[i]))
+    stats = built.engine.requests["r0"][0].stats
+    assert drive(built, range(0)) == expected
+    assert stats.num_draft_tokens > 20
+
+
 def write_random_eagle(folder: Path, target: Path) -> Path:
     spec = check_tensors(target).spec
     shape = TargetShape(hidden_size=spec.hidden_size, num_layers=spec.num_layers, vocab_size=spec.vocab_size)

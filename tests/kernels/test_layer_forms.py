@@ -93,6 +93,21 @@ def test_layer_norms(ops: Any, hidden: int, has_bias: bool) -> None:
     assert not torch.allclose(whole, ops.norm(stream, ops.pack_vector(weight), EPS), atol=0.1)
 
 
+def test_a_norm_may_read_what_it_returned_last(ops: Any) -> None:
+    """In a recording both are in one place."""
+    x = torch.randn(ROWS, 70)
+    first, second = (ops.pack_layer_norm(torch.randn(70), torch.randn(70)) for _ in range(2))
+    wanted = ops.norm(owned(ops, ops.norm(owned(ops, x), first, EPS).clone()), second, EPS).clone()
+    assert torch.equal(ops.norm(ops.norm(owned(ops, x), first, EPS), second, EPS), wanted)
+    if ops.records:
+        rows = owned(ops, x)
+        with ops.recording() as recording:
+            found = ops.norm(ops.norm(rows, first, EPS), second, EPS)
+        recording.start(ROWS, 0, None)
+        recording.finish()
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_activated_layers(ops: Any, activation: str, has_bias: bool) -> None:

@@ -137,6 +137,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "opt-350m": ("opt_350m", {}),
+    "opt-350m-odd-untied": (
+        "opt_350m",
+        {
+            "hidden_size": 60,
+            "num_attention_heads": 5,
+            "word_embed_proj_dim": 90,
+            "enable_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "opt-projected": ("opt", {"word_embed_proj_dim": 36}),
+    "opt-norms-after": ("opt", {"do_layer_norm_before": False, "_remove_final_layer_norm": True}),
     "gpt2": ("gpt2", {}),
     "gpt2-scaled-by-depth": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu"}),
     "gpt_bigcode": ("gpt_bigcode", {}),
@@ -197,7 +210,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-NO_ROTARY_SETTINGS = ("opt", "gpt2", "gpt_bigcode", "gptj", "bloom", "mpt")
+NO_ROTARY_SETTINGS = ("opt", "opt_350m", "gpt2", "gpt_bigcode", "gptj", "bloom", "mpt")
 
 
 @pytest.fixture(autouse=True, scope="module")

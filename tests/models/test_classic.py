@@ -84,8 +84,7 @@ def test_rows_of_each_kv_head_lie_together() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
-    ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+    ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim as 0"),
     ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
     ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
     ("opt", {"activation_function": "tanh"}, "'tanh' is not supported; supported are gelu, gelu_fast, gelu_new"),

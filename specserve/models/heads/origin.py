@@ -31,22 +31,27 @@ class TargetOrigin:
         )
 
     def embedding(self) -> Tensor:
-        """The scaled embedding, float32 [vocab, hidden]."""
-        scale = self._native().embedding_scale
-        table: Tensor = self._tensors["model.embed_tokens.weight"][:].float() * scale
-        return table
+        """The scaled embedding, float32 [vocab, hidden], projected where the model does."""
+        spec = self._native()
+        table: Tensor = self._tensors["model.embed_tokens.weight"][:].float() * spec.embedding_scale
+        return table if spec.embedding_size is None else table @ self._matrix("model.project_in").T
 
     def head(self) -> Tensor:
-        """The LM head, float32 [vocab, hidden], with what divides its scores."""
+        """The LM head, float32 [vocab, hidden], with what divides its scores, and of what is projected."""
         spec = self._native()
         table = self._tensors["model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"]
         numbers = torch.nn.functional.normalize(table[:].float()) if spec.normed_head else table[:].float()
-        return numbers / spec.logit_divisor
+        head: Tensor = numbers / spec.logit_divisor
+        return head if spec.embedding_size is None else head @ self._matrix("model.project_out")
+
+    def _matrix(self, name: str) -> Tensor:
+        matrix: Tensor = self._tensors[f"{name}.weight"][:].float()
+        return matrix
 
     def norm(self) -> Tensor:
         """By what the final norm multiplies, float32 [hidden]."""
-        weight: Tensor = self._tensors["model.norm.weight"][:].float()
-        norm = self._native().final_norm
+        spec = self._native()
+        weight, norm = self._matrix(spec.final_norm_name), spec.final_norm
         return weight + norm.offset if isinstance(norm, RmsNorm) else weight
 
     def fingerprint(self) -> str:
