@@ -90,7 +90,8 @@ def run_all(engines: dict[str, Generate], prompts: list[list[int]], repeats: int
 
 def main() -> None:
     options = parse()
-    folder = catalog.resolve(options.model)
+    found = catalog.resolve(options.model)
+    folder = catalog.as_safetensors(found, catalog.cache_folder() / "safetensors" / found.name)
     prompts = spread(load_prompts(options.prompts), options.limit)
     with LLM(options.model, dtype=options.dtype) as llm:
         ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}]) for prompt in prompts]

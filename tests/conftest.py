@@ -73,6 +73,14 @@ def smollm2() -> Path:
         pytest.skip(f"The real model is not here: {error}")
 
 
+@pytest.fixture(scope="session")
+def smollm2_safetensors(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real default model as other programs read it."""
+    from specserve.checkpoint import catalog
+
+    return catalog.as_safetensors(smollm2, tmp_path_factory.mktemp("smollm2"))
+
+
 @pytest.fixture
 def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in an installation without compiled kernels: what is built from now on runs on the reference."""

@@ -152,7 +152,7 @@ class Comparison:
         source = options.gguf or (Path(options.model) if options.model.endswith(".gguf") else None)
         file = gguf(options.model, contender.weights, self.home, source) if reads_gguf else None
         setup = Setup(
-            model=str(self.folder),
+            model=str(catalog.as_safetensors(self.folder, self.home / "safetensors" / self.folder.name)),
             weights=contender.weights,
             gguf=str(file) if file else None,
             home=str(self.home),

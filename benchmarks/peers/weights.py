@@ -1,6 +1,6 @@
 """The GGUF files that peers read: the catalog's own, and others made of it.
 
-All of them hold the numbers specserve loads: the catalog's model folder is that GGUF file, dequantized.
+All of them hold the numbers specserve loads: the catalog's model folder is of that GGUF file.
 """
 
 from __future__ import annotations

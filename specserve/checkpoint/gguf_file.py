@@ -33,12 +33,13 @@ _MOST_VALUES = 2**20  # of one key: vocabularies of 200,000 tokens have 450,000 
 @dataclass(frozen=True, slots=True, eq=False)
 class GGUFTensor:
     """One tensor. `shape` is outermost first, as PyTorch has it; `data` is its bytes, one row of blocks per row of the
-    innermost dimension, memory-mapped; `kind` is one of ALLOWED_TYPES."""
+    innermost dimension, memory-mapped, and begins at byte `begin`; `kind` is one of ALLOWED_TYPES."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     data: Bytes  # [rows, bytes per row]
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,7 +221,7 @@ def _map_tensors(cursor: _Cursor, infos: list[_TensorInfo], alignment: Any) -> d
             cursor.refuse(f"tensor {info.name!r} is listed twice")
         begin = start + info.offset
         data = cursor.data[begin : begin + info.num_bytes].reshape(info.num_rows, info.row_bytes)
-        tensors[info.name] = GGUFTensor(info.name, info.kind, info.shape, data)
+        tensors[info.name] = GGUFTensor(info.name, info.kind, info.shape, data, begin)
     return tensors
 
 

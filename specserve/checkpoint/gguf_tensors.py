@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.checkpoint.gguf_file import Bytes, GGUFFile, GGUFTensor
+from specserve.checkpoint.gguf_index import StoredTensor
 from specserve.checkpoint.gguf_metadata import KEPT, dequantize
 from specserve.errors import ModelError
 
@@ -49,6 +50,12 @@ class Stored:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+    def placed(self) -> StoredTensor:
+        """Where it lies in the file, for an index."""
+        order = None if self.order is None else tuple(self.order.tolist())
+        place = self.source.shape, self.source.begin, order, self.offset, self.is_transposed
+        return StoredTensor(self.name, self.source.kind, self.shape, *place)
 
     def pieces(self) -> Iterator[bytes]:
         """The bytes to write, some rows at a time; at once for a matrix that is transposed."""

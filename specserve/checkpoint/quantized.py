@@ -78,6 +78,11 @@ class QuantizedWeights(Mapping[str, Weight]):
             self.infos[name] = TensorInfo(own[0].file, matrix.kind, matrix.shape, sum(info.num_bytes for info in own))
 
     @property
+    def blocks(self) -> frozenset[str]:
+        """Tensors that lie in a GGUF file as blocks of whole numbers, and are read as floats."""
+        return self._stored.blocks
+
+    @property
     def files(self) -> list[Path]:
         """Where the tensors lie."""
         return list(dict.fromkeys(info.file for info in self._stored.infos.values()))

@@ -76,10 +76,21 @@ def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool) -> AnyMod
         return {"version": PACKING_VERSION, "layout": layout, "model": any_length, "files": files, **quantized}
 
     path = packed_path(folder.resolve(), ops)
-    with PackedWeights(path, folder.resolve(), key, lambda: _bar(progress, _num_packed_bytes(spec, ops))) as packed:
-        model = _built(spec, tensors, ops, packed.get)
+    unpacked = frozenset(name.removesuffix("weight") + "table" for name in tensors.blocks)
+    size = _num_packed_bytes(spec, ops, unpacked)
+    with PackedWeights(path, folder.resolve(), key, lambda: _bar(progress, size)) as packed:
+        model = _built(spec, tensors, ops, _without(unpacked, packed.get))
     model.num_mapped_bytes = packed.num_mapped_bytes
     return _checked(model, tensors)
+
+
+def _without(unpacked: frozenset[str], cached: PackedCache) -> PackedCache:
+    """Embeddings that lie in a GGUF file as blocks are smaller there than packed, and read quickly: not kept twice."""
+
+    def get(name: str, shape: tuple[int, ...], dtype: torch.dtype, pack: Callable[[], Tensor]) -> Tensor:
+        return pack() if name in unpacked else cached(name, shape, dtype, pack)
+
+    return get
 
 
 def _checked(model: AnyModel, tensors: CheckedTensors) -> AnyModel:
@@ -234,6 +245,11 @@ class CheckedTensors(Mapping[str, Weight]):
         return self.quantized.files
 
     @property
+    def blocks(self) -> list[str]:
+        """Tensors that lie in a GGUF file as blocks of whole numbers."""
+        return [name for name, stored in self._stored.items() if stored in self.quantized.blocks]
+
+    @property
     def num_bytes(self) -> int:
         return sum(self.quantized.infos[stored].num_bytes for stored in set(self._stored.values()))
 
@@ -332,12 +348,13 @@ def num_packed_bytes(spec: AnySpec, ops: Ops) -> int:
     return _num_packed_bytes(spec, ops) + _num_table_bytes(spec)
 
 
-def _num_packed_bytes(spec: AnySpec, ops: Ops) -> int:
+def _num_packed_bytes(spec: AnySpec, ops: Ops, unpacked: frozenset[str] = frozenset()) -> int:
     """Of a decoder that is built without reading a weight: a cache is told the size of each first."""
     sizes: list[int] = []
 
     def count(name: str, shape: tuple[int, ...], dtype: torch.dtype, pack: Callable[[], Tensor]) -> Tensor:
-        sizes.append(math.prod(shape) * dtype.itemsize)
+        if name not in unpacked:
+            sizes.append(math.prod(shape) * dtype.itemsize)
         return torch.empty(1, dtype=dtype).expand(shape)
 
     _built(shorten(spec, 1), {}, ops, count)

@@ -191,18 +191,18 @@ def test_the_default_model_is_pinned() -> None:
 
 
 def test_two_at_once_convert_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, calls, convert = write_gguf(tmp_path / "m.gguf"), [], gguf.convert
+    path, calls, adopt = write_gguf(tmp_path / "m.gguf"), [], gguf.adopt
     both = threading.Barrier(2)
 
     def counted(*arguments: Any) -> None:
         calls.append(arguments)
-        convert(*arguments)
+        adopt(*arguments)
 
     def work(found: list[Path]) -> None:
         both.wait()
         found.append(catalog.resolve(str(path), progress=False))
 
-    monkeypatch.setattr(gguf, "convert", counted)
+    monkeypatch.setattr(gguf, "adopt", counted)
     found: list[Path] = []
     threads = [threading.Thread(target=work, args=(found,)) for _ in range(2)]
     for thread in threads:
@@ -217,14 +217,14 @@ def test_two_at_once_convert_once(cache: Path, tmp_path: Path, monkeypatch: pyte
 def test_an_interrupted_conversion_leaves_nothing(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def interrupted(path: Path, folder: Path, progress: Any) -> None:
+    def interrupted(path: Path, folder: Path, move: bool) -> None:
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
         raise error
 
     path = write_gguf(tmp_path / "m.gguf")
     with monkeypatch.context() as patch:
-        patch.setattr(gguf, "convert", interrupted)
+        patch.setattr(gguf, "adopt", interrupted)
         with pytest.raises(type(error)):
             catalog.resolve(str(path), progress=False)
     assert is_clean(cache)
@@ -234,9 +234,9 @@ def test_an_interrupted_conversion_leaves_nothing(
 def test_what_a_killed_run_left_is_cleaned_up_and_never_taken_for_complete(cache: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     code = (
-        "import os, sys\nfrom specserve.checkpoint import catalog, gguf\nwhole = gguf.convert\n"
+        "import os, sys\nfrom specserve.checkpoint import catalog, gguf\nwhole = gguf.adopt\n"
         "def killed(*arguments):\n    whole(*arguments)\n    os._exit(9)\n"  # all written, not yet renamed
-        "gguf.convert = killed\ncatalog.resolve(sys.argv[1], progress=False)\n"
+        "gguf.adopt = killed\ncatalog.resolve(sys.argv[1], progress=False)\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == 9
     assert not is_clean(cache)

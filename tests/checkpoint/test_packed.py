@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -38,12 +39,13 @@ from specserve.models.loader import check_memory, load_model, num_packed_bytes
 from specserve.models.reader import WeightReader
 from specserve.ops.packing import Lazy, below
 from specserve.testing import PagedDecoder, write_tiny_model
+from tests.checkpoint.test_gguf import random_tensors, write_gguf
 
 if importlib.util.find_spec("specserve.kernels._native") is None and os.environ.get("SPECSERVE_REQUIRE_NATIVE") != "1":
     pytest.skip("Built without native kernels, and no others keep packed weights.", allow_module_level=True)
 cpu: Any = importlib.import_module("specserve.kernels.cpu")
 
-PROMPT = torch.randint(0, 293, (30,), generator=torch.Generator().manual_seed(5)).tolist()
+PROMPT = torch.randint(0, 265, (30,), generator=torch.Generator().manual_seed(5)).tolist()
 ODD = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 77}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
@@ -268,6 +270,25 @@ def test_in_the_cache_it_lies_with_its_model_and_counts_as_a_part_of_it(home: Pa
     reads.clear()
     load_model(folder, make_ops())
     assert reads == []
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_embeddings_that_a_gguf_file_has_as_blocks_are_not_kept_twice(
+    tmp_path: Path, reads: list[str], weights: str, kind: str
+) -> None:
+    name, number = "token_embd.weight", gguf.GGMLQuantizationType[kind]
+    values = random_tensors("qwen3", 265)
+    tensors = values | {name: gguf.quantize(values[name], number)}
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", tensors=tensors, kinds={name: kind})
+    folder = catalog.resolve(str(path), progress=False)
+    expected = unkept(catalog.as_safetensors(folder, tmp_path / "written"), weights)
+    for wanted in ({*Weights(folder)}, {"model.embed_tokens.weight"} if kind == "Q8_0" else set()):
+        reads.clear()
+        assert torch.equal(logits(load_model(folder, make_ops(weights))), expected)
+        assert set(reads) == wanted
+    with safe_open(next(folder.glob("*.packed")), framework="pt") as file:
+        assert ("model.embed_tokens.table" in file.keys()) == (kind == "F16")  # noqa: SIM118
 
 
 def test_files_of_models_that_are_gone_are_removed(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

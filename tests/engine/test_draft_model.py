@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
+from specserve.checkpoint.weights import Weights
 from specserve.config import EngineConfig
 from specserve.engine.build import build
 from specserve.engine.engine import Engine
@@ -275,12 +276,15 @@ def first_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """The real model's first four layers with its own head: a model of another size."""
     folder = tmp_path_factory.mktemp("layers")
     for file in smollm2.iterdir():
-        if file.suffix in (".json", ".jinja"):
+        if file.suffix in (".json", ".jinja") and not file.name.startswith("model."):
             shutil.copy(file, folder)
     config = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}), "utf-8")
-    weights = {name: weight for file in smollm2.glob("*.safetensors") for name, weight in load_file(file).items()}
-    kept = {name: weight for name, weight in weights.items() if not re.match(r"model\.layers\.([4-9]|\d\d)\.", name)}
+    kept = {
+        name: weight
+        for name, weight in Weights(smollm2).items()
+        if not re.match(r"model\.layers\.([4-9]|\d\d)\.", name)
+    }
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
 

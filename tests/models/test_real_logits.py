@@ -53,12 +53,12 @@ def prompt(smollm2: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2: Path, prompt: list[int]) -> torch.Tensor:
+def expected(smollm2_safetensors: Path, prompt: list[int]) -> torch.Tensor:
     """The logits of transformers, float32 [tokens, vocab]."""
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")  # transformers deprecates itself
         reference = transformers.AutoModelForCausalLM.from_pretrained(
-            smollm2, dtype=torch.float32
+            smollm2_safetensors, dtype=torch.float32
         )  # in evaluation mode
         logits: torch.Tensor = reference(torch.tensor([prompt])).logits[0]
     return logits
@@ -81,16 +81,19 @@ def test_logits_equal_transformers_at_every_position(prompt: list[int], expected
     assert torch.equal(whole.argmax(-1), expected.argmax(-1))
 
 
-def test_reads_a_folder_that_transformers_wrote_of_the_same_model(smollm2: Path, tmp_path: Path) -> None:
+def test_reads_a_folder_that_transformers_wrote_of_the_same_model(
+    smollm2: Path, smollm2_safetensors: Path, tmp_path: Path
+) -> None:
     """The converted folder and one saved by transformers give the same bits: no tensor is permuted or scaled twice."""
     ops = Kernels(torch.device("cpu"), torch.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).save_pretrained(tmp_path)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2_safetensors, dtype=torch.bfloat16)
+        theirs.save_pretrained(tmp_path)
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
-    ours, theirs = (PagedDecoder(load_model(folder, ops, max_len=512), 1, 32) for folder in (smollm2, tmp_path))
+    ours, saved = (PagedDecoder(load_model(folder, ops, max_len=512), 1, 32) for folder in (smollm2, tmp_path))
     feed = Feed(0, [1, 4093, 253, 3, 28, 198, 1789, 17])
-    assert torch.equal(ours.step(feed)[0], theirs.step(feed)[0])
+    assert torch.equal(ours.step(feed)[0], saved.step(feed)[0])
 
 
 @pytest.mark.parametrize(
