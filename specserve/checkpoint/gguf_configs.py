@@ -77,6 +77,29 @@ def qwen3(file: GGUFFile) -> Config:
     return _like_llama(file) | {"use_sliding_window": False, "attention_bias": False}
 
 
+def qwen(file: GGUFFile) -> Config:
+    """Qwen 1. Files state the length up to which published code changes theta and scales queries, which llama.cpp does
+    not; what was trained without is 8,192 tokens, and all of it in the model of 80 layers. The epsilon has either
+    name."""
+    check_whole_heads(file)
+    eps = "attention.layer_norm_rms_epsilon"
+    if optional(file, eps) is None:
+        eps = "attention.layer_norm_epsilon"
+    sizes = _sizes(file, max_position_embeddings="seq_length")
+    if sizes["num_hidden_layers"] != 80:
+        sizes["seq_length"] = min(sizes["seq_length"], 8192)
+    return sizes | {
+        "kv_channels": head_dim(file),
+        "layer_norm_epsilon": number(file, eps),
+        "rotary_emb_base": rope_theta(file),
+        "no_bias": True,
+    }
+
+
+def internlm2(file: GGUFFile) -> Config:
+    return _like_llama(file) | {"bias": has(file, "attn_q.bias")}
+
+
 def _experts(file: GGUFFile, part: str = "ffn_gate_exps", key: str = "expert_feed_forward_length") -> Config:
     """Files of before 2024-07 do not say how wide experts are: their tensors do."""
     tensor = file.tensors.get(f"blk.0.{part}.weight")

@@ -107,6 +107,28 @@ ARCHITECTURES = {
     "qwen3": Architecture(
         model_type="qwen3", class_name="Qwen3ForCausalLM", once=_ONCE, each=_LLAMA | _QK_NORM, config=configs.qwen3
     ),
+    "qwen": Architecture(
+        model_type="qwen",
+        class_name="QWenLMHeadModel",
+        once=_GPT2_ONCE,
+        layers="transformer.h",
+        each={
+            **_GPT2_NORMS,
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_gate": "mlp.w2",
+            "ffn_up": "mlp.w1",
+            "ffn_down": "mlp.c_proj",
+        },
+        config=configs.qwen,
+    ),
+    "internlm2": Architecture(
+        model_type="internlm2",
+        class_name="InternLM2ForCausalLM",
+        once=_ONCE,
+        each=_LLAMA | _BY_PAIRS,
+        config=configs.internlm2,
+    ),
     "qwen2moe": Architecture(
         model_type="qwen2_moe",
         class_name="Qwen2MoeForCausalLM",

@@ -1,8 +1,7 @@
 """Builds tokenizer.json, tokenizer_config.json and generation_config.json from the metadata of a GGUF file.
 
-Byte-level vocabularies are built here from what the file states, because how text is split before merging is only
-named in a GGUF (`tokenizer.ggml.pre`) and has to be known. Sentencepiece vocabularies go through transformers'
-converter, which recovers the merges that such files leave out.
+How text is split before merging is only named in a GGUF (`tokenizer.ggml.pre`) and has to be known for byte-level
+vocabularies. Sentencepiece vocabularies have scores in place of merges, which are recovered from them.
 """
 
 from __future__ import annotations
@@ -12,13 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from specserve.checkpoint.gguf_file import GGUFFile
 from specserve.errors import ModelError, unknown
 
 # Token types of tokenizer.ggml.token_type.
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_SPACE = "\u2581"  # how sentencepiece writes one
 
 # What ends a document or a turn under any chat format; a file's own eos, eot and eom ids come on top.
 END_TOKENS = frozenset(
@@ -36,21 +37,31 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
-def _split(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+def _split(*patterns: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    """Each splits what those before it left."""
+
     def build() -> pre_tokenizers.PreTokenizer:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), byte_level])
+        splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+        return pre_tokenizers.Sequence([*splits, byte_level])
 
     return build
 
 
-# The published splitting rules of cl100k (Llama 3 keeps its groups of up to three digits, Qwen 2 splits every digit)
-# and of Tekken (which tells upper from lower case and has no contractions).
+# The published splitting rules of cl100k (Llama 3 keeps its groups of up to three digits, Qwen 2 splits every digit),
+# of o200k and of Tekken (which tell upper from lower case; Tekken has no contractions), of Falcon and of BLOOM.
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_O200K = _CASED.replace("|", _CONTRACTION + "?|") + _CONTRACTION + r"?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL
+_FALCON = (
+    r"[\p{P}\$\+<=>\^~\|`]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"[0-9][0-9][0-9]",
+)
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _TEKKEN = _CASED + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL
 
 
@@ -67,10 +78,26 @@ class _Splitting:
 
 _LLAMA3 = _Splitting(_split(_WORDS % r"\p{N}{1,3}"), whole_words=True, adds_bos=True)
 _QWEN2 = _Splitting(_split(_WORDS % r"\p{N}"), composes=True)
+_CL100K = _Splitting(_split(_WORDS % r"\p{N}{1,3}"))
+_NEOX = _Splitting(_gpt2, composes=True)
+_BLOOM_LIKE = _Splitting(_split(_BLOOM))
 SPLITTINGS = {
     "gpt-2": _Splitting(_gpt2),
+    "mpt": _NEOX,
+    "olmo": _NEOX,
     "smollm": _Splitting(_digits),
     "starcoder": _Splitting(_digits),
+    "refact": _Splitting(_digits),
+    "minerva-7b": _Splitting(_digits),
+    "falcon": _Splitting(_split(*_FALCON)),
+    "bloom": _BLOOM_LIKE,
+    "poro-chat": _BLOOM_LIKE,
+    "gpt3-finnish": _BLOOM_LIKE,
+    "dbrx": _CL100K,
+    "smaug-bpe": _CL100K,
+    "chatglm-bpe": _CL100K,
+    "glm4": _CL100K,
+    "gpt-4o": _Splitting(_split(_O200K)),
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
@@ -100,7 +127,12 @@ def tokenizer_files(file: GGUFFile) -> dict[str, str]:
 def _splitting(file: GGUFFile) -> _Splitting:
     name = str(file.require("tokenizer.ggml.pre"))
     if name not in SPLITTINGS:
-        raise ModelError(f"{file.path}: " + unknown("tokenizer.ggml.pre", name, SPLITTINGS))
+        raise ModelError(
+            f"{file.path}: "
+            + unknown("tokenizer.ggml.pre", name, SPLITTINGS)
+            + " Text would be split wrongly: convert "
+            "the model anew with a llama.cpp that knows its splitting, or use its Hugging Face folder."
+        )
     return SPLITTINGS[name]
 
 
@@ -121,10 +153,37 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile) -> Tokenizer:
-    from transformers import AutoTokenizer  # optional: only such files need it, and it takes seconds to import
+    """Pieces are merged by the score of what they become, as sentencepiece does it."""
+    typed, has_prefix = _typed_tokens(file), bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    scores = file.require("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or scores.dtype.kind != "f" or len(scores) != len(typed):
+        raise ModelError(f"{file.path}: tokenizer.ggml.scores is no list of {len(typed)} numbers.")
+    pieces = [token if kind in (_NORMAL, _USER_DEFINED) else "" for token, kind in typed]
+    model = models.BPE(
+        vocab={token: index for index, (token, _) in enumerate(typed)},
+        merges=_merges(pieces, scores.tolist()),
+        unk_token=next((token for token, kind in typed if kind == _UNKNOWN), None),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    scheme = "first" if has_prefix else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme, split=False)
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+    return tokenizer
 
-    loaded = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
-    return Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+
+def _merges(pieces: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Every two pieces that are a third one, that of the highest score first."""
+    known = {piece: index for index, piece in enumerate(pieces) if piece}
+    found: list[tuple[float, int, int, str, str]] = []
+    for piece, index in known.items():
+        for at in range(1, len(piece)):
+            left, right = piece[:at], piece[at:]
+            if left in known and right in known:
+                found.append((-scores[index], known[left], known[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
 
 
 _BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}

@@ -42,6 +42,8 @@ ARCHITECTURES = {
     "olmo2": MODEL_ARCH.OLMO2,
     "olmo3": MODEL_ARCH.OLMO2,
     "baichuan": MODEL_ARCH.BAICHUAN,
+    "internlm2": MODEL_ARCH.INTERNLM2,
+    "qwen": MODEL_ARCH.QWEN,
     "gpt2": MODEL_ARCH.GPT2,
     "gpt_bigcode": MODEL_ARCH.STARCODER,
     "starcoder2": MODEL_ARCH.STARCODER2,
@@ -80,12 +82,12 @@ def common_keys(config: Config) -> dict[str, Any]:
     rope = config.get("rope_scaling") or {}
     keys: dict[str, Any] = {
         "block_count": first(config, "n_layers", "num_hidden_layers", "n_layer"),
-        "context_length": first(config, "max_position_embeddings", "n_positions", "model_max_length"),
+        "context_length": first(config, "max_position_embeddings", "n_positions", "model_max_length", "seq_length"),
         "embedding_length": first(config, "hidden_size", "n_embd"),
         "feed_forward_length": first(config, "intermediate_size", "n_inner"),
         "attention.head_count": num_heads(config),
         "attention.head_count_kv": config.get("num_key_value_heads"),
-        "rope.freq_base": config.get("rope_theta"),
+        "rope.freq_base": first(config, "rope_theta", "rotary_emb_base"),
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
         "attention.layer_norm_epsilon": first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
         "expert_count": first(config, "num_local_experts", "num_experts"),
@@ -217,6 +219,12 @@ def rearranged(config: Config, name: str, weight: Tensor) -> Iterator[tuple[str,
     if kind == "baichuan" and "W_pack" in name:
         for part, own in zip("qkv", np.split(weight, 3), strict=True):
             yield name.replace("W_pack", f"{part}_proj"), own if part == "v" else permuted(own, heads)
+    elif kind == "internlm2" and "wqkv" in name:
+        rows = regrouped(weight, kv_heads, heads // kv_heads, head_size(config))
+        starts = [heads * head_size(config), (heads + kv_heads) * head_size(config)]
+        q, k, v = np.split(rows, starts)
+        for part, own in (("q", permuted(q, heads)), ("k", permuted(k, kv_heads)), ("v", v)):
+            yield name.replace("attention.wqkv", f"self_attn.{part}_proj"), own
     elif kind in BY_PAIRS and re.search(r"\.[qk]_proj\.", name):
         yield name, permuted(weight, heads if ".q_proj." in name else kv_heads)
     elif kind in ("bloom", "gpt_neox") and "query_key_value" in name:

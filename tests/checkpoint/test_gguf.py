@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from specserve.checkpoint.catalog import CATALOG
 from specserve.checkpoint.gguf import convert
 from specserve.checkpoint.gguf_file import ALLOWED_TYPES, read
+from specserve.checkpoint.gguf_tokenizer import SPLITTINGS
 from specserve.checkpoint.weights import Weights, read_config
 from specserve.errors import ModelError
 from specserve.text.tokenizer import Tokenizer
@@ -489,7 +491,10 @@ def test_an_unsupported_type_is_named_with_the_supported_ones(tmp_path: Path) ->
         ({"llama__block_count": LAYERS - 1}, "blk.6.*6 layers"),
         ({"llama__rope__dimension_count": 8}, "8 of 16"),
         ({"tokenizer__ggml__pre": "smollmm"}, "smollmm.*'smollm'"),
+        ({"tokenizer__ggml__pre": "default"}, "'default'.*Hugging Face folder"),
         ({"tokenizer__ggml__model": "bert"}, "bert.*gpt2"),
+        ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.scores"),
+        ({"tokenizer__ggml__model": "llama", "tokenizer__ggml__scores": [1.0]}, "no list of 265 numbers"),
         ({"tokenizer__ggml__eos_token_id": 100000}, "eos_token_id is 100000"),
         ({"tokenizer__ggml__merges": ["no such"]}, "merges"),
         ({"tokenizer__ggml__token_type": [1, 1]}, "2 token types"),
@@ -571,10 +576,37 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
         ("llama-bpe", " 123", [" ", "123"]),
         ("qwen2", "123", ["1", "2", "3"]),
         ("tekken", "aAb12", ["a", "Ab", "1", "2"]),
+        ("gpt-4o", "aAb'S1231", ["a", "Ab", "'", "S", "123", "1"]),
+        ("mpt", "ab 123", ["ab", " 1", "2", "3"]),
+        ("refact", "ab 123", ["ab", " ", "1", "2", "3"]),
+        ("dbrx", "ab 1231", ["ab", " ", "123", "1"]),
+        ("chatglm-bpe", "1231", ["123", "1"]),
+        ("falcon", "1231 12", ["123", "1", " 1", "2"]),
+        ("falcon", "ab123", ["ab", "123"]),
+        ("bloom", "ab123 1", ["ab", "123", " 1"]),
+        ("bloom", "a,b", ["a", ",", "b"]),
     ],
 )
 def test_text_is_split_as_the_file_names_it(tmp_path: Path, pre: str, text: str, expected: list[str]) -> None:
     assert pieces(tokenizer_of(tmp_path, pre=pre), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("falcon", "a<=b: 12345 x1234", ["a", "<=", "b", ":", " ", "123", "45", " x", "123", "4"]),
+        ("falcon", "it's 12", ["it", "'", "s", " 12"]),
+        ("bloom", "so, (it) is 12,5", ["so", ", (", "it", ")", " is", " 12", ",", "5"]),
+        ("gpt-4o", "HTTPServer don't 2025", ["HTTPServer", " don't", " ", "202", "5"]),
+        ("dbrx", "don't 2025", ["don", "'t", " ", "202", "5"]),
+        ("olmo", "don't 2025", ["don", "'t", " 2025"]),
+        ("starcoder", "don't 25", ["don", "'t", " ", "2", "5"]),
+    ],
+)
+def test_published_rules_split_text_so(pre: str, text: str, expected: list[str]) -> None:
+    """Before merging, in the text's own characters."""
+    found = SPLITTINGS[pre].pre_tokenizer().pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in found] == expected
 
 
 def test_qwen2_composes_characters_and_others_do_not(tmp_path: Path) -> None:
@@ -610,7 +642,6 @@ def test_bos_goes_in_front_when_the_file_says_so(tmp_path: Path, adds: bool) -> 
     assert tokenizer.encode("ab", add_special_tokens=False)[0] != tokenizer.bos_id
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_a_sentencepiece_vocabulary_reads_text_bytes_and_bos(tmp_path: Path) -> None:
     metadata = sentencepiece_metadata()
     tensors = random_tensors("llama", len(metadata["tokens"]))
@@ -620,3 +651,57 @@ def test_a_sentencepiece_vocabulary_reads_text_bytes_and_bos(tmp_path: Path) -> 
     assert b"".join(map(tokenizer.token_bytes, ids[1:])).decode() == " hi bo é"
     assert tokenizer.decode(ids) == "hi bo é"
     assert tokenizer.eos_ids == {2}
+
+
+def spelled_metadata(**flags: Any) -> dict[str, Any]:
+    """A vocabulary of all pieces of some words, the likelier the longer and the earlier."""
+    words = ["\u2581the", "\u2581there", "\u2581here", "\u2581these", "heresy", "\u2581\u2581", "\u2581sees", "easy"]
+    letters = dict.fromkeys(letter for word in words for letter in word)
+    pieces = {word[i:j]: None for word in words for i in range(len(word)) for j in range(i + 2, len(word) + 1)}
+    found = [*letters, *sorted(pieces, key=len)]
+    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    return {
+        "model": "llama",
+        "tokens": [*first, *found],
+        "scores": [0.0] * len(first) + [-float((i * 7919) % 1009) for i in range(len(found))],
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * len(found),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+        **flags,
+    }
+
+
+TEXTS = ("the heresy there", "  these  sees\nhere is \u00e9asy", "x", "\U0001f600 the", "here</s>these", "")
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize(("architecture", "has_prefix"), [("llama", True), ("gemma3", False)])
+def test_sentencepiece_merges_are_those_of_transformers(tmp_path: Path, architecture: str, has_prefix: bool) -> None:
+    metadata = spelled_metadata(add_space_prefix=has_prefix)
+    if architecture == "gemma3":  # whose ids are in the order of scores, which transformers relies on
+        metadata["scores"] = [-float(i) for i in range(len(metadata["tokens"]))]
+    tensors = random_tensors(architecture, len(metadata["tokens"]))
+    path = write_gguf(tmp_path / "m.gguf", architecture, tensors=tensors, tokenizer=metadata)
+    ours, theirs = (
+        Tokenizer(converted(path)),
+        transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name),
+    )
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text), text
+        expected = text.removeprefix(" ") if has_prefix else text  # a text that begins with a space gets none in front
+        assert ours.decode(ours.encode(text)) == expected.replace("</s>", "")
+
+
+def test_merges_go_by_score_and_not_by_length(tmp_path: Path) -> None:
+    """What sentencepiece does, one pair of the highest score at a time, on all texts of a few letters."""
+    metadata = spelled_metadata()
+    path = write_gguf(tmp_path / "m.gguf", tensors=random_tensors("llama", len(metadata["tokens"])), tokenizer=metadata)
+    tokenizer = Tokenizer(converted(path))
+    scores = dict(zip(metadata["tokens"], metadata["scores"], strict=True))
+    for text in ("these", "here sees easy", "theresy", "hheerree", "seeseasy"):
+        parts = list("\u2581" + text.replace(" ", "\u2581"))
+        while pairs := [(scores[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]:
+            at = -max(pairs)[1]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        assert [metadata["tokens"][i] for i in tokenizer.encode(text)[1:]] == parts
