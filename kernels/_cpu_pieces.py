@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ class Piece:
     program: _native.Program
     rows: int
     reads_plan: bool = False
+    used: list[Tensor] = field(default_factory=list)  # what else the program points into
 
     def run(self, plan: _native.Plan | None) -> None:
         self.program.run(self.rows, 0, plan if self.reads_plan else None)
@@ -35,8 +36,10 @@ class Pieces:
         assert not gathered, "rows are gathered by others"
         if not self._noted or self._noted[-1].rows != rows:
             self._noted.append(Piece(_native.Program(self._pool, self._instruction_set), rows))
-        self._noted[-1].reads_plan |= has_plan
-        return self._noted[-1].program
+        piece = self._noted[-1]
+        piece.reads_plan |= has_plan
+        piece.used += [use for use in uses if isinstance(use, Tensor) and self._memory.base(use) is None]
+        return piece.program
 
     def buffer(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         return self._memory.take(key, make)

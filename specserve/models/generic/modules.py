@@ -25,12 +25,12 @@ class Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = sizes
         self.weight = like.weight
-        self._packed, self._shared = packed, shared
+        self.packed, self._shared = packed, shared
         self.last: Tensor | None = None  # what the op returned
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [..., in] -> [..., out]."""
-        out = self.last = self._shared.ops.linear(self._shared.quantized(x, self.in_features), self._packed)
+        out = self.last = self._shared.linear(self, x)
         return out.float().view(*x.shape[:-1], self.out_features)
 
 
@@ -42,14 +42,32 @@ class LastInput:
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
         self.memory: Memory | None = None
+        self._with: dict[Linear, list[Linear]] = {}  # by the first that reads a tensor, all that do
         self.forget()
 
     def forget(self) -> None:
         self._x: Tensor | None = None
         self._quantized: Any = None
+        self._readers: list[Linear] = []  # that read it so far
+        self._ahead: dict[Linear, Tensor] = {}  # what is computed already of those that will
+
+    def linear(self, layer: Linear, x: Tensor) -> Tensor:
+        """Of x [..., in], float [rows, out]. While a step is noted all layers that read x are asked at once, as a step
+        before told which: nothing that others compute comes between them."""
+        quantized = self.quantized(x, layer.in_features)
+        if layer in self._ahead:
+            return self._ahead.pop(layer)
+        if self.memory is None:
+            self._readers.append(layer)
+            self._with[self._readers[0]] = self._readers
+        elif not self._readers:
+            self._readers = self._with.get(layer, [])
+            self._ahead = {each: self.ops.linear(quantized, each.packed) for each in self._readers if each is not layer}
+        return self.ops.linear(quantized, layer.packed)
 
     def quantized(self, x: Tensor, width: int) -> Any:
         if x is not self._x:
+            self.forget()
             self._quantized = self.ops.quantize_activation(self.given(x, width))
             self._x = x
         return self._quantized

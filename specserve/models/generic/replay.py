@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from specserve.models.generic.modules import LastInput
+from specserve.ops import Ops
 from specserve.ops.pieces import Memory, Piece, Pieces
 
 _MOST_ROWS = 32  # of a step that is noted: of more, Python's share is small
@@ -86,10 +87,10 @@ def _tensor_at(value: Any) -> Any:
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it all that a model computes is noted, torch's functions as they run. Raises CannotNoteError."""
 
-    def __init__(self, pieces: Pieces, memory: Memory) -> None:
+    def __init__(self, ops: Ops, pieces: Pieces, memory: Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Piece | _Call] = []
-        self._pieces, self._memory = pieces, memory
+        self._ops, self._pieces, self._memory = ops, pieces, memory
         self._is_ours = False
 
     @contextmanager
@@ -123,6 +124,9 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name in _LOOKS and any(self._memory.base(each) is not None for each in given):
             raise CannotNoteError(name)
+        if func is _aten.add.Tensor and not kwargs and all(map(self._is_rows, args)) and args[0].shape == args[1].shape:
+            one, other = (each.view(-1, each.shape[-1]) for each in args)
+            return self._ops.tap(0, one, other, None, 0.0).view(args[0].shape)
         found = func(*args, **kwargs)
         if func._schema.is_mutable:
             self._append(func, args, kwargs)
@@ -140,6 +144,20 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outs = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)]
         self._append(*_into(func, name, args, kwargs, outs))
         return own
+
+    def _is_rows(self, x: Any) -> bool:
+        """Whether x, float32 [1, rows, n], lies as ops read rows: its sum with another is an op, too, the same number
+        for number, which needs no piece of its own."""
+        return (
+            isinstance(x, Tensor)
+            and x.dtype == torch.float32
+            and x.dim() == 3
+            and x.shape[0] == 1
+            and x.stride()[1:] == self._ops.input_rows(*x.shape[1:]).stride()
+            and x.is_contiguous()
+            and x.data_ptr() % 64 == 0
+            and self._memory.base(x) is not None
+        )
 
     def _kept(self, found: Tensor) -> Tensor:
         """A copy in memory."""
@@ -196,7 +214,7 @@ class _Noted:
         self.memory = Memory()
         with torch.inference_mode(False), torch.no_grad():
             self._inputs = [self._own(i, each) for i, each in enumerate(inputs)]
-            with shared.ops.pieces(self.memory) as pieces, Notes(pieces, self.memory) as notes:
+            with shared.ops.pieces(self.memory) as pieces, Notes(shared.ops, pieces, self.memory) as notes:
                 shared.memory = self.memory
                 try:
                     self.found = step(*self._inputs, *more)
