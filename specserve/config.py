@@ -32,7 +32,8 @@ class EngineConfig:
       "model", with the same names as the field `model`.
     - `adaptive`: drafts are as long as pays by measured cost and acceptance, and none are made where none pay. Without
       it they are as long as `num_speculative_tokens` allows.
-    - `quantization`: "auto" is int8 where native kernels serve the CPU and no dtype is asked for, else none.
+    - `quantization`: "auto" is int8 where native kernels serve the CPU and no dtype is asked for, int4 there for a
+      checkpoint whose own integers int4 keeps (GPTQ and AWQ of 4 bits), else none.
     - `isa`: instruction set of the CPU kernels; "auto" is the environment variable SPECSERVE_ISA, else the fastest.
     - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use.
     - `kv_cache_gib`: None sizes the cache from free memory.

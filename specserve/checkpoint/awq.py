@@ -17,6 +17,7 @@ from specserve.checkpoint.layout import (
     Layout,
     Matrix,
     check,
+    fits_int4,
     group_size,
     grouped,
     in_groups,
@@ -65,7 +66,7 @@ def _matrix(module: str, group: int, infos: Infos) -> Matrix:
     def read(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Quantized:
         return in_groups(_outputs(qweight), scales.T, _outputs(qzeros), group)
 
-    return Matrix((outputs, inputs), grouped(_BITS, group), parts, read)
+    return Matrix((outputs, inputs), grouped(_BITS, group), parts, read, fits_int4(_BITS, group))
 
 
 def _outputs(words: Tensor) -> Tensor:

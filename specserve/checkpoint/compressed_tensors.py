@@ -33,6 +33,7 @@ from specserve.checkpoint.layout import (
     block_size,
     check,
     check_order,
+    fits_int4,
     group_size,
     grouped,
     in_groups,
@@ -192,7 +193,8 @@ def _packed(module: str, scheme: _Scheme, infos: Infos) -> Matrix:
         return in_groups(ints.char(), _each_output(weight_scale, outputs), zeros, scheme.group, weight_g_idx)
 
     more = ["act-order"] if has_order else []
-    return Matrix((outputs, inputs), grouped(bits, scheme.group, *more), parts, read)
+    fits = fits_int4(bits, scheme.group, has_order)
+    return Matrix((outputs, inputs), grouped(bits, scheme.group, *more), parts, read, fits)
 
 
 def _inputs(module: str, scheme: _Scheme, words: int, infos: Infos) -> int:

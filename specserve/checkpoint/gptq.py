@@ -23,6 +23,7 @@ from specserve.checkpoint.layout import (
     Matrix,
     check,
     check_order,
+    fits_int4,
     group_size,
     grouped,
     in_groups,
@@ -134,7 +135,8 @@ def _matrix(module: str, settings: _Settings, infos: Infos) -> Matrix:
             check_order(names["g_idx"], g_idx, num_groups)
         return in_groups(ints, scales.T, zeros, settings.group, g_idx)
 
-    return Matrix((outputs, inputs), grouped(bits, settings.group, *more), parts, read)
+    fits = fits_int4(bits, settings.group, settings.desc_act)
+    return Matrix((outputs, inputs), grouped(bits, settings.group, *more), parts, read, fits)
 
 
 def _zeros(words: Tensor, settings: _Settings) -> Tensor:

@@ -22,12 +22,13 @@ SCALES = ("F16", "BF16", "F32")  # safetensors' spelling
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix [out, in] that several stored tensors make up: `parts` has their names by what they are, and `read`
-    takes them by that. `kind` says for people how it is stored."""
+    takes them by that. `kind` says for people how it is stored, `fits_int4` that kernels keep its integers in int4."""
 
     shape: tuple[int, int]
     kind: str
     parts: Mapping[str, str]
     read: Callable[..., Weight]
+    fits_int4: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,11 @@ def grouped(bits: int, group: int, *more: str, kind: str = "int") -> str:
     """A matrix's format in words."""
     size = "one group" if group == -1 else f"groups of {group}"
     return ", ".join((f"{kind}{bits}", size, *more))
+
+
+def fits_int4(bits: int, group: int, has_order: bool = False) -> bool:
+    """Whether int4 keeps integers of so many bits: its own groups are of 32 inputs, in their order."""
+    return bits <= 4 and (group == -1 or (group % 32 == 0 and not has_order))
 
 
 def matches(pattern: str, module: str) -> bool:

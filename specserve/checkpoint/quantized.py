@@ -6,6 +6,7 @@ A layout is a module beside this one with a NAME and find(config, infos).
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -47,6 +48,8 @@ _REFUSED = {  # by quant_method, and what to do
     "torchao": _USE,
     "vptq": _USE,
 }
+_IN_LAYER = re.compile(r"\.\d+\.")
+_ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight")
 # Beside a config.json without a word of it, from before transformers had a place for it.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -86,6 +89,13 @@ class QuantizedWeights(Mapping[str, Weight]):
     def files(self) -> list[Path]:
         """Where the tensors lie."""
         return list(dict.fromkeys(info.file for info in self._stored.infos.values()))
+
+    @property
+    def fits_int4(self) -> bool:
+        """Whether int4 keeps the integers of every matrix in the layers but the routers, which kernels do not round."""
+        plain = (name for name, info in self.infos.items() if name not in self.matrices and len(info.shape) == 2)
+        others = any(_IN_LAYER.search(name) and not name.endswith(_ROUTERS) for name in plain)
+        return bool(self.matrices) and not others and all(matrix.fits_int4 for matrix in self.matrices.values())
 
     def describe(self) -> str:
         """The layout and the formats in it, for people."""

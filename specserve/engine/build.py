@@ -21,6 +21,7 @@ from specserve.errors import ConfigError
 from specserve.machine.cores import default_threads
 from specserve.models.heads.loading import HeadLoader
 from specserve.models.loader import load_model
+from specserve.models.rounding import choose_as_stored
 from specserve.models.spec import ModelSpec
 from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.choice import choose_device, choose_ops
@@ -75,9 +76,15 @@ def build(
     drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     threads = config.threads or default_threads()
-    ops = choose_ops(choose_device(config.device), config.dtype, config.quantization, threads, config.isa)
-    torch.set_num_threads(1 if ops.has_own_threads else threads)
+    device = choose_device(config.device)
+
+    def choose(quantization: str) -> Ops:
+        return choose_ops(device, config.dtype, quantization, threads, config.isa)
+
+    choose(config.quantization)  # what is refused must not cost a download
     folder = catalog.resolve(config.model, progress=progress)
+    ops = choose_as_stored(folder, config.quantization, choose)
+    torch.set_num_threads(1 if ops.has_own_threads else threads)
     tokenizer = Tokenizer(folder)
     model = load_model(folder, ops, config.max_model_len, progress=progress)
     spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens

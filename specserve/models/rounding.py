@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from specserve.checkpoint.folder import read_config
 from specserve.checkpoint.quantized import QuantizedWeights
+from specserve.files import reading
 from specserve.ops import Ops
 from specserve.ops.packing import Weight, rows_of
 
 _MOST_INPUTS, _MOST_OUTPUTS = 512, 256  # of a matrix that are looked at
 _EXACT = 1e-6  # errors: at most what sums in float32 round
 _OF_FLOAT16 = 1e-3  # less than int8 would round, and more than float16 does of a scale or of a scale times a zero
+
+
+def choose_as_stored(folder: Path, quantization: str, choose: Callable[[str], Ops]) -> Ops:
+    """The kernels that `choose` makes for a quantization, for the model in `folder`: "auto" is int4 rather than int8
+    for a checkpoint that int4 keeps. Raises ModelError for one that cannot be read, and what `choose` raises."""
+    ops = choose(quantization)
+    if quantization != "auto" or ops.quantization != "int8":
+        return ops
+    with reading(folder):
+        fits = QuantizedWeights(folder, read_config(folder)).fits_int4
+    return choose("int4") if fits else ops
 
 
 def relative_error(ops: Ops, weight: Weight, *, is_head: bool = False) -> float:

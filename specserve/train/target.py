@@ -15,6 +15,7 @@ from specserve.machine.cores import default_threads
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import TargetShape
 from specserve.models.loader import load_model, native_spec
+from specserve.models.rounding import choose_as_stored
 from specserve.ops.choice import choose_device, choose_ops
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
@@ -38,7 +39,8 @@ class Target:
         isa: str = "auto",
         threads: int | None = None,
     ) -> None:
-        ops = choose_ops(choose_device(device), dtype, quantization, threads or default_threads(), isa)
+        found, num_threads = choose_device(device), threads or default_threads()
+        ops = choose_as_stored(folder, quantization, lambda asked: choose_ops(found, dtype, asked, num_threads, isa))
         self._model = load_model(folder, ops, max_length)
         self._ops = ops
         self.device = ops.device

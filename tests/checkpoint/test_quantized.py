@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specserve.checkpoint.bitstream import unpack
+from specserve.checkpoint.folder import read_config
 from specserve.checkpoint.packed import packed_path
+from specserve.checkpoint.quantized import QuantizedWeights
 from specserve.cli.inspect import inspect
 from specserve.config import EngineConfig
 from specserve.doctor import examine
@@ -29,7 +31,7 @@ from specserve.llm import LLM
 from specserve.models import loader
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.loader import check_tensors, load_model
-from specserve.models.rounding import relative_error
+from specserve.models.rounding import how_kept, relative_error
 from specserve.ops import Ops
 from specserve.ops.packing import Quantized
 from specserve.testing import PagedDecoder, write_tiny_model
@@ -333,6 +335,23 @@ def test_the_line_at_the_start_says_what_became_of_it(name: str, said: str, tmp_
     make_ops("native-int8")  # skips where there are none
     built = build(EngineConfig(model=str(tmp_path), device="cpu", quantization="int8", kv_cache_gib=0.01, threads=1))
     assert f"in int8 (checkpoint: {said}" in built.summary
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_by_default_weights_take_4_bits_where_these_keep_what_is_stored(name: str, tmp_path: Path) -> None:
+    write_quantized(tmp_path, LAYOUTS[name])
+    options: Any = {"device": "cpu", "kv_cache_gib": 0.01, "threads": 1}
+    kept = how_kept(QuantizedWeights(tmp_path, read_config(tmp_path)), make_ops("native-int4")).count("kept")
+    built = build(EngineConfig(model=str(tmp_path), **options))
+    assert built.quantization == ("int4" if kept else "int8")
+    asked = build(EngineConfig(model=str(tmp_path), quantization="int8", **options))
+    assert asked.quantization == "int8"
+
+
+def test_by_default_weights_take_8_bits_where_a_matrix_is_not_quantised(tmp_path: Path) -> None:
+    write_quantized(tmp_path, Gptq(symmetric=True), modules=lambda module: module.endswith(("q_proj", "up_proj")))
+    make_ops("native-int4")
+    assert build(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_gib=0.01)).quantization == "int8"
 
 
 def test_inspect_says_it_for_every_way_to_store_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
