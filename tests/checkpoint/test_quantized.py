@@ -185,6 +185,24 @@ def test_rows_of_a_fused_matrix_are_those_of_its_parts(architecture: str, name: 
     assert isinstance(gate, Quantized) == (name != "fp8-blocks")
 
 
+@pytest.mark.parametrize("architecture", ["internlm2", "qwen", "opt_350m"])
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq"])
+def test_names_of_a_family_and_rows_by_head_go_with_quantised_matrices(
+    architecture: str, name: str, tmp_path: Path
+) -> None:
+    def in_layers(module: str) -> bool:
+        return ".layers." in module or ".h." in module
+
+    layout = LAYOUTS[name]
+    tensors = write_quantized(tmp_path / "quantized", layout, architecture, modules=in_layers)
+    plain = write_plain(tmp_path / "plain", tensors, architecture)
+    one, other = (check_tensors(folder) for folder in (tmp_path / "quantized", plain))
+    assert all(torch.equal(one[each][:].float(), other[each][:].float()) for each in other)
+    assert isinstance(one["model.layers.0.self_attn.k_proj.weight"], Quantized)
+    ops = make_ops("native-float32")
+    assert torch.equal(logits(tmp_path / "quantized", ops), logits(plain, ops))
+
+
 @pytest.mark.parametrize("layout", [Gptq(), Awq()])
 def test_models_that_run_through_transformers_have_them_too(layout: Gptq | Awq, tmp_path: Path) -> None:
     folder = write_tiny_causal_model(tmp_path / "quantised", "stablelm", seed=3, vocab_size=320)
