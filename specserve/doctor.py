@@ -19,7 +19,7 @@ from rich.table import Table
 from specserve.cache.sizing import GIB, free_memory
 from specserve.checkpoint import catalog
 from specserve.checkpoint.entries import MODELS, WEIGHT_BITS
-from specserve.checkpoint.fitting import fit
+from specserve.checkpoint.fitting import Fit, fit
 from specserve.checkpoint.folder import read_config
 from specserve.checkpoint.installed import installed
 from specserve.checkpoint.quantized import QuantizedWeights
@@ -163,6 +163,13 @@ def _weights(folder: Path, isa: str) -> str:
 
 def _catalog(device: torch.device, isa: str) -> Section:
     """Which of the catalog fit what is free now."""
+    rows = [(name, fit.describe(MODELS[name])) for name, fit in fits_here(MODELS, device, isa).items()]
+    return Section("Catalog", rows)
+
+
+def fits_here(names: Iterable[str], device: torch.device, isa: str = "auto") -> dict[str, Fit]:
+    """How each of these models of the catalog fits the memory of a device that is free now. Raises ConfigError for an
+    instruction set that the kernels do not have."""
     ops = choice.choose_ops(device, "auto", "auto", 1, isa)
     dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (ops.dtype, ops.kv_dtype))
     kinds = [dtype if ops.quantization == "none" else ops.quantization]
@@ -174,8 +181,7 @@ def _catalog(device: torch.device, isa: str) -> Section:
                 continue
             kinds.append(kind)
     free = free_memory(device)
-    rows = [(name, fit(model, free, kinds, dtype, kv_dtype).describe(model)) for name, model in MODELS.items()]
-    return Section("Catalog", rows)
+    return {name: fit(MODELS[name], free, kinds, dtype, kv_dtype) for name in names}
 
 
 def _models(model: str, isa: str) -> Section:

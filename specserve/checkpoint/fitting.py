@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from specserve.checkpoint.entries import CatalogModel
 
 LEAST_CONTEXT = 4096  # tokens without which a model does not count as fitting
+WORK_BYTES = 4e8  # logits and activations of a step
 KV_SHARE = 0.4  # of what weights leave, which the KV cache takes at most
 GB = 10**9
 
@@ -43,6 +44,6 @@ def fit(model: CatalogModel, free: float, kinds: Sequence[str], dtype: str, kv_d
 
 def _fit(model: CatalogModel, free: float, kind: str, is_default: bool, dtype: str, kv_dtype: str) -> Fit:
     weights = model.weight_bytes(kind, dtype)
-    tokens = int(max(0, free - weights) * KV_SHARE / model.kv_bytes(1, kv_dtype))
+    tokens = int(max(0.0, free - weights - WORK_BYTES) * KV_SHARE / model.kv_bytes(1, kv_dtype))
     context = min(model.context, tokens // LEAST_CONTEXT * LEAST_CONTEXT)
     return Fit(kind, weights, context, is_default, is_large=context < min(LEAST_CONTEXT, model.context))

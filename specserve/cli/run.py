@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from specserve.checkpoint.entries import MODELS, short_name
 from specserve.cli.answer import write, write_text
 from specserve.cli.chat import talk
 from specserve.cli.options import (
@@ -41,7 +42,7 @@ def run(
     """Fetch a model if it is not here, and talk to it; with a prompt, answer that one alone."""
     from specserve.llm import LLM
 
-    options = {**engine_options(replace(engine)), "model": model}
+    options = {**engine_options(replace(engine)), "model": model, **_fitting(model, engine)}
     with LLM(**options, progress=sys.stderr.isatty()) as llm:
         if prompt is None:
             talk(llm, sampling_params(sampling), system)
@@ -49,3 +50,23 @@ def run(
         messages = [] if system is None else [{"role": "system", "content": system}]
         chunks = llm.stream_chat([*messages, {"role": "user", "content": prompt}], sampling_params(sampling))
         write(chunks, write_text)
+
+
+def _fitting(model: str, engine: EngineConfig) -> dict[str, Any]:
+    """What makes a model of the catalog fit this machine's memory, if nobody has said how to store it or how long its
+    context is to be: another quantization, a shorter context."""
+    name = short_name(model)
+    is_open = engine.dtype == engine.quantization == "auto" and engine.max_model_len is engine.kv_cache_gib is None
+    if name not in MODELS or not is_open:
+        return {}
+    from specserve.doctor import fits_here
+    from specserve.ops.choice import choose_device
+
+    fit = fits_here([name], choose_device(engine.device), engine.isa)[name]
+    changed: dict[str, Any] = {} if fit.is_default else {"quantization": fit.kind}
+    if fit.context < MODELS[name].context:
+        changed["max_model_len"] = fit.context
+    if fit.is_large or not changed:  # a model that is too large is refused with its figures
+        return {}
+    print(f"{name} {fit.describe(MODELS[name])}", file=sys.stderr)
+    return changed

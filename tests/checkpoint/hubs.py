@@ -48,8 +48,6 @@ def _refusal(hub: Hub, repo: str, request: web.Request) -> web.Response | None:
         return web.Response(status=hub.status, headers={"X-Error-Code": hub.code} if hub.code else {})
     if repo not in hub.repos:
         return web.Response(status=404, headers={"X-Error-Code": "RepoNotFound"})
-    if repo in hub.gated and request.headers.get("Authorization") != f"Bearer {TOKEN}":
-        return web.Response(status=403, headers={"X-Error-Code": "GatedRepo"})
     return None
 
 
@@ -71,6 +69,9 @@ def application(hub: Hub) -> web.Application:
         repo, name = f"{request.match_info['org']}/{request.match_info['name']}", request.match_info["file"]
         if (refused := _refusal(hub, repo, request)) is not None:
             return refused
+        if repo in hub.gated and request.headers.get("Authorization") != f"Bearer {TOKEN}":  # of files alone
+            status = 403 if "Authorization" in request.headers else 401
+            return web.Response(status=status, headers={"X-Error-Code": "GatedRepo"})
         data = hub.repos[repo][name]
         begin = 0 if hub.ignores_ranges else request.http_range.start or 0
         hub.requests.append((name, request.http_range.start or 0))

@@ -160,6 +160,18 @@ def test_a_catalog_name_is_its_hub_id(hub: Hub, model_files: dict[str, bytes]) -
     assert [(model.name, model.hub_id) for model in installed.installed()] == [("qwen3-0.6b", "Qwen/Qwen3-0.6B")]
 
 
+def test_run_fetches_and_answers_and_the_next_asks_nobody(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.repos["Qwen/Qwen3-0.6B"] = hub.repos[REPO]
+    small = ["--dtype", "float32", "--kv-cache-gib", "0.01", "--max-model-len", "1024", "--max-tokens", "4"]
+    assert run(["run", "qwen3:0.6b", "Hello", *small]) == 0
+    said = capsys.readouterr().out
+    assert said.strip() and hub.requests
+    hub.requests.clear()
+    hub.status = 500
+    assert run(["run", "qwen3-0.6b", "Hello", *small]) == 0
+    assert capsys.readouterr().out == said and hub.requests == []
+
+
 def test_a_newer_version_is_fetched_by_pull_alone(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     first = catalog.pull(REPO)
     assert f"Downloading {REPO}" in capsys.readouterr().err
@@ -300,8 +312,11 @@ def test_refusals_say_what_to_do(hub: Hub, status: int, code: str, complaint: st
 
 def test_a_gated_model_with_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated = {REPO}
-    with pytest.raises(ModelError, match="gated"):
-        catalog.resolve(REPO, progress=False)
+    for token in (None, "of another account"):
+        if token is not None:
+            monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(ModelError, match=r"is gated: accept its terms.*HF_TOKEN"):
+            catalog.resolve(REPO, progress=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     check_folder(catalog.resolve(REPO, progress=False))
 

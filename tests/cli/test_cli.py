@@ -19,7 +19,7 @@ from cyclopts import App, Parameter
 
 from specserve import llm
 from specserve.bench import compare, replay
-from specserve.cli import answer as cli_answer, chat as cli_chat, generate as cli_generate
+from specserve.cli import answer as cli_answer, chat as cli_chat, generate as cli_generate, run as cli_run
 from specserve.cli.main import COMMANDS, build_app, run
 from specserve.cli.options import (
     ENGINE_HELP,
@@ -621,6 +621,22 @@ def test_doctor_says_what_fits(specserve: Run, tiny: str, monkeypatch: pytest.Mo
         if default == "GB in int8" or free != 7.5:  # other kernels have other forms of weights
             assert catalog["mistral-7b"].startswith(expected)
     assert catalog["smollm2-135m"].startswith("fits")
+
+
+def test_run_makes_a_model_fit_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specserve.doctor.free_memory", lambda device: int(64e9))
+    assert cli_run._fitting("mistral-7b", ENGINE) == {}
+    monkeypatch.setattr("specserve.doctor.free_memory", lambda device: int(9e9))
+    changed = cli_run._fitting("mistral:7b", ENGINE)
+    if changed:  # but for kernels that quantise nothing, with which it is too large
+        assert changed["max_model_len"] % 4096 == 0 and changed["max_model_len"] < 32_768
+        assert capsys.readouterr().err.startswith("mistral-7b fits")
+    for options in ({"quantization": "int8"}, {"max_model_len": 99}, {"kv_cache_gib": 1.0}, {"dtype": "float32"}):
+        assert cli_run._fitting("mistral-7b", dataclasses.replace(ENGINE, **options)) == {}
+    monkeypatch.setattr("specserve.doctor.free_memory", lambda device: int(1e9))
+    assert cli_run._fitting("mistral-7b", ENGINE) == cli_run._fitting("/a/folder", ENGINE) == {}
 
 
 def test_run_answers_one_prompt_or_talks(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
