@@ -61,7 +61,7 @@ def train(kind: str, model: str, engine: Mapping[str, Any], options: TrainingOpt
 def _origin(folder: Path, engine: Mapping[str, Any], prompts: Prompts) -> dict[str, Any]:
     """What the text follows from beside the options: the same wherever the model's folder lies."""
     whole = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         whole.update(f"{path.name} {path.stat().st_size}".encode())
     return {
         "target": whole.hexdigest(),

@@ -15,7 +15,10 @@ from specserve.checkpoint import catalog
 from specserve.checkpoint.folder import check_folder
 from specserve.checkpoint.gguf import adopt, convert
 from specserve.checkpoint.weights import Weights
+from specserve.cli.inspect import inspect
 from specserve.errors import ModelError
+from specserve.train.prompts import Prompts
+from specserve.train.run import _origin
 from tests.checkpoint.gguf_layouts import write_published
 from tests.checkpoint.test_gguf import write_gguf
 from tests.checkpoint.test_gguf_families import CASES, tiny
@@ -48,6 +51,23 @@ def test_other_programs_get_safetensors(tmp_path: Path) -> None:
     assert catalog.as_safetensors(tmp_path / "adopted", tmp_path / "written") == written
     assert (written / "config.json").stat().st_mtime_ns == modified
     assert catalog.as_safetensors(written, tmp_path / "none") == written
+
+
+def test_inspect_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And no head, though heads are looked for first."""
+    adopt(write_gguf(tmp_path / "m.gguf"), tmp_path / "adopted")
+    inspect(str(tmp_path / "adopted"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "type llama" in said and "runs natively" in said
+
+
+def test_training_tells_one_file_from_another(tmp_path: Path) -> None:
+    found = set()
+    for name in ("a", "b"):
+        path = write_gguf(tmp_path / f"{name}.gguf", general__name=name * 50 * (1 + (name == "b")))
+        adopt(path, tmp_path / name)
+        found.add(_origin(tmp_path / name, {}, Prompts([]))["target"])
+    assert len(found) == 2
 
 
 def test_a_file_that_moves_in_takes_no_place_twice(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from specserve.checkpoint.gguf_index import INDEX as GGUF_INDEX
 from specserve.checkpoint.pickled import PickledWeights
 from specserve.errors import ModelError, near_misses
 from specserve.models.heads.int8 import Int8Weights
@@ -38,9 +39,9 @@ class Found:
 
 
 def open_tensors(folder: Path) -> Stored:
-    """The tensors of `folder`: those of its safetensors files, else of a file of torch.save's under a name that draft
-    heads have. Raises ModelError."""
-    if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
+    """The tensors of `folder`: those of its safetensors files or its GGUF file, else of a file of torch.save's under a
+    name that draft heads have. Raises ModelError."""
+    if any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", GGUF_INDEX)):
         return Int8Weights(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder.")
