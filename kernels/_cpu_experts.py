@@ -73,6 +73,17 @@ class Experts(Base):
 
         return cached(kind, (len(weights) * each,), torch.uint8, packed)
 
+    def router_scores(self, x: Tensor, router: PackedWeight) -> Tensor:
+        rows, x = len(x), padded(x)
+        scores = self._floats("scores", rows, router.outputs)
+        read = _native.activation(FLOAT32, x.shape[1], x.data_ptr(), 0, 0)
+        with self._program(rows, x, router, scores) as program:
+            program.linear(router.native, read, 0, scores.data_ptr())
+        return scores[:, : router.outputs]
+
+    def routed(self, chosen: Tensor, weights: Tensor) -> _Routing:
+        return _Routing(chosen, weights, None)
+
     def route(self, x: Tensor, router: PackedWeight, num_experts: int, per_token: int, is_normalized: bool) -> _Routing:
         rows, x = len(x), padded(x)
         has_share = router.outputs > num_experts

@@ -74,6 +74,12 @@ class Experts(ABC):
         share = 1 / (1 + scores[:, num_experts:].neg().exp_()) if has_gate else None
         return _Routing(experts[:, :per_token], chosen / total[:, None], share)
 
+    def router_scores(self, x: Tensor, router: Any) -> Tensor:
+        return self.product(x, router)
+
+    def routed(self, chosen: Tensor, weights: Tensor) -> _Routing:
+        return _Routing(chosen.long(), weights, None)
+
     def experts(
         self, x: Tensor, weights: list[_Expert], routing: _Routing, activation: str, shared: Tensor | None
     ) -> Tensor:

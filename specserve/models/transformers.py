@@ -1,5 +1,6 @@
-"""Any other causal LM: transformers' own code, with our attention over the paged cache, our linear layers and our
-weights. What it does in a step is noted and done again without its Python, as nobody can record what that code does."""
+"""Any other causal LM: transformers' own code, with our attention over the paged cache, our linear layers, our experts
+and our weights. What it does in a step is noted and done again without its Python, as nobody can record what that code
+does."""
 
 from __future__ import annotations
 
@@ -17,6 +18,16 @@ from specserve.errors import ModelError
 from specserve.models.checks import check_size
 from specserve.models.config import Config
 from specserve.models.generic import skeleton
+from specserve.models.generic.experts import (
+    PARTS,
+    Experts,
+    Product,
+    RouterLinear,
+    RowsApart,
+    apart,
+    is_router,
+    matrices_of,
+)
 from specserve.models.generic.modules import EXACT, Activation, Embedding, LastInput, Linear, replace
 from specserve.models.generic.norms import norm_like
 from specserve.models.generic.probe import AttentionShape, Found, matrix, probe
@@ -87,6 +98,7 @@ def spec(config: Config, is_one_thread: bool = True) -> GenericSpec:
     vocab_size = found.linears[found.head].outputs
     widest = max(max(each.inputs, each.outputs) for name, each in found.linears.items() if name != found.head)
     attention = max(shape.num_heads * shape.head_dim for _, shape in found.layers)
+    experts = max((each.step_width for each in found.experts.values()), default=0)
     for name, value in (("vocab_size", vocab_size), ("hidden_size", found.hidden_size)):
         check_size(name, value)
     return GenericSpec(
@@ -95,7 +107,7 @@ def spec(config: Config, is_one_thread: bool = True) -> GenericSpec:
         hidden_size=found.hidden_size,
         max_len=found.max_len,
         layers=tuple(GenericLayer(shape) for _, shape in found.layers),
-        step_width=8 * found.hidden_size + 6 * widest + 6 * attention,
+        step_width=8 * found.hidden_size + 6 * widest + 6 * attention + experts,
         config=config,
         found=found,
         names=names,
@@ -105,14 +117,16 @@ def spec(config: Config, is_one_thread: bool = True) -> GenericSpec:
 class _Given(nn.Module):
     """In the place of all that runs before an LM head: returns the hidden states that it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_experts: bool) -> None:
         super().__init__()
+        self._has_experts = has_experts
         self.hidden: Tensor | None = None
 
     def forward(self, *given: Any, **more: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
 
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
+        made: Any = MoeModelOutputWithPast if self._has_experts else BaseModelOutputWithPastAndCrossAttentions
+        return made(last_hidden_state=self.hidden)
 
 
 class TransformersModel:
@@ -149,7 +163,7 @@ class TransformersModel:
         self._layer_of: dict[nn.Module, int] = {}
         self._hook([model.get_submodule(name) for name, _ in spec.found.layers])
         self.replays, self.can_replay = Replays(self._forward, self._shared), False
-        self._given = _Given()
+        self._given = _Given(bool(spec.found.experts))
         setattr(model, model.base_model_prefix, self._given)
         self._model = model
         one = torch.ones(1, max(shape.head_dim for shape in spec.kv_shapes))
@@ -157,10 +171,18 @@ class TransformersModel:
 
     def _packed(self, model: nn.Module, packing: _Packing) -> None:
         """Replace the model's modules by those that have weights, and fill in all other parameters."""
+        found = packing.found
         for name, module in list(model.named_modules()):
-            if (shape := matrix(module)) is not None:
+            if any(name.startswith(f"{each}.") for each in found.experts):
+                continue
+            if (experts := found.experts.get(name)) is not None:
+                replace(model, name, Experts(packing.experts(name), experts, self._shared))
+            elif (shape := matrix(module)) is not None:
                 sizes = shape.inputs, shape.outputs
-                replace(model, name, Linear(module, packing.linear(name), sizes, self._shared))
+                if is_router(name, shape.outputs, shape.has_bias, found.experts):
+                    replace(model, name, RouterLinear(module, self._product(packing, f"{name}.weight", sizes)))
+                else:
+                    replace(model, name, Linear(module, packing.linear(name), sizes, self._shared))
             elif type(module) is nn.Embedding:
                 replace(model, name, Embedding(module, packing.table(name), self._shared))
             elif (exact := EXACT.get(type(module).__name__)) is not None:
@@ -173,10 +195,20 @@ class TransformersModel:
                 module._buffers[own] = values
             else:
                 setattr(module, own, nn.Parameter(values, requires_grad=False))
+        parameters = dict(matrices_of(model))
+        products = {
+            id(parameters[name]): self._product(packing, name, (shape.inputs, shape.outputs))
+            for name, shape in found.products.items()
+        }
+        self._routers = parameters  # they keep their ids as long as they live
+        self._apart = RowsApart(products, self.ops.has_own_threads) if found.is_guarded else None
         if self._is_native:  # elsewhere an op pads rows
             for name, module in list(model.named_modules()):
                 if (norm := norm_like(module, self._shared)) is not None:
                     replace(model, name, norm)
+
+    def _product(self, packing: _Packing, name: str, sizes: tuple[int, int]) -> Product:
+        return Product(packing.router(name, sizes), sizes, self._shared)
 
     def _hook(self, layers: list[nn.Module]) -> None:
         self._taps: tuple[int, ...] = ()
@@ -220,7 +252,8 @@ class TransformersModel:
         self._kv, self._plan, self._taps = kv, plan, taps
         self._start = torch.zeros_like(positions)
         try:
-            out = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            with apart(self._apart):
+                out = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
             hidden = out[0][0][rows]
             logits = self.lm_head(hidden)
         finally:
@@ -310,6 +343,18 @@ class _Packing:
 
     def __init__(self, spec: GenericSpec, weights: Mapping[str, Weight], ops: Ops, cached: PackedCache) -> None:
         self._spec, self._weights, self._ops, self._cached = spec, weights, ops, cached
+        self.found = spec.found
+
+    def experts(self, name: str) -> Any:
+        shape = self.found.experts[name]
+        shapes = shape.shapes(name)
+        parts = [part for whole in PARTS.values() for part in whole]
+        names = ([f"{name}.{i}.{part}.weight" for i in range(shape.number)] for part in parts)
+        gates, ups, downs = ([self._source(each, shapes[each]) for each in own] for own in names)
+        return self._ops.pack_experts(gates, ups, downs, below(self._cached, name))
+
+    def router(self, name: str, sizes: tuple[int, int]) -> Any:
+        return self._ops.pack_router(self._source(name, (sizes[1], sizes[0])), below(self._cached, name))
 
     def _source(self, name: str, shape: tuple[int, ...], is_transposed: bool = False) -> Source:
         stored = self._spec.names.tied.get(name, name)

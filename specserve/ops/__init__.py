@@ -278,6 +278,14 @@ class Ops(Protocol):
         weight is the sigmoid of that; without one it is 1. A row whose scores are not numbers goes anywhere, with
         weights that are none."""
 
+    def router_scores(self, x: Tensor, router: Any) -> Tensor:
+        """x float32 [rows, in] times a router^T -> float32 [rows, out], for whoever decides by itself where rows go."""
+
+    def routed(self, chosen: Tensor, weights: Tensor) -> Any:
+        """Where rows go, for `experts`, as somebody else decided it: experts int32 [rows, per_token], each less than
+        their number, and float32 weights of these, both contiguous and kept by the caller as long as it is read. A
+        row's sum goes over its experts in this order."""
+
     def experts(self, x: Any, weights: Any, routing: Any, activation: str, shared: Tensor | None) -> Tensor:
         """The experts' down(activation(gate(x)) * up(x)) of the rows that go to them, times their weights, added row by
         row from the best score down, and `shared` [rows, out] times its own -> [rows, out], float32. Only of experts

@@ -247,3 +247,22 @@ def test_packed_experts_come_from_a_cache(weights: str) -> None:
     again = ops.pack_experts(layer.gates, layer.ups, layer.downs, stored)
     layer.packed = ops.pack_router(layer.router, stored), again
     assert torch.equal(layer(inputs()), Layer(ops)(inputs()))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_go_where_somebody_else_sends_them(name: str) -> None:
+    """What `route` decides, told to `routed`, comes to the same; so do a router's scores by themselves."""
+    layer = Layer(make(name), shared=False)
+    x = torch.randn(16, HIDDEN, generator=torch.Generator().manual_seed(8))
+    chosen, weights, _ = (None if each is None else torch.as_tensor(each) for each in routing_of(layer.route(x)))
+    assert chosen is not None and weights is not None
+    expected = layer(x)
+    ops = layer.ops
+    routing = ops.routed(chosen.int().contiguous(), weights.float().contiguous())
+    found = ops.experts(ops.quantize_activation(x), layer.packed[1], routing, "silu", None)
+    assert torch.equal(found, expected)
+    together = ops.router_scores(x, layer.packed[0]).clone()
+    assert torch.allclose(together, x @ layer.router.T, atol=1e-5)
+    for count in (1, 3, 8):
+        part = torch.nn.functional.pad(x[:count], (0, 0, 0, -count % ops.row_multiple))
+        assert torch.equal(ops.router_scores(part, layer.packed[0])[:count], together[:count])

@@ -143,7 +143,7 @@ def refusal(config: Any) -> str:
         ("diffllama", {}, "more than one attention"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "convolution"),
         ("doge", {}, "masks, or biases"),
-        ("flex_olmo", {}, "not in a linear layer"),
+        ("minimax", {}, "multiplies matrices with bmm, not in a linear layer, in model.layers.1.self_attn"),
         (
             "stablelm",
             {

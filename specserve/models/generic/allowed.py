@@ -29,6 +29,9 @@ _WIDE = "sigmoid sigmoid_ silu silu_ softplus mish elu"
 _EXPONENTS = (2, 3, 0.5, -0.5, -1)  # of pow, which are products and roots
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot", "linear")
 
+# What chooses among a row's numbers looks at each row by itself; their dimension, and which argument it is.
+_CHOICES = {"topk": 2, "sort": 1, "argsort": 1, "scatter": 1, "scatter_": 1}
+
 _FREE = frozenset(_MOVES.split()) | frozenset(_NUMBERS.split())
 _BY_ROWS = frozenset(_REDUCTIONS.split())
 _VECTORS = frozenset(_WIDE.split())
@@ -69,6 +72,8 @@ def _reason(name: str, args: Sequence[Any], kwargs: dict[str, Any], is_one_threa
     shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
     if name in _BY_ROWS:
         return None if _reduces_rows(name, args, kwargs) else f"it reduces over rows with {name}"
+    if name in _CHOICES:
+        return None if _is_of_rows(args, kwargs, _CHOICES[name]) else f"it uses torch's {name} over several rows"
     if name == "pow":
         base, exponent = args[0], args[1]
         if not isinstance(base, Tensor):  # frequencies of a rotation: the same numbers in each step
@@ -86,6 +91,11 @@ def _reason(name: str, args: Sequence[Any], kwargs: dict[str, Any], is_one_threa
             return None
         return f"it multiplies matrices with {name}, not in a linear layer,"
     return f"it uses torch's {name}, which is not known to keep rows apart,"
+
+
+def _is_of_rows(args: Sequence[Any], kwargs: dict[str, Any], place: int) -> bool:
+    dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+    return isinstance(dim, int) and dim % args[0].dim() == args[0].dim() - 1
 
 
 def _reduces_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

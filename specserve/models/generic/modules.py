@@ -80,6 +80,12 @@ class LastInput:
             return rows if rows.stride() == own.stride() and rows.dtype == torch.float32 else own.copy_(rows)
         return rows if rows.dtype == torch.float32 else rows.float()
 
+    def filled(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of `values` for an op to read, where it stays."""
+        make = partial(torch.empty, values.shape, dtype=dtype)
+        own = make() if self.memory is None else self.memory.take(("filled", dtype, tuple(values.shape)), make)
+        return own.copy_(values)
+
     def rows(self, rows: int, columns: int) -> Tensor:
         """float32 [rows, columns] as ops read them, to be filled."""
         make = partial(self.ops.input_rows, rows, columns)

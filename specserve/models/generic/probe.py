@@ -6,8 +6,8 @@ positions shows itself: attention, which alone may, is a stand-in, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace as replaced
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from specserve.errors import ModelError
 from specserve.models.checks import check_size
 from specserve.models.generic import skeleton
 from specserve.models.generic.allowed import Watch
+from specserve.models.generic.experts import ExpertsShape, ExpertsStub, RowsApart, experts_in, matrices_of
 from specserve.models.generic.modules import EXACT, Activation, replace
 
 _ROWS, _SOME = 9, (7, 1, 5)  # of the trial; those that run again alone, in this order: not the one at the last position
@@ -51,6 +52,9 @@ class Found:
     layers: list[tuple[str, AttentionShape]] = field(default_factory=list)  # each of whose outputs is a residual stream
     linears: dict[str, Matrix] = field(default_factory=dict)
     embeddings: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows and columns
+    experts: dict[str, ExpertsShape] = field(default_factory=dict)
+    products: dict[str, Matrix] = field(default_factory=dict)  # parameters that a module multiplies rows with by itself
+    is_guarded: bool = False  # whether its code runs within RowsApart
     embedding: str = ""  # that of token ids
     head: str = ""
     norm: str | None = None  # from the last layer's output to the hidden states; None: it is none that stands alone
@@ -98,7 +102,7 @@ class _Stub(nn.Module):
 
     def __init__(self, like: nn.Module, shape: Matrix, trial: _Trial) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.weight = shape.inputs, shape.outputs, like.weight
+        self.in_features, self.out_features, self.weight = shape.inputs, shape.outputs, getattr(like, "weight", None)
         self.was_run = False
         self._trial = trial
         outputs = torch.arange(shape.outputs)
@@ -143,6 +147,7 @@ class _Trial:
         self._config = self.model.config.get_text_config()
         self._outputs: dict[nn.Module, Tensor] = {}
         self._is_one_thread = is_one_thread
+        self._apart = RowsApart({}, is_one_thread)
 
     def run(self) -> Found:
         found = self._replaced()
@@ -166,13 +171,19 @@ class _Trial:
             self._forward(ids, positions, self.model)
         found.layers = [(name, shape) for (name, _), (_, shape) in zip(layers, self._calls, strict=True)]
         found.hidden_size = whole[-1].shape[-1]
-        self._check_reached()
+        found.is_guarded = self._apart.was_asked
+        self._check_reached(found)
         return found
 
     def _replaced(self) -> Found:
         found, model = Found(), self.model
         for name, module in list(model.named_modules()):
-            if (shape := matrix(module)) is not None:
+            if any(name.startswith(f"{each}.") for each in found.experts):
+                continue
+            if (experts := experts_in(module)) is not None:
+                found.experts[name] = experts
+                replace(model, name, ExpertsStub(experts, self.watch.ours))
+            elif (shape := matrix(module)) is not None:
                 found.linears[name] = shape
                 replace(model, name, _Stub(module, shape, self))
             elif type(module) is nn.Embedding:
@@ -181,9 +192,23 @@ class _Trial:
             elif (exact := EXACT.get(type(module).__name__)) is not None:
                 replace(model, name, Activation(module, exact, self._is_one_thread))
         for module in model.modules():
-            if not isinstance(module, _Stub | _Table):
+            if not isinstance(module, _Stub | _Table | ExpertsStub):
                 _materialize(module)
+        self._apart = RowsApart(dict(self._products(found)), self._is_one_thread)
         return found
+
+    def _products(self, found: Found) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
+        """What stands in for products with parameters of modules that are no linear layers, by the parameters' ids."""
+        for name, parameter in matrices_of(self.model):
+            shape = Matrix(parameter.shape[1], parameter.shape[0], False, False)
+            stub = _Stub(parameter, shape, self)
+
+            def product(x: Tensor, name: str = name, shape: Matrix = shape, stub: _Stub = stub) -> Tensor:
+                found.products[name] = shape
+                product: Tensor = stub(x)
+                return product
+
+            yield id(parameter), product
 
     def _hook(self) -> None:
         names = {module: name for name, module in self.model.named_modules()}
@@ -207,7 +232,7 @@ class _Trial:
         self._read: list[Tensor] = []
         self._outputs.clear()
         mask = torch.ones(1, len(ids), dtype=torch.long)
-        with self.watch:
+        with self.watch, self._apart:
             out = (model or self._base)(
                 input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
             )
@@ -332,8 +357,12 @@ class _Trial:
             if not torch.equal(one[rows], two):
                 raise ModelError(f"What layer {min(i // 3, len(self._calls) - 1)} reads or returns {what}.")
 
-    def _check_reached(self) -> None:
+    def _check_reached(self, found: Found) -> None:
         unused = [name for name, each in self.model.named_modules() if isinstance(each, _Stub) and not each.was_run]
+        for name, experts in found.experts.items():
+            stub: Any = self.model.get_submodule(name)
+            found.experts[name] = replaced(experts, per_token=stub.per_token)
+            unused += [] if stub.per_token else [name]
         if unused:
             raise ModelError(f"A step does not reach {', '.join(unused[:3])}, of {len(unused)} linear layers.")
 
