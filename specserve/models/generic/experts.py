@@ -3,7 +3,7 @@ over the op contract. transformers keeps all experts of a layer in one module, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +133,7 @@ class RowsApart(TorchFunctionMode):
     products with `matrices`, parameters by their ids, are what these make of rows; and sigmoids of rows that are no
     whole vectors, whose last numbers torch rounds in another way, are made of functions that round alike."""
 
-    def __init__(self, matrices: dict[int, Callable[[Tensor], Tensor]], is_one_thread: bool) -> None:
+    def __init__(self, matrices: Mapping[int, Callable[[Tensor], Tensor]], is_one_thread: bool) -> None:
         super().__init__()
         self._matrices, self._is_one_thread = matrices, is_one_thread
         self.was_asked = False

@@ -100,7 +100,7 @@ def probe(config: Mapping[str, Any], is_one_thread: bool = True) -> Found:
 class _Stub(nn.Module):
     """In the place of a linear layer: outputs are inputs in another order, each times a number of its own."""
 
-    def __init__(self, like: nn.Module, shape: Matrix, trial: _Trial) -> None:
+    def __init__(self, like: nn.Module | nn.Parameter, shape: Matrix, trial: _Trial) -> None:
         super().__init__()
         self.in_features, self.out_features, self.weight = shape.inputs, shape.outputs, getattr(like, "weight", None)
         self.was_run = False
