@@ -126,7 +126,9 @@ class _Given(nn.Module):
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
 
         made: Any = MoeModelOutputWithPast if self._has_experts else BaseModelOutputWithPastAndCrossAttentions
-        return made(last_hidden_state=self.hidden)
+        out = made(last_hidden_state=self.hidden)
+        out.router_logits = None  # which code that may have experts asks for where it has none, too
+        return out
 
 
 class TransformersModel:
