@@ -205,10 +205,15 @@ def olmo3(file: GGUFFile) -> Config:
 
 
 def baichuan(file: GGUFFile) -> Config:
-    """The 13B model is told by its 40 layers, there and here; it has ALiBi and is told from the other in config.json by
-    the name of its length."""
-    config = _like_llama(file)
-    if num_layers(file) == 40:
+    """7B has 32 layers and rotates, 13B has 40 and ALiBi: there is no other way to tell, there and here. config.json
+    tells them by the name of their length."""
+    config, layers = _like_llama(file), num_layers(file)
+    if layers not in (32, 40):
+        raise ModelError(
+            f"{file.path}: a baichuan model of {layers} layers is not supported; its file does not say whether it "
+            "rotates or has ALiBi. Known are 32 (7B) and 40 (13B)."
+        )
+    if layers == 40:
         config["model_max_length"] = config.pop("max_position_embeddings")
     return config
 

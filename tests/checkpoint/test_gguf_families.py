@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.checkpoint.gguf import convert
+from specserve.checkpoint.gguf_families import ARCHITECTURES
 from specserve.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from specserve.checkpoint.gguf_tensors import Heads, experts
+from specserve.checkpoint.gguf_tokenizer import SPLITTINGS
 from specserve.checkpoint.weights import Weights
 from specserve.errors import ModelError
 from specserve.kernels.reference import Kernels
@@ -77,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rotary_emb_base": 5000.0},
         {"attention__layer_norm_epsilon": None, "attention__layer_norm_rms_epsilon": 1e-6},
     ),
-    "baichuan-7b": ("baichuan", {}, {}),
+    "baichuan-7b": ("baichuan", {"num_hidden_layers": 32}, {}),
     "baichuan-13b": (
         "baichuan",
         {"num_hidden_layers": 40, "max_position_embeddings": None, "num_attention_heads": 6, "hidden_size": 96},
@@ -233,6 +235,7 @@ def extra(name: str, *shape: int) -> Callable[[Tensors], Tensors]:
         ("falcon-40b", dict, {"attention__head_count_kv": 4}, "'blk.0.attn_qkv.weight' has 128 rows.*have 192"),
         ("olmo3", dict, {"attention__sliding_window_pattern": [True]}, "sliding_window_pattern has 1 of 5"),
         ("ernie4_5", dict, {"rope__dimension_count": 8}, "8 of 16"),
+        ("baichuan-7b", dict, {"block_count": 33}, "baichuan model of 33 layers"),
         ("qwen3", dict, {"attention__value_length": 16}, "values of another size"),
         ("glm", dict, {"rope__scaling__type": "dynamic"}, "'dynamic'.*yarn"),
     ],
@@ -271,3 +274,9 @@ def test_an_architecture_without_a_reader_is_refused_by_name(tmp_path: Path, nam
     )
     with pytest.raises(ModelError, match=rf"architecture '{name}'.*{message}"):
         convert(path, tmp_path / "out")
+
+
+def test_the_documentation_names_them_all() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+    names = {name for name in ARCHITECTURES if name not in ("mixtral", "olmo3", "falcon of two norms")}
+    assert [name for name in (*names, *SPLITTINGS) if f"`{name}`" not in text] == []
