@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from specserve.models.generic import replay
 from specserve.models.generic.modules import LastInput
 from specserve.models.generic.norms import norm_like
 from specserve.models.generic.replay import Replays
@@ -97,6 +98,24 @@ def test_a_step_that_looks_at_numbers_runs_op_by_op(caplog: pytest.LogCaptureFix
         assert replays.run(inputs, kv, None, ())[0].item() == (10 if position > 3 else 5)
     assert not replays.is_on
     assert "run op by op" in caplog.text
+
+
+def test_a_noted_step_that_gives_other_bits_is_not_used_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny_causal_model(tmp_path / "olmo", "olmo", seed=3)
+    right = logits_of_a_conversation(loaded(folder))
+    run = replay._Noted.run
+
+    def off_by_a_bit(self: replay._Noted, *given: Any) -> Any:
+        residual, logits, *more = run(self, *given)
+        return (residual, logits.nextafter(logits + 1), *more)
+
+    monkeypatch.setattr(replay._Noted, "run", off_by_a_bit)
+    model = loaded(folder)
+    assert not model.can_replay and "gives other numbers" in caplog.text
+    for one, other in zip(right, logits_of_a_conversation(model), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_memory_is_handed_out_again_when_nobody_refers_to_it() -> None:

@@ -266,12 +266,16 @@ class Replays:
             try:
                 noted = _Noted(self._step, self._shared, inputs, (kv, plan, taps))
             except CannotNoteError as error:
-                _log.warning("Steps run op by op: the model's code looks at numbers (%s).", error)
-                self.is_on = False
+                self.stop(f"the model's code looks at numbers ({error})")
                 return self._step(*inputs, kv, plan, taps)
             self._drop(_MOST_BYTES - noted.memory.num_bytes)
         self._noted[key] = noted
         return noted.run(inputs, plan)
+
+    def stop(self, why: str) -> None:
+        """Run all further steps as `step` does, and warn of it."""
+        _log.warning("Steps run op by op, which is slower: %s.", why)
+        self.is_on = False
 
     def _drop(self, left: int) -> None:
         """Forget those that were not used for the longest time, until the others have so many bytes."""
