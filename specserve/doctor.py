@@ -30,6 +30,7 @@ from specserve.models.rounding import choose_as_stored, how_kept
 from specserve.ops import choice
 from specserve.ops.isa import VARIABLE
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
+from specserve.text.tokenizer import Tokenizer
 from specserve.version import __version__
 
 # Instruction sets that decide which kernels are fast, by the names the Linux kernel gives them.
@@ -185,7 +186,7 @@ def fits_here(names: Iterable[str], device: torch.device, isa: str = "auto") -> 
 
 
 def _models(model: str, isa: str) -> Section:
-    fault, weights = None, "not looked at"
+    fault, weights, tokenizer = None, "not looked at", "not looked at"
     try:
         folder = str(catalog.resolve(model, offline=True, progress=False, convert=False))
     except SpecserveError as error:
@@ -195,12 +196,17 @@ def _models(model: str, isa: str) -> Section:
             weights = _weights(Path(folder), isa)
         except SpecserveError as error:
             weights, fault = str(error), error
+        try:
+            tokenizer = Tokenizer(Path(folder)).describe()
+        except SpecserveError as error:
+            tokenizer, fault = str(error), error
     here = [(f"  {entry.name}", f"{entry.num_bytes / 2**20:.0f} MiB, {entry.folder}") for entry in installed()]
     rows = [
         ("cache", str(catalog.cache_folder())),
         ("model", model),
         ("folder", folder),
         ("weights", weights),
+        ("tokenizer", tokenizer),
         ("in the cache", str(len(here))),
         *here,
     ]

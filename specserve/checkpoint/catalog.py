@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specserve.checkpoint.entries import MODELS, short_name
-from specserve.checkpoint.folder import check_folder, old_files, read_config
+from specserve.checkpoint.folder import check_folder, check_weights, old_files, read_config
 from specserve.checkpoint.gguf_index import FILE
 from specserve.checkpoint.home import cache_folder as cache_folder
 from specserve.checkpoint.hub import HubName, Pulled, from_hub, hub_name
@@ -43,9 +43,9 @@ def resolve(
     with `:Q4_K_M` (that GGUF file of it) and `@revision`.
 
     Fetches and converts on first use, unless `offline`; afterwards no network is needed, and `refresh` asks the hub for
-    a newer version. A folder whose weights torch.save wrote is converted once, unless `convert` is false. `progress`
-    draws bars on stderr. Raises ModelError for a name nobody knows, a folder that is incomplete or would run code, and
-    a download that fails.
+    a newer version. A folder whose weights torch.save wrote, or that has only the older files of a tokenizer, is
+    converted once; without `convert` NotFetchedError is raised for it. `progress` draws bars on stderr. Raises
+    ModelError for a name nobody knows, a folder that is incomplete or would run code, and a download that fails.
     """
     if name in CATALOG:
         return _from_catalog(name, CATALOG[name], offline, progress)
@@ -134,17 +134,13 @@ def _linked(folder: Path, path: Path) -> Path:
 
 
 def _from_folder(folder: Path, progress: bool, convert: bool) -> Path:
-    """A model folder as it is, or what was converted of one with weights that torch.save wrote."""
+    """A model folder as it is, or what was converted of one with weights that torch.save wrote, or without
+    tokenizer.json."""
     with reading(folder):
         if not (files := old_files(folder)):
-            return check_folder(folder)
+            return check_folder(folder) if (folder / "tokenizer.json").exists() else _with_tokenizer(folder, convert)
         read_config(folder)
-    others = [path for pattern in ("*.json", "*.jinja", "*.txt", "*.model") for path in folder.glob(pattern)]
-    stats = [
-        (path.name, stat.st_size, stat.st_mtime_ns) for path in [*files, *sorted(others)] for stat in [path.stat()]
-    ]
-    digest = hashlib.sha256(repr([str(folder.resolve()), stats]).encode()).hexdigest()
-    target, size = _cached(folder.resolve().name, digest), sum(path.stat().st_size for path in files)
+    target, size = _cached(folder.resolve().name, _digest(folder, files)), sum(path.stat().st_size for path in files)
     if target.is_dir():
         return target
     if not convert:
@@ -163,6 +159,41 @@ def _from_folder(folder: Path, progress: bool, convert: bool) -> Path:
         convert(folder, files, workshop / "model", lambda num_bytes: bars.advance(task, num_bytes))
 
     return _make_once(target, make, progress)
+
+
+def _with_tokenizer(folder: Path, convert: bool) -> Path:
+    """A folder that has a tokenizer.json made of the older files of this one, and links to the rest of it."""
+    from specserve.checkpoint.tokenizer_files import old_tokenizer, with_tokenizer  # here: only conversions need gguf
+
+    check_weights(folder)
+    old = old_tokenizer(folder)
+    target = _cached(folder.resolve().name, _digest(folder, sorted(folder.glob("*.safetensors"))))
+    if target.is_dir():
+        _log.info("%s has no tokenizer.json: the one made of its %s is in %s.", folder, old, target)
+        return target
+    if not convert:
+        raise NotFetchedError(f"{folder} has no tokenizer.json: the first start makes one of its {old}.")
+
+    def make(workshop: Path, bars: Progress) -> None:
+        _log.info(
+            "%s has no tokenizer.json: made of %s, in %s.", folder, with_tokenizer(old, workshop / "model"), target
+        )
+
+    return _make_once(target, make, progress=False)
+
+
+def _digest(folder: Path, weights: list[Path]) -> str:
+    """Of where a folder is, and of what its files are like that a conversion reads or links to."""
+    from specserve.checkpoint.tokenizer_files import TOKENIZER_VERSION
+
+    others = [
+        path for pattern in ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken") for path in folder.glob(pattern)
+    ]
+    stats = [
+        (path.name, stat.st_size, stat.st_mtime_ns) for path in [*weights, *sorted(others)] for stat in [path.stat()]
+    ]
+    version = [] if (folder / "tokenizer.json").exists() else [TOKENIZER_VERSION]
+    return hashlib.sha256(repr([str(folder.resolve()), stats, *version]).encode()).hexdigest()
 
 
 def _check_disk(folder: Path, size: int) -> None:

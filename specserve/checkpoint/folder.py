@@ -17,6 +17,7 @@ from specserve.checkpoint import gguf_index
 from specserve.errors import ModelError
 from specserve.registry import MODELS
 
+MADE_OF = "made_of"  # in tokenizer_config.json: the older files that tokenizer.json was made of
 _INDEX = "model.safetensors.index.json"
 _OLD_INDEX = "pytorch_model.bin.index.json"
 _SINGLE = "model.safetensors"
@@ -53,15 +54,20 @@ _HEADER = msgspec.json.Decoder(dict[str, _Entry])  # keeps what a tensor has and
 
 def check_folder(folder: Path) -> Path:
     """`folder` itself, once it has everything an engine needs and nothing that would run code; else ModelError."""
-    with files.reading(folder):
-        read_config(folder)
-        read_headers(folder)
+    check_weights(folder)
     if not (folder / "tokenizer.json").exists():
         raise ModelError(
             f"{folder} has no tokenizer.json. Save the tokenizer there with "
             "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)."
         )
     return folder
+
+
+def check_weights(folder: Path) -> None:
+    """As `check_folder`, of all but its tokenizer."""
+    with files.reading(folder):
+        read_config(folder)
+        read_headers(folder)
 
 
 def read_json(path: Path, most: int = _MOST_JSON_BYTES) -> dict[str, Any]:

@@ -7,10 +7,10 @@ tokenizer.json made where it has only the older files of a tokenizer.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from torch import Tensor
 from specserve.checkpoint.folder import read_config
 from specserve.checkpoint.pickled import PickledWeights, place_of
 from specserve.checkpoint.safetensors_file import Entry, write
+from specserve.checkpoint.tokenizer_files import make_tokenizer, old_tokenizer
 from specserve.errors import ModelError
 from specserve.files import reading
 
+_log = logging.getLogger(__name__)
 _COPIED = ("*.json", "*.jinja")
 _NOT_COPIED = "*.index.json"
 _HEADS = ("lm_head.weight", "embed_out.weight")  # those that a tied model has as its embeddings
@@ -35,6 +37,7 @@ def convert(folder: Path, files: list[Path], target: Path, progress: Progress) -
     target.mkdir(parents=True, exist_ok=True)
     places: dict[str, str] = {}
     with reading(folder):
+        old = None if (folder / "tokenizer.json").exists() else old_tokenizer(folder)  # before what takes long
         is_tied = _ties(folder)
         for number, path in enumerate(files, start=1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -45,6 +48,8 @@ def convert(folder: Path, files: list[Path], target: Path, progress: Progress) -
         if len(files) > 1:
             (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}), "utf-8")
         _copy_others(folder, target)
+        if old is not None:
+            _log.info("%s has no tokenizer.json: made of %s.", folder, make_tokenizer(old, target))
 
 
 def _convert_file(path: Path, target: Path, is_tied: bool, progress: Progress) -> list[str]:
@@ -92,26 +97,3 @@ def _copy_others(folder: Path, target: Path) -> None:
         for path in folder.glob(pattern):
             if path.is_file() and not path.match(_NOT_COPIED):
                 shutil.copyfile(path, target / path.name)
-    if not (folder / "tokenizer.json").exists():
-        _make_tokenizer(folder, target)
-
-
-def _make_tokenizer(folder: Path, target: Path) -> None:
-    """tokenizer.json of vocab.json, merges.txt and the like, as transformers reads them."""
-    from transformers import AutoTokenizer  # here: it takes seconds to import
-
-    made: Any = None
-    try:
-        made = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        saved: Mapping[str, Any] = {Path(name).name: name for name in made.save_pretrained(str(target))}
-    except Exception as error:  # whatever transformers and tokenizers raise for files that are absent or broken
-        raise ModelError(
-            f"{folder} has no tokenizer.json, and transformers cannot make one of its other files: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}. Save the "
-            "tokenizer there with save_pretrained."
-        ) from error
-    if "tokenizer.json" not in saved:
-        raise ModelError(
-            f"{folder} has no tokenizer.json, and transformers has no fast tokenizer of the kind "
-            f"{type(made).__name__}, so that none can be made."
-        )

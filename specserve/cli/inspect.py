@@ -79,7 +79,6 @@ def _about_model(folder: Path, target: str | None) -> Rows:
     from specserve.checkpoint.folder import read_config
     from specserve.models.heads.formats import has_next_token_layers
     from specserve.models.loader import check_tensors
-    from specserve.text.tokenizer import Tokenizer
 
     try:
         kind, tensors = read_config(folder)["model_type"], check_tensors(folder)
@@ -100,13 +99,23 @@ def _about_model(folder: Path, target: str | None) -> Rows:
     ]
     if has_next_token_layers(folder):
         rows.append(("next-token layers", "for --drafter mtp; auto takes part in them"))
-    if (folder / "tokenizer.json").exists():
-        rows.append(("tokenizer", f"{Tokenizer(folder).vocab_size:,} tokens"))
-    else:
-        rows.append(("tokenizer", "none: tokenizer.json is missing, without which it cannot be run"))
+    rows.append(("tokenizer", _tokenizer(folder)))
     if target is not None:
         rows.append(("fits", "not looked at: only draft heads are made for one target"))
     return rows
+
+
+def _tokenizer(folder: Path) -> str:
+    """What it is; that of older files is made, as at the first start."""
+    from specserve.checkpoint import catalog
+    from specserve.text.tokenizer import Tokenizer
+
+    if not (folder / "tokenizer.json").exists():
+        try:
+            folder = catalog.resolve(str(folder), progress=False)
+        except ModelError as error:
+            return f"none, without which it cannot be run: {error}"
+    return Tokenizer(folder).describe()
 
 
 def _quantized(weights: QuantizedWeights) -> Rows:

@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specserve import files
+from specserve.checkpoint.folder import read_json
 from specserve.errors import InputError, ModelError, TextError
 from specserve.text.conversation import Rendered, whole
 from specserve.text.marked import BEGIN_OF_REASONING, END_OF_REASONING, ROLES, told_apart
@@ -44,9 +45,9 @@ OWN_TEMPLATE = TemplateOptions()  # the model's, with no values
 
 
 class ChatTemplate:
-    """The template of a model folder: chat_template.jinja, else tokenizer_config.json's `chat_template` (one, or named
-    ones, of which "tool_use" serves requests with tools); or that of `options`. `special` are the texts of bos_token
-    and the like."""
+    """The template of a model folder: chat_template.jinja, else `chat_template` of tokenizer_config.json (one, or named
+    ones, of which "tool_use" serves requests with tools) or chat_template.json; or that of `options`. Files in
+    additional_chat_templates are named ones. `special` are the texts of bos_token and the like."""
 
     def __init__(
         self,
@@ -143,6 +144,12 @@ class ChatTemplate:
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
+        if name not in self._sources and self._sources:
+            raise InputError(
+                f"This model has chat templates named {', '.join(sorted(self._sources))}, and none named default. Send "
+                "a plain prompt, or serve it with --chat-template FILE.",
+                "messages",
+            )
         if name not in self._sources:
             raise InputError(
                 "This model has no chat template. Send a plain prompt, or put the template of its family into the "
@@ -172,22 +179,31 @@ class ChatTemplate:
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. Files of their own come before tokenizer_config.json, and this before chat_template.json,
+    which processors of images had."""
+    alone, settings = folder / "chat_template.jinja", folder / "chat_template.json"
+    named = {path.stem: _read_template(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if alone.exists():
+        return {**named, "default": _read_template(alone)}
     stated = config.get("chat_template")
-    if (path := folder / "chat_template.jinja").exists():
-        try:
-            stated = files.read_text(path, MOST_TEMPLATE_BYTES)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path} cannot be read: {error}.") from error
+    where = folder / "tokenizer_config.json"
+    if stated is None and settings.exists():
+        stated, where = read_json(settings).get("chat_template"), settings
     if stated is None:
-        return {}
+        return named
     if isinstance(stated, str):
-        return {"default": stated}
+        return {**named, "default": stated}
     try:
-        return {str(entry["name"]): str(entry["template"]) for entry in stated}
+        return named | {str(entry["name"]): str(entry["template"]) for entry in stated}
     except (TypeError, KeyError) as error:
-        raise ModelError(
-            f"{folder / 'tokenizer_config.json'}: chat_template is neither text nor named texts."
-        ) from error
+        raise ModelError(f"{where}: chat_template is neither text nor named texts.") from error
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return files.read_text(path, MOST_TEMPLATE_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer as Backend
 
 from specserve import files
-from specserve.checkpoint.folder import read_json
+from specserve.checkpoint.byte_alphabet import byte_alphabet
+from specserve.checkpoint.folder import MADE_OF, read_json
 from specserve.errors import InputError, ModelError
 from specserve.text.chat import OWN_TEMPLATE, ChatTemplate, TemplateOptions, with_reasoning_apart
 from specserve.text.control import ControlTokens, StandIns
@@ -29,6 +30,7 @@ _SPACE = "\u2581"  # how sentencepiece writes a space
 _DEFAULTS: Mapping[str, Any] = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
 _MOST_BYTES = 2**28  # of tokenizer.json; the largest published ones have 35 MB
 _LARGEST_ID = 2**31 - 1
+_MARK_TO_SPACE = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}  # as a part of a decoder
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -58,7 +60,7 @@ class Tokenizer:
     def _read(self, folder: Path, template: TemplateOptions) -> None:
         self._backend = _load(folder / "tokenizer.json")
         config = _optional_json(folder / "tokenizer_config.json")
-        special = _special_tokens(config)
+        special = {**_special_tokens(_optional_json(folder / "special_tokens_map.json")), **_special_tokens(config)}
         added = self._backend.get_added_tokens_decoder()
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -68,10 +70,12 @@ class Tokenizer:
         self.eos_ids = _eos_ids(folder, self.eos_id)
         self._special = special
         self._kind = str(config.get("tokenizer_class", "PreTrainedTokenizerFast"))
+        self._made_of = config.get(MADE_OF)
         self._chat = ChatTemplate(folder, config, special, template)
         self._response_template = _template_of_responses(config, folder)
         self._to_bytes = _byte_decoder(self._backend, folder)
         self._bytes: dict[int, bytes] = {}
+        self._num_stripped = _num_stripped(_decoder_parts(self._backend))
         # Prompts of one question each that were rendered elsewhere; None where the template fails.
         self.questions: dict[str, list[int] | None] = {}
 
@@ -93,6 +97,16 @@ class Tokenizer:
         """Characters of the longest token, at least 1."""
         return max([1, *map(len, self._backend.get_vocab(with_added_tokens=True))])
 
+    def describe(self) -> str:
+        """What it is, for people: how many tokens of what kind, and the older files that it was made of, if it was."""
+        parts = [part["type"] for part in _decoder_parts(self._backend)]
+        model = {"BPE": "BPE", "Unigram": "unigram"}.get(type(self._backend.model).__name__, "others")
+        fallback = " with bytes for other characters" if "ByteFallback" in parts else ""
+        kind = "byte-level BPE" if "ByteLevel" in parts else f"SentencePiece {model}{fallback}"
+        made = f", made of {self._made_of}" if isinstance(self._made_of, str) else ""
+        template = "chat template" if self._chat.source is not None else "no chat template"
+        return f"{self.vocab_size:,} tokens, {kind}{made}; {template}"
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; `add_special_tokens` puts bos and eos around it where the model wants them. Control tokens
         written out in the text become their ids."""
@@ -100,7 +114,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are not UTF-8 come out as U+FFFD, ids beyond the vocabulary as nothing."""
-        return decode(self._backend, ids, skip_special_tokens)
+        text = decode(self._backend, ids, skip_special_tokens)
+        if "\ufffd" not in text or self._num_stripped is None:
+            return text
+        # tokenizers makes U+FFFD of each byte of a run in which one is wrong; streams show those that are characters.
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        text = b"".join(self.token_bytes(token) for token in ids if token not in skipped).decode("utf-8", "replace")
+        return text[min(self._num_stripped, len(text) - len(text.lstrip(" "))) :]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for inside a text; empty for an id beyond the vocabulary (a padded LM head)."""
@@ -296,15 +316,22 @@ def _byte_decoder(backend: Backend, folder: Path) -> Callable[[str], bytes]:
     """How a token's spelling becomes bytes, told by the parts of the decoder in tokenizer.json."""
     parts = _decoder_parts(backend)
     if any(part["type"] == "ByteLevel" for part in parts):
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         return lambda token: _from_byte_alphabet(token, alphabet)
     fallback = any(part["type"] == "ByteFallback" for part in parts)
-    if fallback or any(part["type"] == "Metaspace" for part in parts):
+    if fallback or any(part["type"] == "Metaspace" or part == _MARK_TO_SPACE for part in parts):
         return lambda token: _from_sentencepiece(token, fallback)
     kinds = ", ".join(part["type"] for part in parts) or "none"
     raise ModelError(
         f"{folder / 'tokenizer.json'} has the decoder {kinds}. Byte-level and sentencepiece tokenizers are supported."
     )
+
+
+def _num_stripped(parts: Sequence[Mapping[str, Any]]) -> int | None:
+    """How many blanks at its beginning a decoded text is without; None where the decoder knows no tokens for bytes."""
+    if not any(part["type"] == "ByteFallback" for part in parts):
+        return None
+    return sum(int(part["start"]) for part in parts if part["type"] == "Strip" and part["content"] == " ")
 
 
 def _decoder_parts(backend: Backend) -> list[dict[str, Any]]:
@@ -313,13 +340,6 @@ def _decoder_parts(backend: Backend) -> list[dict[str, Any]]:
     state: dict[str, Any] = json.loads(backend.decoder.__getstate__())  # its JSON; the file itself can have 30 MB
     parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     return parts
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for code points from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _from_byte_alphabet(token: str, alphabet: Mapping[str, int]) -> bytes:

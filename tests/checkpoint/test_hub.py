@@ -22,6 +22,7 @@ from specserve.cli.main import run
 from specserve.errors import ModelError, NotFetchedError
 from specserve.testing import write_tiny_model
 from tests.checkpoint.hubs import TOKEN, Hub, digest, serving
+from tests.checkpoint.sentencepiece_models import trained
 from tests.checkpoint.test_catalog import write_gguf
 from tests.checkpoint.test_pickled_model import write_old
 
@@ -88,6 +89,20 @@ def test_what_is_needed_is_fetched_and_nothing_else_and_once(hub: Hub, model_fil
     assert catalog.resolve(REPO, progress=False) == folder
     assert catalog.resolve(REPO, progress=False, offline=True) == folder
     assert hub.requests == []
+
+
+def test_older_files_of_a_tokenizer_are_fetched_where_there_is_no_tokenizer_json(
+    hub: Hub, model_files: dict[str, bytes]
+) -> None:
+    older = {"tokenizer.model": trained("bpe", True), "qwen.tiktoken": b"1", "merges.txt": b"2", "modeling.py": b"3"}
+    hub.repos[REPO] = {**model_files, **older}
+    catalog.resolve(REPO, progress=False)
+    assert not names(hub) & set(older)
+    hub.repos[REPO] = {name: data for name, data in hub.repos[REPO].items() if name != "tokenizer.json"}
+    hub.repos[REPO]["tokenizer_config.json"] = b'{"tokenizer_class": "LlamaTokenizer"}'
+    folder = catalog.resolve(REPO, progress=False, refresh=True)
+    assert (folder / "tokenizer.json").exists()
+    assert names(hub) >= {"tokenizer.model", "qwen.tiktoken", "merges.txt"} and "modeling.py" not in names(hub)
 
 
 def test_other_programs_find_it_in_the_hub_s_cache(hub: Hub) -> None:

@@ -202,7 +202,7 @@ def test_without_any_tokenizer_it_is_refused(tmp_path: Path) -> None:
     write_old(tmp_path / "old")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "old" / name).unlink()
-    with pytest.raises(ModelError, match=r"has no tokenizer\.json, and transformers"):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json, and no tokenizer\.model"):
         catalog.resolve(str(tmp_path / "old"), progress=False)
 
 
