@@ -606,6 +606,8 @@ def test_unknown_model_type_lists_near_misses() -> None:
         "llama",
         "mistral",
         "mixtral",
+        "qwen",
+        "internlm2",
         "qwen2",
         "qwen2_moe",
         "qwen3",

@@ -246,6 +246,28 @@ def test_named_templates_serve_tools_and_the_rest(tmp_path: Path) -> None:
     assert tokenizer.render_chat(CHAT, tools=[{"name": "f"}]) == "f"
 
 
+def test_templates_in_files_of_their_own_come_in_order(tmp_path: Path) -> None:
+    folder, tools = write(tmp_path), [{"name": "f"}]
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "settings"}))
+    assert Tokenizer(folder).render_chat(CHAT) == "settings"
+    others = folder / "additional_chat_templates"
+    others.mkdir()
+    (others / "tool_use.jinja").write_text("{{ tools[0].name }}")
+    tokenizer = Tokenizer(folder)
+    assert (tokenizer.render_chat(CHAT), tokenizer.render_chat(CHAT, tools=tools)) == ("settings", "f")
+    tokenizer = Tokenizer(write(folder, template="config"))
+    assert (tokenizer.render_chat(CHAT), tokenizer.render_chat(CHAT, tools=tools)) == ("config", "f")
+    (folder / "chat_template.jinja").write_text("file")
+    tokenizer = Tokenizer(folder)
+    assert (tokenizer.render_chat(CHAT), tokenizer.render_chat(CHAT, tools=tools)) == ("file", "f")
+
+
+def test_named_templates_without_a_default_are_named(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, template=[{"name": "rag", "template": "x"}]))
+    with pytest.raises(InputError, match="rag"):
+        tokenizer.render_chat(CHAT)
+
+
 @pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
 def test_reasoning_is_found_under_every_name(tmp_path: Path, name: str) -> None:
     tokenizer = Tokenizer(write(tmp_path, template="{{ messages[0].reasoning_content }}"))
