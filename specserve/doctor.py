@@ -26,7 +26,7 @@ from specserve.checkpoint.quantized import QuantizedWeights
 from specserve.errors import ConfigError, NotFetchedError, SpecserveError
 from specserve.files import reading
 from specserve.machine.cores import THREADS, default_threads, processor, usable_cores
-from specserve.models.rounding import choose_as_stored, how_kept
+from specserve.models.rounding import as_stored, how_kept
 from specserve.ops import choice
 from specserve.ops.isa import VARIABLE
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
@@ -158,7 +158,8 @@ def _weights(folder: Path, isa: str) -> str:
     it could not read."""
     with reading(folder):
         quantized, device = QuantizedWeights(folder, read_config(folder)), choice.choose_device("auto")
-        ops = choose_as_stored(folder, "auto", lambda asked: choice.choose_ops(device, "auto", asked, 1, isa))
+        automatic = choice.choose_ops(device, "auto", "auto", 1, isa)
+        ops = as_stored(folder, automatic, lambda asked: choice.choose_ops(device, "auto", asked, 1, isa))
         return how_kept(quantized, ops) or quantized.describe()
 
 

@@ -189,7 +189,7 @@ def _model_files(name: HubName, files: Mapping[str, HubFile], folder: Path) -> l
     if weights:
         texts = [each for each in files if _TEXTS.fullmatch(each) and not _OF_OTHERS.fullmatch(each)]
         if "tokenizer.json" in texts:  # the older forms of it say the same
-            texts = [each for each in texts if each.endswith((".json", ".jinja")) and each not in _OLD_TOKENIZER]
+            texts = [each for each in texts if each.endswith((".json", ".jinja")) and each != "vocab.json"]
         index = _INDEX if _INDEX in files else _OLD_INDEX
         return [*texts, *weights, *([index] if len(weights) > 1 and index in files else [])]
     if not ggufs:
@@ -197,9 +197,6 @@ def _model_files(name: HubName, files: Mapping[str, HubFile], folder: Path) -> l
             f"{name.text} has no weights that can be read: neither .safetensors nor pytorch_model.bin nor .gguf files."
         )
     return [_gguf(name, ggufs)]
-
-
-_OLD_TOKENIZER = ("vocab.json",)
 
 
 def _weights(files: Mapping[str, HubFile], folder: Path) -> list[str]:

@@ -21,7 +21,7 @@ from specserve.errors import ConfigError
 from specserve.machine.cores import default_threads
 from specserve.models.heads.loading import HeadLoader
 from specserve.models.loader import load_model
-from specserve.models.rounding import choose_as_stored
+from specserve.models.rounding import as_stored
 from specserve.models.spec import ModelSpec
 from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.choice import choose_device, choose_ops
@@ -81,9 +81,9 @@ def build(
     def choose(quantization: str) -> Ops:
         return choose_ops(device, config.dtype, quantization, threads, config.isa)
 
-    choose(config.quantization)  # what is refused must not cost a download
+    ops = choose(config.quantization)  # what is refused must not cost a download
     folder = catalog.resolve(config.model, progress=progress)
-    ops = choose_as_stored(folder, config.quantization, choose)
+    ops = as_stored(folder, ops, choose) if config.quantization == "auto" else ops
     torch.set_num_threads(1 if ops.has_own_threads else threads)
     tokenizer = Tokenizer(folder)
     model = load_model(folder, ops, config.max_model_len, progress=progress)

@@ -19,15 +19,15 @@ _EXACT = 1e-6  # errors: at most what sums in float32 round
 _OF_FLOAT16 = 1e-3  # less than int8 would round, and more than float16 does of a scale or of a scale times a zero
 
 
-def choose_as_stored(folder: Path, quantization: str, choose: Callable[[str], Ops]) -> Ops:
-    """The kernels that `choose` makes for a quantization, for the model in `folder`: "auto" is int4 rather than int8
-    for a checkpoint that int4 keeps. Raises ModelError for one that cannot be read, and what `choose` raises."""
-    ops = choose(quantization)
-    if quantization != "auto" or ops.quantization != "int8":
-        return ops
+def as_stored(folder: Path, automatic: Ops, choose: Callable[[str], Ops]) -> Ops:
+    """The kernels for the model in `folder` where nobody says how to store weights, given those that are `automatic`
+    without a model: those that `choose` makes for int4, rather than int8, for a checkpoint that int4 keeps. Raises
+    ModelError for a folder that cannot be read."""
+    if automatic.quantization != "int8":
+        return automatic
     with reading(folder):
         fits = QuantizedWeights(folder, read_config(folder)).fits_int4
-    return choose("int4") if fits else ops
+    return choose("int4") if fits else automatic
 
 
 def relative_error(ops: Ops, weight: Weight, *, is_head: bool = False) -> float:

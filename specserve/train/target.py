@@ -15,7 +15,8 @@ from specserve.machine.cores import default_threads
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import TargetShape
 from specserve.models.loader import load_model, native_spec
-from specserve.models.rounding import choose_as_stored
+from specserve.models.rounding import as_stored
+from specserve.ops import Ops
 from specserve.ops.choice import choose_device, choose_ops
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.runtime.runner import Runner
@@ -40,7 +41,12 @@ class Target:
         threads: int | None = None,
     ) -> None:
         found, num_threads = choose_device(device), threads or default_threads()
-        ops = choose_as_stored(folder, quantization, lambda asked: choose_ops(found, dtype, asked, num_threads, isa))
+
+        def choose(asked: str) -> Ops:
+            return choose_ops(found, dtype, asked, num_threads, isa)
+
+        ops = choose(quantization)
+        ops = as_stored(folder, ops, choose) if quantization == "auto" else ops
         self._model = load_model(folder, ops, max_length)
         self._ops = ops
         self.device = ops.device

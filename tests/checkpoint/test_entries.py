@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from specserve.cache import sizing
 from specserve.cache.storage import KVStorage
-from specserve.checkpoint import catalog
+from specserve.checkpoint import catalog, fitting
 from specserve.checkpoint.entries import MODELS, WEIGHT_BITS, CatalogModel, short_name
 from specserve.errors import ConfigError
 from specserve.models.loader import find_architecture, native_model_types, num_packed_bytes
@@ -81,3 +82,7 @@ def test_names_can_be_typed_and_drafters_exist() -> None:
     assert len({model.hub_id for model in MODELS.values()}) == len(MODELS)
     assert set(catalog.CATALOG) <= set(MODELS)
     assert all(WEIGHT_BITS[kind] > 0 for kind in WEIGHT_BITS)
+
+
+def test_the_kv_cache_takes_the_share_that_an_engine_gives_it() -> None:
+    assert fitting.KV_SHARE == sizing.MAX_SHARE

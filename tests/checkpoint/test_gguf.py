@@ -26,6 +26,7 @@ from specserve.checkpoint.gguf_tokenizer import SPLITTINGS
 from specserve.checkpoint.weights import Weights, read_config
 from specserve.errors import ModelError
 from specserve.text.tokenizer import Tokenizer
+from tests.checkpoint.gguf_layouts import add_value
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 64, 4, 2, 16, 96, 7
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>")
@@ -116,19 +117,6 @@ def architecture_metadata(architecture: str) -> dict[str, Any]:
     if architecture == "gemma3":
         metadata["attention.sliding_window"] = 32
     return metadata
-
-
-def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    else:
-        writer.add_string(key, value)
 
 
 def write_gguf(

@@ -488,7 +488,7 @@ INVARIANCE = (  # how weights are kept is the products' affair: the odd shapes t
         FLOAT32,
     ),
     *itertools.product(("opt", "gpt2", "gptj", "gpt_neox", "falcon-40b", "bloom"), ALL_WEIGHTS),
-    *itertools.product(("gpt_bigcode", "starcoder2", "falcon-7b", "falcon-rw", "mpt"), FLOAT32),
+    *itertools.product(("gpt_bigcode", "starcoder2", "falcon-7b", "falcon-rw", "mpt"), ALL_WEIGHTS),
 )
 
 
