@@ -3,7 +3,6 @@ Looks only: fetches nothing, changes nothing, and reads no weights but a matrix 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Iterable
@@ -78,9 +77,9 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Secti
     ]
 
 
-def as_json(sections: Iterable[Section]) -> str:
-    """The findings as one JSON object: by heading, and by name."""
-    return json.dumps({section.title: {name.strip(): value for name, value in section.rows} for section in sections})
+def as_dict(sections: Iterable[Section]) -> dict[str, dict[str, str]]:
+    """The findings by heading, and by name."""
+    return {section.title: {name.strip(): value for name, value in section.rows} for section in sections}
 
 
 def show(sections: Iterable[Section]) -> None:

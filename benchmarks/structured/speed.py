@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--tools", type=Path, required=True)
     made.add_argument("--model", default="smollm2-135m")
-    made.add_argument("--drafters", default="none,grammar,ngram", help="one after the other")
+    made.add_argument("--drafter", default="none,grammar,ngram", help="one after the other")
     made.add_argument("--limit", type=int, default=40, help="tool calls")
     made.add_argument("--schemas", type=int, default=0, help="made ones")
     made.add_argument("--repeats", type=int, default=7)
@@ -150,7 +150,7 @@ def main() -> None:
     figures = []
     with LLM(options.model, prefix_caching=False) as llm:
         print(llm.summary, file=sys.stderr)
-        for drafter in options.drafters.split(","):
+        for drafter in options.drafter.split(","):
             speed = Speed(llm, options)
             cases = [pairs for case in asked if (pairs := speed.pairs(case, drafter))]
             figures.append({**tell(drafter, cases), "refused": speed.refused})

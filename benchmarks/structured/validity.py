@@ -68,8 +68,8 @@ def parse() -> argparse.Namespace:
     made.add_argument("--schemas", type=int, default=300, help="distinct schemas")
     made.add_argument("--tools-limit", type=int, default=200, help="tool calls")
     made.add_argument("--model", default="smollm2-135m")
-    made.add_argument("--drafters", default="none,grammar,ngram,prediction")
-    made.add_argument("--temperatures", default="0,1")
+    made.add_argument("--drafter", default="none,grammar,ngram,prediction")
+    made.add_argument("--temperature", default="0,1")
     made.add_argument("--batch", type=int, default=8, help="rows at once, every other one free")
     made.add_argument("--max-tokens", type=int, default=160)
     made.add_argument("--limit", type=int, help="that many cases of all, evenly")
@@ -212,8 +212,8 @@ def main() -> int:
         print(f"{len(cases)} cases with {num_schemas} distinct schemas; refused: {dict(refused)}")
         trial = Trial(llm, cases, options)
         tallies, begun = [], perf_counter()
-        for temperature in map(float, options.temperatures.split(",")):
-            for drafter in options.drafters.split(","):
+        for temperature in map(float, options.temperature.split(",")):
+            for drafter in options.drafter.split(","):
                 tallies.append(trial.run(drafter, temperature))
                 print(tell(tallies[-1]), *tallies[-1].faults, sep="\n  ", flush=True)
     print(f"{perf_counter() - begun:.0f} s")

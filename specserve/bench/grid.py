@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from specserve.llm import LLM
 
 ALL = "all"
+CONCURRENCY = (1, 4, 16, 32)
 Taken: TypeAlias = dict[str, tuple[list[Reply], float]]  # what each contender said in a repeat, and its seconds
 
 
@@ -36,6 +38,13 @@ class Group:
     def ratios(self, drafter: str) -> list[float]:
         """Plain seconds over those of the drafter, repeat by repeat."""
         return [taken[PLAIN][1] / taken[drafter][1] for taken in self.repeats]
+
+
+def default_concurrency(categories: Sequence[str], chosen: Sequence[str], most: int) -> list[int]:
+    """CONCURRENCY, but no more at once than the smallest category has prompts, and than `most`; as for `groups`."""
+    counts = Counter(category for category in categories if ALL in chosen or category in chosen)
+    room = min(most, *counts.values()) if counts else 1
+    return list(dict.fromkeys(min(streams, room) for streams in CONCURRENCY))
 
 
 def groups(

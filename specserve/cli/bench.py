@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-from cyclopts import App, Parameter, Token, validators
+from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specserve.bench.prompts import BUNDLED, load_prompts, spread
+from specserve.checkpoint.entries import MODELS
+from specserve.cli.bench_options import (
+    AT_LEAST_1,
+    Context,
+    Drafters,
+    Limit,
+    Prompts,
+    Raw,
+    Record,
+    RecordTop,
+    Repeats,
+    Schema,
+    Text,
+    names,
+    numbers,
+)
+from specserve.cli.json_output import JsonFile, notes, tables, write_json
 from specserve.cli.options import (
     ENGINE_HELP,
     MEASUREMENT,
     OUTPUT,
     BenchEngineOptions,
+    Model,
     Whole,
     engine_options,
     load_schema,
     options_type,
 )
-from specserve.config import EngineConfig
-from specserve.errors import ConfigError
+from specserve.config import DEFAULT_MODEL, EngineConfig
+from specserve.errors import ConfigError, near_misses
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,60 +55,21 @@ if TYPE_CHECKING:
 else:  # what has no part in a measurement is no option of it
     _DRAFTING = [name for name, text in ENGINE_HELP.items() if text.section == "Speculation"]
     _PLAIN = {"drafter": "none", "adaptive": False}
-    StepEngineOptions = options_type(EngineConfig, "StepEngineOptions", ENGINE_HELP, hidden=_DRAFTING, **_PLAIN)
+    StepEngineOptions = options_type(
+        EngineConfig, "StepEngineOptions", ENGINE_HELP, hidden=["model", *_DRAFTING], **_PLAIN
+    )
     QualityEngineOptions = options_type(
         EngineConfig,
         "QualityEngineOptions",
         ENGINE_HELP,
-        hidden=[*_DRAFTING, "quantization", "max_num_seqs", "prefix_caching"],
+        hidden=["model", *_DRAFTING, "quantization", "max_num_seqs", "prefix_caching"],
         **_PLAIN,
     )
 
 _ENGINE = BenchEngineOptions()
 _STEP_ENGINE = StepEngineOptions()
 _QUALITY_ENGINE = QualityEngineOptions()
-_AT_LEAST_1, _UP_TO_64 = validators.Number(gte=1), validators.Number(gte=0, lte=64)
 
-
-def names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
-    """A cyclopts converter for lists: with commas, spaces or both."""
-    return tuple(part for token in tokens for part in token.value.replace(",", " ").split())
-
-
-def numbers(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
-    found = names(kind, tokens)
-    if wrong := [number for number in found if not number.isdecimal()]:
-        raise ValueError(f'"{wrong[0]}" is not a whole number; write them as 1,2,4.')
-    return tuple(map(int, found))
-
-
-Context = Annotated[
-    Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Tokens in the KV cache before the step.")
-]
-Repeats = Annotated[
-    Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Steps of each kind; times are medians over them.")
-]
-Text = Annotated[
-    str, Parameter(group=MEASUREMENT, help='Text file to read; "python" is the language reference inside Python.')
-]
-JsonFile = Annotated[Path | None, Parameter(name="--json", group=OUTPUT, help="Write all figures to this file.")]
-
-Raw = Annotated[bool, Parameter(group=MEASUREMENT, negative=(), help="No chat template: continue the text.")]
-Record = Annotated[
-    Path | None, Parameter(group=OUTPUT, help="Write plain decoding's answers to this file, for bench replay.")
-]
-RecordTop = Annotated[
-    Whole,
-    Parameter(group=OUTPUT, validator=_UP_TO_64, help="With --record: so many best tokens of every position, too."),
-]
-Limit = Annotated[
-    Whole | None,
-    Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="That many prompts, from all categories alike."),
-]
-Schema = Annotated[
-    Path | None,
-    Parameter(group=MEASUREMENT, help="JSON Schema that all answers must fit: measures masks, counts misfits."),
-]
 
 bench = App(name="bench")
 bench.command(
@@ -114,24 +93,17 @@ bench.command(
 
 @bench.default
 def compare(
+    model: Model = DEFAULT_MODEL,
     *,
-    drafter: Annotated[
-        tuple[str, ...],
-        Parameter(
-            group=MEASUREMENT, negative=(), consume_multiple=True, show_default=" ".join, help="Drafters to measure."
-        ),
-    ] = ("auto",),
-    prompts: Annotated[
-        str,
-        Parameter(group=MEASUREMENT, help="JSON lines with prompt or turns (the first is asked), perhaps category."),
-    ] = "demo",
+    drafter: Drafters = ("auto",),
+    prompts: Prompts = BUNDLED,
     limit: Limit = None,
     concurrency: Annotated[
-        Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Prompts that run at once.")
+        Whole, Parameter(group=MEASUREMENT, validator=AT_LEAST_1, help="Prompts that run at once.")
     ] = 1,
     repeats: Annotated[
         Whole,
-        Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Runs of everything; rates are medians over them."),
+        Parameter(group=MEASUREMENT, validator=AT_LEAST_1, help="Runs of everything; rates are medians over them."),
     ] = 1,
     max_tokens: Annotated[Whole, Parameter(group=MEASUREMENT, help="Most output tokens of a prompt.")] = 128,
     temperature: Annotated[float, Parameter(group=MEASUREMENT, help="0 is greedy.")] = 0.0,
@@ -147,12 +119,12 @@ def compare(
     """Measure drafters against plain decoding on the same prompts. All take turns, group of prompts by group, after a
     warm-up and with an empty prefix cache. Of a prompt with several turns the first is asked."""
     from specserve.bench.compare import Plan, write_recording
-    from specserve.bench.prompts import load_prompts, spread
     from specserve.speculation.lookup import makers
 
     if record_top and record is None:
         raise ConfigError("--record-top adds to what --record PATH writes. Give both.")
-    options = engine_options(engine)
+    check_model(model)
+    options = engine_options(engine, model=model)
     structured = None if schema is None else load_schema(schema)
     plan = Plan(
         **drafting(drafter, options),
@@ -170,9 +142,17 @@ def compare(
         runs, interrupted = _measure(llm, questions, plan, json_file)
         if record is not None:
             write_recording(record, llm, questions, runs[0], record_top)
-        _show(llm, questions, runs[-1], show)
+        _show(llm, questions, runs[-1], show, notes(json_file))
     if interrupted:
         raise KeyboardInterrupt
+
+
+def check_model(model: str) -> None:
+    """Raise ConfigError for what is more likely a misspelt command than a model."""
+    commands = [name for name in bench if not name.startswith("-")]
+    if model not in MODELS and not Path(model).exists() and (near := near_misses(model, commands, 1, 0.6)):
+        hint = f"Did you mean 'bench {near[0]}'?"
+        raise ConfigError(f"There is no command 'bench {model}' and no model of that name. {hint}")
 
 
 def drafting(drafters: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -210,11 +190,16 @@ def _measure(llm: LLM, questions: list[Question], plan: Plan, json_file: Path | 
     if plan.params.structured is not None:
         _add_structured(figures, runs, plan.params.structured)
     write_json(json_file, figures)
-    _print(figures, explain(llm, questions, runs))
+    _print(figures, explain(llm, questions, runs), tables(json_file))
+    remarks = []
     if llm.config.verification != "coupled" and plan.params.temperature > 0:
-        print(f"With --verification {llm.config.verification} sampled texts may differ; their law is the same.")
+        mode = f"--verification {llm.config.verification}"
+        remarks.append(f"With {mode} sampled texts may differ; their law is the same.")
     if interrupted:
-        print(f"Interrupted: the figures are of {len(runs[0].replies)} of {len(questions) * plan.repeats} answers.")
+        count = f"{len(runs[0].replies)} of {len(questions) * plan.repeats} answers"
+        remarks.append(f"Interrupted: the figures are of {count}.")
+    for remark in remarks:
+        print(remark, file=notes(json_file))
     return runs, interrupted
 
 
@@ -250,36 +235,32 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-
-
-def _print(figures: dict[str, Any], different: list[Mismatch]) -> None:
+def _print(figures: dict[str, Any], different: list[Mismatch], console: Console) -> None:
     from specserve.bench.report import by_category, by_phase, by_source, describe, overview
     from specserve.bench.structured import structured_table
 
-    console = Console()
-    tables = [overview(figures), *([by_category(figures)] if len(figures["runs"]) > 1 else []), by_phase(figures)]
+    parts = [overview(figures), *([by_category(figures)] if len(figures["runs"]) > 1 else []), by_phase(figures)]
     if any(run["sources"] for run in figures["runs"]):
-        tables.append(by_source(figures))
+        parts.append(by_source(figures))
     if "structured" in figures["runs"][0]:
-        tables.append(structured_table(figures["runs"]))
-    for table in tables:
+        parts.append(structured_table(figures["runs"]))
+    for table in parts:
         console.print(table, "")
     for mismatch in different:
         console.print(describe(mismatch), style="yellow", highlight=False)
 
 
-def _show(llm: LLM, questions: list[Question], run: Run, count: int) -> None:
+def _show(llm: LLM, questions: list[Question], run: Run, count: int, file: TextIO) -> None:
     """Sample answers of one run, with what was asked."""
     for reply in [reply for reply in run.replies if reply.repeat == 0][:count]:
         asked = llm.tokenizer.decode(questions[reply.question].ids)
-        print(f"\n--- prompt {reply.question + 1} ---\n{asked.strip()}\n--- answer ({run.drafter}) ---\n{reply.text}")
+        prompt, answer = f"--- prompt {reply.question + 1} ---", f"--- answer ({run.drafter}) ---"
+        print("", prompt, asked.strip(), answer, reply.text, sep="\n", file=file)
 
 
 @bench.command
 def verify_cost(
+    model: Model = DEFAULT_MODEL,
     *,
     rows: Annotated[
         tuple[int, ...],
@@ -302,19 +283,23 @@ def verify_cost(
     bandwidth a step of one row uses. One sequence, drafts that are all rejected, all numbers of rows in turn."""
     from specserve.bench.verify_cost import headline, limit_line, verify_cost as measure, verify_cost_table
 
-    with _step_engine(engine, text, context) as (llm, ids), _rounds("steps", repeats) as on_round:
+    with (
+        _step_engine(engine_options(engine, model=model), text, context) as (llm, ids),
+        _rounds("steps", repeats) as on_round,
+    ):
         figures = measure(llm, ids, rows, repeats, on_round)
     write_json(json_file, figures)
-    Console().print(headline(figures), "", verify_cost_table(figures), "", highlight=False, sep="\n")
-    print(limit_line(figures))
+    shown = headline(figures), "", verify_cost_table(figures), "", limit_line(figures)
+    tables(json_file).print(*shown, highlight=False, soft_wrap=True, sep="\n")
 
 
 @bench.command
 def profile(
+    model: Model = DEFAULT_MODEL,
     *,
     rows: Annotated[
         Whole,
-        Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Rows of a step: the last token and a draft."),
+        Parameter(group=MEASUREMENT, validator=AT_LEAST_1, help="Rows of a step: the last token and a draft."),
     ] = 1,
     context: Context = 200,
     repeats: Repeats = 30,
@@ -327,21 +312,25 @@ def profile(
     from specserve.bench.profile import profile as measure, profile_table
     from specserve.bench.verify_cost import headline, limit_line
 
-    with _step_engine(engine, text, context) as (llm, ids), _rounds("steps", repeats) as on_round:
+    with (
+        _step_engine(engine_options(engine, model=model), text, context) as (llm, ids),
+        _rounds("steps", repeats) as on_round,
+    ):
         figures = measure(llm, ids, rows, repeats, on_round)
     write_json(json_file, figures)
-    Console().print(headline(figures), "", profile_table(figures), "", highlight=False, sep="\n")
-    print(limit_line(figures), f"{figures['host_share']:.1%} of the step are outside the kernels.", sep="\n")
+    outside = f"{figures['host_share']:.1%} of the step are outside the kernels."
+    shown = headline(figures), "", profile_table(figures), "", limit_line(figures), outside
+    tables(json_file).print(*shown, highlight=False, soft_wrap=True, sep="\n")
 
 
 @contextmanager
-def _step_engine(engine: EngineConfig, text: str, context: int) -> Iterator[tuple[LLM, list[int]]]:
+def _step_engine(options: dict[str, Any], text: str, context: int) -> Iterator[tuple[LLM, list[int]]]:
     """The engine, and the first `context` tokens of the text as it reads them."""
     from specserve.bench.text import load_text, prompt
     from specserve.llm import LLM
 
     content = load_text(text)  # a wrong name must not cost a model load
-    with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
+    with LLM(**options, progress=sys.stderr.isatty()) as llm:
         print(llm.summary, file=sys.stderr)
         yield llm, prompt(llm.tokenizer, content, context)
 
@@ -358,8 +347,9 @@ def _rounds(name: str, repeats: int) -> Iterator[Callable[[], None]]:
 
 @bench.command
 def quality(
+    model: Model = DEFAULT_MODEL,
     *,
-    quantizations: Annotated[
+    quantization: Annotated[
         tuple[str, ...],
         Parameter(
             group=MEASUREMENT,
@@ -372,10 +362,10 @@ def quality(
     ] = ("none", "int8", "int4"),
     text: Text = "python",
     tokens: Annotated[
-        Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="That many of the text's first tokens.")
+        Whole, Parameter(group=MEASUREMENT, validator=AT_LEAST_1, help="That many of the text's first tokens.")
     ] = 8192,
     window: Annotated[
-        Whole, Parameter(group=MEASUREMENT, validator=_AT_LEAST_1, help="Tokens read at once; the next window is new.")
+        Whole, Parameter(group=MEASUREMENT, validator=AT_LEAST_1, help="Tokens read at once; the next window is new.")
     ] = 512,
     json_file: JsonFile = None,
     engine: Annotated[QualityEngineOptions, Parameter(name="*")] = _QUALITY_ENGINE,
@@ -385,14 +375,14 @@ def quality(
     from specserve.bench.text import load_text, windows
 
     content = load_text(text)
-    options = engine_options(engine)
+    options = engine_options(engine, model=model)
     with progress_bar() as bar:
         task = bar.add_task("float32")
         figures = measure(
             options,
-            quantizations,
+            quantization,
             lambda llm: windows(llm.tokenizer, content, window, tokens),
             lambda name, total: bar.update(task, advance=1, total=total, description=name),
         )
     write_json(json_file, {**figures, "text": text, "window": window})
-    Console().print(quality_table(figures))
+    tables(json_file).print(quality_table(figures))

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, Token, validators
-from rich.console import Console
 
-from specserve.cli.bench import JsonFile, drafting, load, names, numbers, progress_bar, write_json
-from specserve.cli.options import ENGINE_HELP, MEASUREMENT, OUTPUT, Whole, engine_options, options_type
-from specserve.config import EngineConfig
+from specserve.bench.prompts import BUNDLED, load_prompts
+from specserve.cli.bench import drafting, load, progress_bar
+from specserve.cli.bench_options import Drafters, Prompts, names, numbers
+from specserve.cli.json_output import JsonFile, notes, tables, write_json
+from specserve.cli.options import ENGINE_HELP, MEASUREMENT, OUTPUT, Model, Whole, engine_options, options_type
+from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.errors import ConfigError
 from specserve.types import SamplingParams
 from specserve.version import __version__
@@ -29,7 +31,7 @@ else:  # outputs are compared, so drafts are judged such that texts stay the sam
         EngineConfig,
         "GridEngineOptions",
         ENGINE_HELP,
-        hidden=("drafter", "verification"),
+        hidden=("model", "drafter", "verification"),
         max_num_seqs=32,
     )
 
@@ -43,14 +45,13 @@ def _temperatures(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
         raise ValueError(f'"{tokens[0].value}" is no list of numbers; write them as 0,0.7,1.') from None
 
 
-def _list(text: str, converter: Any = names, name: str | None = None) -> Parameter:
+def _list(text: str, converter: Any = names, has_default: bool = True) -> Parameter:
     return Parameter(
-        name=name,
         group=MEASUREMENT,
         negative=(),
         consume_multiple=True,
         converter=converter,
-        show_default=lambda values: ",".join(str(value).removesuffix(".0") for value in values),
+        show_default=has_default and (lambda values: ",".join(str(value).removesuffix(".0") for value in values)),
         help=text,
     )
 
@@ -61,16 +62,19 @@ def _at_least_1(text: str) -> Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class GridOptions:
-    prompts: Annotated[
-        str,
-        Parameter(group=MEASUREMENT, help="JSON lines with prompt or turns (the first is asked), and category."),
-    ]
+    prompts: Prompts = BUNDLED
     categories: Annotated[tuple[str, ...], _list("Categories of the prompts to measure.")] = ("all",)
     concurrency: Annotated[
-        tuple[int, ...], _list("Prompts that run at once; the next begins when one has ended.", numbers)
-    ] = (1, 4, 16, 32)
+        tuple[int, ...],
+        _list(
+            "Prompts that run at once; the next begins when one has ended "
+            "[default: 1,4,16,32, as far as each category has as many].",
+            numbers,
+            has_default=False,
+        ),
+    ] = ()
     temperature: Annotated[tuple[float, ...], _list("0 is greedy.", _temperatures)] = (0.0, 1.0)
-    drafters: Annotated[tuple[str, ...], _list("Drafters to measure.", name="--drafter")] = ("auto",)
+    drafter: Drafters = ("auto",)
     limit: Annotated[
         Whole, _at_least_1("Prompts of each category in a cell; where more run at once, as many as do.")
     ] = 8
@@ -79,9 +83,13 @@ class GridOptions:
     seed: Annotated[Whole, Parameter(group=MEASUREMENT, help="Prompt i is sampled with seed + i.")] = 0
 
 
+_ASKED = GridOptions()
+
+
 def grid(
+    model: Model = DEFAULT_MODEL,
     *,
-    asked: Annotated[GridOptions, Parameter(name="*")],
+    asked: Annotated[GridOptions, Parameter(name="*")] = _ASKED,
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None,
@@ -92,33 +100,34 @@ def grid(
     """Measure drafters in every combination of category, concurrency and temperature. On Ctrl-C, and when an output
     differs, what was measured before is written and printed all the same."""
     from specserve.bench.compare import Plan, check_concurrency
-    from specserve.bench.grid import groups
+    from specserve.bench.grid import default_concurrency, groups
     from specserve.bench.plot import check_plot
-    from specserve.bench.prompts import load_prompts
     from specserve.speculation.lookup import makers
 
-    options = engine_options(engine)
+    options = engine_options(engine, model=model)
     plan = Plan(
-        **drafting(asked.drafters, options),
+        **drafting(asked.drafter, options),
         params=SamplingParams(max_tokens=asked.max_tokens, seed=asked.seed, ignore_eos=True),
         num_speculative_tokens=engine.num_speculative_tokens,
         repeats=asked.repeats,
     )
-    check_concurrency(max(asked.concurrency, default=1), engine.max_num_seqs)
     for name in plan.contenders[1:]:
         makers(name, plan.options_of(name))  # a wrong name must not cost a model load, nor a wrong path all figures
-    for path in (json_file, plot):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}.")
     if plot is not None:
+        if not plot.parent.is_dir():
+            raise ConfigError(f"{plot} cannot be written: there is no folder {plot.parent}.")
         check_plot(plot)
     prompts = load_prompts(asked.prompts)
     categories = [prompt.category for prompt in prompts]
-    made = groups(categories, asked.categories, plan, asked.concurrency, asked.temperature, asked.limit)
+    concurrency = asked.concurrency or default_concurrency(categories, asked.categories, engine.max_num_seqs)
+    check_concurrency(max(concurrency), engine.max_num_seqs)
+    made = groups(categories, asked.categories, plan, concurrency, asked.temperature, asked.limit)
     options |= {"drafter": plan.own, "drafter_options": plan.options_of(plan.own)}
     llm, questions = load(options, [(prompt.text, prompt.category) for prompt in prompts], raw=False)
     settings = {
-        **asdict(asked),
+        **{name: value for name, value in asdict(asked).items() if name != "drafter"},
+        "drafters": asked.drafter,
+        "concurrency": concurrency,
         "num_speculative_tokens": plan.num_speculative_tokens,
         "drafter_options": dict(plan.drafter_options),
     }
@@ -161,11 +170,11 @@ def _report(llm: LLM, made: list[Group], settings: dict[str, Any], json_file: Pa
     write_json(json_file, found)
     if plot is not None:
         heat_map(plot, found)
-    console = Console()
+    console, file = tables(json_file), notes(json_file)
     for table in grid_tables(found):
         console.print(table, "")
-    print("Plain decoding's seconds over the drafter's, by prompts at once and temperature (T).")
-    print(worst_line(found))
+    meaning = "Plain decoding's seconds over the drafter's, by prompts at once and temperature (T)."
+    console.print(meaning, worst_line(found), sep="\n", highlight=False, soft_wrap=True)
     if not found["settings"]["complete"]:
         counts = [len(group.repeats) for group in made], [group.plan.repeats for group in made]
-        print(f"Not complete: the figures are of {sum(counts[0])} of {sum(counts[1])} repeats.")
+        print(f"Not complete: the figures are of {sum(counts[0])} of {sum(counts[1])} repeats.", file=file)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 
-from specserve.cli.bench import JsonFile, names, write_json
-from specserve.cli.options import MEASUREMENT, SPECULATION, Whole, drafter_arguments
+from specserve.cli.bench_options import Drafters
+from specserve.cli.json_output import JsonFile, notes, tables, write_json
+from specserve.cli.options import ENGINE_HELP, MEASUREMENT, SPECULATION, Whole, drafter_arguments
+from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.errors import ConfigError
 
 
@@ -18,20 +19,12 @@ def replay(
         Path, Parameter(group=MEASUREMENT, help="JSON lines with prompt_ids, output_ids, category, perhaps top.")
     ],
     *,
-    drafter: Annotated[
-        tuple[str, ...],
-        Parameter(
-            group=SPECULATION,
-            negative=(),
-            consume_multiple=True,
-            converter=names,
-            show_default=",".join,
-            help="The drafter to replay; several: a,b,c.",
-        ),
-    ] = ("ngram",),
-    num_speculative_tokens: Annotated[Whole, Parameter(group=SPECULATION, help="Most draft tokens a step.")] = 5,
+    drafter: Drafters = ("ngram",),
+    num_speculative_tokens: Annotated[
+        Whole, Parameter(group=SPECULATION, help=ENGINE_HELP["num_speculative_tokens"].text)
+    ] = DEFAULT_NUM_SPECULATIVE_TOKENS,
     drafter_options: Annotated[
-        dict[str, str] | None, Parameter(group=SPECULATION, help="As --drafter-options.NAME VALUE.")
+        dict[str, str] | None, Parameter(group=SPECULATION, help=ENGINE_HELP["drafter_options"].text)
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -56,7 +49,7 @@ def replay(
             raise
         interrupted = True
     write_json(json_file, {name: found.get(name) for name in drafter} if len(drafter) > 1 else found[drafter[0]])
-    console = Console()
+    console = tables(json_file)
     limits = f"at most {num_speculative_tokens} draft tokens a step, replayed from {recording.name}"
     for name, summary in found.items():
         table = table_of(f"{name}, {limits}", "category", "steps", "tok/step", "accepted", "by position", "us/step")
@@ -70,7 +63,8 @@ def replay(
             table.add_row(category, *(f"{count:.2f}" for count in steps))
         console.print("", table)
     if interrupted:
-        print(f"Interrupted: not replayed to the end: {', '.join(name for name in drafter if name not in found)}.")
+        missing = ", ".join(name for name in drafter if name not in found)
+        print(f"Interrupted: not replayed to the end: {missing}.", file=notes(json_file))
         raise KeyboardInterrupt
 
 

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter, Token, validators
 from rich.console import Console
 
-from specserve.cli.bench import JsonFile, names, progress_bar, write_json
-from specserve.cli.options import GENERATION, OUTPUT, SPECULATION, Whole
+from specserve.bench.prompts import BUNDLED, load_prompts
+from specserve.cli.bench import progress_bar
+from specserve.cli.bench_options import AT_LEAST_1, Prompts, names
+from specserve.cli.json_output import JsonFile, tables, write_json
+from specserve.cli.options import GENERATION, MODEL_NAMES, OUTPUT, SPECULATION, Whole
 from specserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
 
 SERVER = Group("Server", sort_key=0)
 LOAD = Group("Load", sort_key=1)
-_AT_LEAST_1 = validators.Number(gte=1)
 
 
 def _rates(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
@@ -54,7 +56,8 @@ class ServerOptions:
         "http://127.0.0.1:8000"
     )
     model: Annotated[
-        str | None, Parameter(group=SERVER, help="The model to ask for [default: the first of /v1/models].")
+        str | None,
+        Parameter(name=MODEL_NAMES, group=SERVER, help="The model to ask for [default: the first of /v1/models]."),
     ] = None
     api_key: Annotated[
         str | None,
@@ -87,7 +90,7 @@ class LoadOptions:
         Whole | None,
         Parameter(
             group=LOAD,
-            validator=_AT_LEAST_1,
+            validator=AT_LEAST_1,
             help="Requests of each load [default: as many as prompts, or no limit with a duration].",
         ),
     ] = None
@@ -105,11 +108,9 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    prompts: Annotated[
-        str, Parameter(group=GENERATION, help="JSON lines with prompt or turns (the first is asked), perhaps category.")
-    ] = "demo"
+    prompts: Prompts = BUNDLED
     max_tokens: Annotated[
-        Whole, Parameter(group=GENERATION, validator=_AT_LEAST_1, help="Most output tokens of a request.")
+        Whole, Parameter(group=GENERATION, validator=AT_LEAST_1, help="Most output tokens of a request.")
     ] = 128
     temperature: Annotated[float, Parameter(group=GENERATION, help="0 is greedy.")] = 0.0
     seed: Annotated[
@@ -189,13 +190,12 @@ def serve(
     write_json(json_file, figures)
     if plot is not None:
         draw(plot, _title(figures), figures["loads"])
-    _print(figures)
+    _print(figures, tables(json_file))
     if interrupted:
         raise KeyboardInterrupt
 
 
 def _plan(server: ServerOptions, load: LoadOptions, request: RequestOptions) -> Plan:
-    from specserve.bench.prompts import load_prompts
     from specserve.bench.serve.load import Extent
     from specserve.bench.serve.run import Asks, Plan
 
@@ -281,10 +281,9 @@ def _described(target: Target, plan: Plan, model: str) -> dict[str, Any]:
     }
 
 
-def _print(figures: dict[str, Any]) -> None:
+def _print(figures: dict[str, Any], console: Console) -> None:
     from specserve.bench.serve.report import details, overview, remarks
 
-    console = Console()
     console.print(overview(_title(figures), figures["loads"]), "")
     for point in figures["loads"]:
         console.print(details(point), "")

@@ -15,11 +15,13 @@ from specserve.cli.explained import MarkedText
 from specserve.cli.options import (
     GENERATION,
     OUTPUT,
-    EngineOptions,
+    Model,
+    NamedEngineOptions,
     SamplingOptions,
     engine_options,
     sampling_params,
 )
+from specserve.config import DEFAULT_MODEL
 from specserve.errors import InputError, unknown
 from specserve.types import SamplingParams
 
@@ -28,24 +30,25 @@ if TYPE_CHECKING:
 
 COMMANDS = ("/reset", "/exit", "/help")
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
-_ENGINE = EngineOptions()
+_ENGINE = NamedEngineOptions()
 _SAMPLING = SamplingOptions()
 
 
 def chat(
+    model: Model = DEFAULT_MODEL,
     *,
     system: Annotated[str | None, Parameter(group=GENERATION, help="System message of the conversation.")] = None,
     show_drafts: Annotated[
         bool,
         Parameter(group=OUTPUT, negative=(), help="Mark tokens that were drafted, and show those that were rejected."),
     ] = False,
-    engine: Annotated[EngineOptions, Parameter(name="*")] = _ENGINE,
+    engine: Annotated[NamedEngineOptions, Parameter(name="*")] = _ENGINE,
     sampling: Annotated[SamplingOptions, Parameter(name="*")] = _SAMPLING,
 ) -> None:
     """Talk to a model. After each answer: tokens per second, and tokens a step. /reset starts again, /exit ends."""
     from specserve.llm import LLM
 
-    with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
+    with LLM(**engine_options(engine, model=model), progress=sys.stderr.isatty()) as llm:
         talk(llm, sampling_params(sampling), system, show_drafts)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from specserve.cli.answer import Answer, check, write
 from specserve.cli.explained import Explanation
+from specserve.cli.json_output import JsonFile, is_json_alone, write_json_lines
 from specserve.cli.options import (
     GENERATION,
     OUTPUT,
@@ -55,9 +55,7 @@ def generate(
             group=STRUCTURED, help="A name of `specserve grammar list`, or a file: .regex, .ebnf, .gbnf or .lark."
         ),
     ] = None,
-    json_lines: Annotated[
-        bool, Parameter(name="--json", group=OUTPUT, negative=(), help="One JSON object a prompt instead of text.")
-    ] = False,
+    json_file: JsonFile = None,
     stats: Annotated[
         bool, Parameter(group=OUTPUT, negative=(), help="Speed and acceptance of each answer, on standard error.")
     ] = False,
@@ -73,15 +71,15 @@ def generate(
         raise InputError("--raw sends no messages, so --system has no place in it. Leave one of them out.", "system")
     params = replace(sampling_params(sampling), structured=_structured(schema, regex, choice, grammar))
     asked = [text if raw else _messages(text, system) for text in prompts or (_standard_input(),)]
-    if explain and (len(asked) > 1 or json_lines):
+    if explain and (len(asked) > 1 or json_file):
         raise InputError("--explain tells of one prompt, whose text is streamed. Give one, and no --json.", "explain")
     from specserve.llm import LLM
 
     with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
-        if len(asked) == 1 and not json_lines:
+        if len(asked) == 1 and json_file is None:
             answers = [_stream(llm, asked[0], params, explain)]
         else:
-            answers = _batch(llm, asked, params, json_lines)
+            answers = batch(llm, asked, params, json_file)
     if stats:
         print(*(answer.speed() for answer in answers), sep="\n", file=sys.stderr)
 
@@ -129,15 +127,16 @@ def _stream(llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams,
     return answer
 
 
-def _batch(llm: LLM, asked: list[Any], params: SamplingParams, json_lines: bool) -> list[Answer]:
-    """All prompts together; `asked` holds texts or conversations."""
+def batch(llm: LLM, asked: list[Any], params: SamplingParams, json_file: Path | None) -> list[Answer]:
+    """All prompts together, as text or a line of JSON each; `asked` holds texts or conversations."""
     run = llm.generate if isinstance(asked[0], str) else llm.chat
     outputs = run(asked, params, progress=sys.stderr.isatty())
-    for output in outputs:
-        completion = output.outputs[0]
-        if not json_lines:
-            check(completion)
-        print(json.dumps(_record(output)) if json_lines else completion.text)
+    if json_file is not None:
+        write_json_lines(json_file, [_record(output) for output in outputs])
+    if not is_json_alone(json_file):
+        for output in outputs:
+            check(output.outputs[0])
+            print(output.outputs[0].text)
     return [Answer(o.outputs[0].text, len(o.outputs[0].token_ids), o.outputs[0].stats) for o in outputs]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specserve.cli.options import MODEL, OUTPUT
+from specserve.cli.json_output import JsonFile, is_json_alone, tables, write_json
+from specserve.cli.options import ENGINE_HELP, model_parameter
 from specserve.config import DEFAULT_MODEL
 from specserve.errors import InputError
 from specserve.files import read_json
@@ -31,15 +31,13 @@ def check(
         Parameter(group=CHECK, help='JSON: a list of {"schema", "tests": [{"data", "valid"}]}.'),
     ],
     *,
-    backend: Annotated[str, Parameter(group=CHECK, help="auto, or a file name in grammars/.")] = "auto",
+    grammar_backend: Annotated[str, Parameter(group=CHECK, help=ENGINE_HELP["grammar_backend"].text)] = "auto",
     limit_s: Annotated[
         float,
         Parameter(group=CHECK, validator=validators.Number(gt=0), help="Seconds of CPU time that one schema may take."),
     ] = 10.0,
-    model: Annotated[str, Parameter(group=MODEL, help="Whose tokenizer splits the instances.")] = DEFAULT_MODEL,
-    json_file: Annotated[
-        Path | None, Parameter(name="--json", group=OUTPUT, help="Write totals and all groups to this file.")
-    ] = None,
+    model: Annotated[str, model_parameter("Whose tokenizer splits the instances.")] = DEFAULT_MODEL,
+    json_file: JsonFile = None,
 ) -> None:
     """Compile each schema and walk its grammar over each instance's tokens, without a model. JSON-Schema-Test-Suite's
     own files are such lists. A wrong accept is an instance that does not fit and could be generated."""
@@ -49,10 +47,10 @@ def check(
     from specserve.structured.trial import Trial
     from specserve.text.tokenizer import Tokenizer
 
-    check_backend(backend)
+    check_backend(grammar_backend)
     entries = entries_of(_read(file))
     folder = catalog.resolve(model)
-    trial = Trial(folder, Tokenizer(folder).vocab_size, backend, limit_s)
+    trial = Trial(folder, Tokenizer(folder).vocab_size, grammar_backend, limit_s)
     console = Console(stderr=True)
     try:
         with Progress(console=console, transient=True) as progress:
@@ -63,23 +61,34 @@ def check(
     if json_file is not None:
         by_name = {name: {**found, **shares(found)} for name, found in keywords.items()}
         figures = {**counts, **shares(counts), "keywords": by_name, "groups": [asdict(group) for group in groups]}
-        json_file.write_text(json.dumps(figures, indent=1), "utf-8")
-    _show(counts, keywords)
+        write_json(json_file, figures)
+    _show(tables(json_file), counts, keywords)
 
 
 @grammar.command(name="list")
-def list_all() -> None:
+def list_all(*, json_file: JsonFile = None) -> None:
     """Show the grammars that come along: what --grammar of `specserve generate` takes by name."""
+    entries = [library.find(name) for name in library.names()]
+    write_json(json_file, [_described(entry) for entry in entries])
     table = Table("name", "kind", "description", box=None)
-    for entry in map(library.find, library.names()):
+    for entry in entries:
         table.add_row(entry.name, entry.kind, entry.description)
-    Console(markup=False).print(table)  # a description may have [brackets]
+    tables(json_file, markup=False).print(table)  # a description may have [brackets]
 
 
 @grammar.command
-def show(name: Annotated[str, Parameter(help="One of `specserve grammar list`.")]) -> None:
+def show(
+    name: Annotated[str, Parameter(help="One of `specserve grammar list`.")], *, json_file: JsonFile = None
+) -> None:
     """Print a grammar: the beginning of one of your own, in a file of your own."""
-    print(library.find(name).text.removesuffix("\n"))
+    entry = library.find(name)
+    write_json(json_file, {**_described(entry), "text": entry.text})
+    if not is_json_alone(json_file):
+        print(entry.text.removesuffix("\n"))
+
+
+def _described(entry: library.Entry) -> dict[str, str]:
+    return {"name": entry.name, "kind": entry.kind, "description": entry.description}
 
 
 def _read(file: Path) -> Any:
@@ -89,8 +98,8 @@ def _read(file: Path) -> Any:
         raise InputError(f"{file} cannot be read as JSON: {error}.") from error
 
 
-def _show(counts: dict[str, int], keywords: dict[str, dict[str, int]]) -> None:
+def _show(console: Console, counts: dict[str, int], keywords: dict[str, dict[str, int]]) -> None:
     table = Table("keyword", *(name.replace("_", " ") for name in counts), box=None)
     for name, found in {**keywords, "all groups": counts}.items():
         table.add_row(name, *(str(number) if number else "" for number in found.values()))
-    Console().print(table)
+    console.print(table)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from specserve.cli.options import MODEL
+from specserve.cli.json_output import JsonFile, is_json_alone, write_json
+from specserve.cli.options import MODEL, model_parameter
 from specserve.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -22,32 +23,31 @@ _MOST_MEASURED = 4  # matrices of each kind
 
 
 def inspect(
-    path: Annotated[
-        str, Parameter(group=MODEL, help="Folder of a draft head or a model, or a file in it; or a model, as --model.")
+    model: Annotated[
+        str, model_parameter("Folder of a draft head or a model, or a file in it; or a catalog name or hub id.")
     ],
     *,
-    model: Annotated[
+    target: Annotated[
         str | None,
         Parameter(
-            group=MODEL, help="The target that a draft head shall fit: catalog name, folder, .gguf file or hub id."
+            group=MODEL, help="The model that a draft head shall fit: catalog name, folder, .gguf file or hub id."
         ),
     ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Say what a checkpoint is: a draft head, its format, sizes and target, or a model, and whether it can be used. All
     of a head's tensors are read and checked; of a model names, shapes and sizes are, and its tokenizer."""
-    from specserve.doctor import Section, show
-    from specserve.models.heads.formats import is_head, read_head
+    from specserve.doctor import Section, as_dict, show
+    from specserve.models.heads.formats import is_head
 
-    folder = _folder(path)
-    if not is_head(folder):
-        show([Section("Model", _about_model(folder, model))])
-        return
-    target = None if model is None else _target(model)
-    head = read_head(folder, 0 if target is None else target.num_layers)
-    rows = _about_head(folder, head)
-    if target is not None:
-        rows.append(("fits", _fits(head, str(model), target)))
-    show([Section("Draft head", rows)])
+    folder = _folder(model)
+    if is_head(folder):
+        found = Section("Draft head", _about_head(folder, target))
+    else:
+        found = Section("Model", _about_model(folder, target))
+    write_json(json_file, as_dict([found]))
+    if not is_json_alone(json_file):
+        show([found])
 
 
 def _folder(path: str) -> Path:
@@ -139,9 +139,12 @@ def _quantized(weights: QuantizedWeights) -> Rows:
     return rows
 
 
-def _about_head(folder: Path, head: Head) -> Rows:
-    from specserve.models.heads.formats import hidden_layers
+def _about_head(folder: Path, target: str | None) -> Rows:
+    """Raises ModelError for a head that is broken or does not fit the target."""
+    from specserve.models.heads.formats import hidden_layers, read_head
 
+    shape = None if target is None else _target(target)
+    head = read_head(folder, 0 if shape is None else shape.num_layers)
     spec = head.spec
     for name in head.weights:
         head.weights[name]  # reads it, and refuses NaN
@@ -159,6 +162,7 @@ def _about_head(folder: Path, head: Head) -> Rows:
         ("reads", f"outputs of layers {', '.join(map(str, taps))}, from 0" if taps else "the final norm's output"),
         *_parts(head),
         ("size", _size(head.weights.num_parameters, head.weights.num_bytes)),
+        *([] if shape is None else [("fits", _fits(head, str(target), shape))]),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -10,10 +9,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from specserve.cli.json_output import JsonFile, is_json_alone, write_json
 from specserve.cli.options import OUTPUT
 
 GB = 10**9
-AS_JSON = "One JSON array instead of a table."
 Columns = dict[str, str]  # what they show, and how it is aligned
 
 
@@ -22,13 +21,14 @@ def list_models(
     every: Annotated[
         bool, Parameter(name="--all", negative=(), group=OUTPUT, help="All of the catalog, fetched or not.")
     ] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative=(), group=OUTPUT, help=AS_JSON)] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Show the models on this machine: names, sizes on the disk, since when. With --all those that can be fetched."""
     rows = _catalog() if every else _installed()
-    if as_json:
-        print(json.dumps(rows, indent=1))
-    elif every:
+    write_json(json_file, rows)
+    if is_json_alone(json_file):
+        return
+    if every:
         print_table(
             {"name": "left", "parameters": "right", "fetch": "right", "int8": "right", "int4": "right"}
             | {"context": "right", "does": "left", "drafts": "left", "licence": "left"},

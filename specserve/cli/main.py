@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
 
+from specserve.cli.arguments import current
 from specserve.cli.config import TomlFile
 from specserve.errors import EngineError, ServerError, SpecserveError
 from specserve.machine.surroundings import leave_removed_folder, open_standard_streams
@@ -97,7 +98,7 @@ def _with_config(app: App) -> Callable[..., None]:
         config: Annotated[Path | None, CONFIG] = None,
     ) -> None:
         app.config = _sources(config)
-        app(list(tokens), exit_on_error=False, print_error=False)
+        app(current(tokens), exit_on_error=False, print_error=False)
 
     return launch
 

@@ -40,6 +40,8 @@ def wholes(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
 
 
 Whole = Annotated[int, Parameter(converter=whole)]
+MODEL_NAMES = ("--model", "-m")
+_NAMES = {"model": MODEL_NAMES, "temperatures": "--temperature"}  # of fields whose options are not called as they are
 _MOST_SCHEMA_BYTES = 2**24
 
 
@@ -74,6 +76,14 @@ ENGINE_HELP = help_of(EngineConfig, "Engine")
 SAMPLING_HELP = help_of(SamplingParams, "Generation")
 
 
+def model_parameter(text: str = ENGINE_HELP["model"].text) -> Parameter:
+    """For a command's first parameter: the model as --model, -m, or the first argument without a name."""
+    return Parameter(name=MODEL_NAMES, group=MODEL, help=text)
+
+
+Model = Annotated[str, model_parameter()]
+
+
 def options_type(
     base: type[Any], name: str, texts: Mapping[str, Help], hidden: Sequence[str] = (), **defaults: Any
 ) -> type[Any]:
@@ -96,6 +106,8 @@ def _parameter(entry: Field[Any], hint: Any, help_: Help) -> Parameter:
     """Flags that are off have no --no-NAME; of what is repeated or in parts the help tells the default, if any."""
     is_many = get_origin(hint) in (tuple, dict)
     made = Parameter(group=GROUPS[help_.section or ""], help=help_.text, show_default=False if is_many else None)
+    if entry.name in _NAMES:
+        made = Parameter.combine(made, Parameter(name=_NAMES[entry.name]))
     if get_origin(hint) is tuple or entry.default is False:
         made = Parameter.combine(made, Parameter(negative=()))
     if int in (hint, *get_args(hint)):
@@ -114,18 +126,22 @@ def _default(entry: Field[Any], defaults: Mapping[str, Any]) -> Any:
 if TYPE_CHECKING:  # the same fields and checks; at run time with help texts and sections
     EngineOptions = EngineConfig
     BenchEngineOptions = EngineConfig
+    NamedEngineOptions = EngineConfig
     SamplingOptions = SamplingParams
 else:
     EngineOptions = options_type(EngineConfig, "EngineOptions", ENGINE_HELP)
-    BenchEngineOptions = options_type(EngineConfig, "BenchEngineOptions", ENGINE_HELP, hidden=("drafter",))
+    # of commands whose first argument is the model, and of those that measure several drafters
+    NamedEngineOptions = options_type(EngineConfig, "NamedEngineOptions", ENGINE_HELP, hidden=("model",))
+    BenchEngineOptions = options_type(EngineConfig, "BenchEngineOptions", ENGINE_HELP, hidden=("model", "drafter"))
     SamplingOptions = options_type(
         SamplingParams, "SamplingOptions", SAMPLING_HELP, temperature=0.0, max_tokens=256, stop=()
     )
 
 
-def engine_options(options: EngineConfig) -> dict[str, Any]:
-    """The options as keyword arguments of LLM; drafter options get their Python names."""
-    values = {entry.name: getattr(options, entry.name) for entry in fields(EngineConfig)}
+def engine_options(options: EngineConfig, **named: Any) -> dict[str, Any]:
+    """The options as keyword arguments of LLM, `named` in place of the same ones; drafter options get their Python
+    names."""
+    values = {entry.name: getattr(options, entry.name) for entry in fields(EngineConfig)} | named
     values["drafter_options"] = drafter_arguments(options.drafter_options)
     return values
 

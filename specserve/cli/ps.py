@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-from typing import Annotated
 
 import aiohttp
-from cyclopts import Parameter
 
-from specserve.cli.list import AS_JSON, date, print_table
-from specserve.cli.options import OUTPUT
+from specserve.cli.json_output import JsonFile, is_json_alone, write_json
+from specserve.cli.list import date, print_table
 from specserve.server.running import RunningServer, running
 
 _TIMEOUT_S = 2.0
 
 
-def ps(as_json: Annotated[bool, Parameter(name="--json", negative=(), group=OUTPUT, help=AS_JSON)] = False) -> None:
+def ps(*, json_file: JsonFile = None) -> None:
     """Show the servers that run on this machine: process, model, address, since when, and whether they are ready."""
     servers = running()
     states = asyncio.run(_states(servers))
-    if as_json:
-        rows = [dataclasses.asdict(server) | {"state": state} for server, state in zip(servers, states, strict=True)]
-        print(json.dumps(rows, indent=1))
+    found = [dataclasses.asdict(server) | {"state": state} for server, state in zip(servers, states, strict=True)]
+    write_json(json_file, found)
+    if is_json_alone(json_file):
         return
     print_table(
         {"pid": "right", "model": "left", "address": "left", "since": "left", "state": "left"},

@@ -6,27 +6,28 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from specserve.cli.options import MODEL, OUTPUT
+from specserve.cli.json_output import JsonFile, is_json_alone, write_json
+from specserve.cli.list import list_models
+from specserve.cli.options import OUTPUT, model_parameter
 from specserve.config import DEFAULT_MODEL
 
 
 def pull(
-    model: Annotated[
-        str, Parameter(group=MODEL, help="Catalog name, .gguf file or hub id (org/name).")
-    ] = DEFAULT_MODEL,
+    model: Annotated[str, model_parameter("Catalog name, .gguf file or hub id (org/name).")] = DEFAULT_MODEL,
     *,
     list_installed: Annotated[
-        bool, Parameter(name="--list", negative=(), group=OUTPUT, help="List the models in the cache; fetch nothing.")
+        bool, Parameter(name="--list", negative=(), group=OUTPUT, help="As `specserve list`: fetch nothing.")
     ] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Fetch a model into the cache, print its folder. Afterwards it works offline. What was interrupted goes on where
     it stopped, and a model of the hub is fetched again where that has a newer version."""
     if list_installed:
-        from specserve.checkpoint.installed import installed
+        list_models(json_file=json_file)
+        return
+    from specserve.checkpoint import catalog
 
-        for entry in installed():
-            print(f"{entry.name}  {entry.num_bytes / 2**20:.0f} MiB  {entry.folder}")
-    else:
-        from specserve.checkpoint import catalog
-
-        print(catalog.pull(model))
+    folder = catalog.pull(model)
+    write_json(json_file, {"model": model, "folder": str(folder)})
+    if not is_json_alone(json_file):
+        print(folder)

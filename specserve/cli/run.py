@@ -3,51 +3,53 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from specserve.checkpoint.entries import MODELS, short_name
 from specserve.cli.answer import write, write_text
 from specserve.cli.chat import talk
+from specserve.cli.generate import batch
+from specserve.cli.json_output import JsonFile
 from specserve.cli.options import (
-    ENGINE_HELP,
     GENERATION,
-    MODEL,
+    Model,
+    NamedEngineOptions,
     SamplingOptions,
     engine_options,
-    options_type,
     sampling_params,
 )
 from specserve.config import DEFAULT_MODEL, EngineConfig
+from specserve.errors import InputError
 
-if TYPE_CHECKING:
-    RunEngineOptions = EngineConfig
-else:
-    RunEngineOptions = options_type(EngineConfig, "RunEngineOptions", ENGINE_HELP, hidden=("model",))
-
-_ENGINE = RunEngineOptions()
+_ENGINE = NamedEngineOptions()
 _SAMPLING = SamplingOptions()
 
 
 def run(
-    model: Annotated[str, Parameter(group=MODEL, help=ENGINE_HELP["model"].text)] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     prompt: Annotated[str | None, Parameter(group=GENERATION, help="Answer this and end; else a conversation.")] = None,
     *,
+    json_file: JsonFile = None,
     system: Annotated[str | None, Parameter(group=GENERATION, help="System message of the conversation.")] = None,
-    engine: Annotated[RunEngineOptions, Parameter(name="*")] = _ENGINE,
+    engine: Annotated[NamedEngineOptions, Parameter(name="*")] = _ENGINE,
     sampling: Annotated[SamplingOptions, Parameter(name="*")] = _SAMPLING,
 ) -> None:
     """Fetch a model if it is not here, and talk to it; with a prompt, answer that one alone."""
+    if json_file is not None and prompt is None:
+        raise InputError("--json is for the answer to one prompt, not for a conversation. Give a prompt.", "json")
     from specserve.llm import LLM
 
-    options = {**engine_options(replace(engine)), "model": model, **_fitting(model, engine)}
+    options = engine_options(engine, model=model, **_fitting(model, engine))
     with LLM(**options, progress=sys.stderr.isatty()) as llm:
         if prompt is None:
             talk(llm, sampling_params(sampling), system)
             return
         messages = [] if system is None else [{"role": "system", "content": system}]
+        if json_file is not None:
+            batch(llm, [[*messages, {"role": "user", "content": prompt}]], sampling_params(sampling), json_file)
+            return
         chunks = llm.stream_chat([*messages, {"role": "user", "content": prompt}], sampling_params(sampling))
         write(chunks, write_text)
 

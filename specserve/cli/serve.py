@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from specserve.cli.options import ENGINE_HELP, MODEL, engine_options, help_of, options_type
-from specserve.config import DEFAULT_MODEL, EngineConfig
+from specserve.cli.options import Model, NamedEngineOptions, engine_options, help_of, options_type
+from specserve.config import DEFAULT_MODEL
 from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.options import ServeOptions
 
 if TYPE_CHECKING:
     ListenOptions = ServeOptions
-    ServeEngineOptions = EngineConfig
 else:
     ListenOptions = options_type(ServeOptions, "ListenOptions", help_of(ServeOptions, "Operation"))
-    ServeEngineOptions = options_type(EngineConfig, "ServeEngineOptions", ENGINE_HELP, hidden=("model",))
 
-_ENGINE = ServeEngineOptions()
+_ENGINE = NamedEngineOptions()
 _LISTEN = ListenOptions()
 
 
 def serve(
-    model: Annotated[str, Parameter(group=MODEL, help=ENGINE_HELP["model"].text)] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     *,
     listen: Annotated[ListenOptions, Parameter(name="*")] = _LISTEN,
-    engine: Annotated[ServeEngineOptions, Parameter(name="*")] = _ENGINE,
+    engine: Annotated[NamedEngineOptions, Parameter(name="*")] = _ENGINE,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, until SIGINT or SIGTERM."""
     begun = _process_start()
@@ -41,7 +39,7 @@ def serve(
 
         options = ServeOptions(**{entry.name: getattr(listen, entry.name) for entry in fields(ServeOptions)})
         configure(options.log_format, options.log_level)
-        run({**engine_options(replace(engine)), "model": model}, options, begun, spawner)
+        run(engine_options(engine, model=model), options, begun, spawner)
 
 
 def _process_start() -> float:

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from specserve.cli.json_output import JsonFile, tables, write_json
 from specserve.cli.options import OUTPUT
 from specserve.errors import ConfigError, EngineError, InputError
 from specserve.server.logs import clip
@@ -42,24 +43,38 @@ def top(
     interval: Annotated[
         float, Parameter(group=OUTPUT, validator=validators.Number(gte=0.1), help="Seconds between two looks.")
     ] = 1.0,
-    once: Annotated[bool, Parameter(group=OUTPUT, negative=(), help="Print the figures once and end.")] = False,
+    once: Annotated[
+        bool, Parameter(group=OUTPUT, negative=(), help="Print the figures once and end; so does --json.")
+    ] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Watch a running server: requests, tokens per second, latencies, acceptance by drafter, memory. Ctrl-C ends."""
     address = _address(url)
+    if json_file is not None or once:
+        stats = asyncio.run(_look(address, api_key))
+        drawn = frame(address, stats)
+        write_json(json_file, stats)
+        tables(json_file).print(drawn)
+        return
     with suppress(KeyboardInterrupt):
-        asyncio.run(_watch(address, api_key, None if once else interval, Console()))
+        asyncio.run(_watch(address, api_key, interval, Console()))
 
 
-async def _watch(address: str, api_key: str | None, interval: float | None, console: Console) -> None:
-    """Draw frames until interrupted; one frame without an interval. A server that does not answer at first is an error,
-    one that goes away later may come back."""
+def _session(api_key: str | None) -> aiohttp.ClientSession:
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
+
+
+async def _look(address: str, api_key: str | None) -> Stats:
+    async with _session(api_key) as session:
+        return await fetch(session, address)
+
+
+async def _watch(address: str, api_key: str | None, interval: float, console: Console) -> None:
+    """Draw frames until interrupted. A server that does not answer at first is an error, one that goes away later may
+    come back."""
+    async with _session(api_key) as session:
         drawn = frame(address, await fetch(session, address))
-        if interval is None:
-            console.print(drawn)
-            return
         with Live(drawn, console=console, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(interval)

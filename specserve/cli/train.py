@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from specserve.cli.json_output import JsonFile, write_json
 from specserve.cli.options import ENGINE_HELP, help_of, options_type
 from specserve.config import EngineConfig
 from specserve.train.config import KINDS, TrainingOptions
@@ -28,10 +29,12 @@ def train(
     *,
     head: Annotated[HeadOptions, Parameter(name="*")],
     target: Annotated[TargetOptions, Parameter(name="*")] = _TARGET,
+    json_file: JsonFile = None,
 ) -> None:
     """Train a draft head on what the target writes itself. The same options continue an interrupted run."""
     from specserve.train.run import train as run
 
     names = ("dtype", "quantization", "device", "isa", "threads")
     engine = {name: getattr(target, name) for name in names}
-    run(kind, target.model, engine, head, lambda line: print(line, file=sys.stderr, flush=True))
+    found = run(kind, target.model, engine, head, lambda line: print(line, file=sys.stderr, flush=True))
+    write_json(json_file, found)

@@ -96,7 +96,9 @@ class TrainingOptions:
         self._check("checkpoint_minutes", self.checkpoint_minutes >= 0, "at least 0")
         self._check("decay", self.decay in ("cosine", "linear"), "cosine or linear")
         good = bool(self.temperatures) and all(0 <= each < float("inf") for each in self.temperatures)
-        self._check("temperatures", good, "one number or several, each at least 0")
+        if not good:
+            allowed = "one number or several, each at least 0"
+            raise ConfigError(f"--temperature is {self.temperatures!r}; it must be {allowed}.")
         self._check("max_length", self.max_length > self.max_tokens, f"above max_tokens, {self.max_tokens}")
 
     def _check(self, name: str, good: bool, allowed: str) -> None:

@@ -36,9 +36,10 @@ from specserve.train.vocabulary import choose_ids, count_outputs, offsets
 from specserve.train.writing import Say, has_all, write_text
 
 
-def train(kind: str, model: str, engine: Mapping[str, Any], options: TrainingOptions, say: Say) -> None:
-    """Train a head of `kind` for `model` and write it to options.out. `engine` says how the target runs: EngineConfig's
-    dtype, quantization, device, isa and threads. Whatever an earlier call with the same options left is gone on with.
+def train(kind: str, model: str, engine: Mapping[str, Any], options: TrainingOptions, say: Say) -> dict[str, Any]:
+    """Train a head of `kind` for `model` and write it to options.out; gives what was made, and its acceptance. `engine`
+    says how the target runs: EngineConfig's dtype, quantization, device, isa and threads. Whatever an earlier call with
+    the same options left is gone on with.
 
     Raises ConfigError, InputError, ModelError and CapacityError as what each is wrong with.
     """
@@ -55,7 +56,7 @@ def train(kind: str, model: str, engine: Mapping[str, Any], options: TrainingOpt
     with WrittenText(options.text_folder, {**origin, **options.text_identity()}, spec.vocab_size) as text:
         if not has_all(text, jobs, options.tokens):
             _write(text, prompts, jobs, model, engine, options, say)
-        _Run(kind, folder, text, prompts, engine, options).run(model, say)
+        return _Run(kind, folder, text, prompts, engine, options).run(model, say)
 
 
 def _origin(folder: Path, engine: Mapping[str, Any], prompts: Prompts) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class _Run:
         head = make_head(kind, self._target, self._ids, mask, options)
         self.training = Training(options.out, head, self._target, self._ids, self._answers, held_out, options)
 
-    def run(self, model: str, say: Say) -> None:
+    def run(self, model: str, say: Say) -> dict[str, Any]:
         training, options = self.training, self._options
         head = training.head
         say(f"draft vocabulary: {self._covered()}")
@@ -169,8 +170,12 @@ class _Run:
         verifier = Verifier(model, self._target.origin.fingerprint())
         spec, weights = head.unshared() if options.int8 else (head.spec, head.state_dict())
         write_head(options.out, spec, weights, d2t, verifier, int8=options.int8)
-        write_recipe(options.out, self._facts(model), training.seconds, training.acceptance())
+        acceptance = training.acceptance()
+        write_recipe(options.out, self._facts(model), training.seconds, acceptance)
         say(f"head and RECIPE.md: {options.out}")
+        shares = {name: {"accepted": each.accepted, "by_depth": each.by_depth} for name, each in acceptance.items()}
+        counts = {"num_steps": training.num_steps, "num_answers": len(self._answers), "seconds": training.seconds}
+        return {"out": str(options.out), "head": in_words(head), "model": model, **counts, "acceptance": shares}
 
     def _covered(self) -> str:
         share = self._counts[self._ids].sum() / self._counts.sum()

@@ -243,7 +243,7 @@ def test_the_command_prints_a_table_and_writes_the_figures(
     monkeypatch.chdir(tmp_path)
     Path("own.txt").write_text("It was a dark and stormy night; the rain fell in torrents." * 3)
     engine = ("--model", str(folder), "--dtype", "float32", "--kv-cache-gib", "0.02", "--threads", "1")
-    flags = ("--quantizations", "none", "--text", "own.txt", "--tokens", "60", "--window", "32", "--json", "o.json")
+    flags = ("--quantization", "none", "--text", "own.txt", "--tokens", "60", "--window", "32", "--json", "o.json")
     assert run(("bench", "quality", *engine, *flags)) == 0
     found = json.loads(Path("o.json").read_text())
     assert set(found) == KEYS | {"text", "window"}
@@ -254,10 +254,10 @@ def test_the_command_prints_a_table_and_writes_the_figures(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--quantizations", "none,int3"), "int3"),
-        (("--quantizations", "none, none"), "each once"),
+        (("--quantization", "none,int3"), "int3"),
+        (("--quantization", "none, none"), "each once"),
         (("--text", "absent.txt"), "absent.txt"),
-        (("--quantization", "int8"), "--quantization"),
+        (("--max-num-seqs", "4"), "--max-num-seqs"),
         (("--window", "0"), "--window"),
         (("--tokens", "1.5"), "not a whole number"),
     ],

@@ -46,7 +46,7 @@ def run(program: Any, monkeypatch: pytest.MonkeyPatch, told: Path, *options: str
 def test_a_real_models_outputs_fit_and_free_rows_are_what_they_are_alone(
     programs: SimpleNamespace, smollm2: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    options = ("--schemas=40", "--seed=4", "--limit=4", "--drafters=ngram,prediction", "--batch=8", "--max-tokens=80")
+    options = ("--schemas=40", "--seed=4", "--limit=4", "--drafter=ngram,prediction", "--batch=8", "--max-tokens=80")
     status, figures = run(programs.validity, monkeypatch, tmp_path / "told.json", f"--model={smollm2}", *options)
     assert status == 0
     assert [each["temperature"] for each in figures["runs"]] == [0.0, 0.0, 1.0, 1.0]
@@ -60,7 +60,7 @@ def test_a_real_models_outputs_fit_and_free_rows_are_what_they_are_alone(
 
 
 def few(tiny: Path) -> tuple[str, ...]:
-    return f"--model={tiny}", "--schemas=6", "--drafters=none", "--temperatures=1", "--max-tokens=120"
+    return f"--model={tiny}", "--schemas=6", "--drafter=none", "--temperature=1", "--max-tokens=120"
 
 
 def test_a_misfit_ends_with_1(
@@ -83,7 +83,7 @@ def test_a_constrained_row_that_differs_from_the_first_drafters_ends_with_1(
         return replace(made, seed=next(seeds)) if is_bound else made
 
     monkeypatch.setattr(programs.validity.Trial, "_params", seeded_anew)
-    status, figures = run(programs.validity, monkeypatch, tmp_path / "told.json", *few(tiny), "--drafters=none,grammar")
+    status, figures = run(programs.validity, monkeypatch, tmp_path / "told.json", *few(tiny), "--drafter=none,grammar")
     first, second = figures["runs"]
     assert status == 1
     assert first["bound_differs"] == 0 < second["bound_differs"]
@@ -149,7 +149,7 @@ def test_speed_times_pairs(
     tool = {"name": "f", "description": "Does it.", "parameters": parameters}
     tools.write_text(json.dumps({"question": [[{"content": "Do it."}]], "function": [tool]}) + "\n", "utf-8")
     told = tmp_path / "told.json"
-    options = ("speed", f"--tools={tools}", f"--model={tiny}", "--drafters=ngram", "--repeats=1", f"--json={told}")
+    options = ("speed", f"--tools={tools}", f"--model={tiny}", "--drafter=ngram", "--repeats=1", f"--json={told}")
     monkeypatch.setattr(sys, "argv", list(options))
     programs.speed.main()
     (figures,) = json.loads(told.read_text("utf-8"))["drafters"]

@@ -393,7 +393,7 @@ def test_rm_asks(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     catalog.resolve(REPO, progress=False)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     for answer, left in (("n", 1), ("", 1), ("y", 0)):
-        monkeypatch.setattr("builtins.input", lambda question, said=answer: said)
+        monkeypatch.setattr("builtins.input", lambda said=answer: said)
         assert run(["rm", REPO]) == 0
         assert len(installed.installed()) == left
 

@@ -67,14 +67,14 @@ def test_a_head_and_its_target(inspect: Callable[..., Outcome], tiny: Path, tmp_
     for said in ("Draft head", "kind EAGLE-3", "format speculators", "verifier org/tiny", "layers 0, 1, from 0"):
         assert said in out
     assert "M parameters" in out and "fits" not in out
-    status, out, _ = inspect(str(folder / "model.safetensors"), "--model", str(tiny))
+    status, out, _ = inspect(str(folder / "model.safetensors"), "--target", str(tiny))
     assert status == 0 and f"fits {tiny}: 3 layers" in out
 
 
 def test_a_head_for_another_target(inspect: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
     target = shape(tiny)
     other = TargetShape(hidden_size=target.hidden_size, num_layers=9, vocab_size=target.vocab_size)
-    status, out, err = inspect(str(eagle(tmp_path / "head", tiny, other)), "--model", str(tiny))
+    status, out, err = inspect(str(eagle(tmp_path / "head", tiny, other)), "--target", str(tiny))
     assert (status, out) == (2, "")
     assert "a target of 9 layers, and this one has 3" in err
 
@@ -104,7 +104,7 @@ def test_medusa(inspect: Callable[..., Outcome], tmp_path: Path) -> None:
 
 
 def test_a_model(inspect: Callable[..., Outcome], tiny: Path) -> None:
-    status, out, _ = inspect(str(tiny), "--model", str(tiny))
+    status, out, _ = inspect(str(tiny), "--target", str(tiny))
     assert status == 0
     for said in ("Model folder", "type llama", "layers 3 of 64", "context 2,048 tokens", "only draft heads"):
         assert said in out

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +142,17 @@ def test_one_frame(top: Top) -> None:
         "",
         "40 steps 100.00 ms each: draft 12%, forward 75%, sample 6%, host 6% 5 drafts dropped",
     ]
+
+
+@pytest.mark.parametrize("flags", [("--json",), ("--once", "--json"), ("--json", "o.json")])
+def test_the_figures_as_json(top: Top, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
+    monkeypatch.chdir(tmp_path)
+    with serving(lambda request: web.json_response(figures())) as address:
+        status, out, err = top(address, *flags)
+    assert (status, err) == (0, "")
+    told = Path("o.json").read_text() if "o.json" in flags else out
+    assert json.loads(told) == json.loads(json.dumps(figures())) | {"uptime_s": json.loads(told)["uptime_s"]}
+    assert out.startswith("╭" if "o.json" in flags else "{")
 
 
 def test_a_server_that_has_done_nothing(top: Top) -> None:

@@ -290,7 +290,7 @@ def test_a_file_that_is_none_is_refused(text: str, tmp_path: Path, capsys: pytes
     file = tmp_path / "groups.json"
     file.write_text(text)
     assert run(["grammar", "check", str(file)]) == 2
-    assert run(["grammar", "check", str(file), "--backend", "lguidance"]) == 2
+    assert run(["grammar", "check", str(file), "--grammar-backend", "lguidance"]) == 2
     assert "llguidance" in capsys.readouterr().err
 
 

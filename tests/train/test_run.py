@@ -148,7 +148,7 @@ def test_too_little_memory(tiny: Path, engine: dict[str, Any], options: Make, mo
 def test_the_command(tiny: Path, prompt_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "eagle", "--model", str(tiny), "--prompts", str(prompt_file), "--out", str(tmp_path / "head")]
     arguments += ["--device", "cpu", "--max-tokens", "8", "--max-length", "64", "--epochs", "1", "--depth", "2"]
-    arguments += ["--temperatures", "0", "--batch-tokens", "256", "--hidden-layers", "0", "--hidden-layers", "1"]
+    arguments += ["--temperature", "0", "--batch-tokens", "256", "--hidden-layers", "0", "--hidden-layers", "1"]
     assert run(arguments) == 0
     assert "head and RECIPE.md" in capsys.readouterr().err
     assert (tmp_path / "head/config.json").exists()

@@ -179,5 +179,5 @@ def test_batches_have_every_answer_once_an_epoch() -> None:
 def test_wrong_options(options: Callable[..., TrainingOptions]) -> None:
     with pytest.raises(ConfigError, match="--max-length is 16; it must be above max_tokens"):
         options(max_length=16)
-    with pytest.raises(ConfigError, match="--temperatures"):
+    with pytest.raises(ConfigError, match="--temperature"):
         options(temperatures=())
