@@ -37,6 +37,14 @@ class SpecserveError(Exception):
     """Base of all errors raised on purpose."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a call that had many prompts: `outputs` are those that had ended, None in place of the others."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+
 class InputError(SpecserveError, ValueError):
     """A request is wrong. `param` is the request field at fault, or None; `code` a short name of what is wrong with it,
     where programs may want to know."""

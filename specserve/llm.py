@@ -9,10 +9,10 @@ a thread of its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence as Many
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence as Many
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,9 +26,9 @@ from specserve.engine.engine import Engine
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.engine.port import LocalPort, ThreadPort
 from specserve.engine.request import Request
-from specserve.errors import EngineError, InputError, SpecserveError
+from specserve.errors import EngineError, Interrupted, SpecserveError
 from specserve.machine.ownership import Ownership, interrupted_after
-from specserve.prompts import Messages, Prediction, Prompt, Requests
+from specserve.prompts import Messages, Prediction, Prompt, Requests, as_conversations, as_prompts, one_each
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers
 from specserve.types import Event, SamplingParams
@@ -95,10 +95,11 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in order. A prompt is text or a list of token ids; `params` is one for all or
-        one for each. Raises InputError for the first bad one, before anything runs."""
-        batch = _prompts(prompts)
+        one for each. Raises InputError for the first bad one, before anything runs; on Ctrl-C Interrupted, a
+        KeyboardInterrupt that has the outputs which had ended."""
+        batch = as_prompts(prompts)
         fields = self._requests.fields(drafter, prediction)
-        each = zip(batch, _each(params, len(batch)), strict=True)
+        each = zip(batch, one_each(params, len(batch)), strict=True)
         return self._run([self._requests.of_prompt(p, s, **fields) for p, s in each], progress)
 
     def chat(
@@ -113,9 +114,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of them, through the model's chat
         template; `template` goes to it. What a model that reasons thinks first is the outputs' `reasoning`."""
-        batch = _conversations(messages)
+        batch = as_conversations(messages)
         fields = self._requests.fields(drafter, prediction)
-        each = zip(batch, _each(params, len(batch)), strict=True)
+        each = zip(batch, one_each(params, len(batch)), strict=True)
         return self._run([self._requests.of_chat(m, s, template, **fields) for m, s in each], progress)
 
     def stream(
@@ -180,9 +181,13 @@ class LLM:
 
     def _run(self, made: list[tuple[Request, RequestOutput]], progress: bool) -> list[RequestOutput]:
         with self._submitted(made) as collectors, _progress_bar(len(made), progress) as show:
-            while not all(collector.finished for collector in collectors):
-                self._step(collectors)
-                show(sum(collector.finished for collector in collectors))
+            try:
+                while not all(collector.finished for collector in collectors):
+                    self._step(collectors)
+                    show(sum(collector.finished for collector in collectors))
+            except KeyboardInterrupt as error:
+                ended = [out if each.finished else None for each, (_, out) in zip(collectors, made, strict=True)]
+                raise Interrupted(ended) from error
         return [output for _, output in made]
 
     def _stream(self, made: tuple[Request, RequestOutput]) -> Iterator[Chunk]:
@@ -360,27 +365,6 @@ class AsyncLLM:
         finally:
             if not collector.finished:
                 self._port.abort(request.id)
-
-
-def _prompts(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
-    """Text, one mapping or one list of ids is one prompt; anything else is a list of prompts."""
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Many[Prompt], prompts))
-
-
-def _conversations(messages: Messages | Many[Messages]) -> list[Messages]:
-    if messages and isinstance(messages[0], Mapping):
-        return [cast(Messages, messages)]
-    return list(cast(Many[Messages], messages))
-
-
-def _each(params: SamplingParams | Many[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InputError(f"{len(params)} sampling parameters for {count} prompts; give one for all or one for each.")
-    return list(params)
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Event | SpecserveError) -> None:

@@ -80,3 +80,26 @@ def _unwrap(prompt: Mapping[str, Any]) -> str | list[int]:
     raise InputError(
         f"A prompt mapping has 'prompt' or 'prompt_token_ids', not {', '.join(map(repr, prompt))}.", "prompt"
     )
+
+
+def as_prompts(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
+    """Text, one mapping or one list of ids is one prompt; anything else is a list of prompts."""
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Many[Prompt], prompts))
+
+
+def as_conversations(messages: Messages | Many[Messages]) -> list[Messages]:
+    """One conversation, or a list of them, as a list."""
+    if messages and isinstance(messages[0], Mapping):
+        return [cast(Messages, messages)]
+    return list(cast(Many[Messages], messages))
+
+
+def one_each(params: SamplingParams | Many[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Sampling parameters for each of `count` prompts. Raises InputError."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InputError(f"{len(params)} sampling parameters for {count} prompts; give one for all or one for each.")
+    return list(params)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specserve.config import DRAFT_MODEL
 from specserve.errors import ConfigError, EngineError
 from specserve.histogram import Histogram
+from specserve.machine.ownership import interrupted_after
 from specserve.registry import DRAFTERS, RUNS_MODEL
 from specserve.types import SamplingParams, SequenceStats
 
@@ -169,8 +170,9 @@ def compare(
         replies, wall = take(llm, questions, plan, turn)
         taken[turn.drafter] = replies, wall, before, llm.counters()
         if len(taken) == len(runs):
-            for name, group in taken.items():
-                by_name[name].add(*group)
+            with interrupted_after():
+                for name, group in taken.items():
+                    by_name[name].add(*group)
             taken.clear()
     return runs
 

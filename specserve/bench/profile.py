@@ -12,6 +12,7 @@ from rich.table import Table
 from specserve.bench.report import table_of
 from specserve.bench.traffic import Part, read_bandwidth, watched
 from specserve.bench.verify_cost import WARM_UP_ROUNDS, Timing, VerifySteps, settings
+from specserve.machine.ownership import interrupted_after
 from specserve.runtime.executor import local
 
 if TYPE_CHECKING:
@@ -44,20 +45,28 @@ def profile(
     `parts` are the ops, those of like name together and named by what they read where that differs, and then what is
     outside the kernels. Of each: calls in a step, ms (a median), share of the sum of all parts, bytes it must read, and
     bandwidth_utilisation, those bytes over what memory could have given in that time. Timing every op costs a little
-    itself, so step_ms is above verify_cost's. `on_round` is called before each step. Raises ConfigError.
+    itself, so step_ms is above verify_cost's. `on_round` is called before each step. Ctrl-C ends it: the figures are of
+    the steps before, `repeats` of them, and `interrupted`. Raises ConfigError, and KeyboardInterrupt where there is
+    none.
     """
     shares: dict[str, _Share] = {}
     totals: list[float] = []
     bandwidth = read_bandwidth(local(llm.engine.executor).runner.ops)
     with VerifySteps(llm, ids, [rows]) as steps, watched(llm.engine, llm.config.max_num_batched_tokens) as runner:
-        for number in range(WARM_UP_ROUNDS + repeats):
-            on_round()
-            for timing in steps.round([rows]):
-                if number >= WARM_UP_ROUNDS:
-                    _add(shares, runner.parts(), runner.watched.seconds, timing)
-                    totals.append(timing.total)
+        try:
+            for number in range(WARM_UP_ROUNDS + repeats):
+                on_round()
+                for timing in steps.round([rows]):
+                    if number >= WARM_UP_ROUNDS:
+                        with interrupted_after():
+                            _add(shares, runner.parts(), runner.watched.seconds, timing)
+                            totals.append(timing.total)
+        except KeyboardInterrupt:
+            if not totals:
+                raise
     bandwidth = max(bandwidth, read_bandwidth(local(llm.engine.executor).runner.ops))
-    return {**settings(llm, len(ids), repeats), "rows": rows, **_figures(shares, totals, bandwidth)}
+    measured = settings(llm, len(ids), len(totals), repeats)
+    return {**measured, "rows": rows, **_figures(shares, totals, bandwidth)}
 
 
 def _add(shares: dict[str, _Share], parts: list[Part], seconds: float, timing: Timing) -> None:

@@ -58,8 +58,9 @@ def quality(
     quantization. `cut` makes the windows of ids, with the tokenizer of the float32 engine.
 
     ratio is a perplexity over float32's; top1_agreement is with float32's likeliest tokens. `on_window` is called
-    before each window with the weights' name and the number of windows of all runs together. Raises ConfigError,
-    ModelError, CapacityError or EngineError.
+    before each window with the weights' name and the number of windows of all runs together. Ctrl-C ends it with the
+    runs that were whole, and `interrupted`. Raises ConfigError, ModelError, CapacityError or EngineError, and
+    KeyboardInterrupt where no run was whole.
     """
     check(options, quantizations)
     with LLM(**{**options, **REFERENCE}) as llm:
@@ -72,13 +73,18 @@ def quality(
             "device": llm.device,
             "kernels": local(llm.engine.executor).runner.ops.name,
         }
-    runs = []
-    for quantization in quantizations:
-        with LLM(**{**options, "quantization": quantization}) as llm:
-            on_own = partial(on_window, weights_name(llm.dtype, llm.quantization), total)
-            runs.append(_run(llm, _score(llm, pieces, on_own), reference))
+    runs: list[dict[str, Any]] = []
+    try:
+        for quantization in quantizations:
+            with LLM(**{**options, "quantization": quantization}) as llm:
+                on_own = partial(on_window, weights_name(llm.dtype, llm.quantization), total)
+                runs.append(_run(llm, _score(llm, pieces, on_own), reference))
+    except KeyboardInterrupt:
+        if not runs:
+            raise
     return {
         **figures,
+        "interrupted": len(runs) < len(quantizations),
         "windows": len(pieces),
         "tokens": len(reference.logprobs),
         "reference": {**REFERENCE, "perplexity": reference.perplexity},

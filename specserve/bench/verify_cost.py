@@ -15,6 +15,7 @@ from specserve.bench.report import described, table_of
 from specserve.bench.traffic import read_bandwidth, watched
 from specserve.engine.request import Request
 from specserve.errors import ConfigError, EngineError
+from specserve.machine.ownership import interrupted_after
 from specserve.machine.worker import Outcome
 from specserve.registry import NONE
 from specserve.runtime.executor import local
@@ -106,7 +107,7 @@ class VerifySteps:
         number of rows in `order`."""
         self._engine.add(Request(id=REQUEST_ID, prompt_ids=self._ids, params=self._params))
         try:
-            while not _tokens(self._engine.step()):
+            while not _tokens(self._one_step()):
                 pass
             for rows in order:
                 yield self._step(rows)
@@ -118,11 +119,15 @@ class VerifySteps:
         for seq in engine.requests[REQUEST_ID]:
             seq.draft_limit = rows - 1
         before = engine.counters.snapshot()
-        tokens = _tokens(engine.step())
+        tokens = _tokens(self._one_step())
         after = engine.counters
         assert after.num_rows - before.num_rows == rows, "the draft fills its budget, and the budget is what was asked"
         assert len(tokens) == 1, "no token of the draft is right"
         return Timing(rows, {phase: after.seconds[phase] - before.seconds[phase] for phase in after.seconds})
+
+    def _one_step(self) -> list[Event]:
+        with interrupted_after():
+            return self._engine.step()
 
 
 def _tokens(events: list[Event]) -> list[int]:
@@ -164,7 +169,8 @@ def verify_cost(
     bandwidth_utilisation (bytes_per_step over what memory gives at that bandwidth in the time of the round's 1-row
     step). Ratios are taken within a round because a shared machine's memory may be twice as fast a second later.
     bytes_per_step is what the ops of a 1-row step must read, weights as they are packed and the KV of the context.
-    `on_round` is called before each round. Raises ConfigError.
+    `on_round` is called before each round. Ctrl-C ends it: the figures are of the rounds that were whole, `repeats` of
+    them, and `interrupted`. Raises ConfigError, and KeyboardInterrupt where no round was whole.
     """
     if not rows or rows[0] != 1 or len(set(rows)) < len(rows):
         raise ConfigError(
@@ -175,12 +181,17 @@ def verify_cost(
     with VerifySteps(llm, ids, rows) as steps:
         bytes_per_step = _bytes_per_step(llm, steps)
         measured: list[_Round] = []
-        for number in range(WARM_UP_ROUNDS + repeats):
-            on_round()
-            shift = number % len(rows)
-            timings = {timing.rows: timing for timing in steps.round([*rows[shift:], *rows[:shift]])}
-            measured.append(_Round(timings, read_bandwidth(ops)))
-    return {**settings(llm, len(ids), repeats), **_figures(rows, measured[WARM_UP_ROUNDS:], bytes_per_step)}
+        try:
+            for number in range(WARM_UP_ROUNDS + repeats):
+                on_round()
+                shift = number % len(rows)
+                timings = {timing.rows: timing for timing in steps.round([*rows[shift:], *rows[:shift]])}
+                measured.append(_Round(timings, read_bandwidth(ops)))
+        except KeyboardInterrupt:
+            if len(measured) <= WARM_UP_ROUNDS:
+                raise
+    rounds = measured[WARM_UP_ROUNDS:]
+    return {**settings(llm, len(ids), len(rounds), repeats), **_figures(rows, rounds, bytes_per_step)}
 
 
 def _bytes_per_step(llm: LLM, steps: VerifySteps) -> int:
@@ -190,13 +201,14 @@ def _bytes_per_step(llm: LLM, steps: VerifySteps) -> int:
     return sum(part.num_bytes for part in parts)
 
 
-def settings(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
-    """What was measured, for the JSON."""
+def settings(llm: LLM, context: int, repeats: int, asked: int) -> dict[str, Any]:
+    """What was measured, for the JSON: `repeats` of those that were `asked` for."""
     return {
         **described(llm),
         "kernels": local(llm.engine.executor).runner.ops.name,
         "context": context,
         "repeats": repeats,
+        "interrupted": repeats < asked,
     }
 
 

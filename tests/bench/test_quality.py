@@ -25,7 +25,7 @@ from specserve.testing import Feed, PagedDecoder, tiny_tokenizer, write_tiny_mod
 from specserve.types import TokenLogprobs
 
 SIZE, TOKENS = 40, 150
-KEYS = {"model", "device", "kernels", "windows", "tokens", "reference", "runs"}
+KEYS = {"model", "device", "kernels", "windows", "tokens", "reference", "runs", "interrupted"}
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from specserve.types import Draft, SamplingParams
 CONTEXT = 37
 KEYS = {
     *("model", "device", "kernels", "dtype", "quantization", "threads", "context", "repeats", "rows", "step_ms"),
+    "interrupted",
     *("cost", "forward_ms", "host_ms", "bytes_per_step", "read_bandwidth_gbs", "bandwidth_utilisation"),
 }
 

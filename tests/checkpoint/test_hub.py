@@ -230,6 +230,20 @@ def test_a_download_that_was_cut_at_half_goes_on_from_there(hub: Hub, monkeypatc
     assert size // 4 < begin < size
 
 
+def test_pull_that_is_interrupted_says_that_it_goes_on(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, len(hub.repos[REPO]["model.safetensors"]) // 2)
+        assert run(["pull", REPO]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("Interrupted. The same command goes on where it stopped.\n")
+    hub.requests.clear()
+    assert run(["pull", REPO]) == 0
+    assert max(start for _, start in hub.requests) > 0
+
+
 def test_a_process_that_is_killed_at_half_is_resumed_by_the_next(hub: Hub, tmp_path: Path) -> None:
     """By name on the command line, with the environment variables that users set."""
     data = os.urandom(2**23)

@@ -140,7 +140,7 @@ def test_standard_output_has_json_alone_or_text_and_a_file(
     beside = json.loads(Path("out.json").read_text())
     assert type(beside) is type(alone) and len(beside) == len(alone)
     assert bool(out) == (command not in ("list", "ps", "pull --list") or bool(alone))
-    with pytest.raises(ValueError, match="Expecting value|Extra data"):
+    with pytest.raises(ValueError, match=r"Expecting value|Extra data"):
         json.loads(out)
 
 

@@ -43,7 +43,7 @@ def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, spawne
     """Serve until a signal ends it. `engine` are EngineConfig's fields; `begun` is when the process started, in seconds
     of time.perf_counter(); the engine's processes come from `spawner`. Raises EngineError with the cause when the
     engine cannot be kept running, ConfigError, ModelError or CapacityError for what the engine cannot start with, as
-    far as that is known before anything listens; KeyboardInterrupt after SIGINT."""
+    far as that is known before anything listens; KeyboardInterrupt where a second SIGINT cut the drain short."""
     imported = time.perf_counter()
     sys.setswitchinterval(_SWITCH_S)
     use_own_threads_only()
@@ -54,10 +54,10 @@ def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, spawne
     folder = catalog.resolve(engine["model"], progress=sys.stderr.isatty())
     timeline = {"process and imports": imported - begun, "model folder": time.perf_counter() - imported}
 
-    async def live() -> int | None:
+    async def live() -> bool:
         return await _Life(engine, options, folder, timeline, begun, spawner).run()
 
-    if asyncio.run(live()) == signal.SIGINT:
+    if asyncio.run(live()):
         raise KeyboardInterrupt
 
 
@@ -107,8 +107,8 @@ class _Life:
         except SpecserveError as error:  # requests that need it will say so too
             _log.warning("What conversations need could not be made ready: %s", error)
 
-    async def run(self) -> int | None:
-        """The signal that ended it; None where the engine did."""
+    async def run(self) -> bool:
+        """Whether Ctrl-C, pressed again, cut its drain short."""
         self._catch_signals()
         reporter, preparing = asyncio.create_task(self._report()), list[asyncio.Task[None]]()
         try:
@@ -130,7 +130,7 @@ class _Life:
         error = self._supervisor.finished.exception()
         if error is not None:
             raise error
-        return self._signal
+        return self._signal == signal.SIGINT and self._asked_again.is_set()
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
