@@ -22,6 +22,8 @@ REPEATED := --hypothesis-profile=repeated
 CONTRACT_FLAGS ?=
 PYTHONS ?= $(PYTHON)
 TORCH ?=
+RELEASES ?= bookworm trixie
+TRY_FLAGS ?=
 SERVE_FLAGS ?=
 
 # Modules are compiled once, not by every process that the tests start.
@@ -39,8 +41,12 @@ DEV_REQUIRES := import tomllib; project = tomllib.load(open("pyproject.toml", "r
   print(*(one for some in (project["dependencies"], *extras) for one in some if not one.startswith(project["name"])), sep="\n")
 GRAMMARS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["xgrammar"], sep="\n")
 BROWSER := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["browser"], sep="\n")
+RELEASE := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"], sep="\n")
 MISSING_TOOLS := $(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+TRY_DRAFTERS := import pkgutil, specserve.drafters as d; print("specserve", *d.__path__, *(m.name for m in pkgutil.iter_modules(d.__path__)))
+TRY_GRAMMARS := from specserve.structured import library; print("grammars", *(library.find(name).name for name in library.names()))
+TRY_NATIVE := from specserve.kernels import _native; print("native kernels", _native.__file__)
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("platlib"))
 SANITIZE := build/sanitize
 BARE := build/bare
@@ -61,7 +67,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser contract wheel bare pythons clean
+.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser contract wheel sdist bare try-wheel pythons clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -174,19 +180,36 @@ contract: $(STAMP) ## Hold real clients (openai, anthropic, outlines, lm-eval, .
 	@echo "== clients"
 	@$(BIN)/python tests/contract/run.py $(CONTRACT_FLAGS)
 
-wheel: $(STAMP) ## Build the wheel into dist/ and try it in an environment of its own, from another folder.
+# kernels/cpu/older_libraries.cpp keeps a native module that a recent machine makes fit for older ones; auditwheel checks it
+# and writes into the wheel's name which. PYTHONS="python3.11 python3.13" makes one each; that of 3.12 or later is for all of them.
+wheel: $(STAMP) ## Build the wheel into dist/, with the oldest Linux it fits in its name, and try it in an environment of its own.
 	@echo "== wheel"
-	@rm -rf build/wheel && mkdir -p build/wheel dist
-	@$(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
-	@$(PYTHON) -m venv --without-pip build/wheel/venv
-	@$(PIP) --python build/wheel/venv/bin/python install --no-deps build/wheel/*.whl
-	@cd build/wheel && venv/bin/python -c \
-	  "import pkgutil, specserve.drafters as d; print('specserve', *d.__path__, *(m.name for m in pkgutil.iter_modules(d.__path__)))"
-	@cd build/wheel && venv/bin/python -c \
-	  "from specserve.structured import library; print('grammars', *(library.find(name).name for name in library.names()))"
-	@test $$SPECSERVE_REQUIRE_NATIVE = 0 || (cd build/wheel && venv/bin/python -c \
-	  "from specserve.kernels import _native; print('native kernels', _native.__file__)")
-	@mv build/wheel/*.whl dist/
+	@$(BIN)/python -c '$(RELEASE)' | $(PIP) install -r /dev/stdin
+	@rm -rf build/wheel dist/*.whl && mkdir -p dist
+	@set -e; for python in $(PYTHONS); do \
+	  made=build/wheel/$$(basename $$python); own=$$made/venv/bin/python; \
+	  $$python -m venv --without-pip $$made/venv; \
+	  if test "$$python" = "$(PYTHON)"; then $(PIP) wheel --no-deps --no-build-isolation -w $$made .; \
+	  else $(PIP) --python $$own wheel --no-deps -w $$made .; fi; \
+	  $(BIN)/python tests/wheel/audit.py $$made/*.whl --into dist; \
+	  $(PIP) --python $$own install --no-deps --no-index --find-links dist specserve; \
+	  (cd build/wheel && ../../$$own -c '$(TRY_DRAFTERS)' && ../../$$own -c '$(TRY_GRAMMARS)' && \
+	    if test $$SPECSERVE_REQUIRE_NATIVE = 1; then ../../$$own -c '$(TRY_NATIVE)'; fi); \
+	done
+
+sdist: $(STAMP) ## Build the source distribution into dist/, and a wheel out of it alone.
+	@echo "== source distribution"
+	@$(BIN)/python -c '$(RELEASE)' | $(PIP) install -r /dev/stdin
+	@rm -rf build/sdist dist/*.tar.gz && mkdir -p build/sdist dist
+	@$(BIN)/python -m build --quiet --sdist --no-isolation --outdir build/sdist .
+	@$(PYTHON) -m venv --without-pip build/sdist/venv
+	@$(PIP) --python build/sdist/venv/bin/python install --no-deps build/sdist/*.tar.gz
+	@cd build/sdist && venv/bin/python -c '$(TRY_DRAFTERS)' && venv/bin/python -c '$(TRY_GRAMMARS)' && \
+	  if test $$SPECSERVE_REQUIRE_NATIVE = 1; then venv/bin/python -c '$(TRY_NATIVE)'; fi
+	@mv build/sdist/*.tar.gz dist/ && ls -1sh dist/*.tar.gz
+
+try-wheel: ## Install and use dist/'s wheel in bare systems of RELEASES="bookworm trixie" (root, debootstrap); times and disk.
+	@$(PYTHON) tests/wheel/bare_systems.py $(RELEASES) $(TRY_FLAGS)
 
 # Made anew when the requirements may have changed; the wheel is installed each time, and then whatever it requires that is
 # not there.
@@ -199,8 +222,8 @@ $(BARE)/.made: pyproject.toml constraints.txt $(STAMP)
 bare: wheel $(BARE)/.made ## Use the wheel as a newcomer without extras: in an environment of its own, from another folder.
 	@echo "== the wheel in a bare environment"
 	@$(BIN)/specserve pull $(MODEL)
-	@wheel=$$(ls -t dist/*.whl | head -1) && pip="$(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install" && \
-	  $$pip --force-reinstall --no-deps $$wheel && $$pip $$wheel
+	@pip="$(BARE)/venv/bin/python -m pip --disable-pip-version-check -qq install" && \
+	  $$pip --force-reinstall --no-deps --no-index --find-links dist specserve && $$pip --find-links dist specserve
 	@$(BARE)/venv/bin/python -P tests/bare/run.py --model $(MODEL)
 
 # Not part of `test`: it compiles and fetches torch for each Python. With TORCH="torch==2.14.1" it tries another release.

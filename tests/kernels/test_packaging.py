@@ -1,4 +1,5 @@
-"""The native module as it was built: where it lies, and that only the kernels of an instruction set use it."""
+"""The native module as it was built: where it lies, that only the kernels of an instruction set use it, and how old the
+system's libraries may be."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from specserve.ops import choice
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = os.environ.get("SPECSERVE_REQUIRE_NATIVE") == "1"
+# What the libraries of manylinux_2_28 have: glibc 2.28 and those of GCC 8.
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +34,16 @@ def native() -> Path:
         if NEEDED:
             pytest.fail(f"SPECSERVE_REQUIRE_NATIVE=1, but: {error}")
         pytest.skip(f"Built without native kernels: {error}")
+
+
+@pytest.fixture(scope="module")
+def objdump() -> str:
+    """The program's path. Skips without it; with SPECSERVE_REQUIRE_NATIVE=1 that fails."""
+    found = shutil.which("objdump")
+    if found is None:
+        assert not NEEDED, "SPECSERVE_REQUIRE_NATIVE=1, but there is no objdump (package binutils)"
+        pytest.skip("There is no objdump (package binutils).")
+    return found
 
 
 def instructions(disassembly: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -87,13 +100,9 @@ def test_one_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only x86 has several sets of instructions")
-def test_wide_instructions_stay_in_their_kernels(native: Path) -> None:
+def test_wide_instructions_stay_in_their_kernels(native: Path, objdump: str) -> None:
     """Otherwise a processor without AVX dies of an illegal instruction in code that everybody runs: of an inline
     function the linker keeps one copy, and that may be the one compiled for AVX-512."""
-    objdump = shutil.which("objdump")
-    if objdump is None:
-        assert not NEEDED, "SPECSERVE_REQUIRE_NATIVE=1, but there is no objdump (package binutils)"
-        pytest.skip("There is no objdump (package binutils).")
     command = [objdump, "--disassemble", "--no-show-raw-insn", "--section=.text", str(native)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     with_avx = {function for function, mnemonic in instructions(lines) if mnemonic.startswith("v")}
@@ -116,3 +125,38 @@ def test_misplaced_instructions_are_noticed() -> None:
     1030:\t{evex} vmovd %xmm0,%eax
 """
     assert misplaced(text.splitlines()) == {"_ZNSt6vectorIfSaIfEE17_M_default_appendEm", "_GLOBAL__sub_I_6avx512"}
+
+
+def too_new(headers: str) -> set[str]:
+    """Versions of libraries' symbols that `objdump -p` says a file needs and a manylinux_2_28 system does not have."""
+    needed = re.findall(r"^ +0x[0-9a-f]{8} 0x[0-9a-f]{2} \d+ (\w+?)_([A-Z\d].*)$", headers, re.MULTILINE)
+    assert needed
+    return {
+        f"{library}_{version}"
+        for library, version in needed
+        if not re.fullmatch(r"[\d.]+", version) or tuple(map(int, version.split("."))) > NEWEST[library]
+    }
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="manylinux is about glibc")
+def test_it_runs_with_older_system_libraries(native: Path, objdump: str) -> None:
+    """Otherwise a wheel that was built here is of no use on machines that are older than this one: what is too new is
+    defined in kernels/cpu/older_libraries.cpp."""
+    command = [objdump, "--private-headers", str(native)]
+    assert too_new(subprocess.run(command, capture_output=True, text=True, check=True).stdout) == set()
+
+
+def test_newer_system_libraries_are_noticed() -> None:
+    text = """
+Version References:
+  required from libm.so.6:
+    0x09691a75 0x00 05 GLIBC_2.2.5
+    0x069691b9 0x00 06 GLIBC_2.29
+  required from libstdc++.so.6:
+    0x0297f861 0x00 09 GLIBCXX_3.4.11
+    0x0297f880 0x00 10 GLIBCXX_3.4.30
+  required from libc.so.6:
+    0x06969194 0x00 03 GLIBC_2.14
+    0x0fd0e420 0x00 03 GLIBC_ABI_DT_RELR
+"""
+    assert too_new(text) == {"GLIBC_2.29", "GLIBCXX_3.4.30", "GLIBC_ABI_DT_RELR"}
