@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from specserve.checkpoint.generation_config import AUTO, check_named, stated_by
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.engine.build import build
 from specserve.engine.compiling import Compiling
@@ -39,6 +40,9 @@ __all__ = ["LLM", "AsyncLLM", "Chunk", "CompletionOutput", "RequestOutput"]
 class LLM:
     """An engine in this process. Options are the fields of EngineConfig. A context manager; close() frees the memory.
 
+    Calls without `params` are sampled as the checkpoint's generation_config.json recommends, or another file or folder;
+    with `generation_config="none"` as SamplingParams say. `sampling_params` gives these defaults to what a caller sets.
+
     Every call that generates takes, for all its prompts, `drafter`: a name to draft with instead of the engine's own
     drafter, "none" for plain decoding; and `prediction`: text or token ids that the answer will mostly be, which it
     drafts from unless a drafter is named. Neither changes an answer (with the default verification), only its time.
@@ -56,8 +60,11 @@ class LLM:
     Raises ConfigError, ModelError or CapacityError when it cannot start.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = False, **options: Any) -> None:
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, generation_config: str = AUTO, progress: bool = False, **options: Any
+    ) -> None:
         self.config = EngineConfig(model=model, **options)
+        check_named(generation_config)
         self._owner = Ownership()
         threads = torch.get_num_threads()
         try:
@@ -67,9 +74,8 @@ class LLM:
             torch.set_num_threads(threads)
         self.tokenizer = built.tokenizer
         self.device, self.dtype, self.threads = built.device, built.dtype, built.threads
-        self.quantization = built.quantization
-        self.summary = built.summary
-        self._requests = Requests(self.tokenizer)
+        self.quantization, self.summary = built.quantization, built.summary
+        self._requests = Requests(self.tokenizer, stated_by(generation_config, built.folder))
         self._port: LocalPort | None = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers))
 
     @property
@@ -95,8 +101,8 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in order. A prompt is text or a list of token ids; `params` is one for all or
-        one for each. Raises InputError for the first bad one, before anything runs; on Ctrl-C Interrupted, a
-        KeyboardInterrupt that has the outputs which had ended."""
+        one for each, None the model's. Raises InputError for the first bad one, before anything runs; on Ctrl-C
+        Interrupted, a KeyboardInterrupt that has the outputs which had ended."""
         batch = as_prompts(prompts)
         fields = self._requests.fields(drafter, prediction)
         each = zip(batch, one_each(params, len(batch)), strict=True)
@@ -131,7 +137,7 @@ class LLM:
         """Complete one prompt and yield its text as it comes. Leaving the loop early aborts the request. With `explain`
         each chunk has `explained`: who proposed what in its step, what was accepted, and what the step took."""
         fields = self._requests.fields(drafter, prediction, explain=explain)
-        return self._stream(self._requests.of_prompt(prompt, params or SamplingParams(), **fields))
+        return self._stream(self._requests.of_prompt(prompt, params, **fields))
 
     def stream_chat(
         self,
@@ -145,11 +151,14 @@ class LLM:
     ) -> Iterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
         fields = self._requests.fields(drafter, prediction, explain=explain)
-        return self._stream(self._requests.of_chat(messages, params or SamplingParams(), template, **fields))
+        return self._stream(self._requests.of_chat(messages, params, template, **fields))
+
+    def sampling_params(self, *, chat: bool = True, **fields: Any) -> SamplingParams:
+        """These fields, and else what calls of `chat`, or of `generate`, have without `params`. Raises InputError."""
+        return self._requests.params(chat, fields)
 
     def use_drafter(self, name: str, num_speculative_tokens: int | None = None, **options: Any) -> None:
-        """Draft with another drafter from now on where a call names none; "none" is plain decoding. Only while nothing
-        runs."""
+        """Draft with another drafter from now on where a call names none. Only while nothing runs."""
         with self.exclusive() as engine:
             vocab_size, timeout_s = engine.limits.vocab_size, self.config.drafter_timeout_s
             host = DraftHost.of(name, makers(name, options), engine.policy.context.reopened(), vocab_size, timeout_s)
@@ -264,18 +273,21 @@ class _Answer(Collector):
 class AsyncLLM:
     """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request. Calls of
     a lower `priority` (-64 to 64) run first, and are preempted last when memory is short; a step lets a call pass 16
-    earlier ones, so each has its turn. `drafter` and `prediction` as for LLM.
+    earlier ones, so each has its turn. All else as for LLM.
 
     Any thread and event loop may call it. It belongs to the process that made it: after a fork calls in the child raise
     EngineError. torch's number of threads is set for the whole process (1 where native kernels serve, else `threads`),
     as the engine's steps run beside the caller's own code."""
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, progress: bool = False, **options: Any) -> None:
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, generation_config: str = AUTO, progress: bool = False, **options: Any
+    ) -> None:
         self.config = EngineConfig(model=model, **options)
+        check_named(generation_config)
         built = build(self.config, progress=progress)
         self.tokenizer, self.summary = built.tokenizer, built.summary
         self.engine = built.engine  # its counters may be read; everything else belongs to the port's thread
-        self._requests = Requests(self.tokenizer)
+        self._requests = Requests(self.tokenizer, stated_by(generation_config, built.folder))
         self._owner = Ownership()
         self._port = ThreadPort(LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers)))
 
@@ -290,7 +302,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Complete one prompt; many calls at once are batched by the engine."""
         fields = self._requests.fields(drafter, prediction, priority=priority)
-        return await self._whole(*self._requests.of_prompt(prompt, params or SamplingParams(), **fields))
+        return await self._whole(*self._requests.of_prompt(prompt, params, **fields))
 
     async def chat(
         self,
@@ -304,7 +316,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Answer one conversation."""
         fields = self._requests.fields(drafter, prediction, priority=priority)
-        return await self._whole(*self._requests.of_chat(messages, params or SamplingParams(), template, **fields))
+        return await self._whole(*self._requests.of_chat(messages, params, template, **fields))
 
     def stream(
         self,
@@ -318,7 +330,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Chunk]:
         """Complete one prompt and yield its text as it comes."""
         fields = self._requests.fields(drafter, prediction, priority=priority, explain=explain)
-        return self._stream(*self._requests.of_prompt(prompt, params or SamplingParams(), **fields))
+        return self._stream(*self._requests.of_prompt(prompt, params, **fields))
 
     def stream_chat(
         self,
@@ -333,7 +345,11 @@ class AsyncLLM:
     ) -> AsyncIterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
         fields = self._requests.fields(drafter, prediction, priority=priority, explain=explain)
-        return self._stream(*self._requests.of_chat(messages, params or SamplingParams(), template, **fields))
+        return self._stream(*self._requests.of_chat(messages, params, template, **fields))
+
+    def sampling_params(self, *, chat: bool = True, **fields: Any) -> SamplingParams:
+        """As LLM.sampling_params."""
+        return self._requests.params(chat, fields)
 
     async def close(self) -> None:
         """Stop after the step that is running; requests that are still open get an EngineError."""

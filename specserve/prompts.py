@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence as Many
 from functools import partial
 from typing import Any, TypeAlias, cast
 
+from specserve.checkpoint.generation_config import sampling_params
 from specserve.engine.outputs import RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import InputError
@@ -32,9 +33,14 @@ def bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> BadWords | Non
 class Requests:
     """Makes requests from prompts, each with an id of its own, and the outputs they are to fill."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, stated: Mapping[str, float]) -> None:
+        """`stated` are sampling values that the model recommends."""
+        self._tokenizer, self._stated = tokenizer, stated
         self._ids = itertools.count()
+
+    def params(self, is_chat: bool, given: Mapping[str, Any]) -> SamplingParams:
+        """With defaults for what is not given. Raises InputError."""
+        return sampling_params(given, self._stated, is_chat)
 
     def fields(self, drafter: str | None, prediction: Prediction | None, **more: Any) -> dict[str, Any]:
         """Request's fields that are the same for all prompts of a call. A predicted text gets no special tokens: it
@@ -45,21 +51,23 @@ class Requests:
             raise InputError(f"prediction is {prediction!r}; it must be text or a list of token ids.", "prediction")
         return {"drafter": drafter, "prediction": tuple(prediction or ()), **more}
 
-    def of_prompt(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> tuple[Request, RequestOutput]:
+    def of_prompt(self, prompt: Prompt, params: SamplingParams | None, **fields: Any) -> tuple[Request, RequestOutput]:
         if isinstance(prompt, Mapping):
             return self.of_prompt(_unwrap(prompt), params, **fields)
+        params = params or self.params(False, {})
         if isinstance(prompt, str):
             return self._make(prompt, self._tokenizer.encode(prompt), params, fields)
         return self._make(None, list(prompt), params, fields)
 
     def of_chat(
-        self, messages: Messages, params: SamplingParams, template: Mapping[str, Any], **fields: Any
+        self, messages: Messages, params: SamplingParams | None, template: Mapping[str, Any], **fields: Any
     ) -> tuple[Request, RequestOutput]:
         """`template` goes to the chat template; what that does not read is logged. Reasoning is told apart in the
         answer to a conversation."""
         text, ids, unread = self._tokenizer.chat_ids(messages, **template)
         if unread:
             _log.warning("The chat template does not read %s.", ", ".join(unread))
+        params = params or self.params(True, {})
         request, output = self._make(text, ids, params, fields)
         output.split = splitting(self._tokenizer, params, ids)
         return request, output
@@ -96,10 +104,10 @@ def as_conversations(messages: Messages | Many[Messages]) -> list[Messages]:
     return list(cast(Many[Messages], messages))
 
 
-def one_each(params: SamplingParams | Many[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Sampling parameters for each of `count` prompts. Raises InputError."""
+def one_each(params: SamplingParams | Many[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    """Sampling parameters for each of `count` prompts, None for the model's defaults. Raises InputError."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params] * count
     if len(params) != count:
         raise InputError(f"{len(params)} sampling parameters for {count} prompts; give one for all or one for each.")
     return list(params)

@@ -21,6 +21,7 @@ from specserve.bench.prompts import load_prompts
 from specserve.bench.replay import read_records
 from specserve.bench.text import load_text
 from specserve.checkpoint import catalog
+from specserve.checkpoint.generation_config import stated_by
 from specserve.checkpoint.textfile import TextFile
 from specserve.checkpoint.weights import Weights
 from specserve.cli.main import run
@@ -28,7 +29,6 @@ from specserve.errors import CapacityError, ConfigError, InputError, ModelError,
 from specserve.models.heads.formats import read_head
 from specserve.models.loader import check_tensors
 from specserve.server.options import ServeOptions
-from specserve.server.sampling_defaults import sampling_defaults
 from specserve.structured import library
 from specserve.testing import write_tiny_model
 from specserve.testing.damage import bounded
@@ -160,7 +160,7 @@ def test_mistakes_of_ours_and_other_errors_stay_what_they_are(error: type[BaseEx
 def test_sampling_defaults_of_the_wrong_kind_or_size(tmp_path: Path, value: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
     with refused(ConfigError, r"generation_config\.json: "):
-        sampling_defaults("auto", tmp_path)
+        stated_by("auto", tmp_path)
 
 
 # --- a model's files --------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from specserve.cli.options import (
     NamedEngineOptions,
     SamplingOptions,
     engine_options,
-    sampling_params,
 )
 from specserve.config import DEFAULT_MODEL
 from specserve.errors import InputError, unknown
@@ -48,8 +47,9 @@ def chat(
     """Talk to a model. After each answer: tokens per second, and tokens a step. /reset starts again, /exit ends."""
     from specserve.llm import LLM
 
-    with LLM(**engine_options(engine, model=model), progress=sys.stderr.isatty()) as llm:
-        talk(llm, sampling_params(sampling), system, show_drafts)
+    options = engine_options(engine, model=model, generation_config=sampling.generation_config)
+    with LLM(**options, progress=sys.stderr.isatty()) as llm:
+        talk(llm, sampling.params(llm), system, show_drafts)
 
 
 def talk(llm: LLM, params: SamplingParams, system: str | None, show_drafts: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,6 @@ from specserve.cli.options import (
     SamplingOptions,
     engine_options,
     load_schema,
-    sampling_params,
 )
 from specserve.errors import InputError, Interrupted
 from specserve.structured.spec import Structured
@@ -69,13 +68,15 @@ def generate(
     """Answer prompts. One prompt is streamed as it is generated; several run together and are printed in order."""
     if raw and system is not None:
         raise InputError("--raw sends no messages, so --system has no place in it. Leave one of them out.", "system")
-    params = replace(sampling_params(sampling), structured=_structured(schema, regex, choice, grammar))
+    structured = _structured(schema, regex, choice, grammar)
     asked = [text if raw else _messages(text, system) for text in prompts or (_standard_input(),)]
     if explain and (len(asked) > 1 or json_file):
         raise InputError("--explain tells of one prompt, whose text is streamed. Give one, and no --json.", "explain")
     from specserve.llm import LLM
 
-    with LLM(**engine_options(engine), progress=sys.stderr.isatty()) as llm:
+    options = engine_options(engine, generation_config=sampling.generation_config)
+    with LLM(**options, progress=sys.stderr.isatty()) as llm:
+        params = sampling.params(llm, chat=not raw, structured=structured)
         if len(asked) == 1 and json_file is None:
             answers = [_stream(llm, asked[0], params, explain)]
         else:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, make_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter, Token
 
+from specserve.checkpoint.generation_config import AUTO, MAX_TOKENS, STATED, check_named
 from specserve.config import DTYPES, ISAS, QUANTIZATIONS, VERIFICATIONS, EngineConfig
 from specserve.errors import ConfigError
 from specserve.files import read_text
 from specserve.help import Help
+from specserve.server.options import ServeOptions
 from specserve.structured.spec import Structured
 from specserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from specserve.llm import LLM
 
 # The sections of a command's help, in their order.
 SECTIONS = (
@@ -123,19 +128,64 @@ def _default(entry: Field[Any], defaults: Mapping[str, Any]) -> Any:
     return field(default=entry.default)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingFields:
+    """The options of sampling. What is None was not given, and has the defaults that it has in all APIs."""
+
+    generation_config: Annotated[
+        str,
+        Parameter(
+            group=GENERATION,
+            help=help_of(ServeOptions)["generation_config"].text,
+        ),
+    ] = AUTO
+
+    def __post_init__(self) -> None:
+        """What is wrong must not cost a model load."""
+        SamplingParams(**{"max_tokens": None, **self.given()})
+        check_named(self.generation_config)
+
+    def given(self) -> dict[str, Any]:
+        named = {name: getattr(self, name, None) for name in SAMPLING_HELP}
+        return {name: value for name, value in named.items() if value not in (None, ())}
+
+    def params(self, llm: LLM, *, chat: bool = True, **more: Any) -> SamplingParams:
+        """For a conversation, or a text. Raises InputError."""
+        return llm.sampling_params(chat=chat, **self.given(), **more)
+
+
+def _sampling_type() -> type[Any]:
+    """SamplingFields with those of SamplingParams that have a help, which says their defaults."""
+    kinds, entries = get_type_hints(SamplingParams), {entry.name: entry for entry in fields(SamplingParams)}
+    told = {name: f"the model's, else {entries[name].default:g}" for name in STATED}
+    told["max_tokens"] = f"what the context leaves; {MAX_TOKENS[False]} without chat template"
+    specs: list[tuple[str, Any, Any]] = []
+    for name, help_ in SAMPLING_HELP.items():
+        entry, kind = entries[name], _TYPES.get(name, kinds[name])
+        text = f"{help_.text.removesuffix('.')} [default: {told[name]}]." if name in told else help_.text
+        parameter = _parameter(entry, kind, replace(help_, text=text))
+        specs.append((name, Annotated[kind | None, parameter], field(default=None if name in told else _plain(entry))))
+    module = {"__module__": __name__}
+    return make_dataclass(
+        "SamplingOptions", specs, bases=(SamplingFields,), frozen=True, kw_only=True, namespace=module
+    )
+
+
+def _plain(entry: Field[Any]) -> Any:
+    return () if entry.name in _TYPES else entry.default
+
+
 if TYPE_CHECKING:  # the same fields and checks; at run time with help texts and sections
     EngineOptions = EngineConfig
     BenchEngineOptions = EngineConfig
     NamedEngineOptions = EngineConfig
-    SamplingOptions = SamplingParams
+    SamplingOptions = SamplingFields
 else:
     EngineOptions = options_type(EngineConfig, "EngineOptions", ENGINE_HELP)
     # of commands whose first argument is the model, and of those that measure several drafters
     NamedEngineOptions = options_type(EngineConfig, "NamedEngineOptions", ENGINE_HELP, hidden=("model",))
     BenchEngineOptions = options_type(EngineConfig, "BenchEngineOptions", ENGINE_HELP, hidden=("model", "drafter"))
-    SamplingOptions = options_type(
-        SamplingParams, "SamplingOptions", SAMPLING_HELP, temperature=0.0, max_tokens=256, stop=()
-    )
+    SamplingOptions = _sampling_type()
 
 
 def engine_options(options: EngineConfig, **named: Any) -> dict[str, Any]:
@@ -161,8 +211,3 @@ def _scalar(text: str) -> int | float | bool | str:
         except ValueError:
             continue
     return text
-
-
-def sampling_params(options: SamplingParams) -> SamplingParams:
-    """The options as plain SamplingParams."""
-    return SamplingParams(**{entry.name: getattr(options, entry.name) for entry in fields(SamplingParams)})

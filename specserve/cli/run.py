@@ -18,7 +18,6 @@ from specserve.cli.options import (
     NamedEngineOptions,
     SamplingOptions,
     engine_options,
-    sampling_params,
 )
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.errors import InputError
@@ -41,16 +40,18 @@ def run(
         raise InputError("--json is for the answer to one prompt, not for a conversation. Give a prompt.", "json")
     from specserve.llm import LLM
 
-    options = engine_options(engine, model=model, **_fitting(model, engine))
+    options = engine_options(
+        engine, model=model, generation_config=sampling.generation_config, **_fitting(model, engine)
+    )
     with LLM(**options, progress=sys.stderr.isatty()) as llm:
         if prompt is None:
-            talk(llm, sampling_params(sampling), system)
+            talk(llm, sampling.params(llm), system)
             return
         messages = [] if system is None else [{"role": "system", "content": system}]
         if json_file is not None:
-            batch(llm, [[*messages, {"role": "user", "content": prompt}]], sampling_params(sampling), json_file)
+            batch(llm, [[*messages, {"role": "user", "content": prompt}]], sampling.params(llm), json_file)
             return
-        chunks = llm.stream_chat([*messages, {"role": "user", "content": prompt}], sampling_params(sampling))
+        chunks = llm.stream_chat([*messages, {"role": "user", "content": prompt}], sampling.params(llm))
         write(chunks, write_text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -49,6 +50,7 @@ class Built:
     """A ready engine, and what was chosen for it."""
 
     engine: Engine
+    folder: Path  # the model's
     ops: Ops
     tokenizer: Tokenizer
     compiler: Compiler
@@ -118,7 +120,8 @@ def build(
     compiler = Compiler(
         lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
     )
-    built = Built(Engine(executor, cache, scheduler, drafting, limits, counters), ops, tokenizer, compiler, threads)
+    engine = Engine(executor, cache, scheduler, drafting, limits, counters)
+    built = Built(engine, folder, ops, tokenizer, compiler, threads)
     weights = built.dtype if ops.quantization == "none" else ops.quantization
     weights += f" (checkpoint: {model.origin})" if model.origin else ""
     built.summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {sizing}{spec.note}"

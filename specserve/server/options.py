@@ -38,8 +38,8 @@ class ServeOptions:
     `share_drafts`: requests without a key or a cache_salt draft from each other's answers; else nothing is kept of
     them.
     `root_path` stands before all paths where clients see them, behind a proxy. `generation_config`: where the sampling
-    values are from that requests get which do not say them, see `sampling_defaults`. `chat_template` takes the place of
-    the model's; `default_chat_template_kwargs` is JSON of what it is given where a request says nothing else.
+    values are from that requests get which do not say them, see `stated_by`. `chat_template` takes the place of the
+    model's; `default_chat_template_kwargs` is JSON of what it is given where a request says nothing else.
     Raises ConfigError naming the field, what it was and what is allowed.
     """
 

@@ -46,6 +46,7 @@ REAL = llm.LLM
 Outcome = tuple[int, str, str]
 Run = Callable[..., Outcome]
 SMALL = ("--dtype", "float32", "--kv-cache-gib", "0.01", "--max-model-len", "1024")
+GREEDY = (*SMALL, "--temperature", "0")
 
 
 @pytest.fixture
@@ -324,7 +325,7 @@ def test_package_exports() -> None:
 
 
 def test_generate_streams_one_prompt(specserve: Run, tiny: str) -> None:
-    status, out, err = specserve("generate", "hello", "--model", tiny, *SMALL, "--max-tokens", "8", "--stats")
+    status, out, err = specserve("generate", "hello", "--model", tiny, *GREEDY, "--max-tokens", "8", "--stats")
     assert status == 0
     assert out.endswith("\n")
     assert "8 tokens, " in err
@@ -333,14 +334,14 @@ def test_generate_streams_one_prompt(specserve: Run, tiny: str) -> None:
 
 @pytest.mark.usefixtures("kept")
 def test_generate_streams_what_a_batch_prints(specserve: Run, tiny: str) -> None:
-    flags = ("--model", tiny, *SMALL, "--max-tokens", "12")
+    flags = ("--model", tiny, *GREEDY, "--max-tokens", "12")
     alone = [specserve("generate", prompt, *flags)[1] for prompt in ("one", "two")]
     assert specserve("generate", "one", "two", *flags)[1] == "".join(alone)
 
 
 @pytest.mark.usefixtures("kept")
 def test_generate_json(specserve: Run, tiny: str) -> None:
-    flags = ("--model", tiny, *SMALL, "--max-tokens", "6", "--json", "--raw", "--drafter", "ngram")
+    flags = ("--model", tiny, *GREEDY, "--max-tokens", "6", "--json", "--raw", "--drafter", "ngram")
     _, out, _ = specserve("generate", "one", "two", *flags)
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["prompt"] for record in records] == ["one", "two"]
@@ -371,7 +372,7 @@ def test_generate_structured(specserve: Run, tiny: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("kept")
 def test_generate_structured_says_what_is_wrong(specserve: Run, tiny: str, tmp_path: Path) -> None:
-    flags = ("--model", tiny, *SMALL)
+    flags = ("--model", tiny, *GREEDY)
     assert "Give one" in specserve("generate", "one", *flags, "--regex", "a", "--choice", "b")[2]
     assert "Give one" in specserve("generate", "one", *flags, "--grammar", "date", "--choice", "b")[2]
     assert "missing.json" in specserve("generate", "one", *flags, "--schema", "missing.json")[2]
@@ -407,7 +408,7 @@ def test_grammars_that_come_along(specserve: Run, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("kept")
 def test_generate_reads_standard_input(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--model", tiny, *SMALL, "--max-tokens", "6")
+    flags = ("--model", tiny, *GREEDY, "--max-tokens", "6")
     given = specserve("generate", "two\nlines", *flags)[1]
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert specserve("generate", *flags)[1] == given
@@ -415,7 +416,7 @@ def test_generate_reads_standard_input(specserve: Run, tiny: str, monkeypatch: p
 
 @pytest.mark.usefixtures("kept")
 def test_system_message_matters(specserve: Run, tiny: str) -> None:
-    flags = ("--model", tiny, *SMALL, "--max-tokens", "12")
+    flags = ("--model", tiny, *GREEDY, "--max-tokens", "12")
     plain = specserve("generate", "one", *flags)[1]
     assert specserve("generate", "one", *flags, "--system", "Be brief.")[1] != plain
     assert specserve("generate", "one", *flags, "--raw")[1] != plain
@@ -424,12 +425,12 @@ def test_system_message_matters(specserve: Run, tiny: str) -> None:
 @pytest.mark.usefixtures("kept")
 def test_chat_through_a_pipe(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nhello\n/reset\nhello\n/rest\n/exit\nnot asked\n"))
-    status, out, err = specserve("chat", "--model", tiny, *SMALL, "--max-tokens", "8")
+    status, out, err = specserve("chat", "--model", tiny, *GREEDY, "--max-tokens", "8")
     assert status == 0
     assert err.count("tokens a step") == 3
     assert "Unknown command '/rest'. Did you mean '/reset'" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    fresh = specserve("chat", "--model", tiny, *SMALL, "--max-tokens", "8")[1]
+    fresh = specserve("chat", "--model", tiny, *GREEDY, "--max-tokens", "8")[1]
     assert out.startswith(fresh)
     assert out.endswith(fresh)  # after /reset the first answer comes again
     assert len(out) > 2 * len(fresh)
@@ -438,7 +439,7 @@ def test_chat_through_a_pipe(specserve: Run, tiny: str, monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("kept")
 def test_chat_survives_a_message_that_is_too_long(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n{'long ' * 600}\nhello\n"))
-    status, _, err = specserve("chat", "--model", tiny, *SMALL, "--max-tokens", "8")
+    status, _, err = specserve("chat", "--model", tiny, *GREEDY, "--max-tokens", "8")
     assert status == 0
     assert "at most" in err
     assert err.count("tokens a step") == 2
@@ -457,7 +458,7 @@ def test_chat_survives_an_interrupted_answer(specserve: Run, tiny: str, monkeypa
 
     monkeypatch.setattr(cli_chat, "write", interrupted)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhello\n"))
-    status, _, err = specserve("chat", "--model", tiny, *SMALL, "--max-tokens", "8")
+    status, _, err = specserve("chat", "--model", tiny, *GREEDY, "--max-tokens", "8")
     assert (status, len(calls)) == (0, 2)
     assert "(stopped)" in err
     assert err.count("tokens a step") == 1
@@ -641,12 +642,12 @@ def test_run_makes_a_model_fit_unless_told_otherwise(
 
 def test_run_answers_one_prompt_or_talks(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = "Hello there"
-    status, out, err = specserve("run", tiny, prompt, *SMALL, "--max-tokens", "6")
+    status, out, err = specserve("run", tiny, prompt, *GREEDY, "--max-tokens", "6")
     assert (status, err) == (0, "")
-    asked = specserve("generate", prompt, "--model", tiny, *SMALL, "--max-tokens", "6")
+    asked = specserve("generate", prompt, "--model", tiny, *GREEDY, "--max-tokens", "6")
     assert out.strip() and out == asked[1]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{prompt}\n/exit\n"))
-    status, talked, err = specserve("run", tiny, *SMALL, "--max-tokens", "6")
+    status, talked, err = specserve("run", tiny, *GREEDY, "--max-tokens", "6")
     assert status == 0 and out.strip() in talked and "/reset" in err
     assert specserve("run", "qwen3-0.6", "x")[2].startswith(
         "specserve: Unknown model 'qwen3-0.6'. Did you mean 'qwen3-"

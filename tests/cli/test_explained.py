@@ -182,7 +182,18 @@ def test_chat_with_its_marks_taken_off_is_the_same_chat(
     texts = []
     for more in ((), ("--show-drafts",)):
         monkeypatch.setattr("sys.stdin", io.StringIO("one two one two one two\n"))
-        flags = ("--model", tiny, *SMALL[:-1], "ngram", "--no-adaptive", "--max-tokens", "60", "--ignore-eos")
+        flags = (
+            "--model",
+            tiny,
+            *SMALL[:-1],
+            "ngram",
+            "--temperature",
+            "0",
+            "--no-adaptive",
+            "--max-tokens",
+            "60",
+            "--ignore-eos",
+        )
         status, out, err = specserve("chat", *flags, *more)
         assert status == 0
         texts.append(out)

@@ -164,6 +164,7 @@ def test_generate_keeps_answers_that_had_ended(
     """One runs after the other, and the third has begun."""
     prompts = ("one", "two", "three", "four")
     flags = ("--model", tiny, *SMALL, "--max-num-seqs", "1", "--max-tokens", "8", "--ignore-eos", "--drafter", "none")
+    flags += ("--temperature", "0")
     json_flag = ("--json",) if is_json else ()
     whole = specserve("generate", *prompts, *flags, *json_flag)[1].splitlines(keepends=True)
     ctrl_c(LLM, "_step", 20)

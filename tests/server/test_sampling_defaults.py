@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from specserve.checkpoint.generation_config import stated_by
 from specserve.errors import ConfigError
 from specserve.server.http.routes import ROUTES
 from specserve.server.openapi import document
-from specserve.server.sampling_defaults import sampling_defaults
 from specserve.server.wire.anthropic_api.requests import MessagesRequest
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest, read
@@ -47,13 +47,13 @@ def values(found: SamplingParams) -> dict[str, Any]:
 
 def test_a_model_states_them_or_a_file_or_nobody(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    assert sampling_defaults("auto", tmp_path) == {}
+    assert stated_by("auto", tmp_path) == {}
     written(tmp_path, WHOLE)
     file = written(tmp_path / "other", {"temperature": 0.1})
-    assert sampling_defaults("auto", tmp_path) == STATED
-    assert sampling_defaults("none", tmp_path) == {}
-    assert sampling_defaults(str(tmp_path / "other"), tmp_path) == {"temperature": 0.1}
-    assert sampling_defaults(str(file), tmp_path) == {"temperature": 0.1}
+    assert stated_by("auto", tmp_path) == STATED
+    assert stated_by("none", tmp_path) == {}
+    assert stated_by(str(tmp_path / "other"), tmp_path) == {"temperature": 0.1}
+    assert stated_by(str(file), tmp_path) == {"temperature": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_model_states_them_or_a_file_or_nobody(tmp_path: Path) -> None:
 def test_what_is_wrong_with_them_is_told_at_start(tmp_path: Path, content: Any, words: str) -> None:
     file = written(tmp_path, content)
     with pytest.raises(ConfigError) as caught:
-        sampling_defaults("auto", tmp_path)
+        stated_by("auto", tmp_path)
     assert words in str(caught.value)
     assert f"--generation-config {file}: " in str(caught.value)
     assert "--generation-config none" in str(caught.value)
@@ -72,7 +72,7 @@ def test_what_is_wrong_with_them_is_told_at_start(tmp_path: Path, content: Any, 
 
 def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        sampling_defaults(str(tmp_path / "nowhere.json"), tmp_path)
+        stated_by(str(tmp_path / "nowhere.json"), tmp_path)
 
 
 @pytest.mark.parametrize("api", ["completions", "chat", "responses", "messages"])

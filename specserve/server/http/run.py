@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.checkpoint import catalog
+from specserve.checkpoint.generation_config import stated_by
 from specserve.errors import SpecserveError
 from specserve.machine.memory import return_large_blocks
 from specserve.registry import DRAFTERS
@@ -27,7 +28,6 @@ from specserve.server.http.listen import Listener
 from specserve.server.metrics import Metrics
 from specserve.server.options import ServeOptions
 from specserve.server.running import registered
-from specserve.server.sampling_defaults import sampling_defaults
 from specserve.server.service import Service
 from specserve.server.template_options import template_options
 from specserve.structured.compiler import AUTO
@@ -73,7 +73,7 @@ class _Life:
         begun: float,
         spawner: EngineSpawner,
     ) -> None:
-        sampling = sampling_defaults(options.generation_config, folder)
+        sampling = stated_by(options.generation_config, folder)
         template = template_options(options)
         names = options.served_model_name or (str(engine["model"]),)
         metrics = Metrics(names[0])

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from specserve.checkpoint.generation_config import MAX_TOKENS
 from specserve.errors import InputError, unknown
 from specserve.server.wire.fields import (
     ID,
@@ -40,8 +41,6 @@ from specserve.server.wire.openai.sampling_fields import SamplingFields, with_de
 from specserve.server.wire.openai.unsupported import refuse_unsupported
 from specserve.server.wire.sentences import as_input_error, shown
 from specserve.types import SamplingParams
-
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; chat goes on to the end of the context
 
 _MAX_TEMPLATE_VALUES = 64
 # What a template is given by the server itself; a client may not put something else in its place.
@@ -283,7 +282,7 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise InputError("top_logprobs needs logprobs true.", "top_logprobs")
         logprobs = self.top_logprobs or 0 if self.logprobs else None
-        return self._params(max_tokens=limit or self.max_tokens, logprobs=logprobs)
+        return self._params(max_tokens=limit or self.max_tokens or MAX_TOKENS[True], logprobs=logprobs)
 
 
 # --- completions ------------------------------------------------------------------------------------------------------
@@ -351,7 +350,7 @@ class CompletionRequest(SamplingFields):
     def _checked_params(self) -> SamplingParams:
         if self.echoes_only and not self.echo:
             raise InputError("max_tokens is 0, which asks for nothing. Send at least 1, or echo true.", "max_tokens")
-        most = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+        most = MAX_TOKENS[False] if self.max_tokens is None else max(1, self.max_tokens)
         return self._params(
             max_tokens=most,
             logprobs=self.logprobs,

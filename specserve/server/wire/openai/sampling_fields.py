@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from specserve.checkpoint.generation_config import missing
 from specserve.errors import InputError, unknown
 from specserve.server.wire.fields import (
     MAX_COUNT,
@@ -65,12 +66,9 @@ def defaults(limits: Limits) -> dict[str, Any]:
 
 
 def with_defaults(kind: type[Wire], fields: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
-    """The fields of a request with the server's own defaults for those that it leaves out. A greedy one has no use for
-    them: it would be another text than the most likely one."""
-    if fields.get("temperature") == 0:
-        return dict(fields)
-    missing = {name: value for name, value in limits.sampling if fields.get(name) is None and name in kind.model_fields}
-    return {**fields, **missing}
+    """The fields of a request with the server's own defaults for those that it leaves out."""
+    stated = {name: value for name, value in limits.sampling if name in kind.model_fields}
+    return {**fields, **missing(fields, stated)}
 
 
 class StreamOptions(Wire):
