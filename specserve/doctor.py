@@ -140,6 +140,7 @@ def _kernels(device: torch.device, isa: str) -> list[tuple[str, str]]:
         ("instruction set", f"{ops.instruction_set or 'no choice'} (--isa or {VARIABLE} changes it)"),
         ("dtype", f"{dtype}: {device} {native}"),
         ("KV cache", f"{str(ops.kv_dtype).removeprefix('torch.')} (--dtype changes it)"),
+        *([("not built", lacking)] if (lacking := choice.unbuilt(ops)) else []),
     ]
 
 

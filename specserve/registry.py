@@ -17,6 +17,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import pkgutil
 import sys
@@ -138,6 +139,11 @@ class Registry:
                 return found
             reasons.append(f"{name} {reason}")
         raise ConfigError(f"No {self.noun} here supports {asked}. " + " ".join(reasons))
+
+    def unbuilt_before(self, chosen: str) -> list[str]:
+        """Entries ranked before `chosen` that need a compiled module of ours which is not there."""
+        before = itertools.takewhile(lambda name: name != chosen, self.ranked())
+        return [name for name in before if (missing := self.missing(name)) is not None and _is_compiled(missing)]
 
     def _points(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in declared(self.package)}

@@ -25,7 +25,7 @@ from specserve.models.loader import load_model
 from specserve.models.rounding import as_stored
 from specserve.models.spec import ModelSpec
 from specserve.ops import MOST_TOP_K, Ops
-from specserve.ops.choice import choose_device, choose_ops
+from specserve.ops.choice import choose_device, choose_ops, warn_of_unbuilt
 from specserve.runtime.cost import ROWS
 from specserve.runtime.executor import Executor, LocalExecutor
 from specserve.runtime.runner import Runner
@@ -86,6 +86,7 @@ def build(
     ops = choose(config.quantization)  # what is refused must not cost a download
     folder = catalog.resolve(config.model, progress=progress)
     ops = as_stored(folder, ops, choose) if config.quantization == "auto" else ops
+    warn_of_unbuilt(ops)
     torch.set_num_threads(1 if ops.has_own_threads else threads)
     tokenizer = Tokenizer(folder)
     model = load_model(folder, ops, config.max_model_len, progress=progress)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from specserve.errors import ConfigError
 from specserve.ops import Ops
 from specserve.ops.backend import KernelBackend, KernelOptions
 from specserve.registry import KERNELS
+
+_log = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> torch.device:
@@ -31,3 +35,21 @@ def choose_ops(device: torch.device, dtype: str, quantization: str, threads: int
     asked = KernelOptions(device, dtype, quantization, threads, isa)
     backend: KernelBackend = KERNELS.choose(asked)
     return backend.create(asked)
+
+
+def unbuilt(ops: Ops) -> str:
+    """What an engine on a CPU loses whose fastest kernels were not built with this installation; "" where they were."""
+    names = KERNELS.unbuilt_before(ops.name) if ops.device.type == "cpu" else []
+    if not names:
+        return ""
+    dtype = str(ops.dtype).removeprefix("torch.")
+    return (
+        f"The {' and '.join(names)} kernels were not built with this installation. The {ops.name} kernels, in PyTorch, "
+        f"are several times slower and keep weights in {dtype}. Install specserve from a wheel, or anew with a C++ "
+        "compiler and Python's headers; with SPECSERVE_REQUIRE_NATIVE=1 the installation says why it cannot build them."
+    )
+
+
+def warn_of_unbuilt(ops: Ops) -> None:
+    if lacking := unbuilt(ops):
+        _log.warning("%s", lacking)

@@ -65,6 +65,8 @@ def check_commands(model: str) -> None:
     told = " ".join(specserve("doctor", model).split())
     expect("backends llguidance, outlines" in told and "xgrammar (package xgrammar)" in told, f"doctor says {told}")
     expect(bool(specserve("generate", "--model", model, "--max-tokens", "8", "Hello").strip()), "there is no answer")
+    expect(bool(specserve("run", model, "Hello", "--max-tokens", "8").strip()), "run has no answer")
+    expect(model in specserve("list"), f"list does not name {model}")
     for backend in ("auto", "outlines"):
         said = specserve(
             "generate", "--model", model, "--grammar-backend", backend, "--regex", r"\d{4}", "Year?"

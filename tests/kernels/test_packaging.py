@@ -4,6 +4,7 @@ system's libraries may be."""
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import platform
 import re
@@ -16,8 +17,11 @@ import pytest
 import torch
 
 import specserve.kernels
+from specserve import LLM
+from specserve.doctor import examine
 from specserve.errors import ConfigError
 from specserve.ops import choice
+from specserve.testing import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = os.environ.get("SPECSERVE_REQUIRE_NATIVE") == "1"
@@ -34,6 +38,17 @@ def native() -> Path:
         if NEEDED:
             pytest.fail(f"SPECSERVE_REQUIRE_NATIVE=1, but: {error}")
         pytest.skip(f"Built without native kernels: {error}")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama", seed=3)
+
+
+def start(folder: Path) -> str:
+    """What an engine says of itself."""
+    with LLM(str(folder), threads=1, kv_cache_gib=0.01, max_model_len=160, drafter="none", adaptive=False) as llm:
+        return llm.summary
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +101,23 @@ def test_without_it_the_engine_takes_the_reference_or_says_what_it_lacks(without
         lacking = rf"--quantization {quantization}\. cpu needs specserve\.kernels\._native, .* C\+\+ compiler .*"
         with pytest.raises(ConfigError, match=f"{lacking} reference has no {quantization} weights: use --quantization"):
             choice.choose_ops(cpu, "auto", quantization, 1)
+
+
+def test_an_engine_without_it_says_so_at_the_start(
+    tiny: Path, without_native: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "reference kernels" in start(tiny)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "cpu kernels were not built" in warning
+    assert "keep weights in" in warning
+    (kernels,) = [dict(section.rows) for section in examine(str(tiny)) if section.title == "Kernels"]
+    assert kernels["not built"] == warning
+
+
+def test_an_engine_with_it_has_nothing_to_say(tiny: Path, native: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert "cpu kernels" in start(tiny)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert not [name for section in examine(str(tiny)) for name, _ in section.rows if name == "not built"]
 
 
 def test_one_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
