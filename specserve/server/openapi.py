@@ -19,7 +19,7 @@ from specserve.version import __version__
 
 Json: TypeAlias = dict[str, Any]
 
-JSON, EVENTS, HTML = "application/json", "text/event-stream", "text/html"
+JSON, EVENTS, NDJSON, HTML = "application/json", "text/event-stream", "application/x-ndjson", "text/html"
 METRICS, SCRIPT = "text/plain", "text/javascript"
 
 _PLACE = "#/components/schemas/{model}"
@@ -34,6 +34,7 @@ _ERRORS = {
     415: "The body is not application/json, or it is compressed.",
     429: "More requests than the server takes at a time. Send it again after Retry-After.",
     500: "The server failed on this request; `message` says no more than it may.",
+    501: "Another server's API has this, and this server does not; `message` says what to do instead.",
     503: "The engine is not ready, or the server is stopping. Send it again after Retry-After.",
     504: "The answer took longer than the server allows.",
 }
@@ -51,7 +52,7 @@ _KEYS = {
 _NAME_IN_PATH = re.compile(r"{(\w+)}")
 
 _ABOUT = """\
-The HTTP API of specserve, in the shapes of OpenAI and vLLM.
+The HTTP API of specserve, in the shapes of OpenAI, vLLM, Anthropic and Ollama.
 
 In requests, null is the default of every field that may be left out. A boolean is no number, text is no number, and \
 whole numbers are written without a fraction. Fields that are not in this document are ignored, and where text is \
@@ -67,9 +68,9 @@ class Route:
     """One method of one path, and what answers it. Types are what pydantic.TypeAdapter takes.
 
     `request` is a POST's body, and `example` one that works, the model's name aside. `replies` has the type of the body
-    by HTTP status, JSON where `media` says nothing else; `event` is what `data:` holds when the answer is streamed.
-    `errors` are the statuses, besides 401, that come with an `error`. `needs_key` is false for what is open even where
-    keys are asked for.
+    by HTTP status, JSON where `media` says nothing else; `event` is one of a streamed answer, which is sent as
+    `event_media`: what `data:` holds, or a line. `errors` are the statuses, besides 401, that come with an `error`.
+    `needs_key` is false for what is open even where keys are asked for.
     """
 
     method: str
@@ -83,6 +84,7 @@ class Route:
     request: Any = None
     example: Mapping[str, Any] = field(default_factory=dict)
     event: Any = None
+    event_media: str = EVENTS
     error: Any = ErrorBody
     errors: tuple[int, ...] = ()
     needs_key: bool = True
@@ -199,19 +201,22 @@ def _reply(route: Route, status: int, schemas: Mapping[str, Json]) -> Json:
     content = {route.media: {"schema": schemas[_part(route, status)]}}
     reply: Json = {"description": HTTPStatus(status).phrase, "content": content}
     if route.event is not None:
-        content[EVENTS] = {"schema": _events(schemas[_part(route, "event")])}
+        content[route.event_media] = {"schema": _events(route.event_media, schemas[_part(route, "event")])}
         reply["headers"] = {"x-specserve-ignored": _IGNORED}
     return reply
 
 
-def _events(event: Json) -> Json:
+def _events(media: str, event: Json) -> Json:
     """OpenAPI 3.1 has no word for a stream's events; 3.2 calls their schema itemSchema."""
-    return {
-        "type": "string",
-        "description": "With stream true. Each event has a line with `data: ` and JSON; OpenAI's chat completions and "
-        "completions end with `data: [DONE]`. A stream that fails ends with an error as its last event.",
-        "x-itemSchema": event,
-    }
+    return {"type": "string", "description": _STREAMS[media], "x-itemSchema": event}
+
+
+_STREAMS = {
+    EVENTS: "With stream true. Each event has a line with `data: ` and JSON; OpenAI's chat completions and completions "
+    "end with `data: [DONE]`. A stream that fails ends with an error as its last event.",
+    NDJSON: "Without stream false. Each line is JSON; `done` is true in the last. A stream that fails ends with an "
+    "error as its last line.",
+}
 
 
 def _error_replies(routes: Sequence[Route], schemas: Mapping[str, Json]) -> Json:

@@ -32,6 +32,14 @@ from specserve.server.wire.errors import (
 )
 from specserve.server.wire.fields import Limits, Wire
 from specserve.server.wire.json.pieces import json_text
+from specserve.server.wire.ollama_api.answers import OllamaStream, answer_body, empty_body
+from specserve.server.wire.ollama_api.requests import (
+    GenerateRequest,
+    OllamaChatRequest,
+    OllamaRequest,
+    ShowRequest,
+    ollama_error,
+)
 from specserve.server.wire.openai.replies import Reply, chat_body, completion_body, model_card, model_list
 from specserve.server.wire.openai.requests import (
     ChatCompletionRequest,
@@ -50,6 +58,12 @@ from specserve.types import SequenceStats, TokenLogprobs
 
 Json = dict[str, Any]
 
+
+def of_ollama(body: OllamaRequest) -> Wire:
+    """What the engine is asked; nothing where nothing was said."""
+    return body if body.is_empty else body.as_wire(LIMITS)
+
+
 LIMITS = Limits(vocab_size=1000, max_model_len=256, max_completions=8, drafters=frozenset({"ngram", "prediction"}))
 DOCUMENT = document(ROUTES, "tiny", LIMITS, ["ngram", "prediction"], True)
 PLAIN = document(ROUTES, "tiny", Limits(vocab_size=10, max_model_len=8), [], False)
@@ -63,6 +77,9 @@ READ: dict[str, Callable[[bytes], Wire]] = {
     "/v1/messages": lambda body: read_translated(MessagesRequest, body, LIMITS).as_chat(LIMITS),
     "/v1/messages/count_tokens": lambda body: read_translated(CountTokensRequest, body, LIMITS).as_chat(LIMITS),
     "/v1/responses": lambda body: read_translated(ResponsesRequest, body, LIMITS).as_chat(LIMITS),
+    "/api/chat": lambda body: of_ollama(read_translated(OllamaChatRequest, body, LIMITS)),
+    "/api/generate": lambda body: of_ollama(read_translated(GenerateRequest, body, LIMITS)),
+    "/api/show": lambda body: read(ShowRequest, body, LIMITS),
 }
 REQUESTS = [route for route in ROUTES if route.request is not None]
 USER = {"role": "user", "content": "Hi"}
@@ -146,6 +163,7 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
         "/v1/responses",
         {"input": "a", "include": [LOGPROBS], "tools": [{"type": "function", "name": "f"}]},
     ),
+    "so there is no place for system": ("/api/generate", {"prompt": "a", "system": "b", "raw": True}),
     "which asks for nothing": ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
     # no word for it
     "keys are token ids from": ("/v1/completions", {"prompt": "a", "logit_bias": {"1000": 1}}),
@@ -396,6 +414,9 @@ LEAST: dict[str, Json] = {
     "/v1/messages": {"messages": [USER], "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/v1/responses": {"input": "a"},
+    "/api/chat": {"messages": [USER]},
+    "/api/generate": {"prompt": "a"},
+    "/api/show": {},
 }
 
 
@@ -650,6 +671,21 @@ def test_answers_in_other_words_are_as_the_document_says(reply: Reply, with_logp
     assert allows(reply_schema("post", "/v1/responses"), as_sent(response), closed=True)
 
 
+@pytest.mark.parametrize("with_logprobs", [False, True])
+@pytest.mark.parametrize("kind", ["chat", "generate"])
+def test_answers_to_ollamas_clients_are_as_the_document_says(kind: Any, with_logprobs: bool) -> None:
+    path, reply = f"/api/{kind}", REPLIES[0]
+    for body in (answer_body(reply, kind, result(with_logprobs), 9.0), empty_body("tiny", kind)):
+        assert allows(reply_schema("post", path), as_sent(body), closed=True)
+    schema = reply_schema("post", path, media="application/x-ndjson")["x-itemSchema"]
+    output = result(with_logprobs)
+    stream = OllamaStream(reply, kind, output)
+    lines = [line for chunk in chunks(output) for line in stream.push(chunk)] + stream.end(9.0)
+    assert [json.loads(line)["done"] for line in lines] == [False, False, True]
+    for line in [*lines, stream.ping().decode()]:
+        assert allows(schema, json.loads(line), closed=True), line
+
+
 def test_small_answers_are_as_the_document_says() -> None:
     rows = [
         ("get", "/v1/models", model_list(["tiny"], 1, 256, "natively")),
@@ -678,7 +714,11 @@ def test_small_answers_are_as_the_document_says() -> None:
     ids=lambda error: error.status,
 )
 def test_errors_are_as_the_document_says(error: WireError) -> None:
-    for path, body in (("/v1/chat/completions", error.body), ("/v1/messages", anthropic_error(error, "x"))):
+    for path, body in (
+        ("/v1/chat/completions", error.body),
+        ("/v1/messages", anthropic_error(error, "x")),
+        ("/api/chat", ollama_error(error)),
+    ):
         responses = DOCUMENT["paths"][path]["post"]["responses"]
         told = DOCUMENT["components"]["responses"][responses[str(error.status)]["$ref"].split("/")[-1]]
         assert allows(told["content"]["application/json"]["schema"], body, closed=True)

@@ -60,7 +60,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     with server.admission.enter(body.num_choices) as place:
         reply = server.reply(response_id("cmpl", body), body, echo=body.echo, echoes_only=body.echoes_only)
         call = Call(
-            requests=await _prepare_completions(server, body),
+            requests=await prepare_completions(server, body),
             stream=body.stream,
             place=place,
             body=functools.partial(completion_body, reply),
@@ -138,7 +138,8 @@ async def _prediction_ids(server: Context, text: str) -> list[int]:
     return await server.service.prompts.encode(text, add_special_tokens=False)
 
 
-async def _prepare_completions(server: Context, body: CompletionRequest) -> list[Prepared]:
+async def prepare_completions(server: Context, body: CompletionRequest) -> list[Prepared]:
+    """The requests for a completion of each prompt."""
     prompts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     if not prompts:
         return [_prepare(server, body, ids, None) for ids in body.prompt if not isinstance(ids, str)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -23,13 +24,14 @@ _MOST_BODIES = 8  # of the largest size that are in memory at once
 @dataclass(slots=True, kw_only=True)
 class Context:
     """`names` are those that requests may use for the model; the first is the one in answers. `sampling` are
-    the values that requests get which do not say them; `timeline` has the seconds that the server's start took, by
-    phase."""
+    the values that requests get which do not say them; `folder` is the model's; `timeline` has the seconds that the
+    server's start took, by phase."""
 
     options: ServeOptions
     names: Sequence[str]
     service: Service
     admission: Admission
+    folder: Path
     sampling: Mapping[str, float] = field(default_factory=dict)
     timeline: dict[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))

@@ -7,7 +7,8 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -24,6 +25,7 @@ from specserve.server.wire.errors import (
     route_not_found,
     unauthorized,
 )
+from specserve.server.wire.ollama_api.requests import ollama_error
 from specserve.version import __version__
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -107,14 +109,20 @@ def error_response(request: web.Request, failure: WireError) -> web.Response:
     """The response that tells of a failure."""
     context(request).service.metrics.refused(failure.status)
     request[FAILURE] = failure
-    is_anthropic = route_path(request).startswith("/v1/messages")
-    body = anthropic_error(failure, request[REQUEST_ID]) if is_anthropic else failure.body
-    response = json_response(body, failure.status, failure.headers)
+    response = json_response(_error_body(request, failure), failure.status, failure.headers)
     if request.get(CHUNKED):  # aiohttp's writer keeps to what the head said whose place this one takes
         response.enable_chunked_encoding()
     if failure.status in (408, 413):  # the rest of the body is not waited for
         response.force_close()
     return response
+
+
+def _error_body(request: web.Request, failure: WireError) -> Mapping[str, Any]:
+    """In the words of the API that was asked."""
+    path = route_path(request)
+    if path.startswith("/v1/messages"):
+        return anthropic_error(failure, request[REQUEST_ID])
+    return ollama_error(failure) if path.startswith("/api/") else failure.body
 
 
 def _http_failure(request: web.Request, error: web.HTTPException) -> WireError:

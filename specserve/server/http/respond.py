@@ -164,12 +164,12 @@ class _EventStream(web.StreamResponse):
 
     _send_headers_immediately = False
 
-    def __init__(self) -> None:
-        super().__init__(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+    def __init__(self, media: str) -> None:
+        super().__init__(headers={"Content-Type": media, "Cache-Control": "no-cache"})
 
 
 class _Streaming:
-    """One response as server-sent events. Its head is made while the engine computes the prompt, and sent with the
+    """One response as a stream of events. Its head is made while the engine computes the prompt, and sent with the
     first event, or the first ping: an error that comes before has a status of its own."""
 
     def __init__(self, request: web.Request, call: Call, answers: Answers, end: float | None) -> None:
@@ -177,7 +177,7 @@ class _Streaming:
         self._end = end
         self._answers = answers
         self._stream = call.events(answers.outputs)
-        self._response = _EventStream()
+        self._response = _EventStream(self._stream.media)
         self._has_sent = False
 
     async def run(self) -> web.StreamResponse:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from specserve.server.http import completions, info, pages, tokens, translated
 from specserve.server.http.context import context
+from specserve.server.http.ollama_routes import OLLAMA_ROUTES
 from specserve.server.http.respond import json_response
 from specserve.server.openapi import HTML, METRICS, SCRIPT, Route, document
 from specserve.server.wire.anthropic_api import bodies as anthropic_bodies
@@ -133,6 +134,7 @@ ROUTES = (
         replies={200: bodies.ModelCard},
         errors=(404,),
     ),
+    *OLLAMA_ROUTES,
     Route(
         method="POST",
         path="/tokenize",

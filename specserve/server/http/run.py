@@ -93,6 +93,7 @@ class _Life:
             names=names,
             service=self._service,
             admission=admission,
+            folder=folder,
             sampling=sampling,
             timeline=timeline,
         )

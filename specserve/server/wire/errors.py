@@ -1,8 +1,8 @@
 """Every failure as the client sees it: HTTP status, headers and OpenAI's error object.
 
-Types: invalid_request_error (400, 403, 404, 405, 413, 415, 417), authentication_error (401), rate_limit_error (429),
-server_error (500), service_unavailable (503), timeout_error (408, 504). What an unforeseen exception says stays in the
-server's log.
+Types: invalid_request_error (400, 403, 404, 405, 413, 415, 417, 501), authentication_error (401), rate_limit_error
+(429), server_error (500), service_unavailable (503), timeout_error (408, 504). What an unforeseen exception says stays
+in the server's log.
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ _ANSWERS: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (
 
 def model_not_found(name: str, served: Iterable[str]) -> WireError:
     return _invalid(404, unknown("model", _short(name), served), param="model", code="model_not_found")
+
+
+def not_offered(message: str) -> WireError:
+    """For a route of another server's API; `message` says what to use instead."""
+    return _invalid(501, message, code="not_offered", own_headers={"x-should-retry": "false"})
 
 
 def route_not_found(path: str) -> WireError:

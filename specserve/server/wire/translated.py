@@ -16,7 +16,7 @@ from specserve.errors import InputError
 from specserve.server.wire.fields import Limits, Name, Wire, well_formed
 from specserve.server.wire.json.text import json_object
 from specserve.server.wire.openai.messages import TOOL_NAME
-from specserve.server.wire.openai.requests import ChatCompletionRequest, checked
+from specserve.server.wire.openai.requests import AnyRequest, ChatCompletionRequest, checked
 from specserve.server.wire.openai.sampling_fields import Speculative, with_defaults
 from specserve.server.wire.sentences import as_input_error, shown
 
@@ -50,13 +50,17 @@ class TranslatedRequest(Wire):
 
     def as_chat(self, limits: Limits) -> ChatCompletionRequest:
         """The same request to this server. Raises InputError naming this API's own field."""
+        return self._as(ChatCompletionRequest, self._chat_fields(), limits)
+
+    def _as(self, kind: type[AnyRequest], fields: Mapping[str, Any], limits: Limits) -> AnyRequest:
+        """As `as_chat`, of these fields and those that all APIs share."""
         if self.speculative is not None and self.speculative.explain:
             where = "/v1/chat/completions and /v1/completions"
             raise InputError(f"speculative.explain is for streams of {where}. Leave it out.", "speculative.explain")
         shared = {"model": self.model, "stream": self.stream}
         drafts = {} if self.speculative is None else {"speculative": self.speculative.model_dump(exclude_unset=True)}
         try:
-            return checked(ChatCompletionRequest, {**shared, **drafts, **self._chat_fields()}, limits)
+            return checked(kind, {**shared, **drafts, **fields}, limits)
         except InputError as error:
             raise in_own_words(error, self.own_names) from error
 
@@ -72,8 +76,9 @@ class TranslatedRequest(Wire):
 
 
 def own_names(names: Iterable[str], own: Mapping[str, str]) -> list[str]:
-    """Chat's names of fields as another API has them. The longest of `own` that a name begins with decides."""
-    return list(dict.fromkeys(_own_name(name.split("."), own) for name in names))
+    """Chat's names of fields as another API has them. The longest of `own` that a name begins with decides; one that
+    is "" there is not told of."""
+    return list(dict.fromkeys(filter(None, (_own_name(name.split("."), own) for name in names))))
 
 
 def _own_name(path: Sequence[str], own: Mapping[str, str]) -> str:

@@ -26,7 +26,10 @@ Event: TypeAlias = Any  # the JSON of one event: text, or a LongText
 
 
 class Stream(ABC):
-    """The events of one call. `outputs` are its prompts' outputs, which a Collector fills while the chunks come."""
+    """The events of one call. `outputs` are its prompts' outputs, which a Collector fills while the chunks come;
+    `media` is the type of what goes on the wire."""
+
+    media: ClassVar[str] = "text/event-stream; charset=utf-8"
 
     def __init__(self, reply: Reply, outputs: Sequence[RequestOutput]) -> None:
         self._reply = reply
