@@ -349,7 +349,7 @@ def other_attention() -> dict[str, Any]:
             for cut in dict.fromkeys((attention.cut_for(d, 2), *ATTENTION_CUTS)):
                 for rows in (1, 8, 64):
                     plan, q = chain_plan(context, rows, num_blocks), normal(rows, heads, d, dtype=torch.float32)
-                    run = [partial(attention.attention_in, False, q, kv, plan, d**-0.5, None, cut) for kv in kvs]
+                    run = [partial(attention.attention_in, False, q, kv, plan, d**-0.5, None, cut=cut) for kv in kvs]
                     cells.setdefault(str(tuple(cut)), []).append(round(graph_us(run), 2))
             print(f"{heads}/{kv_heads}x{d}, {context:5}, 1, 8, 64 rows: {cells}", flush=True)
     return found

@@ -21,7 +21,7 @@ time are a round.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,24 +56,33 @@ class _Part(NamedTuple):
     owners: NDArray[np.int64]  # [rows] whose it is
 
 
+Sample = Callable[[Tensor, SamplingArrays, Tensor, Ids | None], Tensor]
+
+
 def verify(
-    scores: Tensor, best: Tensor, drafts: DraftArrays, hashed: Tensor, masks: Ids | None, verification: str
+    scores: Tensor,
+    best: Tensor,
+    drafts: DraftArrays,
+    hashed: Tensor,
+    masks: Ids | None,
+    verification: str,
+    sample: Sample = sample,
 ) -> Verified:
-    """As Ops.verify."""
+    """As Ops.verify; `sample` is a backend's own."""
     tried = drafts.is_tried(verification)
     said = np.zeros((2, drafts.rows.shape[1]), np.int64)
     counts = np.zeros(len(tried), np.int64)
     if tried.any():
         part = _part(drafts, tried, is_tried=True)
         rounds = plan(part.drafts, scores.device)
-        tokens = _choose(scores, best, part, hashed, masks, verification)
+        tokens = _choose(scores, best, part, hashed, masks, verification, sample)
         end, extra = _accept_or_reject(scores, tokens < 0, part, rounds, hashed, masks, verification == "block")
         tokens[end] = torch.where(tokens[end] < 0, tokens[end], extra)
         numbers, num_rows = emitted(part.drafts, end, tokens).cpu().numpy(), len(part.at)
         said[:, part.at], counts[tried] = numbers[: 2 * num_rows].reshape(2, -1), numbers[2 * num_rows :]
     if not tried.all():
         part = _part(drafts, ~tried, is_tried=False)
-        chosen = _choose(scores, best.cpu(), part, hashed, masks, verification)
+        chosen = _choose(scores, best.cpu(), part, hashed, masks, verification, sample)
         said[:, part.at], counts[~tried] = compared(part.drafts, chosen.tolist())
     return Verified(said[0], said[1], counts)
 
@@ -138,7 +147,15 @@ def _round(drafts: DraftArrays, nodes: list[tuple[int, int]], device: torch.devi
     return Round(parents, own, tokens, q / row_total(q, 2)[:, None])  # sums of float32 miss 1 by 1e-7
 
 
-def _choose(scores: Tensor, best: Tensor, part: _Part, hashed: Tensor, masks: Ids | None, verification: str) -> Tensor:
+def _choose(
+    scores: Tensor,
+    best: Tensor,
+    part: _Part,
+    hashed: Tensor,
+    masks: Ids | None,
+    verification: str,
+    sample: Sample,
+) -> Tensor:
     """A token of each row, or why it has none, int64 [rows]. Greedy rows mostly keep the best by raw logits; so do
     those of tried drafts, to see whether any token may come."""
     drafts, owners = part.drafts, part.owners

@@ -18,17 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import specserve.kernels._torch_verify as _verify
 import specserve.kernels._triton_attention as _attention
 import specserve.kernels._triton_linear as _linear
 import specserve.kernels._triton_rows as _rows
+import specserve.kernels._triton_sampling as _sampling
 import specserve.kernels.reference as _reference
 from specserve.errors import ModelError
 from specserve.kernels._torch_rows import LayerNorm as _LayerNorm, norm as _norm
 from specserve.kernels._triton_graph import GraphRecording, Staging
 from specserve.kernels._triton_plan import Plan, PlanTensors
-from specserve.ops import AttentionRows, HeadNorms, Input, Placed, Rotation, T
+from specserve.ops import AttentionRows, DraftArrays, HeadNorms, Input, Placed, Rotation, T, Verified
 from specserve.ops.backend import KernelOptions
 from specserve.ops.packing import PackedCache, Source, uncached
+from specserve.types import Ids
 
 PRIORITY = 5  # before the reference; the kernels for CPUs are looked at first, as these take a second to import
 
@@ -157,6 +160,12 @@ class Kernels(_reference.Kernels):
 
     def argmax(self, logits: Tensor) -> Tensor:
         return _rows.argmax(logits)
+
+    def verify(
+        self, scores: Tensor, best: Tensor, drafts: DraftArrays, hashed: Tensor, masks: Ids | None, verification: str
+    ) -> Verified:
+        verified: Verified = _verify.verify(scores, best, drafts, hashed, masks, verification, _sampling.sample)
+        return verified
 
     def rope_and_cache(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: Plan | PlanTensors

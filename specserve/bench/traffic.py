@@ -102,7 +102,8 @@ class Part:
 
 class WatchedOps:
     """A device's ops for one model, whose steps all make the same calls, with each call noted once and timed always.
-    Kernels that record are timed by their recording's own `profile` as they replay, others as they are called."""
+    Kernels that record are timed by their recording's own `profile` as they replay, others as they are called: on a GPU
+    op by op, each waited for, with its launch, which a graph would save."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -113,6 +114,10 @@ class WatchedOps:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._ops, name)
         return partial(self._note, name, value) if name in OPS else value
+
+    @property
+    def records(self) -> bool:
+        return self._ops.records and self._ops.device.type != "cuda"
 
     def record(self, *args: Any) -> Any:
         """As the ops do, but for what `recording` adds."""

@@ -4,6 +4,7 @@ on the host."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -133,4 +134,5 @@ MODULES = {
         embed=embed, add_rms_norm=add_rms_norm, rope_and_cache=rope_and_cache, argmax=argmax, Norms=Norms
     ),
     "_triton_attention": SimpleNamespace(attention=attention),
+    "_triton_sampling": import_module("specserve.kernels._torch_sampling"),
 }  # of kernels/, by name: what stands for them

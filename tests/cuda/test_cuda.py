@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from specserve.bench.profile import profile
+from specserve.bench.verify_cost import verify_cost
 from specserve.llm import LLM
 from specserve.testing import write_tiny_model
 from specserve.train.config import TrainingOptions
@@ -101,6 +103,15 @@ def test_a_head_is_trained_and_drafts(
     mixed = [GREEDY, SEEDED]
     assert said(tiny, "cuda", mixed, **head) == said(tiny, "cuda", mixed, drafter="none")
     take_turns(tiny, kind, head)
+
+
+def test_steps_are_measured_and_taken_apart(tiny: Path, cuda: torch.device) -> None:
+    with LLM(str(tiny), device="cuda", dtype="float32", max_model_len=96, threads=1, adaptive=False) as llm:
+        ids = llm.tokenizer.encode(PROMPTS[0])[:5]
+        parts = {part["part"]: part for part in profile(llm, ids, 2, 2)["parts"]}
+        assert parts["attention"]["calls"] == parts["gated"]["calls"] > 1
+        assert parts["gated"]["ms"] > 0 < parts["gated"]["bytes"]
+        assert verify_cost(llm, ids, [1, 3], 2)["cost"][0] == 1
 
 
 def take_turns(model: Path, kind: str, head: dict[str, Any]) -> None:

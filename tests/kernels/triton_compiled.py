@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -21,7 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from specserve.kernels import _triton_attention as attention, _triton_linear as linear, _triton_rows as rows_of
+from specserve.kernels import (
+    _triton_attention as attention,
+    _triton_linear as linear,
+    _triton_rows as rows_of,
+    _triton_sampling as sampling,
+)
+from specserve.kernels._torch_sampling import SamplingArrays
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 CHIPS = {  # and bytes of shared memory that a program may have
@@ -88,7 +95,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
 
     monkeypatch.setattr(JITFunction, "run", compiled)
     monkeypatch.setattr(linear, "shared_memory_of", lambda device: compiler.shared_memory)
-    for module in (attention, linear, rows_of):
+    for module in (attention, linear, rows_of, sampling):
         for value in vars(module).values():
             if isinstance(value, JITFunction):
                 value.device_caches.clear()  # of the chip before
@@ -198,6 +205,28 @@ def test_ops_on_rows(chip: Compiler) -> None:
     for launch in ops_on_rows():
         chip.one(launch)
         for kernel in chip.found:
+            chip.check(kernel)
+
+
+def test_sampling(chip: Compiler) -> None:
+    """Two numbers of rows, with masks and without: one variant of each kernel for both."""
+    hashed = torch.zeros(49152, dtype=torch.int64)
+    for masks in (None, np.zeros((8, 1536), np.int32)):
+        variants = {}
+        for rows in (1, 8):
+            laws = (np.full(rows, law) for law in (0.7, 0.1, 0.9))
+            ids, top_k = np.arange(rows), np.full(rows, 40)
+            chip.one(
+                lambda: sampling.sample(
+                    empty(8, 49152, dtype=FLOAT32),
+                    SamplingArrays(ids, *laws, top_k, ids),
+                    hashed,
+                    masks,  # noqa: B023
+                )
+            )
+            variants |= {id(kernel): kernel for kernel in chip.found}
+        assert len(variants) == 5, [kernel.metadata.name for kernel in variants.values()]
+        for kernel in variants.values():
             chip.check(kernel)
 
 
