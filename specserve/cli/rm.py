@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 
 from specserve.cli.json_output import JsonFile, notes, write_json
 from specserve.cli.options import MODEL, MODEL_NAMES, OUTPUT
 from specserve.errors import ConfigError
 
 
+def _named(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+    """A cyclopts converter. A model that the environment or a file names for other commands is not meant."""
+    if any(token.source != "cli" for token in tokens):
+        raise ValueError("rm removes only models that its arguments name.")
+    return tuple(token.value for token in tokens)
+
+
 def rm(
     models: Annotated[
         tuple[str, ...],
         Parameter(
-            name=MODEL_NAMES, group=MODEL, negative=(), consume_multiple=True, help="As `specserve list` names them."
+            name=MODEL_NAMES,
+            group=MODEL,
+            negative=(),
+            consume_multiple=True,
+            converter=_named,
+            help="As `specserve list` names them.",
         ),
     ],
     *,

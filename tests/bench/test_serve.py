@@ -747,6 +747,13 @@ def test_ctrl_c_keeps_what_was_measured(command: Command, quick: Server) -> None
     assert "Traceback" not in err
 
 
+def test_standard_output_may_have_json_alone(command: Command, quick: Server) -> None:
+    Path("p.jsonl").write_text('{"prompt": "a"}\n')
+    status, out, err = command("--url", quick.url, "--prompts", "p.jsonl", "--json")
+    assert status == 0, err
+    assert json.loads(out)["loads"][0]["completed"] == 1
+
+
 def test_ctrl_c_before_anything_was_measured(command: Command, quick: Server) -> None:
     def script(number: int) -> Script:
         os.kill(os.getpid(), signal.SIGINT)

@@ -172,6 +172,19 @@ def test_what_is_wrong_is_told(specserve: Callable[..., Outcome], arguments: Seq
     assert complaint in err
 
 
+def test_rm_removes_nothing_that_is_named_for_other_commands(
+    specserve: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path / "none"))
+    Path("specserve.toml").write_text('model = "smollm2-135m"\n')
+    told = [specserve("rm", "--yes")]
+    monkeypatch.setenv("SPECSERVE_MODEL", "smollm2-135m")
+    told.append(specserve("rm", "--yes"))
+    assert [status for status, _, _ in told] == [2, 2]
+    assert all("only models that its arguments name" in err for _, _, err in told)
+    assert "Unknown installed model 'this'" in specserve("rm", "this", "--yes")[2]
+
+
 def test_json_may_be_set_in_the_file_of_options(specserve: Callable[..., Outcome]) -> None:
     for value, begins in (("true", "["), ("false", "name"), ('"o.json"', "name")):
         Path("specserve.toml").write_text(f"[list]\njson = {value}\nall = true\n")

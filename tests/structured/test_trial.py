@@ -283,6 +283,8 @@ def test_the_command_writes_what_it_found(tiny: Path, tmp_path: Path, capsys: py
     }  # fmt: skip
     assert found["keywords"]["not"]["refused_share"] == 1.0
     assert "all groups" in capsys.readouterr().out
+    assert run(["grammar", "check", str(asked), "--model", str(tiny), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["keywords"] == found["keywords"]
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '[{"schema": {}}]', '[{"schema": {}, "tests": [{"data": 1}]}]'])

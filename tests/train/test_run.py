@@ -152,6 +152,10 @@ def test_the_command(tiny: Path, prompt_file: Path, tmp_path: Path, capsys: pyte
     assert run(arguments) == 0
     assert "head and RECIPE.md" in capsys.readouterr().err
     assert (tmp_path / "head/config.json").exists()
+    assert run([*arguments, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["out"], told["model"]) == (str(tmp_path / "head"), str(tiny))
+    assert told["num_steps"] > 0 and len(told["acceptance"]["all"]["by_depth"]) == 2
     assert run([*arguments, "--layers", "2"]) == 2
     assert "holds another run" in capsys.readouterr().err
     assert run(["train", "hydra", *arguments[2:]]) == 2
