@@ -121,7 +121,8 @@ class WatchedOps:
 
     def record(self, *args: Any) -> Any:
         """As the ops do, but for what `recording` adds."""
-        return type(self._ops).record(self, *args)
+        watched: Any = self
+        return type(self._ops).record(watched, *args)
 
     @contextmanager
     def recording(self) -> Iterator[_Profiled]:
