@@ -70,7 +70,8 @@ class Route:
     `request` is a POST's body, and `example` one that works, the model's name aside. `replies` has the type of the body
     by HTTP status, JSON where `media` says nothing else; `event` is one of a streamed answer, which is sent as
     `event_media`: what `data:` holds, or a line. `errors` are the statuses, besides 401, that come with an `error`.
-    `needs_key` is false for what is open even where keys are asked for.
+    `parameters` are those of its query and headers. `needs_key` is false for what is open even where keys are asked
+    for.
     """
 
     method: str
@@ -83,6 +84,7 @@ class Route:
     media: str = JSON
     request: Any = None
     example: Mapping[str, Any] = field(default_factory=dict)
+    parameters: tuple[Json, ...] = ()
     event: Any = None
     event_media: str = EVENTS
     error: Any = ErrorBody
@@ -186,10 +188,10 @@ def _operation(route: Route, model: str, schemas: Mapping[str, Json], requires_k
     }
     if not route.needs_key:
         operation["security"] = []
-    if names := _NAME_IN_PATH.findall(route.path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    names = _NAME_IN_PATH.findall(route.path)
+    in_path = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    if parameters := [*in_path, *route.parameters]:
+        operation["parameters"] = parameters
     if route.request is not None:
         example = {"model": model, **route.example}
         content = {JSON: {"schema": schemas[_part(route, "request")], "example": example}}

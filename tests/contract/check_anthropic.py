@@ -121,11 +121,6 @@ def test_count_tokens(
     assert longer.input_tokens != chat["usage"]["prompt_tokens"]
 
 
-def test_models(client: anthropic.Anthropic, model: str) -> None:
-    assert [card.id for card in client.models.list()] == [model]
-    assert client.models.retrieve(model).id == model
-
-
 def test_errors(client: anthropic.Anthropic, url: str, model: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as raised:
         create(client, model, extra_body={"temperature": -1})
@@ -190,3 +185,15 @@ def test_a_tool_that_must_be_called_is(client: anthropic.Anthropic, model: str) 
             final = stream.get_final_message()
         assert final.content[0].input == block.input
         assert len(pieces) > 3
+
+
+def test_models(client: anthropic.Anthropic, model: str) -> None:
+    (found,) = client.models.list()
+    assert (found.id, found.type, found.lifecycle) == (model, "model", "active")
+    assert client.models.retrieve(model) == found
+    page = client.models.list(limit=1)
+    assert (page.first_id, page.last_id, page.has_more) == (model, model, False)
+    with pytest.raises(anthropic.NotFoundError, match="Unknown model"):
+        client.models.retrieve("claude")
+    with pytest.raises(anthropic.BadRequestError, match="after_id"):
+        client.models.list(after_id="claude")

@@ -46,6 +46,8 @@ CLIENTS = (
     Client("structured3", "clients", ("openai",), ("check_openai_structured.py",)),
     Client("structured2", "openai2", ("openai",), ("check_openai_structured.py",)),
     Client("anthropic", "clients", ("anthropic",), ("check_anthropic.py",)),
+    Client("ollama", "ollama", ("ollama",), ("check_ollama.py",)),
+    Client("litellm", "ollama", ("litellm",), ("check_litellm.py",)),
     Client("outlines", "clients", ("outlines", "openai"), ("check_outlines.py",)),
     Client("langchain", "clients", ("langchain-openai", "openai"), ("check_langchain.py",)),
     Client("llm", "clients", ("llm", "openai"), ("check_llm.py",)),

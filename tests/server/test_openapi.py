@@ -19,6 +19,7 @@ from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
 from specserve.errors import InputError
 from specserve.server.http.routes import ROUTES
 from specserve.server.openapi import Route, document
+from specserve.server.wire.anthropic_api.models import model_info, model_page
 from specserve.server.wire.anthropic_api.requests import CountTokensRequest, MessagesRequest, anthropic_error
 from specserve.server.wire.anthropic_api.stream import count_tokens_body, message_body
 from specserve.server.wire.errors import (
@@ -690,6 +691,8 @@ def test_small_answers_are_as_the_document_says() -> None:
     rows = [
         ("get", "/v1/models", model_list(["tiny"], 1, 256, "natively")),
         ("get", "/v1/models/{id}", model_card("tiny", 1, 256, "natively")),
+        ("get", "/v1/models", model_page(["tiny"], 1, 256, {})),
+        ("get", "/v1/models/{id}", model_info("tiny", 1, 256)),
         ("post", "/tokenize", as_sent(tokenize_body([1], 256))),
         ("post", "/tokenize", as_sent(tokenize_body([1], 256, str))),
         ("post", "/detokenize", as_sent(detokenize_body("a"))),

@@ -10,21 +10,25 @@ from aiohttp import web
 
 from specserve.server.admission import SMALL_BYTES, BodyReservation
 from specserve.server.http.context import ARRIVED, context
+from specserve.server.http.origin import may_be_a_browsers
 from specserve.server.wire.errors import body_too_large, timed_out, unsupported_media_type
 from specserve.server.wire.fields import Limits
 
 T = TypeVar("T")
 
+_UNTOLD = ("application/x-www-form-urlencoded", "text/plain")
 _AT_ONCE = 2**18  # bytes that are looked at before another thread may run
 
 
-async def parsed(request: web.Request, read: Callable[[bytes, Limits], T]) -> T:
+async def parsed(request: web.Request, read: Callable[[bytes, Limits], T], says_json: bool = False) -> T:
     """The request in the body, by one of the functions that read one. A large one is parsed on a thread. The time that
-    a request may take begins when its body has arrived.
+    a request may take begins when its body has arrived. `says_json`: its type must be JSON, whoever sends it.
 
     Raises WireError for a body that is too large, too slow or no JSON, and when the bodies of others fill the memory
     that there is for them; InputError for what is wrong in it.
     """
+    if not _is_taken(request, says_json):
+        raise unsupported_media_type(request.headers.get("Content-Type", ""))
     server = context(request)
     with server.body_budget.reserve() as reservation:
         body = await _read(request, reservation)
@@ -37,15 +41,21 @@ async def parsed(request: web.Request, read: Callable[[bytes, Limits], T]) -> T:
         return await server.service.threads.run(len(body), read, body, server.limits)
 
 
+def _is_taken(request: web.Request, says_json: bool) -> bool:
+    """Whether the type of the body is JSON, or one that programs send which were not told: none at all, or curl's for
+    -d. A browser sends those for a page of any site without asking first, so they are not taken from one."""
+    sent = request.headers.get("Content-Type", "")
+    if sent and (request.content_type == "application/json" or request.content_type.endswith("+json")):
+        return True
+    return not says_json and (not sent or request.content_type in _UNTOLD) and not may_be_a_browsers(request)
+
+
 async def _read(request: web.Request, reservation: BodyReservation) -> bytes:
     """All of the body. Compressed ones are not taken: a small one could fill the memory."""
     options = context(request).options
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         raise unsupported_media_type(f"compressed ({encoding})")
-    is_json = request.content_type == "application/json" or request.content_type.endswith("+json")
-    if not is_json or "Content-Type" not in request.headers:
-        raise unsupported_media_type(request.headers.get("Content-Type", ""))
     if (request.content_length or 0) > options.max_body_bytes:
         raise body_too_large(options.max_body_bytes)
     if request.content.is_eof():  # all of it came with the head, as small ones do

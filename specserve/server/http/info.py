@@ -16,7 +16,8 @@ from specserve.server.http.context import Context, context
 from specserve.server.http.origin import check_origin
 from specserve.server.http.respond import json_response
 from specserve.server.metrics import CONTENT_TYPE
-from specserve.server.wire.errors import route_not_found, unavailable
+from specserve.server.wire.anthropic_api.models import VERSION_HEADER, model_info, model_page
+from specserve.server.wire.errors import not_offered, route_not_found, unavailable
 from specserve.server.wire.openai.replies import model_card, model_list
 from specserve.server.wire.openai.requests import ResetPrefixCacheRequest, read
 from specserve.version import __version__
@@ -36,8 +37,11 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models."""
+    """GET /v1/models, as OpenAI's clients read it, or Anthropic's where they say so."""
     server = context(request)
+    if VERSION_HEADER in request.headers:
+        page = model_page(server.names, server.created, server.limits.max_model_len, request.query)
+        return json_response(page)
     return json_response(model_list(server.names, server.created, server.limits.max_model_len, _runs(server)))
 
 
@@ -46,7 +50,19 @@ async def model(request: web.Request) -> web.Response:
     server = context(request)
     name = request.match_info["id"]
     server.check_model(name)
+    if VERSION_HEADER in request.headers:
+        return json_response(model_info(name, server.created, server.limits.max_model_len))
     return json_response(model_card(name, server.created, server.limits.max_model_len, _runs(server)))
+
+
+async def embeddings(request: web.Request) -> web.Response:
+    """POST /v1/embeddings: none are made, of whatever model."""
+    raise not_offered(
+        f"This server gives no embeddings: {context(request).names[0]} generates text, and models made for embeddings, "
+        "whose folders have 1_Pooling/config.json, are not pooled here. Ask a server that is made for those.",
+        status=400,
+        param="model",
+    )
 
 
 async def version(request: web.Request) -> web.Response:
@@ -98,7 +114,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     if not server.options.admin:
         raise route_not_found(request.path)
     check_origin(request)
-    body: ResetPrefixCacheRequest = await parsed(request, _read_reset)
+    body: ResetPrefixCacheRequest = await parsed(request, _read_reset, says_json=True)
     server.check_model(body.model)
     if server.service.supervisor.state is not State.READY:
         raise unavailable("There is no engine now. Try again in a moment.")

@@ -16,6 +16,7 @@ from aiohttp.typedefs import Middleware
 from specserve.server.http.context import context, route_path
 from specserve.server.http.respond import CHUNKED, FAILURE, IGNORED, OUTPUTS, TENANT, json_response, public_error
 from specserve.server.logs import log_request, request_id
+from specserve.server.wire.anthropic_api.models import VERSION_HEADER
 from specserve.server.wire.anthropic_api.requests import anthropic_error
 from specserve.server.wire.errors import (
     WireError,
@@ -120,7 +121,8 @@ def error_response(request: web.Request, failure: WireError) -> web.Response:
 def _error_body(request: web.Request, failure: WireError) -> Mapping[str, Any]:
     """In the words of the API that was asked."""
     path = route_path(request)
-    if path.startswith("/v1/messages"):
+    models_of_anthropic = path.startswith("/v1/models") and VERSION_HEADER in request.headers
+    if path.startswith("/v1/messages") or models_of_anthropic:
         return anthropic_error(failure, request[REQUEST_ID])
     return ollama_error(failure) if path.startswith("/api/") else failure.body
 

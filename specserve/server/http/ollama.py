@@ -21,9 +21,10 @@ from specserve.server.http.respond import Call, ignore, json_response, respond
 from specserve.server.model_files import ModelFiles, read_model_files
 from specserve.server.wire.errors import model_not_found, not_offered
 from specserve.server.wire.json.text import LONG
-from specserve.server.wire.ollama_api.answers import Kind, OllamaStream, answer_body, empty_body, utc
+from specserve.server.wire.ollama_api.answers import Kind, OllamaStream, answer_body, empty_body
 from specserve.server.wire.ollama_api.requests import GenerateRequest, OllamaChatRequest, OllamaRequest, ShowRequest
 from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest, read
+from specserve.server.wire.times import rfc3339
 from specserve.server.wire.translated import read_translated
 from specserve.version import __version__
 
@@ -92,7 +93,7 @@ async def tags(request: web.Request) -> web.Response:
     files = await _files(server)
     details = _details(server, files)
     listed = [
-        {**_named(name), "modified_at": utc(files.modified), "size": files.size, "digest": files.digest, **details}
+        {**_named(name), "modified_at": rfc3339(files.modified), "size": files.size, "digest": files.digest, **details}
         for name in server.names
     ]
     return json_response({"models": listed})
@@ -138,7 +139,7 @@ async def show(request: web.Request) -> web.Response:
             f"{architecture}.context_length": server.limits.max_model_len,
         },
         "capabilities": [name for name, is_so in can.items() if is_so],
-        "modified_at": utc(files.modified),
+        "modified_at": rfc3339(files.modified),
     }
     return json_response(shown)
 

@@ -45,6 +45,15 @@ def check_origin(request: web.Request) -> None:
             raise origin_not_allowed(origin)
 
 
+def may_be_a_browsers(request: web.Request) -> bool:
+    """Whether anything says that a browser sent this. A page cannot keep all of it away: browsers send Origin with
+    every POST (since 2020), Sec-Fetch-Site to this machine and over TLS, Referer where no policy forbids it, and a
+    User-Agent that begins so; to change one of these a page must ask first, and is told no."""
+    headers = request.headers
+    is_marked = any(name.lower().startswith("sec-") or name.lower() in ("origin", "referer") for name in headers)
+    return is_marked or headers.get("User-Agent", "").startswith("Mozilla/")
+
+
 def _is_known(host: str, options: ServeOptions) -> bool:
     """Whether no DNS server of a stranger decides where this host, perhaps with a port, leads to."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

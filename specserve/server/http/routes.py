@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
+from typing_extensions import TypeAliasType
 
 from specserve.server.http import completions, info, pages, tokens, translated
 from specserve.server.http.context import context
@@ -14,12 +15,15 @@ from specserve.server.http.ollama_routes import OLLAMA_ROUTES
 from specserve.server.http.respond import json_response
 from specserve.server.openapi import HTML, METRICS, SCRIPT, Route, document
 from specserve.server.wire.anthropic_api import bodies as anthropic_bodies
+from specserve.server.wire.anthropic_api.models import PAGE_PARAMETERS, PARAMETERS
 from specserve.server.wire.anthropic_api.requests import CountTokensRequest, MessagesRequest
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.openai import bodies, responses_bodies
 from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest, ResetPrefixCacheRequest
 from specserve.server.wire.openai.responses import ResponsesRequest
 from specserve.server.wire.openai.tokenization import DetokenizeRequest, TokenizeRequest
+
+ModelsError = TypeAliasType("ModelsError", bodies.ErrorBody | anthropic_bodies.AnthropicError)
 
 _LONG = 2**20  # characters' worth of work: it takes as long as a large text, so it is done on a thread
 
@@ -116,13 +120,25 @@ ROUTES = (
         errors=(404, *_READS),
     ),
     Route(
+        method="POST",
+        path="/v1/embeddings",
+        handler=info.embeddings,
+        name="createEmbedding",
+        summary="Not offered; the error says what to do instead.",
+        group="Generation",
+        errors=(400,),
+    ),
+    Route(
         method="GET",
         path="/v1/models",
         handler=info.models,
         name="listModels",
         summary="The models that this server has.",
         group="Models",
-        replies={200: bodies.ModelList},
+        parameters=PAGE_PARAMETERS,
+        replies={200: bodies.ModelList | anthropic_bodies.ModelPage},
+        error=ModelsError,
+        errors=(400,),
     ),
     Route(
         method="GET",
@@ -131,7 +147,9 @@ ROUTES = (
         name="getModel",
         summary="One model. Its name may hold slashes, as they are or as %2F.",
         group="Models",
-        replies={200: bodies.ModelCard},
+        parameters=PARAMETERS,
+        replies={200: bodies.ModelCard | anthropic_bodies.ModelInfo},
+        error=ModelsError,
         errors=(404,),
     ),
     *OLLAMA_ROUTES,

@@ -98,9 +98,9 @@ def model_not_found(name: str, served: Iterable[str]) -> WireError:
     return _invalid(404, unknown("model", _short(name), served), param="model", code="model_not_found")
 
 
-def not_offered(message: str) -> WireError:
+def not_offered(message: str, status: int = 501, param: str | None = None) -> WireError:
     """For a route of another server's API; `message` says what to use instead."""
-    return _invalid(501, message, code="not_offered", own_headers={"x-should-retry": "false"})
+    return _invalid(status, message, param=param, code="not_offered", own_headers={"x-should-retry": "false"})
 
 
 def route_not_found(path: str) -> WireError:

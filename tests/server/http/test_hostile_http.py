@@ -205,9 +205,30 @@ def test_bodies_that_are_no_object(case: Any) -> None:
 
 def test_bodies_of_another_type(case: Any) -> None:
     """A6-wrong-content-type"""
-    for kind in ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x"):
+    for kind in ("multipart/form-data", "application/octet-stream", "text/html", "x"):
         reply = case.post("/v1/completions", json.dumps(GOOD).encode(), headers={"Content-Type": kind})
         assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type"), kind
+
+
+def test_bodies_of_no_stated_type_are_taken_from_programs_alone(case: Any) -> None:
+    """A6-cross-site"""
+    browsers = (
+        *({"Origin": origin} for origin in ("null", "http://evil.example", f"http://localhost:{case.served.port}")),
+        *({name: value} for name, value in (("Referer", "http://evil.example/"), ("Sec-Fetch-Site", "cross-site"))),
+        *({name: value} for name, value in (("sec-ch-ua", "x"), ("User-Agent", "Mozilla/5.0 (X11) Firefox/140.0"))),
+    )
+    for kind in ({}, *({"Content-Type": kind} for kind in ("", "text/plain;charset=UTF-8", FORM))):
+        assert case.post("/v1/completions", json.dumps(GOOD).encode(), headers=kind).status == 200, kind
+        broken = case.post("/v1/completions", b"prompt=a", headers=kind)
+        assert (broken.status, "JSON" in broken.error["message"]) == (400, True), kind
+        for browser in browsers:
+            reply = case.post("/v1/completions", json.dumps(GOOD).encode(), headers={**kind, **browser})
+            assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type"), (kind, browser)
+            said = {**browser, "Content-Type": "application/json"}
+            assert case.post("/v1/completions", json.dumps(GOOD).encode(), headers=said).status == 200, browser
+
+
+FORM = "application/x-www-form-urlencoded"
 
 
 NUMERIC = (

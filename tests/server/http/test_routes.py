@@ -400,3 +400,28 @@ def test_pages_need_no_key_but_what_they_ask_does(strict_server: Any, path: str)
     assert strict_server.get(path, headers=nobody).status == 200
     for asked in ("/stats", "/server_info", "/v1/models", "/openapi.json"):
         assert strict_server.get(asked, headers=nobody).status == 401
+
+
+@pytest.mark.parametrize("version", [None, "2023-06-01"])
+def test_models_are_told_in_the_words_of_who_asks(server: Any, version: str | None) -> None:
+    headers = {} if version is None else {"anthropic-version": version}
+    listed, one = (server.get(path, headers=headers).json for path in ("/v1/models", "/v1/models/tiny"))
+    assert listed["data"] == [one]
+    missing = server.get("/v1/models/claude", headers=headers)
+    assert missing.status == 404
+    if version is None:
+        assert (listed["object"], one["object"], one["max_model_len"]) == ("list", "model", 256)
+        assert missing.error["code"] == "model_not_found"
+        return
+    assert (listed["first_id"], listed["has_more"], one["type"], one["max_tokens"]) == ("tiny", False, "model", 255)
+    assert (missing.json["type"], missing.error["type"]) == ("error", "not_found_error")
+    wrong = server.get("/v1/models?limit=0", headers=headers)
+    assert (wrong.status, wrong.error["type"]) == (400, "invalid_request_error")
+    assert server.get("/v1/models?limit=0").status == 200, "others have no pages"
+
+
+def test_there_are_no_embeddings_and_why(server: Any) -> None:
+    reply = server.post("/v1/embeddings", {"model": "tiny", "input": "a"})
+    assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "not_offered", "model")
+    assert "tiny generates text" in reply.error["message"]
+    assert reply.headers["x-should-retry"] == "false"

@@ -71,6 +71,32 @@ class CountTokensReply(TypedDict):
     input_tokens: int
 
 
+@_described
+class ModelInfo(TypedDict):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    """As `id`."""
+    created_at: str
+    """When the server started."""
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    """Tokens of the longest prompt that leaves room for one more."""
+    max_tokens: int
+    """Tokens of the longest answer to the shortest prompt."""
+
+
+@_described
+class ModelPage(TypedDict):
+    """The models of /v1/models, where Anthropic's clients ask."""
+
+    data: list[ModelInfo]
+    has_more: bool
+    """Whether there are more in the direction that was asked for."""
+    first_id: str | None
+    last_id: str | None
+
+
 class AnthropicErrorDetail(TypedDict):
     type: Literal[
         "invalid_request_error",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
 
 from specserve.engine.outputs import Chunk, CompletionOutput, RequestOutput
@@ -33,6 +32,7 @@ from specserve.server.wire.openai.logprobs import chat_logprobs
 from specserve.server.wire.openai.replies import Reply, finish_reason, raise_failure
 from specserve.server.wire.openai.stream import Stream
 from specserve.server.wire.openai.usage import metrics
+from specserve.server.wire.times import rfc3339
 from specserve.server.wire.tools.arguments import object_so_far
 from specserve.types import TokenLogprobs
 
@@ -57,7 +57,13 @@ def answer_body(reply: Reply, kind: Kind, output: RequestOutput, now: float) -> 
 
 def empty_body(model: str, kind: Kind) -> dict[str, Any]:
     """The answer where nothing was asked, which has Ollama load a model; this one is loaded."""
-    return {**_said(kind, {"content": ""}), "model": model, "created_at": utc(), "done": True, "done_reason": "load"}
+    return {
+        **_said(kind, {"content": ""}),
+        "model": model,
+        "created_at": rfc3339(),
+        "done": True,
+        "done_reason": "load",
+    }
 
 
 class OllamaStream(Stream):
@@ -130,14 +136,8 @@ class OllamaStream(Stream):
         return _head(self._reply, self._kind, {"content": "", **said})
 
 
-def utc(seconds: float | None = None) -> str:
-    """A moment in RFC 3339, now or so many seconds after 1970."""
-    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
-    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
 def _head(reply: Reply, kind: Kind, said: dict[str, Any]) -> dict[str, Any]:
-    return {"model": reply.model, "created_at": utc(), **_said(kind, said), "done": False}
+    return {"model": reply.model, "created_at": rfc3339(), **_said(kind, said), "done": False}
 
 
 def _said(kind: Kind, said: dict[str, Any]) -> dict[str, Any]:
