@@ -67,7 +67,7 @@ OF_THE_CPU := --ignore=tests/kernels/test_cpu.py tests/kernels tests/models/test
 QUICK := tests/cache tests/drafters tests/speculation tests/engine/test_engine.py tests/sampling/test_noise.py \
   tests/sampling/test_edits.py tests/server/wire tests/test_structure.py tests/docs/test_reference.py tests/test_registry.py
 
-.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser contract wheel sdist bare try-wheel pythons clean
+.PHONY: help env demo serve test builds quick check lint types format pytest pytest-avx2 sanitize browser contract recipes wheel sdist bare try-wheel pythons clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -179,6 +179,11 @@ contract: $(STAMP) ## Hold real clients (openai, anthropic, outlines, lm-eval, .
 	@$(BIN)/specserve pull smollm2-135m
 	@echo "== clients"
 	@$(BIN)/python tests/contract/run.py $(CONTRACT_FLAGS)
+
+# Not part of `test`: as `contract`, of which it is a part.
+recipes: $(STAMP) ## Run docs/recipes.md as it is written: installs the packages; Claude Code and Codex where there is npm.
+	@$(BIN)/specserve pull smollm2-135m
+	@$(BIN)/python tests/contract/run.py --only recipes --only llama_index
 
 # kernels/cpu/older_libraries.cpp keeps a native module that a recent machine makes fit for older ones; auditwheel checks it
 # and writes into the wheel's name which. PYTHONS="python3.11 python3.13" makes one each; that of 3.12 or later is for all of them.

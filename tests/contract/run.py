@@ -38,6 +38,7 @@ class Client:
     servers: tuple[str, ...] = ("drafting",)
 
 
+LLAMA_INDEX = "check_recipes.py::test_a_recipe[LlamaIndex]"  # which needs an older openai
 CLIENTS = (
     Client("openai3", "clients", ("openai",), ("check_openai.py", "check_openai_errors.py"), ("drafting", "narrow")),
     Client("openai2", "openai2", ("openai",), ("check_openai.py", "check_openai_errors.py"), ("drafting", "narrow")),
@@ -51,6 +52,8 @@ CLIENTS = (
     Client("outlines", "clients", ("outlines", "openai"), ("check_outlines.py",)),
     Client("langchain", "clients", ("langchain-openai", "openai"), ("check_langchain.py",)),
     Client("llm", "clients", ("llm", "openai"), ("check_llm.py",)),
+    Client("recipes", "recipes", ("litellm", "instructor", "openai"), ("check_recipes.py",)),
+    Client("llama_index", "llama_index", ("llama-index-llms-openai-like", "openai"), (LLAMA_INDEX,)),
     Client("lm_eval", "lm_eval", ("lm_eval",), ("check_lm_eval.py",), ("drafting", "plain")),
     Client("schemathesis", "schemathesis", ("schemathesis",), ("check_schema.py",), ("tiny",)),
 )

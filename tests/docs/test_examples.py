@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from specserve import LLM, SamplingParams
 from specserve.cli.main import build_app
 from specserve.text.tokenizer import Tokenizer
 
@@ -24,19 +25,23 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TARGETS = set(re.findall(r"^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
 _BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.M
+    r"^(?:<!-- (?P<mark>not run|make recipes): (?P<why>[^\n]+) -->\n)?"
+    r"```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.M,
 )
+_HERE_DOCUMENT = re.compile(r"<<'(\w+)'$")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `why` it is not run, if so."""
+    """A fenced block. `mark` says who does not run it here, and `why`; both are empty where it is run."""
 
     path: Path
     line: int
     language: str
     text: str
-    why: str | None
+    mark: str
+    why: str
 
     @property
     def name(self) -> str:
@@ -44,9 +49,18 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Of a console block those behind `$ `, of a shell block all; lines that end in a backslash are joined."""
-        joined = self.text.replace("\\\n", " ").splitlines()
-        return [line.removeprefix("$ ") for line in joined if line and (self.language == "sh" or line.startswith("$ "))]
+        """Of a console block those after `$ `, of a shell block all; lines that end in a backslash are joined, and so
+        are those of a here-document."""
+        found: list[str] = []
+        end = ""  # of the here-document that the last command is still in
+        for line in self.text.replace("\\\n", " ").splitlines():
+            if end:
+                found[-1] += f"\n{line}"
+                end = "" if line == end else end
+            elif line.startswith("$ ") if self.language == "console" else line and not line.startswith("#"):
+                found.append(line.removeprefix("$ "))
+                end = document[1] if (document := _HERE_DOCUMENT.search(line)) else ""
+        return found
 
 
 def blocks(path: Path, *languages: str) -> Iterator[Block]:
@@ -55,7 +69,7 @@ def blocks(path: Path, *languages: str) -> Iterator[Block]:
     for found in _BLOCK.finditer(text):
         if found["language"] in languages:
             line = text.count("\n", 0, found.start("text"))
-            yield Block(path, line, found["language"], found["text"], found["why"])
+            yield Block(path, line, found["language"], found["text"], found["mark"] or "", found["why"] or "")
 
 
 def all_blocks(*languages: str) -> list[Block]:
@@ -76,18 +90,25 @@ def test_few_blocks_are_not_run() -> None:
     python = all_blocks("python")
     for block in python:
         compile(block.text, block.name, "exec")
-    assert 3 * sum(block.why is not None for block in python) <= len(python)
-    assert not [block.name for block in all_blocks("console", "sh", "toml", "yaml", "json") if block.why]
+    assert 8 * sum(block.mark == "not run" for block in python) <= len(python)
+    assert not [block.name for block in all_blocks("toml", "yaml", "json") if block.mark == "not run"]
 
 
-PYTHON = [block for block in all_blocks("python") if block.why is None]
-CONSOLE = all_blocks("console")
+PYTHON = all_blocks("python")
+SHELL = all_blocks("console", "sh")
+
+
+def skip_if_marked(block: Block) -> None:
+    """What is not run here is listed with its reason, as the summary of a run shows what was skipped."""
+    if block.mark:
+        pytest.skip(f"{block.mark}: {block.why}")
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=names(PYTHON))
 def test_python_runs(
     block: Block, runs_python: Callable[[str, str], None], capsys: pytest.CaptureFixture[str], smollm2: Path
 ) -> None:
+    skip_if_marked(block)
     runs_python("\n" * block.line + block.text, str(block.path))  # so that a traceback names the document's line
     said = capsys.readouterr().out
     if "BaseModel" in block.text:
@@ -113,25 +134,26 @@ def check_constrained(said: str, tokenizer: Tokenizer) -> None:
         assert len(tokenizer.encode(call, add_special_tokens=False)) >= 60, "it ended of itself, unfinished"
 
 
-@pytest.mark.parametrize("block", CONSOLE, ids=names(CONSOLE))
+@pytest.mark.parametrize("block", SHELL, ids=names(SHELL))
 def test_commands_run(block: Block, runs_shell: Callable[[str], str]) -> None:
+    skip_if_marked(block)
     assert block.commands, f"{block.name} has no line that begins with $"
     for command in block.commands:
         if command.startswith("curl ") and shutil.which("curl") is None:
             pytest.skip("There is no curl.")
-        assert runs_shell(command).strip(), f"{command} says nothing"
+        said = runs_shell(command)
+        assert said.strip() or block.language == "sh", f"{command} says nothing"
 
 
-def test_commands_that_are_shown_exist() -> None:
+def test_commands_that_are_not_run_exist() -> None:
     app = build_app()
-    shown = [(block, command) for block in all_blocks("sh") for command in block.commands]
-    for block, command in shown:
-        words = shlex.split(command, comments=True)
-        if words[:1] == ["make"]:
-            assert set(words[1:]) & TARGETS == {words[1]}, f"{block.name}: {command}"
-        elif words:
-            assert words[0] == "specserve", f"{block.name}: only make and specserve are checked; {command} is text"
-            app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    for block in SHELL:
+        for command in block.commands if block.mark == "not run" else ():
+            words = shlex.split(command, comments=True)
+            if words[0] == "make":
+                assert set(words[1:]) & TARGETS == {words[1]}, f"{block.name}: {command}"
+            elif words[0] == "specserve":
+                app.parse_args(words[1:], exit_on_error=False, print_error=False)
 
 
 def test_data_can_be_read() -> None:
@@ -153,3 +175,25 @@ def test_examples_run(
     assert len(text.splitlines()) <= 40
     runs_python(text, str(path))
     assert capsys.readouterr().out.strip()
+
+
+def starters() -> list[tuple[str, str]]:
+    """What the playground offers to begin with: names and messages."""
+    text = (ROOT / "specserve/server/static/playground/examples.js").read_text("utf-8")
+    (listed,) = re.findall(r"^export const STARTERS = (\[.*?\n\]);", text, re.DOTALL | re.MULTILINE)
+    return [(name, message) for name, message in json.loads(re.sub(r",\s*\]$", "]", listed))]
+
+
+def test_what_the_playground_offers_gains_by_drafts(engine: LLM) -> None:
+    """But for the last, which is there to show text without repetition."""
+    engine.use_drafter("auto", 5)
+    params = SamplingParams(max_tokens=64, temperature=0)
+    gained = {}
+    for name, message in starters():
+        engine.reset_prefix_cache()
+        output = engine.chat([{"role": "user", "content": message}], params)[0].outputs[0]
+        gained[name] = output.mean_acceptance_length
+    *copies, story = gained.values()
+    assert len(copies) == 3
+    assert min(copies) > 1.5, gained
+    assert story < min(copies), gained

@@ -105,6 +105,21 @@ def test_what_sends_nothing(open_page: Any) -> None:
     assert playground.script.chats == []
 
 
+def test_an_empty_conversation_offers_messages_to_begin_with(open_page: Any) -> None:
+    playground = open_page(script(ALL))
+    page = playground.page
+    offered = page.locator("#starters button")
+    assert offered.count() == 4
+    offered.first.click()
+    assert page.input_value("#entry").startswith("Correct the spelling: ")
+    assert playground.script.chats == [], "it can be changed before it is sent"
+    page.press("#entry", "Enter")
+    playground.answer.locator(".actions").wait_for()
+    assert playground.script.chats[0]["messages"][-1]["content"].startswith("Correct the spelling: ")
+    assert playground.script.chats[0]["temperature"] == 0
+    assert page.locator("#starters").is_hidden()
+
+
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 

@@ -212,6 +212,7 @@ def test_with_a_real_server(open_page: Any, server: Any, view: str) -> None:
     playground = open_page(f"http://127.0.0.1:{server.port}/")
     page = playground.page
     page.fill("#max-tokens", "48")
+    page.fill("#temperature", "0")
     page.fill("#seed", "7")
     page.select_option("#drafter", "ngram")
     page.select_option("#view", view)

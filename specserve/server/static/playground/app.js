@@ -1,7 +1,8 @@
 // The playground: starts its parts and connects them with the page's controls.
 import { Chat } from "./chat.js";
-import { at, offer, tell } from "./dom.js";
+import { at, button, offer, tell } from "./dom.js";
 import { startEditors } from "./editors.js";
+import { STARTERS } from "./examples.js";
 import { History } from "./history.js";
 import { Live } from "./live.js";
 import { Server } from "./server.js";
@@ -29,7 +30,15 @@ function update() {
   at("send").disabled = busy || chat.drafter === null;
   at("stop").disabled = !busy;
   for (const button of document.querySelectorAll("button.idle")) button.disabled = busy;
+  at("starters").hidden = busy || at("log").childElementCount > 0;
   history.show();
+}
+
+// A message to begin with, which can be changed before it is sent. It is greedy unless a temperature is set.
+function begin(message) {
+  at("temperature").value ||= "0";
+  at("entry").value = message;
+  at("entry").focus();
 }
 
 async function load() {
@@ -98,6 +107,7 @@ document.addEventListener("keydown", stopOnEscape);
 at("stop").addEventListener("click", () => chat.stop());
 at("view").addEventListener("change", view);
 if (matchMedia("(max-width: 40rem)").matches) for (const id of ["fold", "live-fold"]) at(id).open = false;
+at("starters").append(...STARTERS.map(([name, message]) => button(name, () => begin(message), { class: "small" })));
 startEditors();
 view();
 update();

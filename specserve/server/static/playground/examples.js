@@ -1,3 +1,12 @@
+// What an empty conversation offers: [name, message]. Answers that repeat their prompt gain most by drafts; the story,
+// which repeats nothing, shows what is left without.
+export const STARTERS = [
+  ["Correct the spelling", "Correct the spelling: The lighthose was built in 1874 after three ships were lost in one winter."],
+  ["Summarize a text", "Summarize: The lighthouse was built in 1874 after three ships were lost in one winter. For sixty years its lamp burned whale oil."],
+  ["Extract names", "Extract the names: Ada Lovelace met Charles Babbage in 1833. Mary Somerville introduced them."],
+  ["A story, where drafts gain little", "Tell me a story about a lighthouse."],
+];
+
 // What the editors offer to begin with: the examples of the documentation and of the grammar library.
 
 const RECIPE = {
