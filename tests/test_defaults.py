@@ -22,6 +22,7 @@ from specserve.errors import ConfigError, InputError
 from specserve.prompts import Requests
 from specserve.server.wire.anthropic_api.requests import MessagesRequest
 from specserve.server.wire.fields import Limits
+from specserve.server.wire.ollama_api.requests import GenerateRequest, OllamaChatRequest
 from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest, read
 from specserve.server.wire.openai.responses import ResponsesRequest
 from specserve.server.wire.translated import read_translated
@@ -119,6 +120,14 @@ def test_a_text_in_this_process(model: Path, asked: list[Asked], surface: str) -
     assert asked == [expected(model, is_chat=False)]
 
 
+OTHERS: Mapping[str, tuple[Any, dict[str, Any]]] = {
+    "responses": (ResponsesRequest, {"input": TEXT}),
+    "messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 7}),
+    "ollama's chat": (OllamaChatRequest, {"messages": MESSAGES}),
+    "ollama's generate": (GenerateRequest, {"prompt": TEXT}),
+}
+
+
 class Inputs(HTMLParser):
     """What the fields of the playground say before anyone touches them, by id; None where they are empty."""
 
@@ -141,15 +150,14 @@ def of_playground() -> dict[str, Any]:
     return {sent: json.loads(value) for name, sent in names.items() if (value := values[name]) is not None}
 
 
-@pytest.mark.parametrize("api", ["chat completions", "responses", "messages", "playground"])
+@pytest.mark.parametrize("api", [*OTHERS, "chat completions", "playground"])
 def test_a_conversation_over_http(model: Path, api: str) -> None:
     limits = Limits(vocab_size=1000, max_model_len=64, sampling=tuple(stated_by("auto", model).items()))
-    fields: dict[str, Any] = {"input": TEXT} if api == "responses" else {"messages": MESSAGES}
-    fields |= {"max_tokens": 7} if api == "messages" else of_playground() if api == "playground" else {}
-    if api in ("responses", "messages"):
-        kind: Any = ResponsesRequest if api == "responses" else MessagesRequest
+    if api in OTHERS:
+        kind, fields = OTHERS[api]
         body = read_translated(kind, json.dumps(fields).encode(), limits).as_chat(limits)
     else:
+        fields = {"messages": MESSAGES, **(of_playground() if api == "playground" else {})}
         body = read(ChatCompletionRequest, json.dumps(fields).encode(), limits)
     params, ids = expected(model, is_chat=True)
     params = replace(params, max_tokens=7) if api == "messages" else params  # which this API wants
