@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -29,6 +28,7 @@ from specserve.models.rounding import as_stored, how_kept
 from specserve.ops import choice
 from specserve.ops.isa import VARIABLE
 from specserve.registry import DRAFTERS, GRAMMARS, KERNELS
+from specserve.terminal import console
 from specserve.text.tokenizer import Tokenizer
 from specserve.version import __version__
 
@@ -91,7 +91,7 @@ def show(sections: Iterable[Section]) -> None:
         table.add_row(f"[bold]{section.title}[/bold]")
         for name, value in section.rows:
             table.add_row(f"  {escape(name)}", escape(value))
-    Console().print(table)
+    console().print(table)
 
 
 def _versions() -> list[tuple[str, str]]:

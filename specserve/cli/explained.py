@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from specserve.server.wire.openai.explained import DraftToken, ExplainedStep, explained_step
+from specserve.terminal import FittedTable
 from specserve.types import JUMP_FORWARD
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Explanation:
 
     def show(self, answer: Answer) -> RenderableType:
         """All of it, once the answer is whole."""
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table = FittedTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for name in ("step", "rows", "proposed", "verified", "accepted", "tokens", "expected", "took", "may lose"):
             table.add_column(name, justify="left" if name == "proposed" else "right", no_wrap=name != "proposed")
         first = self._num_steps - len(self._steps)

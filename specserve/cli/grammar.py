@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from cyclopts import App, Group, Parameter, validators
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from specserve.cli.json_output import JsonFile, is_json_alone, tables, write_json
 from specserve.cli.options import ENGINE_HELP, model_parameter
@@ -17,6 +16,7 @@ from specserve.config import DEFAULT_MODEL
 from specserve.errors import InputError
 from specserve.files import read_json
 from specserve.structured import library
+from specserve.terminal import FittedTable, console
 
 _MOST_BYTES = 2**28  # a suite of 10,000 schemas with their tests has 120 MB
 CHECK = Group("Check", sort_key=0)
@@ -51,9 +51,9 @@ def check(
     entries = entries_of(_read(file))
     folder = catalog.resolve(model)
     trial = Trial(folder, Tokenizer(folder).vocab_size, grammar_backend, limit_s)
-    console = Console(stderr=True)
+    screen = console(stderr=True)
     try:
-        with Progress(console=console, transient=True) as progress:
+        with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
             groups = list(progress.track(check_all(entries, trial), total=len(entries), description="schemas"))
     finally:
         trial.close()
@@ -70,7 +70,7 @@ def list_all(*, json_file: JsonFile = None) -> None:
     """Show the grammars that come along: what --grammar of `specserve generate` takes by name."""
     entries = [library.find(name) for name in library.names()]
     write_json(json_file, [_described(entry) for entry in entries])
-    table = Table("name", "kind", "description", box=None)
+    table = FittedTable("name", "kind", "description", box=None)
     for entry in entries:
         table.add_row(entry.name, entry.kind, entry.description)
     tables(json_file, markup=False).print(table)  # a description may have [brackets]
@@ -78,7 +78,9 @@ def list_all(*, json_file: JsonFile = None) -> None:
 
 @grammar.command
 def show(
-    name: Annotated[str, Parameter(help="One of `specserve grammar list`.")], *, json_file: JsonFile = None
+    name: Annotated[str, Parameter(group="Arguments", help="One of `specserve grammar list`.")],
+    *,
+    json_file: JsonFile = None,
 ) -> None:
     """Print a grammar: the beginning of one of your own, in a file of your own."""
     entry = library.find(name)
@@ -99,7 +101,7 @@ def _read(file: Path) -> Any:
 
 
 def _show(console: Console, counts: dict[str, int], keywords: dict[str, dict[str, int]]) -> None:
-    table = Table("keyword", *(name.replace("_", " ") for name in counts), box=None)
+    table = FittedTable("keyword", *(name.replace("_", " ") for name in counts), box=None)
     for name, found in {**keywords, "all groups": counts}.items():
         table.add_row(name, *(str(number) if number else "" for number in found.values()))
     console.print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,17 +15,34 @@ from rich.console import Console
 from specserve.cli.arguments import JSON, STDOUT
 from specserve.cli.options import OUTPUT
 from specserve.errors import ConfigError
+from specserve.terminal import console
 
 
 def _path(kind: Any, tokens: Sequence[Token]) -> Path | None:
-    """A cyclopts converter; a file of options has true or false as well. A wrong path must not cost a measurement."""
+    """A cyclopts converter; a file of options has true or false as well."""
     value = tokens[0].value
-    if value.lower() in ("true", "false"):
-        return Path(STDOUT) if value.lower() == "true" else None
-    path = Path(value)
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ValueError(f"{path} cannot be written: {reason}.")
+    if value.lower() in ("true", "false", STDOUT):
+        return None if value.lower() == "false" else Path(STDOUT)
+    return writable(kind, tokens)
+
+
+def writable(kind: Any, tokens: Sequence[Token]) -> Path:
+    """A cyclopts converter for a file that a command writes at its end: one that cannot be written must not cost what
+    comes before. A file that is there stays as it is."""
+    path = Path(tokens[0].value)
+    try:
+        if not path.exists():
+            path.touch(exist_ok=False)
+            path.unlink()
+        elif path.is_file():  # whoever reads a pipe would see its end
+            path.open("ab").close()
+        elif path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+    except OSError as error:
+        reason = error.strerror if os.path.isdir(path.parent) else f"there is no folder {path.parent}"
+        raise ValueError(
+            f"{path} cannot be written: {reason}. Name a file in a folder that you may write to."
+        ) from None
     return path
 
 
@@ -51,7 +69,7 @@ def notes(file: Path | None) -> TextIO:
 
 def tables(file: Path | None, **options: Any) -> Console:
     """A console for what people read: silent where standard output gets JSON."""
-    return Console(quiet=is_json_alone(file), **options)
+    return console(quiet=is_json_alone(file), **options)
 
 
 def write_json(file: Path | None, found: Any) -> None:

@@ -6,11 +6,10 @@ from datetime import datetime
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.table import Table
 
 from specserve.cli.json_output import JsonFile, is_json_alone, write_json
 from specserve.cli.options import OUTPUT
+from specserve.terminal import FittedTable, console
 
 GB = 10**9
 Columns = dict[str, str]  # what they show, and how it is aligned
@@ -66,15 +65,15 @@ def print_table(columns: Columns, rows: list[dict[str, str]]) -> None:
     """Nothing for no rows. A pipe gets lines as long as they are."""
     if not rows:
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = FittedTable(box=None, pad_edge=False, header_style="bold")
     for name, justify in columns.items():
         table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(row[name] for name in columns))
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 10_000
-    console.print(table)
+    screen = console(highlight=False, markup=False)
+    if not screen.is_terminal:
+        screen.width = 10_000
+    screen.print(table)
 
 
 def _installed() -> list[dict[str, Any]]:

@@ -7,18 +7,24 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env
 
 from specserve.cli.arguments import current
 from specserve.cli.config import TomlFile
-from specserve.errors import EngineError, ServerError, SpecserveError
+from specserve.cli.failures import FAILED, INTERRUPTED, describe, status_of
+from specserve.cli.help_layout import HelpFormatter
+from specserve.errors import SpecserveError
 from specserve.machine.surroundings import leave_removed_folder, open_standard_streams
 from specserve.version import __version__
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 PREFIX = "SPECSERVE_"
+CONFIGURATION = Group("Configuration", sort_key=1000)  # behind all others
 CONFIG_FILE = "specserve.toml"
 COMMANDS = {
     "generate": ("specserve.cli.generate:generate", "Complete prompts."),
@@ -41,6 +47,7 @@ COMMANDS = {
     "completion": ("specserve.cli.completion:completion", "Install completion of commands and options for a shell."),
 }
 CONFIG = Parameter(
+    group=CONFIGURATION,
     help=f"TOML file with options [default: {CONFIG_FILE}, if it exists].",
     env_var=f"{PREFIX}CONFIG",
     show_env_var=False,
@@ -59,6 +66,8 @@ def build_app() -> App:
         help="A latency-first LLM engine built around speculative decoding.",
         help_epilogue=EPILOGUE,
         help_format="plaintext",
+        help_formatter=HelpFormatter(),
+        console=_console(),
         version=__version__,
         result_action="return_value",
         suppress_keyboard_interrupt=False,
@@ -70,9 +79,18 @@ def build_app() -> App:
     return app
 
 
+def _console() -> Console | None:
+    """What help is printed to: cyclopts' own, made when it is needed, unless it must be another."""
+    if not os.environ.get("NO_COLOR"):
+        return None
+    from specserve.terminal import console
+
+    return console()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0, 1 when the engine or a server failed, 2 for a wrong request or option, 130 on
-    Ctrl-C."""
+    """Run the command line and exit: 0, 1 when the engine, a server or the system failed, 2 for a wrong request or
+    option, 130 on Ctrl-C."""
     open_standard_streams()
     leave_removed_folder()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -82,14 +100,20 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit status. With SPECSERVE_DEBUG=1 errors keep their traceback."""
     try:
         build_app().meta(list(arguments), exit_on_error=False, print_error=False)
+        sys.stdout.flush()
         return 0
-    except (SpecserveError, CycloptsError) as error:
+    except BrokenPipeError:  # as of `specserve list | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return FAILED
+    except (SpecserveError, CycloptsError, OSError) as error:
         if os.environ.get(PREFIX + "DEBUG") == "1":
             raise
-        print(f"specserve: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, EngineError | ServerError) else 2
+        print(f"specserve: {describe(error)}", file=sys.stderr)
+        return status_of(error)
     except KeyboardInterrupt:
-        return 130
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # behind the terminal's ^C
+        return INTERRUPTED
 
 
 def _with_config(app: App) -> Callable[..., None]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import rich.progress
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from specserve.models.transformers import GenericSpec, TransformersModel
 from specserve.ops import Ops
 from specserve.ops.packing import PackedCache, Quantized, Weight, rows_of, uncached
 from specserve.registry import MODELS
+from specserve.terminal import console
 
 PACKING_VERSION = 1  # raise it when Decoder packs something else under the same name: earlier files are then not used
 
@@ -137,7 +137,7 @@ def native_spec(folder: Path) -> DecoderSpec:
 def _bar(visible: bool, total: int) -> Iterator[Callable[[int], object]]:
     """What to call with the bytes that were packed, of `total`."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    with rich.progress.Progress(*columns, console=Console(stderr=True), disable=not visible) as bars:
+    with rich.progress.Progress(*columns, console=console(stderr=True), disable=not visible) as bars:
         task = bars.add_task("Packing weights", total=total)
         yield lambda num_bytes: bars.advance(task, num_bytes)
 

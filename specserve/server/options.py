@@ -135,7 +135,7 @@ class ServeOptions:
         words["reasoning_format"] = REASONING_FORMATS
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
+                raise ConfigError(f"--{name.replace('_', '-')}: " + unknown("value", str(getattr(self, name)), allowed))
         _between("port", self.port, 0, 65535)
         _between("max_queue", self.max_queue, 0, 2**20)
         for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "stall_timeout_s", "start_timeout_s"):

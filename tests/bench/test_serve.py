@@ -323,7 +323,7 @@ def test_a_server_without_models_is_an_error(points: Points, models: Any) -> Non
 
 
 def test_no_server_and_a_failing_warm_up_are_errors(points: Points, in_virtual_time: InVirtualTime) -> None:
-    with pytest.raises(ServerError, match="cannot be read"):
+    with pytest.raises(ServerError, match="No server at"):
         in_virtual_time(run(Target(url="http://127.0.0.1:9"), plan(ClosedLoop(1))))
     with pytest.raises(ServerError, match=r"warm-up failed .HTTP 418"):
         points(Server(lambda number: Script([], status=418)), plan(ClosedLoop(1), warmup=1))
@@ -819,7 +819,7 @@ def test_an_address_that_is_none(command: Command) -> None:
 def test_no_server_is_one_line_and_status_1(command: Command) -> None:
     status, out, err = command("--url", "http://127.0.0.1:9")
     assert (status, out) == (1, "")
-    assert re.fullmatch(r"specserve: http://127\.0\.0\.1:9/v1/models cannot be read: [^\n]*\n", err)
+    assert re.fullmatch(r"specserve: No server at http://127\.0\.0\.1:9/v1/models: [^\n]*--url\.\n", err)
 
 
 def test_a_plot_needs_matplotlib_before_anything_is_sent(

@@ -146,7 +146,9 @@ async def first_model(session: aiohttp.ClientSession, target: Target) -> str:
                 raise ServerError.of_answer(response.status, text)
             body = await response.json(content_type=None)
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise ServerError(f"{url} cannot be read: {error or type(error).__name__}.", type="connection_error") from error
+        reason = str(error) or type(error).__name__
+        todo = "Start one with `specserve serve`, or give its address with --url."
+        raise ServerError(f"No server at {url}: {reason}. {todo}", type="connection_error") from error
     try:
         return str(body["data"][0]["id"])
     except (LookupError, TypeError) as error:
