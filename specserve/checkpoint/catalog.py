@@ -241,8 +241,7 @@ def _make(folder: Path, make: Callable[[Path, Progress], None], progress: bool) 
 @contextmanager
 def _bars(visible: bool) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    screen = console(stderr=True)
-    with Progress(*columns, console=screen, disable=not (visible and screen.is_terminal)) as bars:
+    with Progress(*columns, console=console(stderr=True), disable=not visible) as bars:
         yield bars
 
 

@@ -29,7 +29,7 @@ from specserve.cli.bench_options import (
     names,
     numbers,
 )
-from specserve.cli.json_output import JsonFile, notes, tables, write_json
+from specserve.cli.json_output import JsonFile, end_if_interrupted, notes, tables, write_json
 from specserve.cli.options import (
     ENGINE_HELP,
     MEASUREMENT,
@@ -223,13 +223,6 @@ def _run(llm: LLM, questions: list[Question], plan: Plan) -> tuple[list[Run], bo
             raise
         return runs, True
     return runs, False
-
-
-def end_if_interrupted(figures: dict[str, Any], measured: str, json_file: Path | None) -> None:
-    """Say how much was `measured`, and raise KeyboardInterrupt, where Ctrl-C ended a measurement."""
-    if figures["interrupted"]:
-        print(f"Interrupted: the figures are of {measured}.", file=notes(json_file))
-        raise KeyboardInterrupt
 
 
 def progress_bar() -> Progress:

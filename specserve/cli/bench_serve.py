@@ -15,9 +15,9 @@ from cyclopts import Group, Parameter, Token, validators
 from rich.console import Console
 
 from specserve.bench.prompts import BUNDLED, load_prompts
-from specserve.cli.bench import end_if_interrupted, progress_bar
+from specserve.cli.bench import progress_bar
 from specserve.cli.bench_options import AT_LEAST_1, Prompts, names
-from specserve.cli.json_output import JsonFile, tables, writable, write_json
+from specserve.cli.json_output import JsonFile, end_if_interrupted, tables, writable, write_json
 from specserve.cli.options import GENERATION, MODEL_NAMES, OUTPUT, SPECULATION, Whole
 from specserve.errors import ConfigError
 

@@ -10,7 +10,7 @@ from cyclopts import App, Group, Parameter, validators
 from rich.console import Console
 from rich.progress import Progress
 
-from specserve.cli.json_output import JsonFile, is_json_alone, tables, write_json
+from specserve.cli.json_output import JsonFile, end_if_interrupted, is_json_alone, tables, write_json
 from specserve.cli.options import ENGINE_HELP, model_parameter
 from specserve.config import DEFAULT_MODEL
 from specserve.errors import InputError
@@ -51,18 +51,22 @@ def check(
     entries = entries_of(_read(file))
     folder = catalog.resolve(model)
     trial = Trial(folder, Tokenizer(folder).vocab_size, grammar_backend, limit_s)
-    screen = console(stderr=True)
+    screen, groups = console(stderr=True), list[Any]()
     try:
         with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
-            groups = list(progress.track(check_all(entries, trial), total=len(entries), description="schemas"))
+            for group in progress.track(check_all(entries, trial), total=len(entries), description="schemas"):
+                groups.append(group)
+    except KeyboardInterrupt:
+        if not groups:
+            raise
     finally:
         trial.close()
     counts, keywords = totals(groups), by_keyword(groups)
-    if json_file is not None:
-        by_name = {name: {**found, **shares(found)} for name, found in keywords.items()}
-        figures = {**counts, **shares(counts), "keywords": by_name, "groups": [asdict(group) for group in groups]}
-        write_json(json_file, figures)
+    by_name = {name: {**found, **shares(found)} for name, found in keywords.items()}
+    figures = {**counts, **shares(counts), "keywords": by_name, "interrupted": len(groups) < len(entries)}
+    write_json(json_file, {**figures, "groups": [asdict(group) for group in groups]})
     _show(tables(json_file), counts, keywords)
+    end_if_interrupted(figures, f"{len(groups)} of {len(entries)} schemas", json_file)
 
 
 @grammar.command(name="list")

@@ -92,3 +92,10 @@ def write_text(file: Path | None, text: str) -> None:
         file.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{JSON}: {file} cannot be written: {error}.") from error
+
+
+def end_if_interrupted(figures: dict[str, Any], measured: str, json_file: Path | None) -> None:
+    """Say how much was `measured`, and raise KeyboardInterrupt, where Ctrl-C ended a measurement."""
+    if figures["interrupted"]:
+        print(f"Interrupted: the figures are of {measured}.", file=notes(json_file))
+        raise KeyboardInterrupt

@@ -177,7 +177,8 @@ def test_a_catalog_name_is_its_hub_id(hub: Hub, model_files: dict[str, bytes]) -
 
 def test_run_fetches_and_answers_and_the_next_asks_nobody(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.repos["Qwen/Qwen3-0.6B"] = hub.repos[REPO]
-    small = ["--dtype", "float32", "--kv-cache-gib", "0.01", "--max-model-len", "1024", "--max-tokens", "4"]
+    small = ["--dtype", "float32", "--kv-cache-gib", "0.01", "--max-model-len", "1024"]
+    small += ["--max-tokens", "4", "--temperature", "0"]
     assert run(["run", "qwen3:0.6b", "Hello", *small]) == 0
     said = capsys.readouterr().out
     assert said.strip() and hub.requests

@@ -227,7 +227,7 @@ def test_wrong_files(specserve: Run, text: str, complaint: str) -> None:
     ("arguments", "complaint"),
     [
         (("generate", "x", "--temprature", "1"), "Did you mean --temperature?"),
-        (("generat", "x"), 'Did you mean "generate"?'),
+        (("generat", "x"), "Did you mean 'generate'?"),
         (("generate", "x", "--dtype", "float15"), "Choose from"),
         (("generate", "x", "--max-num-seqs", "0"), "max_num_seqs is 0"),
         (("generate", "x", "--temperature", "1000"), "temperature is 1000.0"),

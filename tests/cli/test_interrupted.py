@@ -21,6 +21,7 @@ import pytest
 from specserve.bench import profile, quality, verify_cost
 from specserve.cli.main import run
 from specserve.llm import LLM
+from specserve.structured import suite
 from specserve.testing import write_tiny_model
 from specserve.train.loop import Training
 from specserve.train.text import INDEX, WrittenText
@@ -121,6 +122,16 @@ def test_quality_keeps_whole_runs(specserve: Run, tiny: str, ctrl_c: Callable[..
     assert out.endswith("Interrupted: the figures are of 1 of 2 kinds of weights.\n")
     assert written()["interrupted"]
     assert [each["quantization"] for each in written()["runs"]] == ["none"]
+
+
+def test_grammar_check_keeps_the_schemas_before(specserve: Run, tiny: str, ctrl_c: Callable[..., None]) -> None:
+    entry = {"schema": {"type": "integer"}, "tests": [{"data": 1, "valid": True}, {"data": "a", "valid": False}]}
+    Path("suite.json").write_text(json.dumps([entry] * 5))
+    ctrl_c(suite, "_checked", 3)
+    status, out, _ = specserve("grammar", "check", "suite.json", "--model", tiny, "--json", "out.json")
+    assert status == 130
+    assert out.endswith("Interrupted: the figures are of 2 of 5 schemas.\n")
+    assert (written()["interrupted"], len(written()["groups"])) == (True, 2)
 
 
 @pytest.mark.parametrize(
