@@ -82,11 +82,12 @@ class System:
         return float(self.run("du", "--summarize", "--block-size=1000", path).output.split()[0]) / 1000
 
 
-def make(release: str, folder: Path) -> System:
+def make(release: str, components: str, folder: Path) -> System:
     """A system of this release, with this machine's name servers and certificates."""
     name, _, mirror = release.partition("=")
     system = System(folder / name)
-    command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", name, str(system.root)]
+    options = ("--variant=minbase", f"--include={PACKAGES}", f"--components={components}")
+    command = ["debootstrap", *options, name, str(system.root)]
     done = subprocess.run([*command, *([mirror] if mirror else [])], capture_output=True, text=True)
     if done.returncode:
         fail(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr}")
@@ -127,7 +128,7 @@ def install(system: System, with_uv: bool, requirements: list[str]) -> float:
 
 def use(system: System, model: str) -> None:
     """Answers, the list and the removal, with their times."""
-    prompt = ("run", model, "What is the capital of France?", "--max-tokens", "32")
+    prompt = ("run", model, "What is the capital of France?", "--max-tokens", "32", "--temperature", "0")
     began = system.run("specserve", *prompt)
     if not began.output.strip():
         fail(f"{system.root.name}: there is no answer")
@@ -176,6 +177,7 @@ def main() -> None:
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="folder with the wheel")
     parser.add_argument("--packages", type=Path, action="append", default=[], help="more wheels for pip to choose from")
     parser.add_argument("--require", action="append", default=[], help='one more requirement, such as "torch==2.13.*"')
+    parser.add_argument("--components", default="main", help="of the release's archive: Ubuntu needs main,universe")
     parser.add_argument("--uv", action="store_true", help="install with uv, out of its cache, in place of pip")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--folder", type=Path, help="where the systems are made (default: a temporary folder)")
@@ -183,7 +185,7 @@ def main() -> None:
     check_tools(arguments.wheels)
     for release in arguments.releases:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="specserve-bare-") as folder:
-            try_in(make(release, Path(folder)), arguments)
+            try_in(make(release, arguments.components, Path(folder)), arguments)
 
 
 if __name__ == "__main__":
