@@ -44,6 +44,11 @@ def _path() -> str:
 RECIPES = recipes()
 
 
+@pytest.fixture(scope="session")
+def url() -> str:
+    return os.environ["CONTRACT_BOUNDED_URL"]
+
+
 def test_the_page_has_recipes() -> None:
     assert len(RECIPES) >= 10
 

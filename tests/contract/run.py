@@ -52,8 +52,8 @@ CLIENTS = (
     Client("outlines", "clients", ("outlines", "openai"), ("check_outlines.py",)),
     Client("langchain", "clients", ("langchain-openai", "openai"), ("check_langchain.py",)),
     Client("llm", "clients", ("llm", "openai"), ("check_llm.py",)),
-    Client("recipes", "recipes", ("litellm", "instructor", "openai"), ("check_recipes.py",)),
-    Client("llama_index", "llama_index", ("llama-index-llms-openai-like", "openai"), (LLAMA_INDEX,)),
+    Client("recipes", "recipes", ("litellm", "instructor", "openai"), ("check_recipes.py",), ("bounded",)),
+    Client("llama_index", "llama_index", ("llama-index-llms-openai-like", "openai"), (LLAMA_INDEX,), ("bounded",)),
     Client("lm_eval", "lm_eval", ("lm_eval",), ("check_lm_eval.py",), ("drafting", "plain")),
     Client("schemathesis", "schemathesis", ("schemathesis",), ("check_schema.py",), ("tiny",)),
 )

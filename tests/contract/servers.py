@@ -22,6 +22,8 @@ COMMON = ("--port=0", f"--api-key={KEY}", "--kv-cache-gib=0.5", "--status-interv
 KINDS: dict[str, tuple[str, ...]] = {
     "drafting": ("--drafter=ngram",),
     "plain": ("--drafter=none",),
+    # Answers that nobody limits end soon, though a small model may not end them: Codex's prompt takes 6,300 tokens.
+    "bounded": ("--max-model-len=7168",),
     # One request at a time, none waits, and none lasts: what a full and impatient server says.
     "narrow": ("--drafter=none", "--max-num-seqs=1", "--max-queue=0", "--request-timeout-s=6"),
     # Thousands of requests for whatever can be asked for: a random model of a few layers, and short answers.
