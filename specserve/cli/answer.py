@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.text import Text
 
 from specserve.errors import EngineError, NoTokenLeftError
+from specserve.terminal import console
 from specserve.types import SequenceStats
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Answer:
 def write_text(chunk: Chunk) -> None:
     """Its text to standard output; what the model thinks before goes beside it, to standard error."""
     if chunk.reasoning:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(chunk.reasoning, "dim"), end="")
+        console(stderr=True, highlight=False, soft_wrap=True).print(Text(chunk.reasoning, "dim"), end="")
     print(chunk.text, end="", flush=True)
 
 

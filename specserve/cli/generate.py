@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from specserve.cli.answer import Answer, check, write
 from specserve.cli.explained import Explanation
@@ -25,6 +24,7 @@ from specserve.cli.options import (
 )
 from specserve.errors import InputError, Interrupted
 from specserve.structured.spec import Structured
+from specserve.terminal import console
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _stream(llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams,
         return write(chunks)
     steps = Explanation(llm.tokenizer.token_bytes)
     answer = write(steps.of(chunks))
-    Console(stderr=True, highlight=False).print("", steps.show(answer), sep="\n")
+    console(stderr=True, highlight=False).print("", steps.show(answer), sep="\n")
     return answer
 
 

@@ -22,6 +22,7 @@ from specserve.cli.json_output import JsonFile, tables, write_json
 from specserve.cli.options import OUTPUT
 from specserve.errors import ConfigError, EngineError, InputError
 from specserve.server.logs import clip
+from specserve.terminal import console
 
 SERVER = Group("Server", sort_key=0)
 URL = "http://127.0.0.1:8000"
@@ -57,7 +58,7 @@ def top(
         tables(json_file).print(drawn)
         return
     with suppress(KeyboardInterrupt):
-        asyncio.run(_watch(address, api_key, interval, Console()))
+        asyncio.run(_watch(address, api_key, interval, console()))
 
 
 def _session(api_key: str | None) -> aiohttp.ClientSession:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,9 @@ def specserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SPECSERVE_DEBUG", raising=False)
+    for name in ("logs.configure", "http.run.use_own_threads_only", "http.run.return_large_blocks"):
+        monkeypatch.setattr(f"specserve.server.{name}", lambda *arguments: None)  # what a server does to its process
+    monkeypatch.setattr("specserve.server.http.run.sys", SimpleNamespace(stderr=io.StringIO(), setswitchinterval=float))
     Path("r.jsonl").write_text('{"prompt_ids": [1, 2, 3], "output_ids": [1, 2], "category": "a"}\n')
     Path("suite.json").write_text('[{"schema": {}, "tests": [{"data": 1, "valid": true}]}]')
     Path("p").write_text('{"prompt": "x"}\n')
@@ -292,7 +296,7 @@ def at_a_terminal(*words: str, **variables: str) -> str:
     return shown.decode()
 
 
-@pytest.mark.parametrize("words", ["list --help", "list --all"])
+@pytest.mark.parametrize("words", ["list --help", "list --all", "grammar list"])
 def test_a_terminal_gets_colours_unless_it_wants_none(words: str) -> None:
     colourful, plain = at_a_terminal(*words.split()), at_a_terminal(*words.split(), NO_COLOR="1")
     assert "\x1b[" in colourful and "\x1b" not in plain
