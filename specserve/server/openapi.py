@@ -34,7 +34,6 @@ _ERRORS = {
     415: "The body is not application/json, or it is compressed.",
     429: "More requests than the server takes at a time. Send it again after Retry-After.",
     500: "The server failed on this request; `message` says no more than it may.",
-    501: "Another server's API has this, and this server does not; `message` says what to do instead.",
     503: "The engine is not ready, or the server is stopping. Send it again after Retry-After.",
     504: "The answer took longer than the server allows.",
 }

@@ -122,8 +122,8 @@ def test_errors(client: ollama.Client, model: str) -> None:
         (lambda: client.chat("gpt", MESSAGES), 404, "Unknown model"),
         (lambda: client.chat(model, MESSAGES, options={"num_ctx": 10**6}), 400, "1000000"),
         (lambda: client.generate(model, "a", suffix="b"), 400, "suffix"),
-        (lambda: client.pull(model), 501, "specserve pull"),
-        (lambda: client.embed(model, "a"), 501, "no embeddings"),
+        (lambda: client.pull(model), 400, "specserve pull"),
+        (lambda: client.embed(model, "a"), 400, "no embeddings"),
     ):
         with pytest.raises(ollama.ResponseError) as caught:
             fails()

@@ -37,7 +37,6 @@ from specserve.server.wire.ollama_api.answers import OllamaStream, answer_body, 
 from specserve.server.wire.ollama_api.requests import (
     GenerateRequest,
     OllamaChatRequest,
-    OllamaRequest,
     ShowRequest,
     ollama_error,
 )
@@ -59,12 +58,6 @@ from specserve.types import SequenceStats, TokenLogprobs
 
 Json = dict[str, Any]
 
-
-def of_ollama(body: OllamaRequest) -> Wire:
-    """What the engine is asked; nothing where nothing was said."""
-    return body if body.is_empty else body.as_wire(LIMITS)
-
-
 LIMITS = Limits(vocab_size=1000, max_model_len=256, max_completions=8, drafters=frozenset({"ngram", "prediction"}))
 DOCUMENT = document(ROUTES, "tiny", LIMITS, ["ngram", "prediction"], True)
 PLAIN = document(ROUTES, "tiny", Limits(vocab_size=10, max_model_len=8), [], False)
@@ -78,8 +71,8 @@ READ: dict[str, Callable[[bytes], Wire]] = {
     "/v1/messages": lambda body: read_translated(MessagesRequest, body, LIMITS).as_chat(LIMITS),
     "/v1/messages/count_tokens": lambda body: read_translated(CountTokensRequest, body, LIMITS).as_chat(LIMITS),
     "/v1/responses": lambda body: read_translated(ResponsesRequest, body, LIMITS).as_chat(LIMITS),
-    "/api/chat": lambda body: of_ollama(read_translated(OllamaChatRequest, body, LIMITS)),
-    "/api/generate": lambda body: of_ollama(read_translated(GenerateRequest, body, LIMITS)),
+    "/api/chat": lambda body: read_translated(OllamaChatRequest, body, LIMITS).as_wire(LIMITS),
+    "/api/generate": lambda body: read_translated(GenerateRequest, body, LIMITS).as_wire(LIMITS),
     "/api/show": lambda body: read(ShowRequest, body, LIMITS),
 }
 REQUESTS = [route for route in ROUTES if route.request is not None]

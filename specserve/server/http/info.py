@@ -60,7 +60,6 @@ async def embeddings(request: web.Request) -> web.Response:
     raise not_offered(
         f"This server gives no embeddings: {context(request).names[0]} generates text, and models made for embeddings, "
         "whose folders have 1_Pooling/config.json, are not pooled here. Ask a server that is made for those.",
-        status=400,
         param="model",
     )
 

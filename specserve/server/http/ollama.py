@@ -58,12 +58,12 @@ async def _answer(request: web.Request, body: OllamaRequest, kind: Kind) -> web.
     check_tag(server, body.name)
     limits = server.limits
     ignore(request, body.ignored(limits))
-    if body.is_empty:
-        return json_response(empty_body(body.model or server.names[0], kind))
     if isinstance(body, GenerateRequest) and server.service.tokenizer.info()["chat_template"] is None:
         body = body.without_template()
     size = request.content_length or LONG  # unknown where it came in chunks
     wire = await server.service.threads.run(size, body.as_wire, limits)
+    if body.is_empty:
+        return json_response(empty_body(body.model or server.names[0], kind))
     with server.admission.enter(wire.num_choices) as place:
         if isinstance(wire, CompletionRequest):
             (prepared,), parser = await prepare_completions(server, wire), None

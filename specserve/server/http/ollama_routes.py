@@ -23,7 +23,7 @@ def _refused(method: str, what: str, name: str) -> Route:
         summary="Not offered; the error says what to do instead.",
         group=_GROUP,
         error=bodies.OllamaError,
-        errors=(501,),
+        errors=(400,),
     )
 
 

@@ -1,8 +1,8 @@
 """Every failure as the client sees it: HTTP status, headers and OpenAI's error object.
 
-Types: invalid_request_error (400, 403, 404, 405, 413, 415, 417, 501), authentication_error (401), rate_limit_error
-(429), server_error (500), service_unavailable (503), timeout_error (408, 504). What an unforeseen exception says stays
-in the server's log.
+Types: invalid_request_error (400, 403, 404, 405, 413, 415, 417), authentication_error (401), rate_limit_error (429),
+server_error (500), service_unavailable (503), timeout_error (408, 504). What an unforeseen exception says stays in the
+server's log.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ def model_not_found(name: str, served: Iterable[str]) -> WireError:
     return _invalid(404, unknown("model", _short(name), served), param="model", code="model_not_found")
 
 
-def not_offered(message: str, status: int = 501, param: str | None = None) -> WireError:
-    """For a route of another server's API; `message` says what to use instead."""
-    return _invalid(status, message, param=param, code="not_offered", own_headers={"x-should-retry": "false"})
+def not_offered(message: str, param: str | None = None) -> WireError:
+    """For a route of another server's API; `message` says what to use instead. No 501: what clients send is no fault of
+    the server, which those who watch it count by 5xx."""
+    return _invalid(400, message, param=param, code="not_offered")
 
 
 def route_not_found(path: str) -> WireError:

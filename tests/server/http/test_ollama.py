@@ -86,6 +86,8 @@ def test_where_nothing_is_asked_the_model_is_loaded(server: Any) -> None:
     unload = server.post("/api/generate", {"model": "tiny", "keep_alive": 0})
     assert (unload.json["response"], unload.json["done_reason"]) == ("", "load")
     assert unload.headers["x-specserve-ignored"] == "keep_alive"
+    wrong = server.post("/api/generate", {"model": "tiny", "options": {"frequency_penalty": -3}})
+    assert (wrong.status, "options.frequency_penalty" in wrong.json["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_models_are_told_of(server: Any) -> None:
 @pytest.mark.parametrize("what", [*NOT_OFFERED, "embeddings"])
 def test_what_is_not_offered_says_what_to_do(server: Any, what: str) -> None:
     reply = server.ask("DELETE" if what == "delete" else "POST", f"/api/{what}", {"model": "tiny"})
-    assert (reply.status, reply.headers["x-should-retry"]) == (501, "false")
+    assert (reply.status, reply.headers["x-should-retry"]) == (400, "false")
     assert reply.json == {"error": NOT_OFFERED["embed" if what == "embeddings" else what]}
 
 

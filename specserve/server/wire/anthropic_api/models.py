@@ -26,8 +26,8 @@ PAGE_PARAMETERS: tuple[dict[str, Any], ...] = (
     {
         "name": "limit",
         "in": "query",
-        "description": "Models of a page, in Anthropic's shape.",
-        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": _PAGE},
+        "description": f"Models of a page in Anthropic's shape, 1 to {MAX_PAGE}; {_PAGE} by default.",
+        "schema": {"type": "string"},
     },
     {
         "name": "after_id",

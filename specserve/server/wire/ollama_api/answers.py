@@ -26,7 +26,7 @@ from specserve.server.wire.answer import (
     parts_of,
 )
 from specserve.server.wire.errors import WireError
-from specserve.server.wire.json.pieces import LongText, json_text
+from specserve.server.wire.json.pieces import json_text
 from specserve.server.wire.ollama_api.requests import ollama_error
 from specserve.server.wire.openai.logprobs import chat_logprobs
 from specserve.server.wire.openai.replies import Reply, finish_reason, raise_failure
@@ -80,11 +80,7 @@ class OllamaStream(Stream):
         self._num_calls = 0
 
     def frame(self, event: str) -> bytes:
-        return f"{event}\n".encode()
-
-    def long_frame(self, event: LongText) -> Iterator[bytes]:
-        yield from event.pieces()
-        yield b"\n"
+        return _on_one_line(event.encode()) + b"\n"
 
     def ping(self) -> bytes:
         """A line that says nothing new: there are no comments, and an empty line is no JSON."""
@@ -134,6 +130,17 @@ class OllamaStream(Stream):
 
     def _line(self, said: dict[str, Any]) -> dict[str, Any]:
         return _head(self._reply, self._kind, {"content": "", **said})
+
+
+# What ends a line for Python's str.splitlines, and so for clients of httpx, and which JSON need not escape.
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
+
+
+def _on_one_line(written: bytes) -> bytes:
+    for end, escape in _LINE_ENDS.items():
+        if end in written:
+            written = written.replace(end, escape)
+    return written
 
 
 def _head(reply: Reply, kind: Kind, said: dict[str, Any]) -> dict[str, Any]:

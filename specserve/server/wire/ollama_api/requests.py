@@ -1,7 +1,7 @@
 """The bodies of Ollama's API as they are sent: options apart, the answer streamed unless `stream` is false.
 
 request = read_translated(OllamaChatRequest, body, limits)
-request.is_empty or request.as_wire(limits)
+request.as_wire(limits), request.is_empty
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class OllamaRequest(TranslatedRequest):
         return [*super().ignored(limits), *(["keep_alive"] if self.keep_alive is not None else [])]
 
     def as_wire(self, limits: Limits) -> ChatCompletionRequest | CompletionRequest:
-        """The same request as one of OpenAI's APIs has it. Raises InputError naming this API's own field."""
+        """The same request as one of OpenAI's APIs has it, of an empty text where it is empty. Raises InputError naming
+        this API's own field."""
         return self.as_chat(limits)
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -217,7 +218,8 @@ class OllamaChatRequest(OllamaRequest):
 
     def _chat_fields(self) -> dict[str, Any]:
         tools = [well_formed_json(tool) for tool in self.tools] or None
-        return {**super()._chat_fields(), **self._thinking(), "messages": _with_ids(self.messages), "tools": tools}
+        messages = _with_ids(self.messages) or [{"role": "user", "content": ""}]
+        return {**super()._chat_fields(), **self._thinking(), "messages": messages, "tools": tools}
 
 
 def _with_ids(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
@@ -302,10 +304,10 @@ class GenerateRequest(OllamaRequest):
         return self.model_copy(update={"raw": True})
 
     def as_wire(self, limits: Limits) -> ChatCompletionRequest | CompletionRequest:
-        if not self.raw:
-            return self.as_chat(limits)
-        if self.system:
+        if self.raw and self.system:
             raise InputError("raw sends the prompt as it is, so there is no place for system. Send one of them.", "raw")
+        if not self.raw or self.is_empty:
+            return self.as_chat(limits)
         if self.top_logprobs and not self.logprobs:
             raise InputError("top_logprobs needs logprobs true.", "top_logprobs")
         fields = {**super()._chat_fields(), "prompt": self.prompt}

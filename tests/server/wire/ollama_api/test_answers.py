@@ -122,6 +122,16 @@ def test_log_probabilities_go_with_the_first_line_of_their_chunk() -> None:
     assert "logprobs" not in told[1]
 
 
+def test_a_line_is_one_to_every_client() -> None:
+    text = "a\x85b\u2028c\u2029d\ne\r\x0b\x0c\x1c\x1d\x1ef"
+    stream = OllamaStream(reply(), "chat", output(text))
+    (event,) = stream.push(Chunk("r", 0, text, [97], None))
+    sent = stream.frame(event).decode()
+    (line,) = sent.splitlines()
+    assert json.loads(line)["message"]["content"] == text
+    assert sent.endswith("\n")
+
+
 def test_a_stream_that_fails_ends_with_an_error() -> None:
     stream = OllamaStream(reply(), "chat", output("a"))
     told = lines(stream, Chunk("r", 0, "", [], None, "error", error="It broke.", stats=STATS))
