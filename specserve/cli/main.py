@@ -103,17 +103,26 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return 0
     except BrokenPipeError:  # as of `specserve list | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        _drop_output()
         return FAILED
     except (SpecserveError, CycloptsError, OSError) as error:
         if os.environ.get(PREFIX + "DEBUG") == "1":
             raise
         print(f"specserve: {describe(error)}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk
+            _drop_output()
         return status_of(error)
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # behind the terminal's ^C
         return INTERRUPTED
+
+
+def _drop_output() -> None:
+    """Standard output takes no more: Python flushes it once again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_config(app: App) -> Callable[..., None]:

@@ -371,7 +371,7 @@ FAULTS: list[tuple[str, str, str, str, Cell]] = [
         "-p",
         Cell("coupled", "none", False, MIN_P),
     ),
-    ("law not normalised", "row_total", "/ _scale(most)", "/ _scale(2 * most)", at("rejection", "one-hot")),
+    ("law not normalised", "row_total", "/ scale_of(most)", "/ scale_of(2 * most)", at("rejection", "one-hot")),
     (
         "uniform in one half",
         "uniform",

@@ -62,7 +62,7 @@ def test_numbers_have_limits(name: str) -> None:
 )
 def test_words_are_known(name: str, value: str, hint: str) -> None:
     said = refusal(**{name: value})
-    assert f"--{name}" in said
+    assert f"--{name.replace('_', '-')}" in said
     assert hint in said
 
 

@@ -63,11 +63,11 @@ def test_texts() -> None:
     """Once, however many they are."""
     told = server()
     request = read(CompletionRequest, b'{"prompt": ["x", "y"]}', LIMITS)
-    asyncio.run(completions._prepare_completions(told, request))
+    asyncio.run(completions.prepare_completions(told, request))
     assert told.service.calls == ["wake", "tokenize", "tokenize"]
 
 
 def test_ids_are_there_already() -> None:
     told = server()
-    asyncio.run(completions._prepare_completions(told, read(CompletionRequest, b'{"prompt": [1, 2]}', LIMITS)))
+    asyncio.run(completions.prepare_completions(told, read(CompletionRequest, b'{"prompt": [1, 2]}', LIMITS)))
     assert told.service.calls == []

@@ -44,6 +44,7 @@ class Answers:
 class Events:
     """A stream of numbers."""
 
+    media = "text/event-stream"
     finished = failed = False
     failure: Any = None
 
