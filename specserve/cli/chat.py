@@ -1,120 +1,135 @@
-"""`specserve chat`: a conversation in the terminal, or from a pipe, one message a line. Keeps the messages; the SDK
-does the rest."""
+"""`specserve chat`: a conversation in the terminal, with a model here or one of a server; from a pipe, one message."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 
-from specserve.cli.answer import write, write_text
-from specserve.cli.explained import MarkedText
+from specserve.checkpoint.generation_config import AUTO
+from specserve.cli.conversation.commands import Conversation, tell
+from specserve.cli.conversation.models import ChatModel, LocalModel, ServedModel
 from specserve.cli.options import (
     GENERATION,
+    MODEL,
     OUTPUT,
-    Model,
     NamedEngineOptions,
     SamplingOptions,
     engine_options,
+    model_parameter,
 )
-from specserve.config import DEFAULT_MODEL
-from specserve.errors import InputError, unknown
+from specserve.config import DEFAULT_MODEL, EngineConfig
+from specserve.errors import InputError
 from specserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from specserve.llm import LLM
 
-COMMANDS = ("/reset", "/exit", "/help")
-HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+MARKDOWN = "On a terminal, draw the answer's Markdown; without, its text as it is."
+SERVED_MODEL = (
+    "Catalog name, Hugging Face folder, .gguf file or hub id (org/name); with --url a name that the server lists, else "
+    f"its first [default: {DEFAULT_MODEL}]."
+)
 _ENGINE = NamedEngineOptions()
 _SAMPLING = SamplingOptions()
 
 
 def chat(
-    model: Model = DEFAULT_MODEL,
+    model: Annotated[str | None, model_parameter(SERVED_MODEL)] = None,
     *,
+    url: Annotated[
+        str | None, Parameter(group=MODEL, help="Talk to this server, of any make, that has OpenAI's API.")
+    ] = None,
+    api_key: Annotated[
+        str | None, Parameter(group=MODEL, help="A key of that server; better in SPECSERVE_API_KEY.")
+    ] = None,
     system: Annotated[str | None, Parameter(group=GENERATION, help="System message of the conversation.")] = None,
     show_drafts: Annotated[
         bool,
         Parameter(group=OUTPUT, negative=(), help="Mark tokens that were drafted, and show those that were rejected."),
     ] = False,
+    markdown: Annotated[bool, Parameter(group=OUTPUT, help=MARKDOWN)] = True,
     engine: Annotated[NamedEngineOptions, Parameter(name="*")] = _ENGINE,
     sampling: Annotated[SamplingOptions, Parameter(name="*")] = _SAMPLING,
 ) -> None:
-    """Talk to a model. After each answer: tokens per second, and tokens a step. /reset starts again, /exit ends."""
+    """Talk to a model; /help shows the commands. Where standard input is no terminal, all of it is one message."""
+    if url is None:
+        talk_here(
+            model or DEFAULT_MODEL,
+            partial(_options, engine, sampling),
+            sampling,
+            system,
+            show_drafts,
+            markdown,
+        )
+        return
+    if show_drafts:
+        raise InputError("--show-drafts is for a model here: leave out --url, or --show-drafts.", "show_drafts")
+    plain = EngineConfig()
+    unused = [entry.name for entry in fields(plain) if getattr(engine, entry.name) != getattr(plain, entry.name)]
+    unused += ["generation_config"] if sampling.generation_config != AUTO else []
+    if unused:
+        tell(f"With --url the server's own options hold, not these: {', '.join(unused)}.")
+    from specserve.client import Client
+
+    address = url if "://" in url else f"http://{url}"
+    with Client(address, api_key=api_key) as client:
+        talk(ServedModel(client, address, model), sampling.given(), system, markdown=markdown)
+
+
+def _options(engine: EngineConfig, sampling: SamplingOptions, model: str) -> dict[str, Any]:
+    return engine_options(engine, model=model, generation_config=sampling.generation_config)
+
+
+def talk_here(
+    model: str,
+    options: Callable[[str], dict[str, Any]],
+    sampling: SamplingOptions,
+    system: str | None,
+    show_drafts: bool = False,
+    markdown: bool = True,
+) -> None:
+    """`talk` with an engine in this process, which `options` says for a model's name."""
     from specserve.llm import LLM
 
-    options = engine_options(engine, model=model, generation_config=sampling.generation_config)
-    with LLM(**options, progress=sys.stderr.isatty()) as llm:
-        talk(llm, sampling.params(llm), system, show_drafts)
+    def start(name: str) -> LLM:
+        return LLM(**options(name), progress=sys.stderr.isatty())
+
+    def params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
+        return llm.sampling_params(chat=True, **given)
+
+    local = LocalModel(model, start, params)
+    try:
+        talk(local, sampling.given(), system, show_drafts, markdown)
+    finally:
+        local.close()
 
 
-def talk(llm: LLM, params: SamplingParams, system: str | None, show_drafts: bool = False) -> None:
-    """Say what was loaded, and answer messages until their end."""
-    print(llm.summary, HELP, sep="\n", file=sys.stderr)
-    Conversation(llm, params, system, show_drafts).run()
+def _piped_message() -> str | None:
+    """All of standard input, or None where that is a terminal. Raises InputError when there is nothing in it."""
+    if sys.stdin.isatty():
+        return None
+    text = sys.stdin.read()
+    if not text.strip():
+        raise InputError("Standard input is empty, and no terminal. Send a message to it, or start this in a terminal.")
+    return text.strip()
 
 
-class Conversation:
-    """Reads messages from standard input until its end or /exit, and answers each."""
-
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, show_drafts: bool = False) -> None:
-        self.llm = llm
-        self.params = params
-        self.opening = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self.opening)
-        self.marked = MarkedText(Console(highlight=False), llm.tokenizer.token_bytes) if show_drafts else None
-
-    def run(self) -> None:
-        prompt = _line_editing()
-        while (line := _read(prompt)) not in (None, "/exit"):
-            assert line is not None
-            if line.startswith("/"):
-                self.command(line)
-            elif line:
-                self.answer(line)
-
-    def command(self, line: str) -> None:
-        if line == "/reset":
-            self.messages = list(self.opening)
-        print(HELP if line in COMMANDS else unknown("command", line, COMMANDS), file=sys.stderr)
-
-    def answer(self, text: str) -> None:
-        """Stream the answer. What was interrupted or refused leaves the conversation as it was."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        try:
-            chunks = self.llm.stream_chat(asked, self.params, explain=self.marked is not None)
-            said = write(chunks, self.marked.write if self.marked else write_text)
-        except InputError as error:
-            print(f"specserve: {error} Or start again with /reset.", file=sys.stderr)
-            return
-        except KeyboardInterrupt:
-            print("\n(stopped)", file=sys.stderr)
-            return
-        print(f"[{said.speed()}]", file=sys.stderr)
-        if self.marked:
-            Console(stderr=True, highlight=False).print(self.marked.legend())
-        thought = {"reasoning_content": said.reasoning} if said.reasoning else {}
-        self.messages = [*asked, {"role": "assistant", "content": said.text, **thought}]
-
-
-def _line_editing() -> str:
-    """The prompt to show; on a terminal, importing readline also gives input() its editing and history."""
-    if not sys.stdin.isatty():
-        return ""
-    importlib.import_module("readline")
-    return "> "
-
-
-def _read(prompt: str) -> str | None:
-    """The next message, or None at the end of input. Ctrl-C drops the line that is being typed."""
-    while True:
-        try:
-            return input(prompt).strip()
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
+def talk(
+    model: ChatModel,
+    given: dict[str, Any],
+    system: str | None,
+    show_drafts: bool = False,
+    markdown: bool = True,
+) -> None:
+    """Answer the messages of a terminal until their end, or where standard input is none, all of it as one message."""
+    message = _piped_message()
+    conversation = Conversation(model, given, system, show_drafts=show_drafts, markdown=markdown)
+    if message is None:
+        conversation.run()
+    else:
+        conversation.stream([*conversation.messages, {"role": "user", "content": message}])

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from specserve.cli.answer import Answer, check, write
 from specserve.cli.explained import Explanation
+from specserve.cli.figures import Figures
 from specserve.cli.json_output import JsonFile, is_json_alone, write_json_lines
 from specserve.cli.options import (
     GENERATION,
@@ -106,7 +107,10 @@ def _standard_input() -> str:
         raise InputError(
             'No prompt was given. Use specserve generate "PROMPT", or send it to standard input.', "prompt"
         )
-    return sys.stdin.read().rstrip("\n")
+    text = sys.stdin.read().rstrip("\n")
+    if not text.strip():
+        raise InputError("Standard input is empty. Send a prompt to it, or give one as an argument.", "prompt")
+    return text
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -152,7 +156,7 @@ def _tell(outputs: list[RequestOutput], json_file: Path | None) -> list[Answer]:
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:
-    completion = output.outputs[0]
+    completion, stats = output.outputs[0], output.outputs[0].stats
     return {
         "prompt": output.prompt,
         "text": completion.text,
@@ -160,5 +164,12 @@ def _record(output: RequestOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "error": completion.error,
         "error_code": completion.error_code,
-        "stats": asdict(completion.stats),
+        "figures": None if stats.first_token is None or stats.finished is None else figures(output).record(),
+        "stats": asdict(stats),
     }
+
+
+def figures(output: RequestOutput) -> Figures:
+    """Of an answer that has ended."""
+    completion = output.outputs[0]
+    return Figures.of_stats(completion.stats, len(completion.token_ids), len(output.prompt_token_ids))

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from specserve.checkpoint.entries import MODELS, short_name
 from specserve.cli.answer import write, write_text
-from specserve.cli.chat import talk
+from specserve.cli.chat import talk_here
 from specserve.cli.generate import batch
 from specserve.cli.json_output import JsonFile
 from specserve.cli.options import (
@@ -38,15 +38,18 @@ def run(
     """Fetch a model if it is not here, and talk to it; with a prompt, answer that one alone."""
     if json_file is not None and prompt is None:
         raise InputError("--json is for the answer to one prompt, not for a conversation. Give a prompt.", "json")
+
+    def options(name: str) -> dict[str, Any]:
+        return engine_options(
+            engine, model=name, generation_config=sampling.generation_config, **_fitting(name, engine)
+        )
+
+    if prompt is None:
+        talk_here(model, options, sampling, system)
+        return
     from specserve.llm import LLM
 
-    options = engine_options(
-        engine, model=model, generation_config=sampling.generation_config, **_fitting(model, engine)
-    )
-    with LLM(**options, progress=sys.stderr.isatty()) as llm:
-        if prompt is None:
-            talk(llm, sampling.params(llm), system)
-            return
+    with LLM(**options(model), progress=sys.stderr.isatty()) as llm:
         messages = [] if system is None else [{"role": "system", "content": system}]
         if json_file is not None:
             batch(llm, [[*messages, {"role": "user", "content": prompt}]], sampling.params(llm), json_file)

@@ -19,7 +19,7 @@ from cyclopts import App, Parameter
 
 from specserve import llm
 from specserve.bench import compare, replay
-from specserve.cli import answer as cli_answer, chat as cli_chat, generate as cli_generate, run as cli_run
+from specserve.cli import generate as cli_generate, run as cli_run
 from specserve.cli.main import COMMANDS, build_app, run
 from specserve.cli.options import (
     ENGINE_HELP,
@@ -423,45 +423,32 @@ def test_system_message_matters(specserve: Run, tiny: str) -> None:
 
 
 @pytest.mark.usefixtures("kept")
-def test_chat_through_a_pipe(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nhello\n/reset\nhello\n/rest\n/exit\nnot asked\n"))
+def test_a_message_that_is_too_long_is_an_error(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("long " * 600))
     status, out, err = specserve("chat", "--model", tiny, *GREEDY, "--max-tokens", "8")
-    assert status == 0
-    assert err.count("tokens a step") == 3
-    assert "Unknown command '/rest'. Did you mean '/reset'" in err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    fresh = specserve("chat", "--model", tiny, *GREEDY, "--max-tokens", "8")[1]
-    assert out.startswith(fresh)
-    assert out.endswith(fresh)  # after /reset the first answer comes again
-    assert len(out) > 2 * len(fresh)
-
-
-@pytest.mark.usefixtures("kept")
-def test_chat_survives_a_message_that_is_too_long(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n{'long ' * 600}\nhello\n"))
-    status, _, err = specserve("chat", "--model", tiny, *GREEDY, "--max-tokens", "8")
-    assert status == 0
+    assert (status, out) == (2, "")
     assert "at most" in err
-    assert err.count("tokens a step") == 2
 
 
-@pytest.mark.usefixtures("kept")
-def test_chat_survives_an_interrupted_answer(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = cli_answer.write
-    calls: list[int] = []
+def test_json_of_an_answer_has_its_figures(specserve: Run, tiny: str) -> None:
+    status, out, err = specserve("generate", "hello", "--model", tiny, *GREEDY, "--max-tokens", "12", "--json")
+    assert (status, err) == (0, "")
+    answer = json.loads(out)
+    figures, stats = answer["figures"], answer["stats"]
+    assert figures["num_output_tokens"] == len(answer["token_ids"])
+    assert figures["time_to_first_token_s"] == pytest.approx(stats["first_token"] - stats["arrived"])
+    rate = (len(answer["token_ids"]) - 1) / (stats["finished"] - stats["first_token"])
+    assert figures["decode_tokens_per_s"] == pytest.approx(rate)
+    computed = figures["num_prompt_tokens"] - figures["num_cached_tokens"]
+    assert figures["prompt_tokens_per_s"] == pytest.approx(computed / (stats["first_token"] - stats["first_scheduled"]))
 
-    def interrupted(*arguments: Any) -> object:
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return write(*arguments)
 
-    monkeypatch.setattr(cli_chat, "write", interrupted)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nhello\n"))
-    status, _, err = specserve("chat", "--model", tiny, *GREEDY, "--max-tokens", "8")
-    assert (status, len(calls)) == (0, 2)
-    assert "(stopped)" in err
-    assert err.count("tokens a step") == 1
+@pytest.mark.parametrize("text", ["", " \n\n"])
+def test_an_empty_prompt_is_an_error(specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    status, out, err = specserve("generate", "--model", tiny)
+    assert (status, out) == (2, "")
+    assert "is empty. Send a prompt to it, or give one as an argument." in err
 
 
 def test_bench_writes_figures_and_a_recording_that_replays(specserve: Run, tiny: str) -> None:
@@ -646,9 +633,8 @@ def test_run_answers_one_prompt_or_talks(specserve: Run, tiny: str, monkeypatch:
     assert (status, err) == (0, "")
     asked = specserve("generate", prompt, "--model", tiny, *GREEDY, "--max-tokens", "6")
     assert out.strip() and out == asked[1]
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{prompt}\n/exit\n"))
-    status, talked, err = specserve("run", tiny, *GREEDY, "--max-tokens", "6")
-    assert status == 0 and out.strip() in talked and "/reset" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{prompt}\n"))
+    assert specserve("run", tiny, *GREEDY, "--max-tokens", "6") == (0, out, "")
     assert specserve("run", "qwen3-0.6", "x")[2].startswith(
         "specserve: Unknown model 'qwen3-0.6'. Did you mean 'qwen3-"
     )

@@ -171,7 +171,7 @@ ROWS = {
         | {"": (USAGE, "specserve inspect needs --model: ")},
     ),
     "doctor": Row("Model Output", JSON | {"--isa avx9": (USAGE, "Did you mean 'avx2' or 'avx512'?")}),
-    "completion": Row("Arguments", {"fsh": (USAGE, 'Choose from: "bash", "zsh", "fish", "powershell"')}),
+    "completion": Row("Arguments", {"fsh": (USAGE, 'Did you mean "fish"?')}),
 }
 ERRORS = [(name, words) for name, row in ROWS.items() for words in row.errors]
 
