@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import os
+import sys
+import termios
+import tty
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from cyclopts import Group, Parameter, validators
+from rich.columns import Columns
 from rich.console import Console, Group as Stack, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -22,7 +27,7 @@ from specserve.cli.json_output import JsonFile, tables, write_json
 from specserve.cli.options import OUTPUT
 from specserve.errors import ConfigError, EngineError, InputError
 from specserve.server.logs import clip
-from specserve.terminal import console
+from specserve.terminal import FittedTable, console
 
 SERVER = Group("Server", sort_key=0)
 URL = "http://127.0.0.1:8000"
@@ -49,7 +54,7 @@ def top(
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Watch a running server: requests, tokens per second, latencies, acceptance by drafter, memory. Ctrl-C ends."""
+    """Watch a running server: requests, tokens per second, latencies, acceptance by drafter, memory. The q key ends."""
     address = _address(url)
     if json_file is not None or once:
         stats = asyncio.run(_look(address, api_key))
@@ -72,18 +77,46 @@ async def _look(address: str, api_key: str | None) -> Stats:
 
 
 async def _watch(address: str, api_key: str | None, interval: float, console: Console) -> None:
-    """Draw frames until interrupted. A server that does not answer at first is an error, one that goes away later may
+    """Draw frames until q is pressed. A server that does not answer at first is an error, one that goes away later may
     come back."""
     async with _session(api_key) as session:
         drawn = frame(address, await fetch(session, address))
-        with Live(drawn, console=console, auto_refresh=False) as live:
+        with Live(drawn, console=console, auto_refresh=False) as live, _left_by_q() as left:
             while True:
-                await asyncio.sleep(interval)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(left.wait(), interval)
+                    return
                 try:
                     drawn = frame(address, await fetch(session, address))
                     live.update(drawn, refresh=True)
                 except EngineError as error:
                     live.update(Stack(drawn, Text(f"{error} Still trying.", "bold red")), refresh=True)
+
+
+@contextmanager
+def _left_by_q() -> Iterator[asyncio.Event]:
+    """What happens once q is pressed. On a terminal keys are read without Enter, and not shown."""
+    left, loop = asyncio.Event(), asyncio.get_running_loop()
+    if not sys.stdin.isatty():
+        yield left
+        return
+    file = sys.stdin.fileno()
+
+    def pressed() -> None:
+        keys = os.read(file, 1024)
+        if b"q" in keys.lower():
+            left.set()
+        elif not keys:
+            loop.remove_reader(file)
+
+    before = termios.tcgetattr(file)
+    tty.setcbreak(file)
+    loop.add_reader(file, pressed)
+    try:
+        yield left
+    finally:
+        loop.remove_reader(file)
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
 
 
 async def fetch(session: aiohttp.ClientSession, address: str) -> Stats:
@@ -152,8 +185,7 @@ def _state(stats: Stats) -> Text:
 
 def _requests(stats: Stats) -> RenderableType:
     tokens = stats["tokens"]
-    grid = Table.grid(padding=(0, 3))
-    grid.add_row(
+    shown = _flowing(
         f"running {stats['num_running']}",
         f"waiting {stats['num_waiting']}",
         Text(f"{tokens['generated_per_s']:.1f} tokens/s out", "bold cyan"),
@@ -162,22 +194,25 @@ def _requests(stats: Stats) -> RenderableType:
     )
     ended = _counts(stats["requests"].items()) or "none"
     refused = _counts(stats["refused"].items())
-    return Stack(grid, Text(f"ended: {ended}" + (f"   refused: {refused}" if refused else "")))
+    return Stack(shown, Text(f"ended: {ended}" + (f"   refused: {refused}" if refused else "")))
 
 
 def _memory(stats: Stats) -> RenderableType:
     cache = stats["kv_cache"]
     used = cache["num_blocks"] - cache["num_free_blocks"]
     hits = _share(stats["prefix_cache"]["hit_rate"])
-    grid = Table.grid(padding=(0, 3))
-    grid.add_row(
+    return _flowing(
         f"KV {cache['usage']:.0%}",
         ProgressBar(total=1.0, completed=cache["usage"], width=24),
         f"{used} of {cache['num_blocks']} blocks",
         f"{cache['num_preemptions']} preemptions",
         f"prefix cache hits {hits}",
     )
-    return grid
+
+
+def _flowing(*parts: RenderableType) -> Columns:
+    """In one line, or as many as a narrow terminal needs."""
+    return Columns(parts, padding=(0, 3))
 
 
 def _latencies(stats: Stats) -> RenderableType:
@@ -224,7 +259,7 @@ def _steps(stats: Stats) -> RenderableType:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table = FittedTable(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column(first, min_width=20)
     for name in others:
         table.add_column(name, justify="right")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -268,6 +271,40 @@ def test_the_live_view_outlasts_its_server_and_goes_on(monkeypatch: pytest.Monke
     order = [shown.index(word) for word in ("first at", "status 503. Still trying.", "second at", "third at")]
     assert order == sorted(order)
     assert "first at" in shown[: order[1]].rpartition("╭")[2]
+
+
+def test_q_ends_it_and_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, (keys, terminal) = [], os.openpty()
+
+    def handler(request: web.Request) -> web.Response:
+        asked.append(request)
+        if len(asked) == 2:
+            os.write(keys, b"xq")
+        return web.json_response(figures())
+
+    try:
+        before = termios.tcgetattr(terminal)
+        with open(terminal, closefd=False) as stdin, serving(handler) as address:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            screen = Console(file=io.StringIO(), width=120, force_terminal=True)
+            asyncio.run(asyncio.wait_for(cli_top._watch(address, None, 0.01, screen), 30))
+        assert termios.tcgetattr(terminal) == before
+    finally:
+        os.close(keys)
+        os.close(terminal)
+
+
+@pytest.mark.parametrize("width", [30, 45, 60])
+def test_narrow_terminals_show_all_figures(top: Top, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    with serving(lambda request: web.json_response(figures())) as address:
+        wide = top(address, "--once")[1]
+        monkeypatch.setenv("COLUMNS", str(width))
+        status, narrow, _ = top(address, "--once")
+    assert status == 0
+    assert max(map(len, narrow.splitlines())) <= width
+    inside = [words for row in rows(wide) for words in row if any(letter.isdigit() for letter in words)]
+    found = [words for row in rows(narrow) for words in row]
+    assert not [words for words in inside if words not in found]
 
 
 def test_ctrl_c_is_the_end_and_no_error(top: Top, monkeypatch: pytest.MonkeyPatch) -> None:
