@@ -110,13 +110,8 @@ def talk_here(
 
 
 def _piped_message() -> str | None:
-    """All of standard input, or None where that is a terminal. Raises InputError when there is nothing in it."""
-    if sys.stdin.isatty():
-        return None
-    text = sys.stdin.read()
-    if not text.strip():
-        raise InputError("Standard input is empty, and no terminal. Send a message to it, or start this in a terminal.")
-    return text.strip()
+    """All of standard input, or None where that is a terminal."""
+    return None if sys.stdin.isatty() else sys.stdin.read().strip()
 
 
 def talk(
@@ -131,5 +126,5 @@ def talk(
     conversation = Conversation(model, given, system, show_drafts=show_drafts, markdown=markdown)
     if message is None:
         conversation.run()
-    else:
-        conversation.stream([*conversation.messages, {"role": "user", "content": message}])
+    elif message:
+        conversation.answer_quietly([*conversation.messages, {"role": "user", "content": message}])

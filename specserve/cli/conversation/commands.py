@@ -97,6 +97,14 @@ class Conversation:
             tell(f"[{end.figures.line()}]")
         if end.finish_reason == "length":
             tell("(cut at max_tokens or the end of the context; /set max_tokens NUMBER changes the first)")
+        self._explain_marks()
+
+    def answer_quietly(self, asked: list[saved.Message]) -> None:
+        """`stream`, for somebody who wants the answer alone."""
+        self.stream(asked)
+        self._explain_marks()
+
+    def _explain_marks(self) -> None:
         if self._marked is not None:
             console(stderr=True, highlight=False).print(self._marked.legend())
 
