@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specserve.ops.adapters import RowAdapters
 from specserve.ops.fixed_point import row_total
 from specserve.ops.packing import PackedCache, Source, uncached
 
@@ -44,9 +45,9 @@ class Experts(ABC):
         self, gate: Source, up: Source, gate_bias: Source | None, up_bias: Source | None, cached: PackedCache = uncached
     ) -> Any: ...
     @abstractmethod
-    def linear(self, x: Tensor, weight: Any) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Any, adapters: RowAdapters | None = None) -> Tensor: ...
     @abstractmethod
-    def gated(self, x: Tensor, weight: Any, activation: str) -> Tensor: ...
+    def gated(self, x: Tensor, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Tensor: ...
     @abstractmethod
     def packed_as(self, weight: Source, bias: Source | None, dtype: torch.dtype) -> Any:
         """As `pack`, in this dtype."""

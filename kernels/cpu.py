@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
+from specserve.errors import ConfigError
 from specserve.kernels._cpu_base import ACTIVATIONS, Activation, instruction_sets
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
 from specserve.kernels._cpu_experts import Experts
@@ -31,6 +33,7 @@ from specserve.ops import (
     HeadNorms,
     Placed,
     Rotation,
+    RowAdapters,
     RowScores,
     Verified,
 )
@@ -126,6 +129,9 @@ class Kernels(Experts):
         shape = tuple(table.shape)
         return cached("table", shape, self.dtype, lambda: _filled(shape, self.dtype, table[:]))
 
+    def adapter_bank(self, num_slots: int, inputs: int, max_rank: int) -> Any:
+        raise ConfigError("--lora: the cpu kernels have no adapters yet.")
+
     # Ops
 
     def embed(
@@ -201,19 +207,23 @@ class Kernels(Experts):
             program.quantize_activation(x.data_ptr(), out.native)
         return out
 
-    def linear(self, x: Activation, weight: PackedWeight) -> Tensor:
+    def linear(self, x: Activation, weight: PackedWeight, adapters: RowAdapters | None = None) -> Tensor:
         out = self._floats("linear", x.rows, weight.outputs)
         with self._program(x.rows, x, weight) as program:
             program.linear(weight.native, x.native, at(weight.bias), out.data_ptr())
         return out[:, : weight.outputs]
 
-    def gated(self, x: Activation, weight: PackedWeight, activation: str) -> Activation:
+    def gated(
+        self, x: Activation, weight: PackedWeight, activation: str, adapters: RowAdapters | None = None
+    ) -> Activation:
         out = self._activation("gated", x.rows, weight.outputs, self._kind)
         with self._program(x.rows, x, weight) as program:
             program.gated(weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], True, out.native)
         return out
 
-    def activated(self, x: Activation, weight: PackedWeight, activation: str) -> Activation:
+    def activated(
+        self, x: Activation, weight: PackedWeight, activation: str, adapters: RowAdapters | None = None
+    ) -> Activation:
         out = self._activation("activated", x.rows, weight.outputs, self._kind)
         with self._program(x.rows, x, weight) as program:
             program.gated(weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], False, out.native)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+import specserve.kernels._torch_adapters as _adapters
 import specserve.kernels._torch_experts as _experts
 import specserve.kernels._torch_sampling as _sampling
 import specserve.kernels._torch_verify as _verify
@@ -42,6 +43,7 @@ from specserve.ops import (
     HeadNorms,
     Placed,
     Rotation,
+    RowAdapters,
     RowScores,
     Verified,
 )
@@ -114,7 +116,7 @@ def instruction_sets() -> list[str]:
     return [capability if capability in ("avx512", "avx2") else "portable"]
 
 
-class Kernels(_experts.Experts):
+class Kernels(_adapters.Adapters, _experts.Experts):
     """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
 
     name = "reference"
@@ -234,9 +236,9 @@ class Kernels(_experts.Experts):
     def quantize_activation(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)
 
-    def linear(self, x: Tensor, weight: _Weight) -> Tensor:
+    def linear(self, x: Tensor, weight: _Weight, adapters: RowAdapters | None = None) -> Tensor:
         self._pulse.beat()
-        return self.product(x.to(self.weight_dtype), weight).to(self.dtype)
+        return self.adapted(self.product(x.to(self.weight_dtype), weight), x, adapters).to(self.dtype)
 
     def product(self, x: Tensor, weight: _Weight) -> Tensor:
         matrix, bias = weight.matrix, weight.bias
@@ -252,15 +254,15 @@ class Kernels(_experts.Experts):
         x = F.pad(x, (0, 0, 0, -rows % self.tile))
         return torch.cat([F.linear(part, matrix, bias) for part in torch.split(x, self.tile)])[:rows]
 
-    def gated(self, x: Tensor, weight: _Weight, activation: str) -> Tensor:
+    def gated(self, x: Tensor, weight: _Weight, activation: str, adapters: RowAdapters | None = None) -> Tensor:
         parts = []
-        for part in torch.split(self.linear(x, weight), _GATED_ROWS):
+        for part in torch.split(self.linear(x, weight, adapters), _GATED_ROWS):
             gate, up = part.float().chunk(2, -1)
             parts.append(_ACTIVATIONS[activation](gate).mul_(up).to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def activated(self, x: Tensor, weight: _Weight, activation: str) -> Tensor:
-        parts = torch.split(self.linear(x, weight), _GATED_ROWS)
+    def activated(self, x: Tensor, weight: _Weight, activation: str, adapters: RowAdapters | None = None) -> Tensor:
+        parts = torch.split(self.linear(x, weight, adapters), _GATED_ROWS)
         return torch.cat([_ACTIVATIONS[activation](part.float()).to(self.dtype) for part in parts])
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:

@@ -24,11 +24,11 @@ import specserve.kernels._triton_linear as _linear
 import specserve.kernels._triton_rows as _rows
 import specserve.kernels._triton_sampling as _sampling
 import specserve.kernels.reference as _reference
-from specserve.errors import ModelError
+from specserve.errors import ConfigError, ModelError
 from specserve.kernels._torch_rows import LayerNorm as _LayerNorm, norm as _norm
 from specserve.kernels._triton_graph import GraphRecording, Staging
 from specserve.kernels._triton_plan import Plan, PlanTensors
-from specserve.ops import AttentionRows, DraftArrays, HeadNorms, Input, Placed, Rotation, T, Verified
+from specserve.ops import AttentionRows, DraftArrays, HeadNorms, Input, Placed, Rotation, RowAdapters, T, Verified
 from specserve.ops.backend import KernelOptions
 from specserve.ops.packing import PackedCache, Source, uncached
 from specserve.types import Ids
@@ -150,12 +150,15 @@ class Kernels(_reference.Kernels):
             return super().norm(x, weight, eps)
         return _rows.add_rms_norm(x, None, None, weight, eps, self.dtype).float()
 
-    def linear(self, x: Tensor, weight: Any) -> Tensor:
+    def adapter_bank(self, num_slots: int, inputs: int, max_rank: int) -> Any:
+        raise ConfigError("--lora: the triton kernels have no adapters yet. Use --device cpu.")
+
+    def linear(self, x: Tensor, weight: Any, adapters: RowAdapters | None = None) -> Tensor:
         if isinstance(weight, _Head):
             return _linear.logits(x, weight.matrix, weight.bias)
         return _linear.linear(x, weight.matrix, weight.bias)
 
-    def gated(self, x: Tensor, weight: Any, activation: str) -> Tensor:
+    def gated(self, x: Tensor, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Tensor:
         return _linear.gated(x, weight.matrix, weight.bias, activation)
 
     def argmax(self, logits: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ VERIFICATIONS = ("coupled", "rejection", "block")
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 DEFAULT_MAX_NUMBER_DIGITS = 15  # any float has the value that so many say
+DEFAULT_MAX_LORAS = 8
 DRAFT_MODEL = "draft_model"
 
 
@@ -38,6 +39,9 @@ class EngineConfig:
     - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use.
     - `kv_cache_gib`: None sizes the cache from free memory.
     - `max_number_digits`: most digits of a number in JSON, where its schema asks for no more.
+    - `lora`: LoRA adapters that requests may name, each "name=path" of a PEFT folder, or "name=path,pinned" for one
+      that always has a slot. Where there are slots adapters may be loaded later, too: `max_loras` of them at most share
+      a step; None is 8 where `lora` names some, else none. No adapter has a rank above `max_lora_rank`.
     - `max_step_ms`: target time of a step that computes chunks of prompts while other sequences decode. None is 2.5
       times a step without the chunks for each token that a sequence gets, and at most 6 ms more for each sequence.
 
@@ -79,6 +83,12 @@ class EngineConfig:
     verification: Annotated[
         str, Help("How drafts are judged; coupled gives the same text as plain decoding.", "Speculation")
     ] = "coupled"
+    lora: Annotated[
+        tuple[str, ...],
+        Help("A LoRA adapter, name=path of a PEFT folder, or name=path,pinned; may be repeated."),
+    ] = ()
+    max_loras: Annotated[int | None, Help("Most adapters in one step [default: 8 with --lora, else 0: none].")] = None
+    max_lora_rank: Annotated[int, Help("Highest rank of an adapter.")] = 64
     grammar_backend: Annotated[str, Help("Who enforces structured output: auto, or a file name in grammars/.")] = "auto"
     max_number_digits: Annotated[int, Help("Most digits of a number in JSON whose schema asks for no more.")] = (
         DEFAULT_MAX_NUMBER_DIGITS
@@ -103,6 +113,11 @@ class EngineConfig:
                 raise ConfigError(f"--draft-model is for --drafter {DRAFT_MODEL}, not for {self.drafter!r}.")
             object.__setattr__(self, "drafter", DRAFT_MODEL)
             object.__setattr__(self, "drafter_options", {**self.drafter_options, "model": self.draft_model})
+        object.__setattr__(self, "lora", tuple(self.lora))
+        if self.max_loras is None:
+            object.__setattr__(self, "max_loras", DEFAULT_MAX_LORAS if self.lora else 0)
+        _at_least("max_loras", self.max_loras, int(bool(self.lora)))
+        _at_least("max_lora_rank", self.max_lora_rank, 1)
         named = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "isa": ISAS, "verification": VERIFICATIONS}
         for name, allowed in named.items():
             if getattr(self, name) not in allowed:

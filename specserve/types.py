@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from specserve.adapters import LoadedAdapter
 from specserve.errors import FailureCode, InputError, shown, strict_fields
 from specserve.explained import Explained
 from specserve.help import Help
@@ -228,6 +229,7 @@ class Sequence:
     draft_limit: int = 0  # of how many tokens at most, but for
     jump_forward: bool = True  # whether tokens that its grammar leaves no choice of are drafted; all set by the policy
     prediction: tuple[int, ...] = ()  # what the output will mostly be, says who asked; a hint for drafters
+    adapter: LoadedAdapter | None = None  # what the target's weights are changed by; drafters draft without it
     parent: Sequence | None = None  # the completion whose prompt KV this one shares (n > 1)
     blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
     cached: int = 0  # set by the cache

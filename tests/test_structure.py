@@ -38,7 +38,7 @@ LAYERS = (
     ("cache", "ops"),
     ("structured.walk", "structured.constrain"),  # a draft along a grammar's state, for whoever fits one to the other
     ("types", "sse"),
-    ("explained",),
+    ("explained", "adapters"),
     ("structured.schema",),
     ("config", "structured.spec"),  # what a request asks for; the rest of structured/ enforces it
     ("structured.library",),
@@ -62,14 +62,15 @@ CONTRACTS = (
     "speculation.retrieval",
     "checkpoint.textstore",
 )
-CORE = ("types", "explained", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
-# Drafters that run models, and what these alone use, are no part of it.
+CORE = ("types", "explained", "adapters", "engine", "cache", "runtime", "sampling", "speculation", "drafters")
+# Drafters that run models, adapters and beams, and what these alone use, are no part of it.
 WITH_MODELS = (
     *("draft_model", "eagle", "mtp", "block", "medusa"),
     *("models", "context", "model_runner", "draft_sampler", "likeliest", "feature_drafter"),
+    *("adapters", "adapter_loader", "beams"),
 )
 CORE_LIMIT = 4_500
-CONFIG_FIELDS_LIMIT = 22
+CONFIG_FIELDS_LIMIT = 25
 FUNCTION_LIMITS = {"median": 10, "p90": 26, "max": 60}
 FILE_LIMIT = 400
 _OURS = "specserve"

@@ -63,7 +63,16 @@ else:  # what has no part in a measurement is no option of it
         EngineConfig,
         "QualityEngineOptions",
         ENGINE_HELP,
-        hidden=["model", *_DRAFTING, "quantization", "max_num_seqs", "prefix_caching"],
+        hidden=[
+            "model",
+            *_DRAFTING,
+            "quantization",
+            "max_num_seqs",
+            "prefix_caching",
+            "lora",
+            "max_loras",
+            "max_lora_rank",
+        ],
         **_PLAIN,
     )
 

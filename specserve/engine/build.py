@@ -14,14 +14,16 @@ from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, step_by
 from specserve.cache.storage import KVShape, KVStorage
 from specserve.checkpoint import catalog
 from specserve.config import EngineConfig
+from specserve.engine.adapters import Adapters
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
 from specserve.engine.request import Limits
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import ConfigError
 from specserve.machine.cores import default_threads
+from specserve.models.decoder import Decoder
 from specserve.models.heads.loading import HeadLoader
-from specserve.models.loader import load_model
+from specserve.models.loader import AnyModel, load_model
 from specserve.models.rounding import as_stored
 from specserve.models.spec import ModelSpec
 from specserve.ops import MOST_TOP_K, Ops
@@ -91,6 +93,7 @@ def build(
     tokenizer = Tokenizer(folder)
     model = load_model(folder, ops, config.max_model_len, progress=progress)
     spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens
+    num_adapters = _hold_adapters(model, config)
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
     heads = HeadLoader(folder, model, ops)
     context = TargetContext(model, tokenizer, heads, ops, config.verification, max_rows, max_logit_rows)
@@ -110,7 +113,9 @@ def build(
     cache = KVCache(executor, config.prefix_caching)
     cache.reads_next = host.needs.reads_next
     max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
-    scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s)
+    scheduler = Scheduler(
+        cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s, Adapters(executor, num_adapters)
+    )
     weighing = Weighing(scheduler.cost.decoding) if config.adaptive else None
     if weighing is not None:  # for drafters that requests name, too
         scheduler.cost.decoding.begin(step_seconds(executor, ROWS, _TIMING_S))
@@ -127,6 +132,17 @@ def build(
     weights += f" (checkpoint: {model.origin})" if model.origin else ""
     built.summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {sizing}{spec.note}"
     return built
+
+
+def _hold_adapters(model: AnyModel, config: EngineConfig) -> int:
+    """Makes room for adapters, how many is returned. Raises ConfigError for a model that takes none."""
+    num_slots = config.max_loras or 0
+    if num_slots:
+        if not isinstance(model, Decoder):
+            runs = f"{model.spec.architecture} runs through transformers"
+            raise ConfigError(f"--max-loras: {runs}, and adapters need a model that is native.")
+        model.hold_adapters(num_slots, config.max_lora_rank)
+    return num_slots
 
 
 def _check_needs(name: str, needs: Needs, spec: ModelSpec) -> None:

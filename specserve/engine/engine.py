@@ -43,6 +43,7 @@ class Engine:
         self.executor = executor
         self.cache = cache
         self.scheduler = scheduler
+        self.adapters = scheduler.adapters
         self.drafting = drafting
         self.policy = drafting.policy
         self.limits = limits
@@ -64,13 +65,15 @@ class Engine:
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         """Queue a request; `grammar` is its params.structured, compiled. Raises InputError; then nothing remains."""
         assert request.id not in self.requests, "whoever drives the engine gives each request an id of its own"
-        group = sequences(request, self.limits, grammar)
+        adapter = None if request.adapter is None else self.adapters.find(request.adapter)
+        group = sequences(request, self.limits, grammar, adapter)
         check_first_token(group[0], self.limits.vocab_size)
         self.drafting.begin(group, request.drafter)
         self.requests[request.id] = list(group)
         for seq in group:
             seq.order = self._num_arrived
             self._num_arrived += 1
+            self.adapters.open(seq)
             self.scheduler.add(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Event]:
@@ -169,6 +172,7 @@ class Engine:
         self.counters.num_jump_forward_tokens += seq.stats.num_jump_forward_tokens
         self.counters.num_accepted_jump_forward_tokens += seq.stats.num_accepted_jump_forward_tokens
         self.scheduler.remove(seq)
+        self.adapters.close(seq)
         self.drafting.end(seq)
         siblings = self.requests[seq.request_id]
         siblings.remove(seq)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import secrets
 import time
 from collections.abc import Sequence as Many
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from specserve.adapters import LoadedAdapter
 from specserve.errors import InputError, PromptTooLongError, shown
 from specserve.explained import Explained
 from specserve.structured.base import Grammar, Guarded
@@ -36,6 +38,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     separates prefix caches, and what drafters learn; of one that is `private` they keep nothing. `drafter` is the name
     of its drafter, "none" for plain decoding; None leaves it to the engine. `prediction` is what the answer will mostly
     be, as ids: without a `drafter` the request drafts from it; a drafter that is named may make use of it or not.
+    `adapter` is the name of a LoRA adapter that is loaded; None: the model as it is.
     `explain`: its events tell what steps did with drafts. `compiles_slowly`: params.structured is known to take long.
     `beginning`: where the answer begins, of a model that reasons; params.structured rules what is after reasoning.
     """
@@ -52,11 +55,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     explain: bool = False
     compiles_slowly: bool = False
     beginning: Beginning = "after"
+    adapter: str | None = None
 
 
-def sequences(request: Request, limits: Limits, grammar: Grammar | None = None) -> list[Sequence]:
-    """The n sequences of a request; `grammar` is params.structured, compiled. Raises InputError or
-    PromptTooLongError before anything is allocated."""
+def sequences(
+    request: Request, limits: Limits, grammar: Grammar | None = None, adapter: LoadedAdapter | None = None
+) -> list[Sequence]:
+    """The n sequences of a request; `grammar` is params.structured, compiled, and `adapter` the one it names. Raises
+    InputError or PromptTooLongError before anything is allocated."""
     params = request.params
     assert (grammar is None) == (params.structured is None), "a grammar is what structured asks for"
     params.check_ids(limits.vocab_size)
@@ -65,6 +71,7 @@ def sequences(request: Request, limits: Limits, grammar: Grammar | None = None) 
     space = limits.max_model_len - len(request.prompt_ids)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     others = params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
+    salt = request.salt if adapter is None else _salted(request.salt, adapter)
     first: Sequence | None = None
     group: list[Sequence] = []
     for index in range(params.n):
@@ -79,9 +86,10 @@ def sequences(request: Request, limits: Limits, grammar: Grammar | None = None) 
             eos_ids=frozenset() if params.ignore_eos else limits.eos_ids,
             bad_words=request.bad_words,
             priority=request.priority,
-            salt=request.salt,
+            salt=salt,
             private=request.private,
             prediction=request.prediction,
+            adapter=adapter,
             grammar=_started(grammar),
             parent=first,
             stats=SequenceStats(arrived=time.perf_counter()),
@@ -90,6 +98,12 @@ def sequences(request: Request, limits: Limits, grammar: Grammar | None = None) 
         first = first or seq
         group.append(seq)
     return group
+
+
+def _salted(salt: bytes, adapter: LoadedAdapter) -> bytes:
+    """What separates an adapter's KV, and what drafters learn of its texts, from all others': by what its numbers are,
+    as its name may come to mean another one."""
+    return hashlib.sha256(b"adapter\0" + adapter.digest + salt).digest()
 
 
 def _started(grammar: Grammar | None) -> Guarded | None:

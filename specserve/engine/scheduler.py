@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from specserve.cache.cache import KVCache
+from specserve.engine.adapters import Adapters
 from specserve.runtime.cost import StepCost
 from specserve.runtime.pack import Step, most_tokens, num_shared_rows
 from specserve.types import ScheduledSeq, Sequence
@@ -53,8 +54,10 @@ class Scheduler:
         max_model_len: int,
         max_logit_rows: int,
         max_step_s: float | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.cache = cache
+        self.adapters = adapters or Adapters()  # none
         # Where every row may have logits, the budget of tokens is limit enough.
         self._num_shared_rows = max_logit_rows - (max_num_seqs if max_logit_rows < max_num_batched_tokens else 0)
         self.cost = StepCost()
@@ -73,7 +76,11 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence that ended, and give its blocks back."""
-        (self.running if seq in self.running else self.waiting).remove(seq)
+        if seq in self.running:
+            self.running.remove(seq)
+            self.adapters.release(seq)
+        else:
+            self.waiting.remove(seq)
         self._refusal = None
         self.cache.free(seq)
 
@@ -133,16 +140,20 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self.adapters.release(seq)
         self.cache.free(seq)
         seq.stats.num_preemptions += 1
         self.num_preemptions += 1
         self.add(seq)
 
     def _admit(self, plan: _Plan) -> None:
-        """Start waiting sequences in order until seats, budget or blocks run out."""
-        index = 0
+        """Start waiting sequences in order until seats, budget or blocks run out. Where one waits for a slot of its
+        adapter, those without an adapter may pass it, as they take no slot from it."""
+        index, has_slots = 0, True
         while index < len(self.waiting) and self._has_room(plan):
-            if _awaits_sibling(self.waiting[index]):
+            seq = self.waiting[index]
+            has_slots = has_slots and self.adapters.can_acquire(seq)
+            if _awaits_sibling(seq) or (seq.adapter is not None and not has_slots):
                 index += 1
             elif not self._start(plan, index):
                 return
@@ -171,6 +182,7 @@ class Scheduler:
             seq.stats.num_prefix_cached_tokens = max(seq.cached, seq.stats.num_prefix_cached_tokens)
         seq.stats.first_scheduled = seq.stats.first_scheduled or time.perf_counter()
         del self.waiting[index]
+        self.adapters.acquire(seq)
         bisect.insort(self.running, seq, key=_rank)
         plan.take(seq, count)
         return True

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specserve.errors import ModelError
 from specserve.models.layers import LayerStack
+from specserve.models.product import LowRank, RowSlots
 from specserve.models.reader import WeightReader
 from specserve.models.spec import DecoderSpec
-from specserve.ops import Ops, Placed
+from specserve.ops import Ops, Placed, RowAdapters
 from specserve.ops.packing import PackedCache, Weight, uncached
 
 _EMBEDDED = -1  # as `tap` counts layers: what enters the first
+_TABLE = "model.embed_tokens"
+
+
+class PackedAdapter(NamedTuple):
+    """An adapter as a Decoder keeps it."""
+
+    products: list[Any]  # in their order; None: it leaves this one alone
+    table: Any  # or None
+    num_bytes: int
 
 
 class Decoder:
@@ -23,6 +34,7 @@ class Decoder:
     number of rows given to `forward` is a multiple of ops.row_multiple."""
 
     features_width = 0  # it reads tokens alone
+    num_adapter_slots = 0
 
     def __init__(
         self, spec: DecoderSpec, weights: Mapping[str, Weight], ops: Ops, cached: PackedCache = uncached
@@ -48,6 +60,8 @@ class Decoder:
         self._project_in = self._project_out = None
         if spec.embedding_size is not None:
             self._project_in, self._project_out = (read.linear(f"model.project_{each}") for each in ("in", "out"))
+        self._products = read.products
+        self._table_bank: Any = None
 
     def forward(
         self,
@@ -58,6 +72,7 @@ class Decoder:
         plan: Any,
         taps: tuple[int, ...] = (),
         features: Tensor | None = None,
+        slots: RowSlots | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """One step: token_ids, positions int64 [rows], one kv [2, slots, kv_heads, d] per layer, `plan` from ops.plan.
 
@@ -69,16 +84,17 @@ class Decoder:
         ops = self.ops
         assert len(token_ids) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
         assert len(rows) % ops.row_multiple == 0, "rows must be padded to a multiple of row_multiple"
-        embedded = self._placed(token_ids, positions)
-        residual, tapped = self._stack.run(ops, embedded, positions, rows, kv, plan, taps)
+        own, gathered = (None, None) if slots is None else slots
+        embedded = self._placed(token_ids, positions, own)
+        residual, tapped = self._stack.run(ops, embedded, positions, rows, kv, plan, taps, slots=own)
         hidden = ops.norm(residual, self._norm, self.spec.final_norm.eps)
-        logits = self.lm_head(hidden)
+        logits = self.lm_head(hidden, gathered)
         return hidden, logits, ops.argmax(logits), tapped
 
-    def _placed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def _placed(self, token_ids: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
         """What enters the first layer, float32 [rows, hidden]."""
         if self._project_in is not None:
-            projected = self.embed(token_ids)
+            projected = self.embed(token_ids, slots)
             if self._positions is not None:
                 self.ops.add(projected, self.ops.embed(positions, self._positions[self._offset :], 1.0))
             return projected
@@ -86,14 +102,17 @@ class Decoder:
         placed = None if table is None else Placed(positions, table[self._offset :])
         eps = 0.0 if norm is None else norm.eps
         scale = self._embedding_scale
-        return self.ops.embed(token_ids, self._embedding, scale, placed, self._embedding_norm, eps)
+        embedded = self.ops.embed(token_ids, self._embedding, scale, placed, self._embedding_norm, eps)
+        if slots is not None and self._table_bank is not None:
+            self.ops.embed_adapters(embedded, token_ids, RowAdapters(self._table_bank, slots), scale)
+        return embedded
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, slots: Tensor | None = None) -> Tensor:
         """The scaled embedding of int64 [n], float32 [n, hidden]."""
         embedded = self.ops.embed(token_ids, self._embedding, self._embedding_scale)
         if self._project_in is None:
             return embedded
-        projected = self.ops.linear(self.ops.quantize_activation(embedded), self._project_in).float()
+        projected = self._project_in.linear(self.ops, self.ops.quantize_activation(embedded), slots).float()
         return self.ops.tap(_EMBEDDED, projected, None, None, 0.0)  # a copy that no other product overwrites
 
     def head(self, residual: Tensor) -> Tensor:
@@ -105,10 +124,46 @@ class Decoder:
         """What the LM head reads of the residual stream behind the last layer, float32 [n, hidden] both."""
         return self.ops.norm(residual, self._norm, self.spec.final_norm.eps)
 
-    def lm_head(self, hidden: Tensor) -> Tensor:
+    def lm_head(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         """The scores of hidden states behind the final norm, float32 [n, hidden] -> [n, vocab]."""
         if self._project_out is not None:
-            hidden = self.ops.linear(self.ops.quantize_activation(hidden), self._project_out).float()
-        logits = self.ops.linear(self.ops.quantize_activation(hidden), self._head).float()
+            hidden = self._project_out.linear(self.ops, self.ops.quantize_activation(hidden), slots).float()
+        logits = self._head.linear(self.ops, self.ops.quantize_activation(hidden), slots).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
+
+    def hold_adapters(self, num_slots: int, max_rank: int) -> None:
+        """Room for so many adapters of at most that rank; once, before the first step."""
+        self.num_adapter_slots = num_slots
+        for product in self._products:
+            product.hold_adapters(self.ops, num_slots, max_rank)
+        if self.spec.embedding_norm is None and self.spec.embedding_size is None:
+            self._table_bank = self.ops.adapter_bank(num_slots, self.spec.vocab_size, max_rank)
+
+    @torch.inference_mode()
+    def pack_adapter(self, weights: Mapping[str, LowRank]) -> PackedAdapter:
+        """What an adapter adds to layers, by their names in spec.shapes() without ".weight", or "lm_head", for
+        `place_adapter`. Beside steps, on whatever thread. Raises ModelError for a layer that takes no adapters."""
+        served = {name for product in self._products for name in product.names}
+        served -= {"lm_head"} if self.spec.normed_head else set()
+        served |= {_TABLE} if self._table_bank is not None else set()
+        if refused := [name for name in weights if name not in served]:
+            raise ModelError(
+                f"The adapter changes {refused[0]}, which takes no adapters in this model: experts, their routers, "
+                "norms, embeddings that are normed or projected, and heads that are normed take none."
+            )
+        table, packed = weights.get(_TABLE), None
+        if table is not None:
+            packed = self.ops.pack_table_adapter(self._embedding, *table)
+        products = [product.pack_adapter(self.ops, weights) for product in self._products]
+        size = torch.float32.itemsize if self.ops.dtype == torch.float32 else torch.bfloat16.itemsize
+        return PackedAdapter(products, packed, sum(each.a.numel() + each.b.numel() for each in weights.values()) * size)
+
+    def place_adapter(self, slot: int, packed: PackedAdapter | None) -> None:
+        """Let rows of that slot have this adapter from the next step on, or none. Between steps."""
+        if packed is None:
+            packed = PackedAdapter([None] * len(self._products), None, 0)
+        for product, own in zip(self._products, packed.products, strict=True):
+            product.place_adapter(self.ops, slot, own)
+        if self._table_bank is not None:
+            self.ops.place_adapter(self._table_bank, slot, packed.table)

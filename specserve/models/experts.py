@@ -13,7 +13,7 @@ from specserve.ops import Ops
 
 
 class _Mlp(Protocol):
-    def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor]) -> Tensor: ...
+    def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor], slots: Tensor | None) -> Tensor: ...
 
 
 class Experts:
@@ -28,10 +28,10 @@ class Experts:
         self.weights = read.experts(f"{name}.experts", numbers, times=layer.residual.multiplier)
         self.shared = shared
 
-    def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor]) -> Tensor:
+    def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor], slots: Tensor | None) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]. `normed` returns the same rows, not rounded, float32
         [rows, hidden]: on them depends where rows go, and a rounding could send them elsewhere."""
         spec = self.spec
         routing = ops.route(normed(), self.router, spec.num_experts, spec.per_token, spec.is_normalized)
-        shared = None if self.shared is None else self.shared.run(ops, x, normed)
+        shared = None if self.shared is None else self.shared.run(ops, x, normed, slots)
         return ops.experts(x, self.weights, routing, spec.activation, shared)

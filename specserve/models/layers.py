@@ -34,13 +34,14 @@ class Attention:
         self.qkv = read.linear(*(f"{name}.{each}_proj" for each in "qkv"), order=rows)
         self.out = read.linear(f"{name}.o_proj", times=layer.residual.multiplier)
 
-    def run(self, ops: Ops, x: Any, rotation: Rotation, kv: Tensor, plan: Any) -> Tensor:
+    def run(self, ops: Ops, x: Any, rotation: Rotation, kv: Tensor, plan: Any, slots: Tensor | None) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
-        qkv, norms = ops.linear(x, self.qkv), self.head_norms
+        qkv, norms = self.qkv.linear(ops, x, slots), self.head_norms
         if self._joint is not None and norms is not None:
             qkv, norms = ops.norm_projections(qkv, norms, self._joint), None
         q = ops.rope_and_cache(qkv, norms, rotation, kv, plan)
-        return ops.linear(ops.attention(q, kv, plan, self._scale, self._window, rotation.slopes), self.out)
+        attended = ops.attention(q, kv, plan, self._scale, self._window, rotation.slopes)
+        return self.out.linear(ops, attended, slots)
 
 
 def _with_values(spec: AttentionSpec, order: Tensor) -> Tensor:
@@ -55,15 +56,13 @@ class Mlp:
     def __init__(self, read: WeightReader, name: str, layer: LayerSpec) -> None:
         assert not isinstance(layer.mlp, ExpertsMlp)
         self._activation = layer.mlp.activation
-        self._is_gated = isinstance(layer.mlp, GatedMlp)
         parts = [f"{name}.{part}" for part in layer.mlp.parts]
-        self.up = read.gated(*parts) if self._is_gated else read.linear(*parts)
+        self.up = read.gated(*parts) if isinstance(layer.mlp, GatedMlp) else read.linear(*parts)
         self.down = read.linear(f"{name}.down_proj", times=layer.residual.multiplier)
 
-    def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor]) -> Tensor:
+    def run(self, ops: Ops, x: Any, normed: Callable[[], Tensor], slots: Tensor | None) -> Tensor:
         """Of what a linear layer reads, float32 [rows, hidden]."""
-        activate = ops.gated if self._is_gated else ops.activated
-        return ops.linear(activate(x, self.up, self._activation), self.down)
+        return self.down.linear(ops, self.up.activated(ops, x, self._activation, slots), slots)
 
 
 def make_mlp(read: WeightReader, name: str, layer: LayerSpec) -> Mlp | Experts:
@@ -93,23 +92,23 @@ class Layer:
         self._is_parallel = isinstance(spec.residual, Parallel)
 
     def run(
-        self, ops: Ops, x: Any, residual: Tensor, rotation: Rotation, kv: Tensor, plan: Any
+        self, ops: Ops, x: Any, residual: Tensor, rotation: Rotation, kv: Tensor, plan: Any, slots: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Attention over what `norm` made of the residual stream, x, and the MLP. Attention's output joins `residual`,
         in place. Returns the stream, which is another tensor in layers with a `stream_norm`, and the MLP's output, to
         be added by what reads it next, through `post_mlp_norm`."""
-        attended = self.attention.run(ops, x, rotation, kv, plan)
+        attended = self.attention.run(ops, x, rotation, kv, plan, slots)
         normed = partial(ops.norm, residual, self.mlp_norm, self._eps)  # experts call it, which are never parallel
         if self.stream_norm is not None:
             residual, x = norm_stream(ops, residual, attended, self.mlp_norm, self._eps)
-            return residual, self.mlp.run(ops, x, normed)
+            return residual, self.mlp.run(ops, x, normed, slots)
         if not self._is_parallel:
             x = ops.fused_add_norm(residual, attended, self.post_norm, self.mlp_norm, self._eps)
-            return residual, self.mlp.run(ops, x, normed)
+            return residual, self.mlp.run(ops, x, normed, slots)
         if self.mlp_norm is not None:
             x = ops.fused_add_norm(residual, None, None, self.mlp_norm, self._eps)
         ops.add(residual, attended)
-        return residual, self.mlp.run(ops, x, normed)
+        return residual, self.mlp.run(ops, x, normed, slots)
 
 
 def norm_stream(ops: Ops, residual: Tensor, delta: Tensor, norm: Any, eps: float) -> tuple[Tensor, Any]:
@@ -147,10 +146,12 @@ class LayerStack:
         plan: Any,
         taps: tuple[int, ...] = (),
         x: Any = None,
+        slots: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The residual stream through all layers, float32 [rows of the step, hidden], which is overwritten. Returns
         what stands after them in the `rows` asked for, float32 [n, hidden], and after each of `taps` in all rows. `x`
-        is what the first layer's attention reads where that is not the layer's norm of the stream."""
+        is what the first layer's attention reads where that is not the layer's norm of the stream, and `slots` those of
+        the rows' adapters, int64 [rows of the step], negative where they have none."""
         eps = self._eps
         delta: Tensor | None = None  # of the layer before, yet to be added through its norm `post`
         post: Any = None
@@ -159,7 +160,7 @@ class LayerStack:
         for i, (layer, rotation, layer_kv) in enumerate(each):
             if x is None:
                 x = ops.fused_add_norm(residual, delta, post, layer.norm, eps)
-            residual, delta = layer.run(ops, x, residual, rotation, layer_kv, plan)
+            residual, delta = layer.run(ops, x, residual, rotation, layer_kv, plan, slots)
             x, post = None, layer.post_mlp_norm
             if layer.stream_norm is not None and layer is not self.layers[-1]:  # whose is the final norm
                 residual, x = norm_stream(ops, residual, delta, layer.stream_norm, eps)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specserve.models.product import Product
 from specserve.models.spec import LayerNorm, Norm
 from specserve.ops import Ops
 from specserve.ops.packing import Lazy, PackedCache, Weight, below, reordered, scaled, stacked, uncached
@@ -28,6 +29,7 @@ class WeightReader:
         self._weights = weights
         self._shapes = shapes
         self._cached = cached
+        self.products: list[Product] = []  # that were read, but for those of experts
 
     def named(self, name: str, times: float = 1.0) -> tuple[Lazy, PackedCache]:
         weight = f"{name}.weight"
@@ -44,7 +46,7 @@ class WeightReader:
         values = Lazy(weight.shape, lambda: reordered(weight[:].float() + spec.offset, order))
         return self.ops.pack_vector(values, cached)
 
-    def head(self, name: str, times: float, is_normed: bool = False) -> Any:
+    def head(self, name: str, times: float, is_normed: bool = False) -> Product:
         """The LM head, with the bias that lm_head has, multiplied; its rows are divided by their lengths first where it
         is normed."""
         weight, cached = self.named(name, 1.0 if is_normed else times)
@@ -52,9 +54,10 @@ class WeightReader:
             stored = weight
             weight = Lazy(stored.shape, lambda: torch.nn.functional.normalize(stored[:].float()) * times)
         bias = self._bias("lm_head")
-        return self.ops.pack_head(weight, bias and Lazy(bias.shape, lambda: scaled(bias.read(), times)), cached)
+        packed = self.ops.pack_head(weight, bias and Lazy(bias.shape, lambda: scaled(bias.read(), times)), cached)
+        return self._kept(Product(packed, ("lm_head",), (weight.shape[0],), weight.shape[1], times))
 
-    def linear(self, *names: str, times: float = 1.0, order: Tensor | None = None) -> Any:
+    def linear(self, *names: str, times: float = 1.0, order: Tensor | None = None) -> Product:
         """One product for several layers that read the same input; all have a bias or none. Its outputs are multiplied,
         and as `order` lists them."""
         weight, bias = self._stacked("weight", *names), self._bias(*names)
@@ -62,11 +65,14 @@ class WeightReader:
         def changed(source: Lazy) -> Lazy:
             return Lazy(source.shape, lambda: reordered(scaled(source.read(), times), order))
 
-        return self.ops.pack(changed(weight), bias and changed(bias), below(self._cached, "+".join(names)))
+        packed = self.ops.pack(changed(weight), bias and changed(bias), below(self._cached, "+".join(names)))
+        return self._product(names, packed, times, order)
 
-    def gated(self, gate: str, up: str) -> Any:
+    def gated(self, gate: str, up: str) -> Product:
         weights = self._stacked("weight", gate), self._stacked("weight", up)
-        return self.ops.pack_gated(*weights, self._bias(gate), self._bias(up), below(self._cached, f"{gate}+{up}"))
+        cached = below(self._cached, f"{gate}+{up}")
+        packed = self.ops.pack_gated(*weights, self._bias(gate), self._bias(up), cached)
+        return self._product((gate, up), packed, is_gated=True)
 
     def router(self, *names: str) -> Any:
         return self.ops.pack_router(self._stacked("weight", *names), below(self._cached, "+".join(names)))
@@ -79,6 +85,14 @@ class WeightReader:
         )
         scaled_downs = [self._scaled(down, times) for down in downs]
         return self.ops.pack_experts(gates, ups, scaled_downs, below(self._cached, name))
+
+    def _product(self, names: tuple[str, ...], packed: Any, *more: Any, **named: Any) -> Product:
+        shapes = [self._shapes[f"{name}.weight"] for name in names]
+        return self._kept(Product(packed, names, tuple(shape[0] for shape in shapes), shapes[0][1], *more, **named))
+
+    def _kept(self, product: Product) -> Product:
+        self.products.append(product)
+        return product
 
     def _scaled(self, source: Lazy, times: float) -> Lazy:
         return Lazy(source.shape, lambda: scaled(source.read(), times))

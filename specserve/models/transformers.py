@@ -33,6 +33,7 @@ from specserve.models.generic.norms import norm_like
 from specserve.models.generic.probe import AttentionShape, Found, matrix, probe
 from specserve.models.generic.replay import Replays
 from specserve.models.generic.tensors import Names, names_of
+from specserve.models.product import RowSlots
 from specserve.models.spec import Shapes
 from specserve.ops import AttentionRows, Ops, Rotation
 from specserve.ops.packing import Lazy, PackedCache, Source, Weight, below, loaded, uncached
@@ -135,6 +136,7 @@ class TransformersModel:
     """The same interface as models.decoder.Decoder has, over a model of transformers. `weights` maps the names of
     spec.shapes() to tensors."""
 
+    num_adapter_slots = 0  # it takes none
     features_width = 0  # it reads tokens alone
 
     def __init__(
@@ -244,6 +246,7 @@ class TransformersModel:
         plan: Any,
         taps: tuple[int, ...] = (),
         features: Tensor | None = None,
+        slots: RowSlots | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """As Decoder.forward."""
         return self.replays.run((token_ids, positions, rows), kv, plan, taps)

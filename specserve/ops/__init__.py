@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.machine.pulse import Pulse
+from specserve.ops.adapters import AdapterOps, RowAdapters as RowAdapters
 from specserve.ops.packing import PackedCache, Source, uncached
 from specserve.ops.pieces import Memory, Pieces
 from specserve.ops.rows import AttentionRows as AttentionRows
@@ -159,7 +160,7 @@ class Placed(NamedTuple):
     table: Tensor  # [positions, hidden], as pack_table returned it
 
 
-class Ops(Protocol):
+class Ops(AdapterOps, Protocol):
     """One device's kernels. `dtype` is that of what is not quantised (float32 or bfloat16); the residual stream, norms
     and rotary embedding are float32, and so are the sums inside products and attention. `kv_dtype` is that of the KV
     cache; what is larger than the largest number of float16 is stored as that."""
@@ -261,15 +262,16 @@ class Ops(Protocol):
     def quantize_activation(self, x: Tensor) -> Any:
         """x float32 [rows, n] for a linear layer to read."""
 
-    def linear(self, x: Any, weight: Any) -> Tensor:
-        """x [rows, in] times packed weight^T -> [rows, out], float32 or `dtype`."""
+    def linear(self, x: Any, weight: Any, adapters: RowAdapters | None = None) -> Tensor:
+        """x [rows, in] times packed weight^T -> [rows, out], float32 or `dtype`; with b a x of each row's adapter."""
 
-    def gated(self, x: Any, weight: Any, activation: str) -> Any:
-        """activation(x gate^T) * (x up^T), for a linear layer to read; activation is "silu" or "gelu_tanh"."""
+    def gated(self, x: Any, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Any:
+        """activation(x gate^T) * (x up^T), for a linear layer to read; activation is "silu" or "gelu_tanh". Adapters
+        are added to both products."""
 
-    def activated(self, x: Any, weight: Any, activation: str) -> Any:
+    def activated(self, x: Any, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Any:
         """activation(x weight^T + bias) of what `pack` returned, for a linear layer to read; activation is one of
-        ACTIVATIONS."""
+        ACTIVATIONS. Adapters are added to the product."""
 
     def route(self, x: Tensor, router: Any, num_experts: int, per_token: int, is_normalized: bool) -> Any:
         """Where rows x float32 [rows, in] go, for `experts`: to the `per_token` experts whose scores x router^T are

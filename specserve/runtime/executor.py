@@ -3,6 +3,7 @@ of one process."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from specserve.cache.storage import KVStorage
 from specserve.errors import ConfigError
+from specserve.models.decoder import Decoder, PackedAdapter
+from specserve.models.product import LowRank
 from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Runner
 from specserve.sampling.inputs import SamplingOutput
@@ -61,6 +64,16 @@ class Executor(Protocol):
         """Show the residual stream after these layers, and so many of the best tokens of each row of logits, with every
         step from now on."""
 
+    def load_adapter(self, digest: str, weights: Mapping[str, LowRank]) -> int:
+        """Keep an adapter under that name, packed, until it is dropped as often as it was loaded; returns how many
+        bytes it takes. On any thread, beside steps. Raises ModelError for one that the model does not take."""
+
+    def drop_adapter(self, digest: str) -> None:
+        """Take one load back. The last one's is in no slot."""
+
+    def place_adapter(self, slot: int, digest: str | None) -> None:
+        """Let rows with that slot have this adapter from the next step on, or none."""
+
 
 class LocalExecutor:
     """An executor whose model runs in this process. `timed` takes the time of a phase, as engine.counters has them."""
@@ -77,6 +90,8 @@ class LocalExecutor:
         self.row_multiple = runner.ops.row_multiple
         self.max_rows, self.max_logit_rows = runner.max_rows, runner.max_logit_rows
         self._timed = timed
+        self._adapters: dict[str, tuple[PackedAdapter, int]] = {}  # with how many loads there are of it
+        self._loading = threading.Lock()
 
     def start(self, step: StepInput) -> None:
         with self._timed("forward"):
@@ -97,6 +112,29 @@ class LocalExecutor:
 
     def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
         self.runner.set_outputs(taps, top_k)
+
+    def load_adapter(self, digest: str, weights: Mapping[str, LowRank]) -> int:
+        known = self._adapters.get(digest)
+        packed = self._adapted.pack_adapter(weights) if known is None else known[0]
+        with self._loading:
+            packed, count = self._adapters.get(digest, (packed, 0))
+            self._adapters[digest] = packed, count + 1
+        return packed.num_bytes
+
+    def drop_adapter(self, digest: str) -> None:
+        with self._loading:
+            packed, count = self._adapters.pop(digest)
+            if count > 1:
+                self._adapters[digest] = packed, count - 1
+
+    def place_adapter(self, slot: int, digest: str | None) -> None:
+        self._adapted.place_adapter(slot, None if digest is None else self._adapters[digest][0])
+
+    @property
+    def _adapted(self) -> Decoder:
+        model = self.runner.model
+        assert isinstance(model, Decoder) and model.num_adapter_slots, "only such models have slots"
+        return model
 
 
 def local(executor: Executor) -> LocalExecutor:

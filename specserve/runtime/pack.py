@@ -43,6 +43,7 @@ class SequenceRows(NamedTuple):
     num_logits: int = 0  # rows that have logits, the last ones
     scored: range = range(0)  # rows that have logits, too, which come after those of all sequences' last ones
     is_block: bool = False  # whether the rows of a chain see each other
+    adapter: int = -1  # the slot of its adapter; negative: none
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class StepInput:
     logit_rows: NDArray[np.int64]  # [rows of all sequences' `num_logits`, then of all `scored`, padded]
     rows: AttentionRows
     sampling: SamplingInput = NOTHING
+    adapters: NDArray[np.int64] | None = None  # [num_rows] slots, negative: none; None: no row has any
 
 
 def pack(seqs: Iterable[SequenceRows], multiple: int) -> StepInput:
@@ -66,7 +68,8 @@ def pack(seqs: Iterable[SequenceRows], multiple: int) -> StepInput:
     scored_rows: list[int] = []
     starts, cached, tables = [0], [], []
     parents: list[int] = []
-    for tokens, start, blocks, own_parents, num_logits, scored, is_block in seqs:
+    adapters: list[tuple[int, int]] = []  # of each sequence, and its rows
+    for tokens, start, blocks, own_parents, num_logits, scored, is_block, adapter in seqs:
         row, count = starts[-1], len(tokens)
         token_ids += tokens
         if own_parents is None:
@@ -84,6 +87,7 @@ def pack(seqs: Iterable[SequenceRows], multiple: int) -> StepInput:
         starts.append(row + count)
         cached.append(start)
         tables.append(blocks)
+        adapters.append((adapter, count))
     padding = [0] * (-len(token_ids) % multiple)
     logit_rows += scored_rows
     logit_rows += [0] * (-len(logit_rows) % multiple)
@@ -95,7 +99,16 @@ def pack(seqs: Iterable[SequenceRows], multiple: int) -> StepInput:
         positions=numbers[num_rows : 2 * num_rows],
         logit_rows=numbers[2 * num_rows :],
         rows=AttentionRows.pack(starts, cached, tables, parents, multiple),
+        adapters=_slots_of_rows(adapters, num_rows) if any(slot >= 0 for slot, _ in adapters) else None,
     )
+
+
+def _slots_of_rows(seqs: list[tuple[int, int]], num_rows: int) -> NDArray[np.int64]:
+    """Of sequences' slots and numbers of rows."""
+    slots = np.full(num_rows, -1, np.int64)
+    found = np.repeat(*np.array(seqs).T)
+    slots[: len(found)] = found
+    return slots
 
 
 def pack_step(step: Step, multiple: int) -> tuple[StepInput, list[Sequence]]:
@@ -119,7 +132,8 @@ def pack_step(step: Step, multiple: int) -> tuple[StepInput, list[Sequence]]:
         if seq.params.prompt_logprobs is not None and (unscored := _unscored(seq, num_new)):
             scored[seq] = ScoredTokens(seq.tokens[unscored.start : unscored.stop], seq.params.prompt_logprobs)
             score = range(unscored.start - 1 - start, unscored.stop - 1 - start)
-        rows.append(SequenceRows(tokens, start, seq.blocks.ids, parents, own_logits, score))
+        slot = -1 if seq.adapter is None else seq.adapter.slot
+        rows.append(SequenceRows(tokens, start, seq.blocks.ids, parents, own_logits, score, adapter=slot))
         each.first_row, each.logits_start = num_rows, num_logits
         num_rows += count
         num_logits += own_logits

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specserve.models.product import RowSlots
 from specserve.models.spec import ModelSpec
 from specserve.ops import AttentionRows, Input, Ops
 from specserve.ops.capture import Captured
@@ -28,6 +29,7 @@ class Model(Protocol):
     def spec(self) -> ModelSpec: ...
 
     features_width: int
+    num_adapter_slots: int
 
     def forward(
         self,
@@ -38,6 +40,7 @@ class Model(Protocol):
         plan: Any,
         taps: tuple[int, ...] = (),
         features: Tensor | None = None,
+        slots: RowSlots | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 
@@ -110,6 +113,9 @@ class Runner:
         self._plan = self.ops.plan(inputs.rows, self.block_size)
         arrays: list[Any] = [inputs.token_ids, inputs.positions, inputs.logit_rows]
         arrays += () if features is None else (features,)
+        if self.model.num_adapter_slots:
+            slots = self._no_adapters[: self._num_rows] if inputs.adapters is None else inputs.adapters
+            arrays += slots, slots[self._logit_rows]
         self._captured.start(arrays, self._num_rows, len(self._logit_rows), self._plan)
 
     def finish(self) -> Output:
@@ -146,6 +152,10 @@ class Runner:
         inputs = [Input(torch.int64), Input(torch.int64), Input(torch.int64, is_gathered=True)]
         if width := self.model.features_width:
             inputs.append(Input(torch.float32, width))
+        if self.model.num_adapter_slots:
+            inputs += Input(torch.int64), Input(torch.int64, is_gathered=True)
+            multiple = self.ops.row_multiple
+            self._no_adapters = np.full(self.max_rows + -self.max_rows % multiple, -1, np.int64)
         plan = self.ops.plan(AttentionRows.pack([0, 1], [0], [[0]], [-1], self.ops.row_multiple), self.block_size)
         self._captured = Captured(self.ops, compute, inputs, self.max_rows, self.max_logit_rows, plan)
         self._views: dict[tuple[int, int, int], _Computed] = {}
@@ -154,6 +164,8 @@ class Runner:
 def _compute(
     model: Model, ops: Ops, kv: list[Tensor], taps: tuple[int, ...], top_k: int, plan: Any, *inputs: Tensor
 ) -> _Computed:
-    ids, positions, logit_rows, *features = inputs
-    outputs = model.forward(ids, positions, logit_rows, kv, plan, taps, *features)
+    ids, positions, logit_rows, *more = inputs
+    slots = RowSlots(more.pop(-2), more.pop()) if model.num_adapter_slots else None
+    features = more[0] if more else None
+    outputs = model.forward(ids, positions, logit_rows, kv, plan, taps, features, slots)
     return _Computed(*outputs, ops.top_k(outputs[1], outputs[2], top_k) if top_k else None)

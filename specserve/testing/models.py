@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +18,7 @@ from torch import Tensor
 from specserve.errors import ConfigError, unknown
 from specserve.models.decoder import Decoder
 from specserve.models.loader import find_architecture
+from specserve.models.product import RowSlots
 from specserve.models.spec import AttentionSpec, DecoderSpec, GatedMlp, LayerSpec, RmsNorm, Rope
 from specserve.runtime.pack import SequenceRows, pack
 from specserve.testing.classic import CLASSIC, as_stored
@@ -238,11 +240,13 @@ def _merged_vocabulary() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What one sequence gives to one step: tokens after its cached ones, a chain or, with parents, a tree."""
+    """What one sequence gives to one step: tokens after its cached ones, a chain or, with parents, a tree, through the
+    adapter in a slot, or none."""
 
     seq: int
     tokens: Many[int]
     parents: Many[int] | None = None
+    adapter: int = -1
 
 
 class PagedDecoder:
@@ -267,24 +271,30 @@ class PagedDecoder:
         ops = self.model.ops
         inputs = pack(
             [
-                SequenceRows(feed.tokens, self.cached[feed.seq], self.block_tables[feed.seq], feed.parents)
+                SequenceRows(
+                    feed.tokens, self.cached[feed.seq], self.block_tables[feed.seq], feed.parents, adapter=feed.adapter
+                )
                 for feed in feeds
             ],
             ops.row_multiple,
         )
         ids, positions = (torch.from_numpy(each).to(ops.device) for each in (inputs.token_ids, inputs.positions))
         every, plan = torch.arange(len(ids), device=ops.device), ops.plan(inputs.rows, self.block_size)
+        slots = None
+        if self.model.num_adapter_slots:
+            given = np.full(len(ids), -1) if inputs.adapters is None else inputs.adapters
+            slots = RowSlots(*[torch.from_numpy(given).to(ops.device)] * 2)
         with torch.inference_mode():
-            _, logits, *_ = self.model.forward(ids, positions, every, self.kv, plan)
+            _, logits, *_ = self.model.forward(ids, positions, every, self.kv, plan, slots=slots)
         for feed in feeds:
             self.cached[feed.seq] += len(feed.tokens) if feed.parents is None else 0
         lengths = [len(feed.tokens) for feed in feeds]
         return list(torch.split(logits[: sum(lengths)].clone(), lengths))  # the next step may overwrite them
 
-    def chunks(self, seq: int, tokens: Many[int], size: int) -> Tensor:
+    def chunks(self, seq: int, tokens: Many[int], size: int, adapter: int = -1) -> Tensor:
         """Feed one sequence a chain, `size` tokens a step -> its logits, float32 [tokens, vocab]."""
-        parts = [self.step(Feed(seq, tokens[start : start + size]))[0] for start in range(0, len(tokens), size)]
-        return torch.cat(parts)
+        feeds = [Feed(seq, tokens[start : start + size], adapter=adapter) for start in range(0, len(tokens), size)]
+        return torch.cat([self.step(feed)[0] for feed in feeds])
 
 
 def unequal_rows(model: Decoder) -> list[str]:

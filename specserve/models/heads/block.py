@@ -16,6 +16,7 @@ from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import BlockSpec
 from specserve.models.layers import LayerStack
 from specserve.models.loader import AnyModel
+from specserve.models.product import RowSlots
 from specserve.models.reader import WeightReader
 from specserve.ops import Input, Ops
 from specserve.ops.capture import Captured
@@ -26,6 +27,7 @@ class BlockHead:
     `write`; a pass of `forward` is over the last token and masks behind it. `ids` are those that its logits are of,
     int64 [draft vocabulary], ascending; None: all of the target's."""
 
+    num_adapter_slots = 0  # it takes none
     features_width = 0
 
     def __init__(
@@ -71,11 +73,11 @@ class BlockHead:
 
     def _write(self, kv: list[Tensor], plan: Any, positions: Tensor, *hidden: Tensor) -> None:
         ops, eps = self.ops, self.spec.final_norm.eps
-        states = ops.linear(ops.joined_norms([(part, None) for part in hidden], eps), self._fc).float()
+        states = self._fc.linear(ops, ops.joined_norms([(part, None) for part in hidden], eps)).float()
         x = ops.joined_norms([(states, self._hidden_norm)], eps)
         each = zip(self._stack.layers, self._stack.rotations(positions), self._context_kv, kv, strict=True)
-        for layer, rotation, weight, layer_kv in each:
-            ops.rope_and_cache(ops.linear(x, weight), layer.attention.head_norms, rotation, layer_kv, plan)
+        for layer, rotation, product, layer_kv in each:
+            ops.rope_and_cache(product.linear(ops, x), layer.attention.head_norms, rotation, layer_kv, plan)
 
     def forward(
         self,
@@ -86,6 +88,7 @@ class BlockHead:
         plan: Any,
         taps: tuple[int, ...] = (),
         features: Tensor | None = None,
+        slots: RowSlots | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """As Decoder.forward."""
         ops = self.ops
@@ -104,7 +107,7 @@ class BlockHead:
         if self._bigram is None:
             return None
         ops, (table, out) = self.ops, self._bigram
-        return ops.linear(ops.quantize_activation(ops.embed(tokens, table, 1.0)), out).float()
+        return out.linear(ops, ops.quantize_activation(ops.embed(tokens, table, 1.0))).float()
 
     def draws(self, hashed: Tensor) -> HeadDraws:
         """What draws its drafts; `hashed` are its ids as noise.hash_tokens has them."""

@@ -12,6 +12,7 @@ from specserve.models.heads.draws import HeadDraws
 from specserve.models.heads.spec import EagleSpec
 from specserve.models.layers import LayerStack
 from specserve.models.loader import AnyModel
+from specserve.models.product import RowSlots
 from specserve.models.reader import WeightReader
 from specserve.ops import Input, Ops
 from specserve.ops.capture import Captured
@@ -21,6 +22,8 @@ class EagleHead:
     """A head for `target`, with the tensors of spec.shapes(). Row i of a pass reads token i + 1 and, as its features,
     the hidden state i, [spec.hidden_size]: what `states` makes of the target's, or what the pass before returned in its
     place. `ids` are those that its logits are of, int64 [draft vocabulary], ascending; None: all of the target's."""
+
+    num_adapter_slots = 0  # it takes none
 
     def __init__(
         self, head: EagleSpec, weights: Mapping[str, Tensor], d2t: Tensor | None, ops: Ops, target: AnyModel
@@ -55,7 +58,7 @@ class EagleHead:
     def _make_states(self, plan: None, *parts: Tensor) -> Tensor:
         norms = self._fc_norms if self._input_norm is None else [self._input_norm]
         x = self.ops.joined_norms(list(zip(parts, norms, strict=True)), self.spec.final_norm.eps)
-        return self.ops.linear(x, self._fc).float()
+        return self._fc.linear(self.ops, x).float()
 
     def draws(self, hashed: Tensor) -> HeadDraws:
         """What draws the first tokens of its drafts; `hashed` are its ids as noise.hash_tokens has them."""
@@ -70,6 +73,7 @@ class EagleHead:
         plan: Any,
         taps: tuple[int, ...] = (),
         features: Tensor | None = None,
+        slots: RowSlots | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """As Decoder.forward, over `features` float32 [rows, hidden], which are overwritten. In place of the hidden
         states behind the final norm it returns those that the next pass reads."""
@@ -95,7 +99,7 @@ class EagleHead:
         parts = [(embedded, self._embed_norm), (features, self._hidden_norm)]
         if self.head.fc_input_norms:
             parts.reverse()
-        joined = ops.linear(ops.joined_norms(parts, eps), self._fc).float()
+        joined = self._fc.linear(ops, ops.joined_norms(parts, eps)).float()
         residual = ops.tap(0, joined, None, None, eps)
         if first.norm is None:
             return residual, ops.quantize_activation(residual)

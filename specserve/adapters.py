@@ -1,0 +1,35 @@
+"""What is known of a LoRA adapter beside its numbers, which are models/lora.py's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that requests may name."""
+
+    name: str
+    path: str  # the folder that it was read from
+    rank: int  # its largest
+    base: str  # the model that it says it was made for; "" where it says none
+    num_bytes: int  # in memory
+    digest: str  # of what its numbers are, hex: adapters that are alike have the same, whatever their names
+    is_pinned: bool = False  # it always has a slot
+
+
+@dataclass(eq=False, slots=True)
+class LoadedAdapter:
+    """An adapter that is in memory; identity is equality. Sequences hold theirs until they end, so one that is replaced
+    or unloaded lives as long as they do."""
+
+    info: AdapterInfo
+    slot: int = -1  # that the rows of its sequences name; -1: it has none now
+    num_running: int = 0  # sequences
+    num_open: int = 0  # sequences that run or wait
+    is_listed: bool = True  # whether its name still leads to it
+
+    @property
+    def digest(self) -> bytes:
+        return bytes.fromhex(self.info.digest)
