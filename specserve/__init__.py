@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specserve.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from specserve.async_llm import AsyncLLM
     from specserve.client import AsyncClient, Client
     from specserve.config import EngineConfig
     from specserve.errors import (
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         ServerError,
         SpecserveError,
     )
-    from specserve.llm import LLM, AsyncLLM
+    from specserve.llm import LLM
     from specserve.structured.spec import Structured
     from specserve.types import SamplingParams
 
@@ -49,7 +50,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
-    "AsyncLLM": "llm",
+    "AsyncLLM": "async_llm",
     "Client": "client",
     "AsyncClient": "client",
     "SamplingParams": "types",

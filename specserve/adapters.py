@@ -6,6 +6,29 @@ from dataclasses import dataclass
 
 import msgspec
 
+from specserve.errors import ConfigError, shown
+
+_PINNED = ",pinned"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter to be loaded: under which name, from which folder, and whether it always has a slot."""
+
+    name: str
+    path: str
+    is_pinned: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> AdapterSource:
+        """From "name=path" or "name=path,pinned". Raises ConfigError."""
+        name, _, path = text.partition("=")
+        is_pinned = path.endswith(_PINNED)
+        path = path.removesuffix(_PINNED)
+        if not name.strip() or not path.strip():
+            raise ConfigError(f"--lora is {shown(text)}; it must be name=path, or name=path,pinned.")
+        return cls(name.strip(), path.strip(), is_pinned)
+
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter that requests may name."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from specserve.adapters import AdapterSource
 from specserve.errors import ConfigError, strict_fields, unknown
 from specserve.help import Help
 
@@ -113,7 +114,10 @@ class EngineConfig:
                 raise ConfigError(f"--draft-model is for --drafter {DRAFT_MODEL}, not for {self.drafter!r}.")
             object.__setattr__(self, "drafter", DRAFT_MODEL)
             object.__setattr__(self, "drafter_options", {**self.drafter_options, "model": self.draft_model})
-        object.__setattr__(self, "lora", tuple(self.lora))
+        object.__setattr__(self, "lora", (self.lora,) if isinstance(self.lora, str) else tuple(self.lora))
+        names = [AdapterSource.parse(each).name for each in self.lora]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"--lora: the names of adapters must differ; they are {', '.join(names)}.")
         if self.max_loras is None:
             object.__setattr__(self, "max_loras", DEFAULT_MAX_LORAS if self.lora else 0)
         _at_least("max_loras", self.max_loras, int(bool(self.lora)))

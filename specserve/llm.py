@@ -1,22 +1,21 @@
-"""The Python SDK: LLM for scripts, whose engine runs in the calling thread, and AsyncLLM for asyncio, whose engine has
-a thread of its own.
+"""The Python SDK: LLM for scripts, whose engine runs in the calling thread. For asyncio there is async_llm.py.
 
-    from specserve import LLM, SamplingParams
-    with LLM(drafter="ngram") as llm:
-        print(llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams(max_tokens=64))[0].outputs[0].text)
+from specserve import LLM, SamplingParams
+with LLM(drafter="ngram") as llm:
+    print(llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams(max_tokens=64))[0].outputs[0].text)
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence as Many
-from contextlib import aclosing, contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence as Many
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import Progress
 
+from specserve.adapters import AdapterInfo, AdapterSource
 from specserve.checkpoint.generation_config import AUTO, check_named, stated_by
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.engine.build import build
@@ -24,7 +23,7 @@ from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
-from specserve.engine.port import LocalPort, ThreadPort
+from specserve.engine.port import LocalPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, Interrupted, SpecserveError
 from specserve.machine.ownership import Ownership, interrupted_after
@@ -34,7 +33,7 @@ from specserve.speculation.lookup import makers
 from specserve.terminal import console
 from specserve.types import Event, SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "Chunk", "CompletionOutput", "RequestOutput"]
+__all__ = ["LLM", "Chunk", "CompletionOutput", "RequestOutput"]
 
 
 class LLM:
@@ -46,6 +45,7 @@ class LLM:
     Every call that generates takes, for all its prompts, `drafter`: a name to draft with instead of the engine's own
     drafter, "none" for plain decoding; and `prediction`: text or token ids that the answer will mostly be, which it
     drafts from unless a drafter is named. Neither changes an answer (with the default verification), only its time.
+    `adapter` is the name of a LoRA adapter, of the option `lora` or loaded since, that the answers come from.
 
     Several threads may call it: their requests run in the same steps, each thread waits for its own, and a step is
     taken by whoever's turn it is. For asyncio there is AsyncLLM.
@@ -76,6 +76,7 @@ class LLM:
         self.device, self.dtype, self.threads = built.device, built.dtype, built.threads
         self.quantization, self.summary = built.quantization, built.summary
         self._requests = Requests(self.tokenizer, stated_by(generation_config, built.folder))
+        self._loader = built.loader
         self._port: LocalPort | None = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers))
 
     @property
@@ -98,13 +99,14 @@ class LLM:
         *,
         drafter: str | None = None,
         prediction: Prediction | None = None,
+        adapter: str | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in order. A prompt is text or a list of token ids; `params` is one for all or
         one for each, None the model's. Raises InputError for the first bad one, before anything runs; on Ctrl-C
         Interrupted, a KeyboardInterrupt that has the outputs which had ended."""
         batch = as_prompts(prompts)
-        fields = self._requests.fields(drafter, prediction)
+        fields = self._requests.fields(drafter, prediction, adapter=adapter)
         each = zip(batch, one_each(params, len(batch)), strict=True)
         return self._run([self._requests.of_prompt(p, s, **fields) for p, s in each], progress)
 
@@ -115,13 +117,14 @@ class LLM:
         *,
         drafter: str | None = None,
         prediction: Prediction | None = None,
+        adapter: str | None = None,
         progress: bool = False,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of them, through the model's chat
         template; `template` goes to it. What a model that reasons thinks first is the outputs' `reasoning`."""
         batch = as_conversations(messages)
-        fields = self._requests.fields(drafter, prediction)
+        fields = self._requests.fields(drafter, prediction, adapter=adapter)
         each = zip(batch, one_each(params, len(batch)), strict=True)
         return self._run([self._requests.of_chat(m, s, template, **fields) for m, s in each], progress)
 
@@ -132,11 +135,12 @@ class LLM:
         *,
         drafter: str | None = None,
         prediction: Prediction | None = None,
+        adapter: str | None = None,
         explain: bool = False,
     ) -> Iterator[Chunk]:
         """Complete one prompt and yield its text as it comes. Leaving the loop early aborts the request. With `explain`
         each chunk has `explained`: who proposed what in its step, what was accepted, and what the step took."""
-        fields = self._requests.fields(drafter, prediction, explain=explain)
+        fields = self._requests.fields(drafter, prediction, adapter=adapter, explain=explain)
         return self._stream(self._requests.of_prompt(prompt, params, **fields))
 
     def stream_chat(
@@ -146,11 +150,12 @@ class LLM:
         *,
         drafter: str | None = None,
         prediction: Prediction | None = None,
+        adapter: str | None = None,
         explain: bool = False,
         **template: Any,
     ) -> Iterator[Chunk]:
         """Answer one conversation and yield the text as it comes."""
-        fields = self._requests.fields(drafter, prediction, explain=explain)
+        fields = self._requests.fields(drafter, prediction, adapter=adapter, explain=explain)
         return self._stream(self._requests.of_chat(messages, params, template, **fields))
 
     def sampling_params(self, *, chat: bool = True, **fields: Any) -> SamplingParams:
@@ -164,6 +169,29 @@ class LLM:
             host = DraftHost.of(name, makers(name, options), engine.policy.context.reopened(), vocab_size, timeout_s)
             k = engine.policy.num_tokens if num_speculative_tokens is None else num_speculative_tokens
             engine.use(host, k, self.config.adaptive)
+
+    def load_adapter(self, name: str, path: str | Path, *, pinned: bool = False) -> AdapterInfo:
+        """Load a LoRA adapter from a folder that PEFT saved, to be named by calls from now on; one of that name is
+        replaced, and calls that run end with the one they began with. One that is `pinned` always has a slot. Raises
+        ConfigError where the engine takes no adapters, ModelError for one that does not fit, and CapacityError."""
+        info = self._loader.load(AdapterSource(name, str(path), pinned))
+        try:
+            with self.exclusive() as engine:
+                engine.adapters.add(info)
+        except SpecserveError:
+            self._loader.drop(info)
+            raise
+        return info
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; calls that run end with it. Raises InputError for a name that there is not."""
+        with self.exclusive() as engine:
+            engine.adapters.remove(name)
+
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """Those that calls may name."""
+        with self.exclusive() as engine:
+            return dict(engine.adapters.listed)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
@@ -268,125 +296,6 @@ class _Answer(Collector):
                 super().push(event)
         except Exception as error:
             self.failure = error
-
-
-class AsyncLLM:
-    """An engine on a thread of its own, for asyncio. Cancelling a call or leaving a stream aborts its request. Calls of
-    a lower `priority` (-64 to 64) run first, and are preempted last when memory is short; a step lets a call pass 16
-    earlier ones, so each has its turn. All else as for LLM.
-
-    Any thread and event loop may call it. It belongs to the process that made it: after a fork calls in the child raise
-    EngineError. torch's number of threads is set for the whole process (1 where native kernels serve, else `threads`),
-    as the engine's steps run beside the caller's own code."""
-
-    def __init__(
-        self, model: str = DEFAULT_MODEL, *, generation_config: str = AUTO, progress: bool = False, **options: Any
-    ) -> None:
-        self.config = EngineConfig(model=model, **options)
-        check_named(generation_config)
-        built = build(self.config, progress=progress)
-        self.tokenizer, self.summary = built.tokenizer, built.summary
-        self.engine = built.engine  # its counters may be read; everything else belongs to the port's thread
-        self._requests = Requests(self.tokenizer, stated_by(generation_config, built.folder))
-        self._owner = Ownership()
-        self._port = ThreadPort(LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers)))
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        drafter: str | None = None,
-        prediction: Prediction | None = None,
-    ) -> RequestOutput:
-        """Complete one prompt; many calls at once are batched by the engine."""
-        fields = self._requests.fields(drafter, prediction, priority=priority)
-        return await self._whole(*self._requests.of_prompt(prompt, params, **fields))
-
-    async def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        drafter: str | None = None,
-        prediction: Prediction | None = None,
-        **template: Any,
-    ) -> RequestOutput:
-        """Answer one conversation."""
-        fields = self._requests.fields(drafter, prediction, priority=priority)
-        return await self._whole(*self._requests.of_chat(messages, params, template, **fields))
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        drafter: str | None = None,
-        prediction: Prediction | None = None,
-        explain: bool = False,
-    ) -> AsyncIterator[Chunk]:
-        """Complete one prompt and yield its text as it comes."""
-        fields = self._requests.fields(drafter, prediction, priority=priority, explain=explain)
-        return self._stream(*self._requests.of_prompt(prompt, params, **fields))
-
-    def stream_chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        drafter: str | None = None,
-        prediction: Prediction | None = None,
-        explain: bool = False,
-        **template: Any,
-    ) -> AsyncIterator[Chunk]:
-        """Answer one conversation and yield the text as it comes."""
-        fields = self._requests.fields(drafter, prediction, priority=priority, explain=explain)
-        return self._stream(*self._requests.of_chat(messages, params, template, **fields))
-
-    def sampling_params(self, *, chat: bool = True, **fields: Any) -> SamplingParams:
-        """As LLM.sampling_params."""
-        return self._requests.params(chat, fields)
-
-    async def close(self) -> None:
-        """Stop after the step that is running; requests that are still open get an EngineError."""
-        if self._owner.is_here:  # else the threads are the parent's
-            await asyncio.to_thread(self._port.close)
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
-
-    async def _whole(self, request: Request, output: RequestOutput) -> RequestOutput:
-        async with aclosing(self._stream(request, output)) as chunks:
-            async for _ in chunks:
-                pass
-        return output
-
-    async def _stream(self, request: Request, output: RequestOutput) -> AsyncGenerator[Chunk]:
-        self._owner.check()
-        collector = Collector(output, request.params, self.tokenizer, self._port.abort)
-        events: asyncio.Queue[Event | SpecserveError] = asyncio.Queue()
-        self._port.submit(request, partial(_hand_over, asyncio.get_running_loop(), events))
-        try:
-            while not collector.finished:
-                collector.push(await events.get())
-                while collector.chunks:
-                    yield collector.chunks.popleft()
-        finally:
-            if not collector.finished:
-                self._port.abort(request.id)
-
-
-def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Event | SpecserveError) -> None:
-    """From the engine's thread to the loop's. Nobody listens any more once the loop is closed."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(events.put_nowait, event)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ LAYERS = (
     ("cli",),
     ("client", "train"),
     ("server", "bench", "doctor"),
-    ("llm", "testing"),  # testing: the public doubles, made of models and contracts
+    ("llm", "async_llm", "testing"),  # testing: the public doubles, made of models and contracts
     ("prompts",),
     ("engine",),
     ("speculation", "structured"),
@@ -38,10 +38,10 @@ LAYERS = (
     ("cache", "ops"),
     ("structured.walk", "structured.constrain"),  # a draft along a grammar's state, for whoever fits one to the other
     ("types", "sse"),
-    ("explained", "adapters"),
+    ("explained",),
     ("structured.schema",),
     ("config", "structured.spec"),  # what a request asks for; the rest of structured/ enforces it
-    ("structured.library",),
+    ("structured.library", "adapters"),
     ("files", "histogram", "machine", "registry"),
     ("errors", "help", "terminal", "version"),
 )

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from specserve.llm import AsyncLLM
+from specserve.async_llm import AsyncLLM
 from specserve.types import SamplingParams
 
 

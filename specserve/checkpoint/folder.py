@@ -126,7 +126,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     index = _read_index(folder)
     tensors: dict[str, TensorInfo] = {}
     for path in _weight_files(folder, index):
-        for name, info in _read_header(path).items():
+        for name, info in read_header(path).items():
             if name in tensors:
                 raise ModelError(f"Tensor {name!r} is both in {tensors[name].file} and in {path}.")
             tensors[name] = info
@@ -191,7 +191,8 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def _read_header(path: Path) -> dict[str, TensorInfo]:
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor of one safetensors file. Raises ModelError as `read_headers` does."""
     try:
         with files.open_file(path) as stream:
             size = os.fstat(stream.fileno()).st_size

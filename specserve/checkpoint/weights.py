@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,12 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.infos)
+
+
+def open_file(path: Path) -> Callable[[str], torch.Tensor]:
+    """Reads tensors of one safetensors file by name. Raises ModelError for one that cannot be opened."""
+    read: Callable[[str], torch.Tensor] = _open(path).get_tensor
+    return read
 
 
 def _open(path: Path) -> Any:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
+from specserve.adapters import AdapterSource
 from specserve.cache.cache import KVCache
 from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, step_bytes
 from specserve.cache.storage import KVShape, KVStorage
 from specserve.checkpoint import catalog
 from specserve.config import EngineConfig
+from specserve.engine.adapter_loader import AdapterLoader
 from specserve.engine.adapters import Adapters
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
@@ -57,6 +59,7 @@ class Built:
     tokenizer: Tokenizer
     compiler: Compiler
     threads: int
+    loader: AdapterLoader
     summary: str = ""  # one line for people
 
     @property
@@ -95,8 +98,9 @@ def build(
     spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens
     num_adapters = _hold_adapters(model, config)
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
-    heads = HeadLoader(folder, model, ops)
-    context = TargetContext(model, tokenizer, heads, ops, config.verification, max_rows, max_logit_rows)
+    context = TargetContext(
+        model, tokenizer, HeadLoader(folder, model, ops), ops, config.verification, max_rows, max_logit_rows
+    )
     host = DraftHost.of(config.drafter, drafters, context, spec.vocab_size, config.drafter_timeout_s)
     _check_needs(config.drafter, host.needs, spec)
     taps, top_k = host.needs.hidden_layers, host.needs.top_k
@@ -113,9 +117,8 @@ def build(
     cache = KVCache(executor, config.prefix_caching)
     cache.reads_next = host.needs.reads_next
     max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
-    scheduler = Scheduler(
-        cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s, Adapters(executor, num_adapters)
-    )
+    adapters = Adapters(executor, num_adapters)
+    scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s, adapters)
     weighing = Weighing(scheduler.cost.decoding) if config.adaptive else None
     if weighing is not None:  # for drafters that requests name, too
         scheduler.cost.decoding.begin(step_seconds(executor, ROWS, _TIMING_S))
@@ -127,7 +130,7 @@ def build(
         lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
     )
     engine = Engine(executor, cache, scheduler, drafting, limits, counters)
-    built = Built(engine, folder, ops, tokenizer, compiler, threads)
+    built = Built(engine, folder, ops, tokenizer, compiler, threads, _load_adapters(engine, config, folder))
     weights = built.dtype if ops.quantization == "none" else ops.quantization
     weights += f" (checkpoint: {model.origin})" if model.origin else ""
     built.summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {sizing}{spec.note}"
@@ -143,6 +146,14 @@ def _hold_adapters(model: AnyModel, config: EngineConfig) -> int:
             raise ConfigError(f"--max-loras: {runs}, and adapters need a model that is native.")
         model.hold_adapters(num_slots, config.max_lora_rank)
     return num_slots
+
+
+def _load_adapters(engine: Engine, config: EngineConfig, folder: Path) -> AdapterLoader:
+    """Loads those that the configuration names; returns what loads others."""
+    loader = AdapterLoader(engine.executor, folder, engine.adapters.num_slots, config.max_lora_rank)
+    for source in map(AdapterSource.parse, config.lora):
+        engine.adapters.add(loader.load(source))
+    return loader
 
 
 def _check_needs(name: str, needs: Needs, spec: ModelSpec) -> None:

@@ -25,7 +25,7 @@ from specserve.files import reading
 from specserve.models import transformers as generic
 from specserve.models.config import Config
 from specserve.models.decoder import Decoder
-from specserve.models.fusing import QKV, rows_by_head
+from specserve.models.fusing import QKV, split_rows
 from specserve.models.generic.skeleton import causal_model_types
 from specserve.models.rounding import how_kept
 from specserve.models.spec import DecoderSpec, ExpertsMlp, shorten
@@ -187,13 +187,13 @@ class CheckedTensors(Mapping[str, Weight]):
         self._shapes = spec.shapes()
         self.quantized = weights
         self._folder = folder
+        self._rename, self._fused, self._by_head = rename, fused, by_head
         names = {rename(stored): stored for stored in weights if not _HARMLESS.fullmatch(stored)}
         self._stored = {name: stored for name, stored in names.items() if name is not None}
         self._rows: dict[str, slice | Tensor] = {}  # of what is stored with others
         self._experts: dict[str, int] = {}  # of what is stored with others' rows in one tensor, the number of its own
         self._whole: dict[str, tuple[int, ...]] = {}  # the shape of what is stored with others, by its stored name
-        self._split(fused)
-        self._split(dict.fromkeys(by_head, QKV), is_by_head=True)
+        self._split()
         self._split_experts()
         # Some tools store a tied head a second time.
         native = {"lm_head.weight": "model.embed_tokens.weight"} if spec.tied_embeddings else {}
@@ -203,18 +203,30 @@ class CheckedTensors(Mapping[str, Weight]):
         for name in self._shapes:
             self._check_tensor(name)
 
-    def _split(self, fused: Mapping[str, tuple[str, ...]], is_by_head: bool = False) -> None:
-        for whole, parts in fused.items():
-            for name in [name for name in self._stored if f".{whole}." in name]:
-                stored = self._stored.pop(name)
-                shape: tuple[int, ...] = (0,)
-                by_head = rows_by_head(self.spec, name) if is_by_head and isinstance(self.spec, DecoderSpec) else None
-                for i, part in enumerate(name.replace(whole, each) for each in parts):
-                    rows, *columns = self._shapes.get(part, (0,))  # 0: a tensor too many, which is refused by its name
-                    own = slice(shape[0], shape[0] + rows) if by_head is None else by_head[i]
-                    self._take_part(part, stored, own)
-                    shape = (shape[0] + rows, *columns)
-                self._whole[stored] = shape
+    def parts(self, stored: str) -> list[tuple[str, slice | Tensor]]:
+        """Under which names of spec.shapes() the rows of a stored tensor are, and which are whose. A tensor that the
+        model does not have keeps its name."""
+        name = self._rename(stored) or stored
+        spec = self.spec if isinstance(self.spec, DecoderSpec) else None
+        for whole, parts in self._fused.items():
+            if f".{whole}." in name:
+                return split_rows(name, whole, parts, self._shapes)
+        for whole in self._by_head:
+            if f".{whole}." in name:
+                return split_rows(name, whole, QKV, self._shapes, spec)
+        return [(name, slice(None))]
+
+    def _split(self) -> None:
+        for name, stored in [*self._stored.items()]:
+            if not any(f".{whole}." in name for whole in (*self._fused, *self._by_head)):
+                continue
+            del self._stored[name]
+            num_rows, columns = 0, list[int]()
+            for part, own in self.parts(stored):
+                rows, *columns = self._shapes.get(part, (0,))
+                self._take_part(part, stored, own)
+                num_rows += rows
+            self._whole[stored] = (num_rows, *columns)
 
     def _split_experts(self) -> None:
         for name in [name for name in self._stored if name.rpartition(".")[2] in _STACKED]:

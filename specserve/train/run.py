@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from specserve.async_llm import AsyncLLM
 from specserve.cache.sizing import GIB
 from specserve.checkpoint import catalog
 from specserve.errors import ConfigError, InputError, unknown
-from specserve.llm import AsyncLLM
 from specserve.machine.cores import default_threads
 from specserve.models.heads.formats import write_head
 from specserve.models.heads.speculators import Verifier

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from specserve.async_llm import AsyncLLM
 from specserve.errors import EngineError
-from specserve.llm import AsyncLLM
 from specserve.text.tokenizer import Tokenizer
 from specserve.train.prompts import Job, Jobs, Prompts
 from specserve.train.text import WrittenText

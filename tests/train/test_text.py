@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specserve.async_llm import AsyncLLM
 from specserve.errors import ConfigError, InputError
-from specserve.llm import AsyncLLM
 from specserve.train.batches import Answer, plan_batches
 from specserve.train.config import TrainingOptions
 from specserve.train.prompts import Jobs, Prompts, read_prompts

@@ -14,7 +14,8 @@ import jsonschema_rs
 import pytest
 from tokenizers import AddedToken, Tokenizer as Backend
 
-from specserve.llm import LLM, AsyncLLM, RequestOutput
+from specserve.async_llm import AsyncLLM
+from specserve.llm import LLM, RequestOutput
 from specserve.testing import tiny_tokenizer, write_tiny_model
 from specserve.text.chat import ChatTemplate
 from specserve.types import SamplingParams
