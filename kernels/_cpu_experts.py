@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import specserve.kernels._native as _native
+from specserve.kernels._cpu_adapters import NO_ADAPTERS
 from specserve.kernels._cpu_base import ACTIVATIONS, Activation, Base
 from specserve.kernels._cpu_cache import zeros
 from specserve.kernels._cpu_rows import TILE, alternating, at, pad, padded
@@ -78,7 +79,7 @@ class Experts(Base):
         scores = self._floats("scores", rows, router.outputs)
         read = _native.activation(FLOAT32, x.shape[1], x.data_ptr(), 0, 0)
         with self._program(rows, x, router, scores) as program:
-            program.linear(router.native, read, 0, scores.data_ptr())
+            program.linear(router.native, read, 0, scores.data_ptr(), NO_ADAPTERS.native)
         return scores[:, : router.outputs]
 
     def routed(self, chosen: Tensor, weights: Tensor) -> _Routing:
@@ -93,7 +94,7 @@ class Experts(Base):
         share = self._buffer("share", rows, 1, torch.float32) if has_share else None
         read = _native.activation(FLOAT32, x.shape[1], x.data_ptr(), 0, 0)
         with self._program(rows, x, router) as program:
-            program.linear(router.native, read, 0, scores.data_ptr())
+            program.linear(router.native, read, 0, scores.data_ptr(), NO_ADAPTERS.native)
             program.route(
                 scores.data_ptr(), num_experts, has_share, per_token, is_normalized,
                 chosen.data_ptr(), weights.data_ptr(), 0 if share is None else share.data_ptr(),

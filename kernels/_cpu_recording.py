@@ -21,6 +21,7 @@ class Recording:
         self.program = _native.Program(team, instruction_set)
         self.buffers: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         self.used: list[object] = []  # what else the program points into
+        self.has_adapters: dict[int, Tensor] = {}  # by the address of rows' slots: whether a row has any, int64 [1]
 
     def note(self, rows: int, gathered: int, uses: tuple[object, ...], has_plan: bool) -> _native.Program:
         """Where an op goes that points into `uses`."""

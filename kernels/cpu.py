@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
-from specserve.errors import ConfigError
+from specserve.kernels._cpu_adapters import Adapters
 from specserve.kernels._cpu_base import ACTIVATIONS, Activation, instruction_sets
 from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
 from specserve.kernels._cpu_experts import Experts
@@ -46,7 +45,7 @@ _BANDWIDTH_BYTES, _BANDWIDTH_PASSES = 2**28, 7  # no cache holds so much
 _MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than reading their context
 
 
-class Kernels(Experts):
+class Kernels(Adapters, Experts):
     """The op contract on a CPU. `dtype` is that of the embeddings, and of weights and KV cache that have no other."""
 
     row_multiple = 1
@@ -129,9 +128,6 @@ class Kernels(Experts):
         shape = tuple(table.shape)
         return cached("table", shape, self.dtype, lambda: _filled(shape, self.dtype, table[:]))
 
-    def adapter_bank(self, num_slots: int, inputs: int, max_rank: int) -> Any:
-        raise ConfigError("--lora: the cpu kernels have no adapters yet.")
-
     # Ops
 
     def embed(
@@ -209,24 +205,31 @@ class Kernels(Experts):
 
     def linear(self, x: Activation, weight: PackedWeight, adapters: RowAdapters | None = None) -> Tensor:
         out = self._floats("linear", x.rows, weight.outputs)
-        with self._program(x.rows, x, weight) as program:
-            program.linear(weight.native, x.native, at(weight.bias), out.data_ptr())
+        with self._program(x.rows, x, weight, adapters) as program:
+            own = self._shrunk(program, x, adapters)
+            program.linear(weight.native, x.native, at(weight.bias), out.data_ptr(), own.native)
         return out[:, : weight.outputs]
 
     def gated(
         self, x: Activation, weight: PackedWeight, activation: str, adapters: RowAdapters | None = None
     ) -> Activation:
         out = self._activation("gated", x.rows, weight.outputs, self._kind)
-        with self._program(x.rows, x, weight) as program:
-            program.gated(weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], True, out.native)
+        with self._program(x.rows, x, weight, adapters) as program:
+            own = self._shrunk(program, x, adapters)
+            program.gated(
+                weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], True, out.native, own.native
+            )
         return out
 
     def activated(
         self, x: Activation, weight: PackedWeight, activation: str, adapters: RowAdapters | None = None
     ) -> Activation:
         out = self._activation("activated", x.rows, weight.outputs, self._kind)
-        with self._program(x.rows, x, weight) as program:
-            program.gated(weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], False, out.native)
+        with self._program(x.rows, x, weight, adapters) as program:
+            own = self._shrunk(program, x, adapters)
+            program.gated(
+                weight.native, x.native, at(weight.bias), ACTIVATIONS[activation], False, out.native, own.native
+            )
         return out
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:

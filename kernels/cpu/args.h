@@ -53,11 +53,54 @@ struct Ahead {
   const Stretch *next, *last;  // what follows
 };
 
+// One low-rank change of a weight, b a: `a` is packed as weights are, or of a table [vocab, rank]. Of `b` a tile of outputs
+// has the ranks that it reads, [count, kTile] numbers each.
+struct AdapterTile {
+  int64_t first, count, start;  // ranks, and where its numbers begin
+};
+struct Adapter {
+  int64_t rank;  // padded; 0: there is none
+  const uint8_t* a;
+  const AdapterTile* tiles;
+  const uint8_t* b;
+};
+
+// The adapters that rows of an op have. A recording reads the bank anew in each run.
+struct Adapters {
+  const Adapter* bank;  // of each slot; null: the op takes none
+  const int64_t* slots;  // [rows]; negative: none
+  float* shrunk;        // [rows, stride] a x of rows that have one
+  int stride;
+  bool is_bfloat16;  // how b is stored, and a of a table: else float32
+
+  const Adapter* of_row(int64_t row) const {
+    const Adapter* found = slots[row] < 0 ? nullptr : bank + slots[row];
+    return found && found->rank ? found : nullptr;
+  }
+};
+
 struct LinearArgs {
   Weight weight;
   Activation x;
   const float* bias;  // [outputs], padded, or null
   float* out;         // [rows, outputs]
+  Adapters adapters = {};  // whose a x are computed
+};
+
+// Computes a x of rows that have an adapter.
+struct ShrinkArgs {
+  Format format;  // of a
+  Activation x;
+  Adapters adapters;
+};
+
+// residual [rows, width] += scale * b a[ids].
+struct EmbedAdaptersArgs {
+  const int64_t* ids;
+  float* residual;
+  int width;
+  float scale;
+  Adapters adapters;
 };
 
 // How the cache holds keys and values; see context.h. Groups need a multiple of kSlotGroup slots and head_dim % kTile == 0.
@@ -77,6 +120,7 @@ struct GatedArgs {
   Nonlinear activation;
   bool is_gated;
   Activation out;
+  Adapters adapters = {};
 };
 
 // Of rows: x / rms(x) * weight, or (x - mean(x)) / deviation(x) * weight + bias.
@@ -317,6 +361,9 @@ struct Kernels {
   const char* name;
   void (*linear)(const LinearArgs&, int rows, int begin, int end, Ahead&);
   void (*gated)(const GatedArgs&, int rows, int begin, int end, Ahead&);
+  // Of `rows` rows: item i is tile i / rows of a, and row i % rows.
+  void (*shrink)(const ShrinkArgs&, int rows, int begin, int end);
+  void (*embed_adapters)(const EmbedAdaptersArgs&, int begin, int end);
   void (*embed)(const EmbedArgs&, int begin, int end);
   void (*fused_add_norm)(const FusedAddNormArgs&, int begin, int end, float* scratch);
   void (*joined_norms)(const JoinedNormsArgs&, int begin, int end, float* scratch);

@@ -6,6 +6,7 @@
 // are whole vectors.
 #include SPECSERVE_SIMD
 // after the vectors it computes with
+#include "adapters.h"
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
@@ -20,7 +21,7 @@
 
 namespace specserve::SPECSERVE_ISA {
 
-extern const Kernels kKernels = {SPECSERVE_NAME(SPECSERVE_ISA), linear, gated, embed, fused_add_norm, joined_norms, norm_projections, gather_rows,
+extern const Kernels kKernels = {SPECSERVE_NAME(SPECSERVE_ISA), linear, gated, shrink, embed_adapters, embed, fused_add_norm, joined_norms, norm_projections, gather_rows,
                                  rope_and_cache, attention, attention_segment, merge_segments, quantize_activation, softcap, sample,
                                  probabilities, total, reject, sample_from, score, argmax, top_k, draw, route,
                                  combine};

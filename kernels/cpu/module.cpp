@@ -67,6 +67,10 @@ Activation activation(int kind, int width, Address data, Address scales, Address
   return {Kind(kind), int(padded(width)), at<void>(data), at<float>(scales), at<int32_t>(sums)};
 }
 
+Adapters adapters(Address bank, Address slots, Address shrunk, int stride, bool is_bfloat16) {
+  return {at<Adapter>(bank), at<int64_t>(slots), at<float>(shrunk), stride, is_bfloat16};
+}
+
 // Threads may still read a plan that Python has let go of.
 struct SharedPlan {
   std::shared_ptr<const Plan> plan;
@@ -121,10 +125,23 @@ void bind_program(nb::module_& m) {
              p.tap({at<int64_t>(rows), at<float>(residual), at<float>(delta), at<float>(post), eps, hidden,
                     int(padded(hidden)), at<float>(out)});
            })
-      .def("linear", [](Program& p, const Weight& w, const Activation& x, Address bias,
-                        Address out) { p.linear({w, x, at<float>(bias), at<float>(out)}); })
-      .def("gated", [](Program& p, const Weight& w, const Activation& x, Address bias, int activation, bool is_gated,
-                       const Activation& out) { p.gated({w, x, at<float>(bias), Nonlinear(activation), is_gated, out}); })
+      .def("linear", [](Program& p, const Weight& w, const Activation& x, Address bias, Address out,
+                        const Adapters& adapters) { p.linear({w, x, at<float>(bias), at<float>(out), adapters}); })
+      .def("gated",
+           [](Program& p, const Weight& w, const Activation& x, Address bias, int activation, bool is_gated,
+              const Activation& out, const Adapters& adapters) {
+             p.gated({w, x, at<float>(bias), Nonlinear(activation), is_gated, out, adapters});
+           })
+      .def("find_adapters",
+           [](Program& p, Address slots, Address any) { p.find_adapters(at<int64_t>(slots), at<int64_t>(any)); })
+      .def("shrink",
+           [](Program& p, int format, const Activation& x, const Adapters& adapters, Address any) {
+             p.shrink({Format(format), x, adapters}, at<int64_t>(any));
+           })
+      .def("embed_adapters",
+           [](Program& p, Address ids, Address residual, int hidden, float scale, const Adapters& adapters, Address any) {
+             p.embed_adapters({at<int64_t>(ids), at<float>(residual), int(padded(hidden)), scale, adapters}, at<int64_t>(any));
+           })
       .def("rope_and_cache",
            [](Program& p, Address qkv, int heads, int kv_heads, int head_dim, Address q_norm, Address k_norm, float eps,
               Address positions, Address cos, Address sin, Address q, int number, bool in_groups, Address keys, Address values) {
@@ -218,6 +235,8 @@ NB_MODULE(_native, m) {
   });
   m.def("weight", &weight);
   m.def("activation", &activation);
+  nb::class_<Adapters>(m, "Adapters").def(nb::init<>());
+  m.def("adapters", &adapters);
   nb::class_<PrefetchChoice>(m, "PrefetchChoice")
       .def(nb::init<>())
       .def("next", &PrefetchChoice::next)

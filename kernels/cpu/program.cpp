@@ -133,6 +133,31 @@ void Program::gated(const GatedArgs& args) {
       {rows_, run, args.weight.outputs / kTile / tiles, args.weight.data, tiles * args.weight.tile_bytes});
 }
 
+void Program::find_adapters(const int64_t* slots, int64_t* any) {
+  const auto run = [slots, any, count = rows_](const Rows& rows, int, int, void*, Ahead&) {
+    *any = std::any_of(slots, slots + count.in(rows), [](int64_t slot) { return slot >= 0; });
+  };
+  Op op{rows_, run};
+  op.is_joint = true;
+  add("find_adapters", std::move(op));
+}
+
+void Program::shrink(const ShrinkArgs& args, const int64_t* any) {
+  RowCount count = rows_;
+  count.unless_zero = any;
+  const auto run = [this, args, count](const Rows& rows, int begin, int end, void*, Ahead&) {
+    kernels_.shrink(args, count.in(rows), begin, end);
+  };
+  add("shrink", {count, run, args.adapters.stride / kTile});
+}
+
+void Program::embed_adapters(const EmbedAdaptersArgs& args, const int64_t* any) {
+  RowCount count = rows_;
+  count.unless_zero = any;
+  const auto run = [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.embed_adapters(args, begin, end); };
+  add("embed_adapters", {count, run});
+}
+
 void Program::rope_and_cache(const RopeAndCacheArgs& args) {
   const int heads = args.heads + 2 * args.kv_heads;
   const auto run = [this, args](const Rows& rows, int begin, int end, void* scratch, Ahead&) {
@@ -212,6 +237,7 @@ void Program::rows_from(const int64_t* count) {
 }
 
 int Program::RowCount::in(const Rows& rows) const {
+  if (unless_zero && !*unless_zero) return 0;
   switch (of) {
     case Of::kStep: return rows.step;
     case Of::kGathered: return rows.gathered;

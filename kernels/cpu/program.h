@@ -103,6 +103,9 @@ class Program {
   void norm_projections(const NormProjectionsArgs& args);
   void linear(const LinearArgs& args);
   void gated(const GatedArgs& args);
+  void find_adapters(const int64_t* slots, int64_t* any);  // whether any row has a slot
+  void shrink(const ShrinkArgs& args, const int64_t* any);  // these two do nothing where none has
+  void embed_adapters(const EmbedAdaptersArgs& args, const int64_t* any);
   void rope_and_cache(const RopeAndCacheArgs& args);
   void attention(const AttentionArgs& args);
   void quantize_activation(const QuantizeActivationArgs& args);
@@ -138,6 +141,7 @@ class Program {
   struct RowCount {
     enum class Of { kStep, kGathered, kAttentionPieces, kPointer } of = Of::kStep;
     const int64_t* pointer = nullptr;
+    const int64_t* unless_zero = nullptr;  // else on none
     int in(const Rows& rows) const;
   };
   struct Op {

@@ -65,7 +65,7 @@ inline Bytes high_nibbles(Bytes a) { return _mm512_and_si512(_mm512_srli_epi16(a
 // kLanes times four weights of a byte, prepared once for all rows.
 using Int8Weights = Bytes;
 inline Int8Weights int8_weights(const void* p) { return load_bytes(p); }
-// What gives dot4 a group of activations of R rows: linear.h's Quantized itself, or what is made of it first.
+// What gives dot4 a group of activations of R rows: linear_tiles.h's Quantized itself, or what is made of it first.
 template <int R, class Rows>
 using Int8Inputs = Rows;
 // Each lane: sum += its four weights as they are stored, offset by 128, times its four activations.

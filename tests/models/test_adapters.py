@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ModelError
+from specserve.kernels.cpu import Kernels as Native
 from specserve.kernels.reference import Kernels as Reference
 from specserve.models.decoder import Decoder
 from specserve.models.loader import check_tensors
@@ -21,8 +23,8 @@ NO_ADAPTERS = ("norm", "experts.", ".gate.weight", "shared_expert_gate", "embed_
 SLOTS = 4
 
 
-def ops() -> Ops:
-    return Reference(torch.device("cpu"), torch.float32)
+def ops(name: str) -> Ops:
+    return Reference(torch.device("cpu"), torch.float32) if name == "reference" else Native(torch.float32, "none", 2)
 
 
 def adapted_names(decoder: Decoder) -> list[str]:
@@ -59,15 +61,16 @@ def merged(weights: dict[str, Tensor], adapter: dict[str, LowRank]) -> dict[str,
 Adapted = tuple[Decoder, dict[str, Tensor]]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=itertools.product(FAMILIES, ("reference", "cpu")), ids="-".join)
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """A decoder with slots, and its weights with a head of its own."""
-    folder: Path = write_tiny_model(tmp_path_factory.mktemp(request.param), request.param, tie_word_embeddings=False)
+    family, kernels = request.param
+    folder: Path = write_tiny_model(tmp_path_factory.mktemp(family), family, tie_word_embeddings=False)
     tensors = check_tensors(folder)
     weights = {name: torch.as_tensor(tensors[name][:]) for name in tensors}
-    decoder = Decoder(tensors.spec, weights, ops())  # type: ignore[arg-type]
+    decoder = Decoder(tensors.spec, weights, ops(kernels))  # type: ignore[arg-type]
     decoder.hold_adapters(SLOTS, 8)
     return decoder, weights
 
@@ -80,9 +83,9 @@ def test_rows_are_those_of_merged_weights(model: Adapted) -> None:
     for slot, rank in enumerate((1, 8, 3)):
         adapter = random_adapter(decoder, rank, seed=slot)
         decoder.place_adapter(slot, decoder.pack_adapter(adapter))
-        alone = PagedDecoder(Decoder(decoder.spec, merged(weights, adapter), ops()), 1, 64)
+        alone = PagedDecoder(Decoder(decoder.spec, merged(weights, adapter), decoder.ops), 1, 64)
         wanted.append(alone.chunks(0, prompt, 40))
-    wanted.append(PagedDecoder(Decoder(decoder.spec, weights, ops()), 1, 64).chunks(0, prompt, 40))
+    wanted.append(PagedDecoder(Decoder(decoder.spec, weights, decoder.ops), 1, 64).chunks(0, prompt, 40))
     slots = (0, 1, 2, -1)
     found = paged.step(*(Feed(seq, prompt, adapter=slot) for seq, slot in enumerate(slots)))
     for own, right in zip(found, wanted, strict=True):
