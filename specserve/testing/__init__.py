@@ -1,7 +1,8 @@
 """Public test doubles: tiny random models in real model folders, a decoder driven by hand over paged KV, a drafter
-whose luck is scripted, a grammar that is a list of sentences, and a CUDA device that is not there; and a check of all
-invariants of the KV cache."""
+whose luck is scripted, a grammar that is a list of sentences, random LoRA adapters, and a CUDA device that is not
+there; and a check of all invariants of the KV cache."""
 
+from specserve.testing.adapters import write_adapter as write_adapter
 from specserve.testing.cuda import fake_cuda as fake_cuda
 from specserve.testing.drafters import (
     ScriptedDrafter as ScriptedDrafter,
