@@ -24,7 +24,7 @@ _LOOK_S = 0.25  # between two looks at whether the engine moves
 _LATE_S = 1.0  # a look that comes so much later says that this process did not run
 _FIRST_PAUSE_S = 0.1  # before a restart; twice as long after each start that failed
 _LONGEST_PAUSE_S = 30.0
-_END_S = 5.0  # an engine that was asked to end is killed after so long
+_END_S, _HURRIED_END_S = 5.0, 1.0  # an engine that was asked to end is killed after so long
 
 
 class State(Enum):
@@ -95,13 +95,14 @@ class Supervisor:
         assert self.ready is not None, "an end before the first start has a cause"
         return self.ready
 
-    async def close(self) -> None:
-        """End the engine after the step it is in, and everything else with it."""
+    async def close(self, hurried: bool = False) -> None:
+        """End the engine after the step it is in, and everything else with it; `hurried`, a step that takes long is cut
+        off, too."""
         self.state = State.STOPPED
         self._keeper.cancel()
         with suppress(asyncio.CancelledError):
             await self._keeper
-        await self._end()
+        await self._end(_HURRIED_END_S if hurried else _END_S)
         self._spawner.close()
         if not self.finished.done():
             self.finished.set_result(None)
@@ -212,12 +213,12 @@ class Supervisor:
         self.finished.set_exception(error)
         self._first.set()
 
-    async def _end(self) -> None:
+    async def _end(self, within_s: float = _END_S) -> None:
         if self._client is not None and self._process is not None and self._process.poll() is None:
             self._client.stop()
-            timeouts = _END_S if self._client.ready.done() else 0  # one that loads does not listen yet
+            timeout = within_s if self._client.ready.done() else 0  # one that loads does not listen yet
             try:
-                await asyncio.to_thread(self._process.wait, timeouts)
+                await asyncio.to_thread(self._process.wait, timeout)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 await asyncio.to_thread(self._process.wait)

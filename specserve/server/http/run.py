@@ -125,7 +125,7 @@ class _Life:
         finally:
             for task in (reporter, *preparing):
                 task.cancel()
-            await self._supervisor.close()
+            await self._supervisor.close(hurried=self._asked_again.is_set())
             await self._listener.close()
             self._service.close()
         error = self._supervisor.finished.exception()
@@ -168,8 +168,10 @@ class _Life:
         admission = self._context.admission
         admission.draining = True
         _log.info("Draining %d requests; a second signal ends them at once.", admission.num_requests)
-        deadline = time.monotonic() + self._options.drain_timeout_s
+        limit_s = self._options.drain_timeout_s
+        deadline = time.monotonic() + limit_s
         while admission.num_requests and time.monotonic() < deadline and not self._asked_again.is_set():
             await asyncio.sleep(_LOOK_S)
         if admission.num_requests:
-            _log.warning("%d requests did not end in time and are told so.", admission.num_requests)
+            cause = "a second signal" if self._asked_again.is_set() else f"--drain-timeout-s {limit_s:g} is over"
+            _log.warning("%d requests are cut off and told so: %s.", admission.num_requests, cause)

@@ -627,16 +627,8 @@ def doomed(padded: Path, serving_process: Any, tmp_path_factory: pytest.TempPath
             ready.release()
 
     threads = [threading.Thread(target=run, args=(name,)) for name in names]
-    # An engine that does not end when it is asked to is killed sooner than others, so that nobody waits 5 s for that.
-    (folders["twice"] / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'serve' in sys.orig_argv:\n"
-        "    from specserve.server.engine import supervisor\n"
-        "    supervisor._END_S = 1.5\n"
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
-        patch.setenv("PYTHONPATH", f"{folders['twice']}:{os.environ.get('PYTHONPATH', '')}")
         for thread in threads:
             thread.start()
         for _ in names:

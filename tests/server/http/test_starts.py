@@ -4,7 +4,9 @@ options that cannot be. Each is a process, as the command line starts it."""
 from __future__ import annotations
 
 import http.client
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +19,7 @@ from typing import Any
 
 import pytest
 
-OPTIONS = ["--port=0", "--threads=1", "--max-num-seqs=2", "--kv-cache-gib=0.01", "--max-model-len=128"]
+OPTIONS = ["--port=0", "--threads=1", "--max-num-seqs=2", "--kv-cache-gib=0.01", "--max-model-len=2048"]
 
 
 @contextmanager
@@ -49,6 +51,13 @@ def children(process: subprocess.Popen[str]) -> list[str]:
         return []
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text("utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 @pytest.mark.parametrize(("moment", "expected"), [("importing", 130), ("loading", 0), ("ready", 0)])
 def test_ctrl_c_ends_a_server_and_nothing_is_said(moment: str, expected: int, tiny: Path, tmp_path: Path) -> None:
     """Whatever the server does when it comes: all of the terminal's processes get it, and none has a traceback. Once it
@@ -63,6 +72,41 @@ def test_ctrl_c_ends_a_server_and_nothing_is_said(moment: str, expected: int, ti
     assert status == expected, text
     assert "Traceback" not in text and "KeyboardInterrupt" not in text
     assert [line for line in text.splitlines() if " ERROR " in line] == []
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_ctrl_c_twice_cuts_off_what_runs(is_stuck: bool, tiny: Path, tmp_path: Path) -> None:
+    """At once, though draining may take 1000 s and even where the engine does not react; a third one changes nothing.
+    The log says what was cut off, and so does the answer to its client; no process is left."""
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as stream,
+        running(command(tiny, "--drain-timeout-s=1000"), stdout=stream, stderr=stream) as process,
+    ):
+        until(lambda: "Ready on" in log.read_text("utf-8"), process)
+        (port,) = set(re.findall(r"on http://127\.0\.0\.1:(\d+)", log.read_text("utf-8")))
+        below = [int(pid) for pid in children(process)]
+        (engine,) = [pid for pid in below if "server.engine.process" in Path(f"/proc/{pid}/cmdline").read_text("utf-8")]
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+        body = {"prompt": "x", "max_tokens": 2000, "n": 2, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        os.kill(engine, signal.SIGSTOP)  # so that it does not end before
+        os.killpg(process.pid, signal.SIGINT)
+        until(lambda: "Draining 1 requests" in log.read_text("utf-8"), process)
+        if not is_stuck:
+            os.kill(engine, signal.SIGCONT)
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)
+        status = process.wait(60)
+        assert b"The server is ending" in response.read()
+        connection.close()
+    text = log.read_text("utf-8")
+    assert status == 130, text
+    assert "1 requests are cut off and told so: a second signal." in text
+    assert "Traceback" not in text and "KeyboardInterrupt" not in text
+    assert all(has_ended(pid) for pid in below)
 
 
 @pytest.mark.parametrize(
