@@ -17,6 +17,14 @@ from specserve.files import read_text
 _MOST_BYTES = 2**20
 
 
+def _option(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+# Options of engines here; a server is told the model, too.
+_LOCAL = {_option(entry.name) for entry in fields(EngineConfig) if entry.name != "model"} | {"--generation-config"}
+
+
 @dataclass(frozen=True)
 class TomlFile:
     """A cyclopts config provider: top-level keys are engine options for every command that has them, a table is the
@@ -45,5 +53,13 @@ class TomlFile:
         return values
 
 
-def _option(key: str) -> str:
-    return "--" + key.replace("_", "-")
+def only_stated_with_url(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """A cyclopts config provider after all others: for a conversation with a server, options of an engine come from the
+    command line alone, where chat says that they do not hold. Those of the environment and of a file are for engines
+    here."""
+    url = arguments.get("--url", None)
+    if commands != ("chat",) or url is None or not url.tokens:
+        return
+    for argument in arguments:
+        if _LOCAL.intersection(argument.names):
+            argument.tokens = [token for token in argument.tokens if token.source == "cli"]

@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env
 
 from specserve.cli.arguments import current
-from specserve.cli.config import TomlFile
+from specserve.cli.config import TomlFile, only_stated_with_url
 from specserve.cli.failures import FAILED, INTERRUPTED, describe, status_of
 from specserve.cli.help_layout import HelpFormatter
 from specserve.errors import SpecserveError
@@ -140,5 +140,5 @@ def _sources(config: Path | None) -> tuple[Callable[..., None], ...]:
     """Where options come from besides flags, strongest first."""
     environment = Env(PREFIX, command=False, show=False)
     if config is None and not Path(CONFIG_FILE).is_file():
-        return (environment,)
-    return (environment, TomlFile(config or Path(CONFIG_FILE), tuple(COMMANDS)))
+        return (environment, only_stated_with_url)
+    return (environment, TomlFile(config or Path(CONFIG_FILE), tuple(COMMANDS)), only_stated_with_url)

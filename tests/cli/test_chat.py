@@ -382,8 +382,6 @@ def test_a_conversation_with_a_model_here(folders: tuple[str, str], terminal: Ca
 def test_a_pipe_is_one_message(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("SPECSERVE_THREADS", raising=False)
-
     def call(text: str, *more: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         status = run(("chat", "--url", server.address, *more))
@@ -399,6 +397,32 @@ def test_a_pipe_is_one_message(
     assert "not these: threads" in call("x", "--threads", "1")[2]
     server.models = []
     assert "Name one with --model" in call("x")[2]
+
+
+def test_only_engine_options_of_the_command_line_are_said_not_to_hold(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of the environment and of a file are for engines here. What a server is told comes from everywhere."""
+    monkeypatch.chdir(tmp_path)
+    Path("specserve.toml").write_text(
+        'max-num-seqs = 2\nmodel = "small"\n[drafter_options]\nn = 4\n'
+        '[chat]\nmax-tokens = 9\ngeneration-config = "none"\n'
+    )
+    monkeypatch.setenv("SPECSERVE_THREADS", "1")
+    monkeypatch.setenv("SPECSERVE_TEMPERATURE", "0.5")
+
+    def complaint(*more: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
+        assert run(("chat", "--url", server.address, *more)) == 0
+        return capsys.readouterr().err
+
+    assert complaint() == ""
+    body = server.requests[-1]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("small", 0.5, 9)
+    assert complaint("--threads", "3") == "With --url the server's own options hold, not these: threads.\n"
+    monkeypatch.setenv("SPECSERVE_URL", server.address)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
+    assert run(("chat",)) == 0 and capsys.readouterr().err == ""
 
 
 def test_a_pipe_to_a_model_here(
