@@ -3,13 +3,12 @@ width with the threads of one and several cores. All others are refused by their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from specserve.models.generic.foreign import ForeignCalls
 from specserve.models.generic.modules import VECTOR
 
 _MOVES = """view _unsafe_view reshape t transpose permute expand slice select squeeze unsqueeze split split_with_sizes
@@ -37,30 +36,20 @@ _BY_ROWS = frozenset(_REDUCTIONS.split())
 _VECTORS = frozenset(_WIDE.split())
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(ForeignCalls):  # type: ignore[no-untyped-call]
     """Collects why functions that run within it are none for us. `where` says which module runs. Work of our own is
     not looked at: it runs in `ours`."""
 
     def __init__(self, where: Callable[[], str], is_one_thread: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.reasons: dict[str, None] = {}  # in order, each once
         self._where, self._is_one_thread = where, is_one_thread
-        self._is_ours = False
 
-    @contextmanager
-    def ours(self) -> Iterator[None]:
-        before, self._is_ours = self._is_ours, True
-        try:
-            yield
-        finally:
-            self._is_ours = before
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if not self._is_ours:
-            name = func.overloadpacket.__name__
-            if (reason := _reason(name, args, kwargs or {}, self._is_one_thread)) is not None:
-                self.reasons[f"{reason} in {self._where()}"] = None
-        return func(*args, **kwargs or {})
+    def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
+        if (reason := _reason(name, args, kwargs, self._is_one_thread)) is not None:
+            self.reasons[f"{reason} in {self._where()}"] = None
+        return func(*args, **kwargs)
 
 
 def _reason(name: str, args: Sequence[Any], kwargs: dict[str, Any], is_one_thread: bool) -> str | None:

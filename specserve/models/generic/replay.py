@@ -4,17 +4,16 @@ between them, all into memory that stays where it is. Each function computes as 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from specserve.models.generic.foreign import ForeignCalls
 from specserve.models.generic.modules import LastInput
 from specserve.ops import Ops
 from specserve.ops.pieces import Memory, Piece, Pieces
@@ -84,23 +83,13 @@ def _tensor_at(value: Any) -> Any:
     return value.tensor() if isinstance(value, _Place) else value
 
 
-class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Notes(ForeignCalls):  # type: ignore[no-untyped-call]
     """Within it all that a model computes is noted, torch's functions as they run. Raises CannotNoteError."""
 
     def __init__(self, ops: Ops, pieces: Pieces, memory: Memory) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.steps: list[Piece | _Call] = []
         self._ops, self._pieces, self._memory = ops, pieces, memory
-        self._is_ours = False
-
-    @contextmanager
-    def ours(self) -> Iterator[None]:
-        """What runs in it is not noted."""
-        before, self._is_ours = self._is_ours, True
-        try:
-            yield
-        finally:
-            self._is_ours = before
 
     def place(self, value: Any) -> Any:
         """Of a tensor in memory; anything else as it is."""
@@ -112,14 +101,7 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """No more is to come."""
         self.steps += self._pieces.take()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._is_ours:
-            return func(*args, **kwargs)
-        with self.ours():
-            return self._noted(func, args, kwargs)
-
-    def _noted(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name in _LOOKS and any(self._memory.base(each) is not None for each in given):
