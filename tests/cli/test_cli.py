@@ -20,6 +20,7 @@ from cyclopts import App, Parameter
 from specserve import llm
 from specserve.bench import compare, replay
 from specserve.cli import generate as cli_generate, run as cli_run
+from specserve.cli.arguments import RENAMED
 from specserve.cli.main import COMMANDS, build_app, run
 from specserve.cli.options import (
     ENGINE_HELP,
@@ -213,6 +214,7 @@ def test_stop_and_switches(specserve: Run, parsed: list[tuple[EngineConfig, Samp
         ("max_num_seqs = ", "Cannot read the configuration file"),
         ("max_num_seqs = 'many'", "max_num_seqs"),
         ("block_size = 0", "block_size is 0"),
+        ("temperature = 1.0", "'temperature' is an option of generate. Write it below [generate]."),
     ],
 )
 def test_wrong_files(specserve: Run, text: str, complaint: str) -> None:
@@ -221,6 +223,23 @@ def test_wrong_files(specserve: Run, text: str, complaint: str) -> None:
     assert status == 2
     assert complaint in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "now"),
+    [
+        (command, name.removeprefix("--"), now.removeprefix("--"))
+        for command, names in RENAMED.items()
+        for name, now in names.items()
+    ],
+)
+def test_names_of_earlier_versions_in_files(specserve: Run, command: tuple[str, ...], name: str, now: str) -> None:
+    table = ".".join(command)
+    Path("specserve.toml").write_text(f'[{table}]\n{name} = "x"\n')
+    needed = {("train",): ("eagle", "--prompts", "p", "--out", "o"), ("bench", "quality"): ()}.get(command, ("x",))
+    status, out, err = specserve(*command, *needed)
+    assert (status, out) == (2, "")
+    assert err == f"specserve: specserve.toml: {name!r} of [{table}] is called {now!r} now.\n"
 
 
 @pytest.mark.parametrize(
