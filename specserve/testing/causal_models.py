@@ -37,18 +37,23 @@ _NAMES: dict[str, Any] = {  # sizes, under each of the names that configurations
     "sliding_window": 24,
 }
 _FEWER = ("head_dim", "sliding_window", "num_key_value_heads")  # which not all configurations take
-_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
+_EXPERTS: dict[str, Any] = {"num_hidden_layers": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 _OWN: dict[str, dict[str, Any]] = {  # what else a tiny model of that type needs
     "afmoe": {**_EXPERTS, "num_experts": 12, "num_dense_layers": 1},
     "cohere2_moe": {**_EXPERTS, "num_experts": 12},
     "dots1": {**_EXPERTS, "n_routed_experts": 12, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "ernie4_5_moe": {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 48},
+    "ernie4_5_moe": {**_EXPERTS, "moe_num_experts": 12, "moe_k": 3},
+    "exaone_moe": {**_EXPERTS, "num_experts": 12},
     "flex_olmo": {**_EXPERTS, "num_experts": 12},
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 12, "n_group": 2, "topk_group": 1},
     "granitemoe": {**_EXPERTS, "num_local_experts": 12},
     "granitemoeshared": {**_EXPERTS, "num_local_experts": 12, "shared_intermediate_size": 96},
-    "hunyuan_v1_moe": {"num_experts": 12, "moe_topk": 3},
+    "hunyuan_v1_moe": {**_EXPERTS, "num_experts": 12, "moe_topk": 3},
+    "hy_v3": {**_EXPERTS, "num_experts": 12},
+    "kolibri1": {**_EXPERTS, "num_local_experts": 12, "shared_expert_intermediate_size": 48},
+    "mellum": {**_EXPERTS, "num_local_experts": 12},
     "minimax_m2": {**_EXPERTS, "num_local_experts": 12},
+    "solar_open": {**_EXPERTS, "n_routed_experts": 12},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 24},
 }
 

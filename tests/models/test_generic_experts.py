@@ -72,7 +72,7 @@ def test_packed_experts_are_close_where_no_row_can_go_elsewhere(kind: str, tmp_p
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "hunyuan_v1_moe"])
 def test_routers_stay_in_float32(kind: str, tmp_path: Path) -> None:
-    model = load_model(write_tiny_causal_model(tmp_path, kind, seed=3), native("int4"))
+    model = load_model(write_tiny_causal_model(tmp_path, kind, seed=3, num_hidden_layers=3), native("int4"))
     products = [each._product for each in model._base.modules() if isinstance(each, RouterLinear)]
     products += [] if model._apart is None else list(model._apart._matrices.values())
     assert len(products) >= 2
