@@ -185,3 +185,12 @@ def strict_fields(kind: str, error: type[SpecserveError]) -> Callable[[type[T]],
         return cls
 
     return wrap
+
+
+def check_number(name: str, value: Any, kind: type, low: float, high: float) -> None:
+    """Raise InputError for what is none: type, then range, in which neither NaN nor infinity is. Whole numbers are
+    compared as they are: some are beyond all floats."""
+    allowed = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
+        what = f"whole number from {low} to {high}" if kind is int else f"finite number from {low:g} to {high:g}"
+        raise InputError(f"{name} is {shown(value)}; it must be a {what}.", name.split("[")[0])

@@ -7,6 +7,7 @@ with LLM(drafter="ngram") as llm:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence as Many
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from rich.progress import Progress
 
 from specserve.adapters import AdapterInfo, AdapterSource
+from specserve.beams import EarlyStopping
 from specserve.checkpoint.generation_config import AUTO, check_named, stated_by
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.engine.build import build
@@ -127,6 +129,31 @@ class LLM:
         fields = self._requests.fields(drafter, prediction, adapter=adapter)
         each = zip(batch, one_each(params, len(batch)), strict=True)
         return self._run([self._requests.of_chat(m, s, template, **fields) for m, s in each], progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Many[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        beam_width: int = 4,
+        n: int | None = None,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        adapter: str | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Of each prompt the n likeliest texts that beam search finds, best first; None: as many as beams. `params`
+        rule what may come, and for how long; nothing is drawn. docs/beam-search.md has the meanings. Raises as
+        `generate`."""
+        params = params or self._requests.params(False, {"temperature": 0})
+        params = dataclasses.replace(
+            params,
+            n=beam_width if n is None else n,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        return self.generate(prompts, params, adapter=adapter, progress=progress)
 
     def stream(
         self,

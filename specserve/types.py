@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.adapters import LoadedAdapter
-from specserve.errors import FailureCode, InputError, shown, strict_fields
+from specserve.beams import Candidate, EarlyStopping, check_beams
+from specserve.errors import FailureCode, InputError, check_number, shown, strict_fields
 from specserve.explained import Explained
 from specserve.help import Help
 from specserve.structured.spec import Structured
@@ -64,6 +65,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     structured: Structured | None = None
+    beam_width: int | None = None  # beam search, of so many beams; the next two are for it
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
         for name in _LISTS:
@@ -77,16 +81,17 @@ class SamplingParams:
         for name, (kind, low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                _check_number(name, value, kind, low, high)
+                check_number(name, value, kind, low, high)
         for name, texts in (("stop", self.stop), ("bad_words", self.bad_words)):
             if wrong := [text for text in texts if not isinstance(text, str) or not text]:
                 raise InputError(f"{name} holds {shown(wrong[0])}; it takes texts that are not empty.", name)
         if self.allowed_token_ids == ():
             raise InputError("allowed_token_ids is empty: leave it out to allow all tokens.", "allowed_token_ids")
         for token, bias in (self.logit_bias or {}).items():
-            _check_number(f"logit_bias[{shown(token)}]", bias, float, -100.0, 100.0)
+            check_number(f"logit_bias[{shown(token)}]", bias, float, -100.0, 100.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, above max_tokens, {self.max_tokens}.", "min_tokens")
+        check_beams(self)
         if self.structured is not None:
             object.__setattr__(self, "structured", Structured.of(self.structured))
             if self.ignore_eos:
@@ -123,18 +128,11 @@ RANGES: dict[str, tuple[type, float, float]] = {
     "logprobs": (int, 0, 64),
     "prompt_logprobs": (int, 0, 64),
     "num_speculative_tokens": (int, 0, 1024),
+    "beam_width": (int, 1, 32),
+    "length_penalty": (float, -100.0, 100.0),
 }
 _LISTS = ("stop", "bad_words", "stop_token_ids", "allowed_token_ids")
-_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens"}
-
-
-def _check_number(name: str, value: Any, kind: type, low: float, high: float) -> None:
-    """Type, then range, in which neither NaN nor infinity is. Whole numbers are compared as they are: some are beyond
-    all floats."""
-    allowed = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
-        what = f"whole number from {low} to {high}" if kind is int else f"finite number from {low:g} to {high:g}"
-        raise InputError(f"{name} is {shown(value)}; it must be a {what}.", name.split("[")[0])
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens", "beam_width"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +229,7 @@ class Sequence:
     prediction: tuple[int, ...] = ()  # what the output will mostly be, says who asked; a hint for drafters
     adapter: LoadedAdapter | None = None  # what the target's weights are changed by; drafters draft without it
     parent: Sequence | None = None  # the completion whose prompt KV this one shares (n > 1)
+    beams: Any = None  # the engine.beams.BeamGroup that it is one of, set by that
     blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
     cached: int = 0  # set by the cache
     draft_cached: int = 0  # leading tokens, then nodes of the draft, with KV of the drafter's model; set by its runner
@@ -330,11 +329,13 @@ class ScheduledSeq:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the target said: `tokens` are the accepted ones and one more (bonus or replacement), `path` the draft nodes
-    kept. len(tokens) == len(path) + 1, always. `logprobs` has one entry per token if the request asked."""
+    kept. len(tokens) == len(path) + 1, always. `logprobs` has one entry per token if the request asked. `candidates`
+    of a beam are the best that may follow it, and those that may follow each node of its draft, a chain."""
 
     tokens: list[int]
     path: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    candidates: list[list[Candidate]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +361,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     error_code: FailureCode | None = None
     stats: SequenceStats | None = None
     explained: Explained | None = None  # if asked for; comes with tokens
+    beam: tuple[float, float] | None = None  # of a beam's answer: its cumulative log-probability, and its score
 
 
 class GrammarState(Protocol):

@@ -41,7 +41,7 @@ LAYERS = (
     ("explained",),
     ("structured.schema",),
     ("config", "structured.spec"),  # what a request asks for; the rest of structured/ enforces it
-    ("structured.library", "adapters"),
+    ("structured.library", "adapters", "beams"),
     ("files", "histogram", "machine", "registry"),
     ("errors", "help", "terminal", "version"),
 )

@@ -27,7 +27,7 @@ def append_verdict(seq: Sequence, draft: Draft, verdict: Verdict) -> list[int]:
             break
     if verdict.logprobs is not None:
         seq.logprobs += verdict.logprobs[: len(tokens)]
-    _count(seq, draft, _stood(seq, draft, verdict.path[: len(tokens)], tokens))
+    count_draft(seq, draft, _stood(seq, draft, verdict.path[: len(tokens)], tokens))
     return tokens
 
 
@@ -50,7 +50,8 @@ def _stood(seq: Sequence, draft: Draft, path: list[int], tokens: list[int]) -> l
     return path
 
 
-def _count(seq: Sequence, draft: Draft, path: list[int]) -> None:
+def count_draft(seq: Sequence, draft: Draft, path: list[int]) -> None:
+    """Count a verify step, and which nodes of its draft stood."""
     stats, accepted, forced = seq.stats, len(path), draft.jump_forward
     owners = draft.sources or [[JUMP_FORWARD if i in forced else seq.drafter] for i in range(len(draft))]
     if (told := seq.explained) is not None:

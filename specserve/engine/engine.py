@@ -7,6 +7,7 @@ import time
 
 from specserve.cache.cache import KVCache
 from specserve.engine.append import append_verdict, event
+from specserve.engine.beams import BeamGroup, fellows
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
@@ -20,7 +21,7 @@ from specserve.speculation.host import DraftHost
 from specserve.speculation.weighing import Weighing
 from specserve.structured.base import Grammar
 from specserve.structured.masks import Masks, advance
-from specserve.types import Event, Failure, Sequence, Verdict
+from specserve.types import Event, Failure, ScheduledSeq, Sequence, Verdict
 
 _BROKEN_KV = (
     "The model's keys or values of token {} are NaN or infinite: the model or its precision cannot handle this input. "
@@ -68,18 +69,32 @@ class Engine:
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         group = sequences(request, self.limits, grammar, adapter)
         check_first_token(group[0], self.limits.vocab_size)
+        beams = None if request.params.beam_width is None else BeamGroup(group)
+        if beams is not None:
+            beams.check(self.cache, self.scheduler.max_num_seqs)
         self.drafting.begin(group, request.drafter)
         self.requests[request.id] = list(group)
         for seq in group:
             seq.order = self._num_arrived
-            self._num_arrived += 1
+            self._num_arrived += beams is None  # beams have one place together
             self.adapters.open(seq)
-            self.scheduler.add(seq)
+            if beams is None:
+                self.scheduler.add(seq)
+        if beams is not None:
+            self._num_arrived += 1
+            self.scheduler.add(group[0])
 
     def abort(self, request_id: str, index: int | None = None) -> list[Event]:
         """End a request, or one of its completions, at any moment. An unknown id is no error: it just finished. One
         completion is ended by who reads its text, where a stop string came: that is an end, and not counted here."""
-        doomed = [s for s in self.requests.get(request_id, ()) if index is None or s.index == index]
+        group = self.requests.get(request_id, ())
+        if group and (beams := group[0].beams) is not None:
+            events: list[Event] = beams.abort()
+            for seq in beams.seqs:
+                self._end(seq)
+            self.counters.num_aborted += beams.width
+            return events
+        doomed = [s for s in group if index is None or s.index == index]
         for seq in doomed:
             seq.finish_reason = "abort"
             self._end(seq)
@@ -129,9 +144,12 @@ class Engine:
         """Commit what the target said, tokens to the sequences and their KV to the cache; a failure ends its own."""
         events: list[Event] = []
         verdicts: dict[Sequence, Verdict] = {}
+        groups: dict[BeamGroup, dict[Sequence, ScheduledSeq]] = {}
         for each in step.seqs:
             seq, result = each.seq, results.get(each.seq)
-            if result is None:
+            if result is not None and seq.beams is not None:
+                groups.setdefault(seq.beams, {})[seq] = each
+            elif result is None:
                 self.cache.keep(seq, each.num_new)
             elif isinstance(result, Failure):
                 events.append(_failed(seq, [], result))
@@ -144,6 +162,10 @@ class Engine:
                         fault = advance(seq, tokens)
                 events.append(event(seq, tokens) if fault is None else _failed(seq, tokens, fault))
                 verdicts[seq] = result
+        for beams, shares in groups.items():
+            found, said = beams.keep(shares, results, self.cache, self.scheduler)
+            events += found
+            verdicts |= said
         return events, verdicts
 
     def _close(self, step: Step) -> None:
@@ -163,9 +185,9 @@ class Engine:
         usage = self.cache.usage()
         counters.live_tokens += usage.live_tokens
         counters.allocated_tokens += usage.allocated_tokens
-        for each in step.seqs:
-            if each.seq.finished:
-                self._end(each.seq)
+        for seq in [*dict.fromkeys(seq for each in step.seqs for seq in fellows(each.seq))]:
+            if seq.finished:
+                self._end(seq)
 
     def _end(self, seq: Sequence) -> None:
         seq.stats.finished = time.perf_counter()

@@ -35,6 +35,7 @@ class Chunk:
     pieces: list[str] = field(default_factory=list)  # of all text, what each token made visible; the end's is no piece
     reasoning: str = ""
     num_reasoning_tokens: int = 0  # first ones of token_ids that are reasoning or mark it; fewer than 0: so many before
+    beam: tuple[float, float] | None = None  # of a beam's answer: its cumulative log-probability, and its score
 
 
 @dataclass(slots=True)
@@ -54,11 +55,19 @@ class CompletionOutput:
     stats: SequenceStats = field(default_factory=SequenceStats)
     reasoning: str = ""
     num_reasoning_tokens: int = 0
+    beam: tuple[float, float] | None = field(default=None, repr=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum over the output tokens, natural log; None unless logprobs were asked for."""
+        """Sum over the output tokens, natural log; None unless logprobs were asked for, or beam search found it."""
+        if self.beam is not None:
+            return self.beam[0]
         return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+    @property
+    def score(self) -> float | None:
+        """Of an answer of beam search, by which answers are in order: cumulative_logprob / length ** length_penalty."""
+        return None if self.beam is None else self.beam[1]
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -137,7 +146,7 @@ class Collector:
             reason, stop, tokens = "stop", step.stop, tokens[: step.num_kept]
             logprobs = logprobs and logprobs[: step.num_kept]
         rest = event.error, event.error_code, event.stats if reason else None, event.explained, step.pieces, *step.apart
-        return Chunk(event.request_id, event.index, step.text, tokens, logprobs, reason, stop, *rest)
+        return Chunk(event.request_id, event.index, step.text, tokens, logprobs, reason, stop, *rest, event.beam)
 
     def _scores(self, blocks: list[LogprobBlock] | None) -> Any:
         return None if blocks is None else Packed(blocks) if self._lazily else list(Packed(blocks))
@@ -162,5 +171,6 @@ def _append(completion: CompletionOutput, chunk: Chunk) -> None:
         completion.logprobs = extended(completion.logprobs, chunk.logprobs)
     completion.finish_reason, completion.stop_reason = chunk.finish_reason, chunk.stop_reason
     completion.error, completion.error_code = chunk.error, chunk.error_code
+    completion.beam = chunk.beam
     if chunk.stats is not None:
         completion.stats = chunk.stats

@@ -61,8 +61,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
 def sequences(
     request: Request, limits: Limits, grammar: Grammar | None = None, adapter: LoadedAdapter | None = None
 ) -> list[Sequence]:
-    """The n sequences of a request; `grammar` is params.structured, compiled, and `adapter` the one it names. Raises
-    InputError or PromptTooLongError before anything is allocated."""
+    """The n sequences of a request, or as many as it has beams; `grammar` is params.structured, compiled, and `adapter`
+    the one it names. Raises InputError or PromptTooLongError before anything is allocated."""
     params = request.params
     assert (grammar is None) == (params.structured is None), "a grammar is what structured asks for"
     params.check_ids(limits.vocab_size)
@@ -74,7 +74,9 @@ def sequences(
     salt = request.salt if adapter is None else _salted(request.salt, adapter)
     first: Sequence | None = None
     group: list[Sequence] = []
-    for index in range(params.n):
+    if params.beam_width is not None:  # nothing is drawn
+        params = dataclasses.replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    for index in range(params.beam_width or params.n):
         seq = Sequence(
             request_id=request.id,
             index=index,

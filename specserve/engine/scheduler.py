@@ -79,10 +79,15 @@ class Scheduler:
         if seq in self.running:
             self.running.remove(seq)
             self.adapters.release(seq)
-        else:
+        elif seq in self.waiting:  # and not a beam that is not live
             self.waiting.remove(seq)
         self._refusal = None
         self.cache.free(seq)
+
+    def join(self, beam: Sequence) -> None:
+        """A beam of a group that runs has begun: it has KV, and the group a seat and its adapter's slot for it."""
+        self.adapters.acquire(beam)
+        bisect.insort(self.running, beam, key=_rank)
 
     def observe(self, num_seqs: int, num_tokens: int) -> None:
         """A step gave so many decoding sequences so many tokens together."""
@@ -130,21 +135,25 @@ class Scheduler:
 
     def _reserve(self, plan: _Plan, seq: Sequence, count: int) -> None:
         while not self.cache.reserve(seq, count):
-            victim = self.running[-1]
-            self._preempt(victim)
-            plan.left += plan.counts.pop(victim, 0)  # its logits, which are few, go unused
-            plan.preempted.append(victim)
-            if victim is seq:
+            victims = self._preempt(self.running[-1])
+            plan.left += sum(plan.counts.pop(victim, 0) for victim in victims)  # its logits, which are few, go unused
+            plan.preempted += victims
+            if seq in victims:
                 return
         plan.take(seq, count)
 
-    def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.adapters.release(seq)
-        self.cache.free(seq)
-        seq.stats.num_preemptions += 1
+    def _preempt(self, seq: Sequence) -> list[Sequence]:
+        """Take a sequence's blocks, and those of its fellow beams; returns all that lost theirs."""
+        victims = [seq] if seq.beams is None else [*seq.beams.live]
+        for victim in victims:
+            self.running.remove(victim)
+            self.adapters.release(victim)
+            self.cache.free(victim)
+        first = seq if seq.beams is None else seq.beams.restart()
+        first.stats.num_preemptions += 1
         self.num_preemptions += 1
-        self.add(seq)
+        self.add(first)
+        return victims
 
     def _admit(self, plan: _Plan) -> None:
         """Start waiting sequences in order until seats, budget or blocks run out. Where one waits for a slot of its
@@ -152,6 +161,8 @@ class Scheduler:
         index, has_slots = 0, True
         while index < len(self.waiting) and self._has_room(plan):
             seq = self.waiting[index]
+            if seq.beams is not None and self._num_seats + seq.beams.width > self.max_num_seqs:
+                return
             has_slots = has_slots and self.adapters.can_acquire(seq)
             if _awaits_sibling(seq) or (seq.adapter is not None and not has_slots):
                 index += 1
@@ -161,7 +172,14 @@ class Scheduler:
     def _has_room(self, plan: _Plan) -> bool:
         """Whether a step may start one more sequence, as far as can be told without a look at it."""
         has_time = not plan.has_chunks or self.cost.chunk(plan.seconds, 0) >= _LEAST_CHUNK
-        return plan.left > 0 and has_time and len(self.running) < self.max_num_seqs
+        return plan.left > 0 and has_time and self._num_seats < self.max_num_seqs
+
+    @property
+    def _num_seats(self) -> int:
+        """Those that run, and the beams that may yet join them."""
+        groups = {seq.beams for seq in self.running if seq.beams is not None}
+        idle: int = sum(group.width - len(group.live) for group in groups)
+        return len(self.running) + idle
 
     def _start(self, plan: _Plan, index: int) -> bool:
         seq = self.waiting[index]

@@ -25,6 +25,7 @@ class SampledSeq(NamedTuple):
     position: int  # of the first token that is chosen, in prompt and output
     logits_start: int
     edits: Edits | None
+    num_candidates: int = 0  # of a beam: how many tokens that may come are to be told; 0: it is none
 
 
 class ScoredTokens(NamedTuple):
@@ -45,7 +46,8 @@ class SamplingInput(NamedTuple):
         seqs = []
         for each in sampled:
             seq, edits = each.seq, edits_of(each.seq, each.draft)
-            seqs.append(SampledSeq(each.draft, seq.params, seq.seed, len(seq.tokens), each.logits_start, edits))
+            most = 0 if seq.beams is None else seq.beams.num_candidates
+            seqs.append(SampledSeq(each.draft, seq.params, seq.seed, len(seq.tokens), each.logits_start, edits, most))
         return cls(seqs, [*scored])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from specserve.config import VERIFICATIONS
 from specserve.errors import ConfigError, unknown
 from specserve.ops import NO_TOKEN_LEFT, DraftArrays, Ops
 from specserve.sampling import edits, noise
+from specserve.sampling.beams import candidates
 from specserve.sampling.inputs import SampledSeq, SamplingInput, SamplingOutput, ScoredTokens, num_logit_rows
 from specserve.sampling.logprobs import token_logprobs
 from specserve.types import Failure, Ids, TokenLogprobs, Verdict
@@ -49,6 +51,12 @@ class Sampler:
         """What is said of drafts and of prompts. logits float32 [rows, vocab_size]: those of all sequences, then those
         of scored tokens, then padding; all else as `verdicts` has it."""
         verdicts = self.verdicts(logits, asked, masks, best) if asked.seqs else []
+        if beams := [i for i, each in enumerate(asked.seqs) if each.num_candidates]:
+            those = [asked.seqs[i] for i in beams]
+            rows = candidates(self._ops, logits, edited(logits, asked), those, masks)
+            for i, found in zip(beams, rows, strict=True):
+                if not isinstance(said := verdicts[i], Failure):
+                    verdicts[i] = replace(said, candidates=found)
         scores, start = [], num_logit_rows(asked.seqs)
         for each in asked.scored:
             scores.append(self.score(logits[start:], each))
@@ -121,7 +129,7 @@ def draft_arrays(sampled: Many[SampledSeq]) -> DraftArrays:
     parents: list[int] = []
     positions: list[int] = []
     q: dict[int, Tensor] = {}
-    for draft, _, _, position, start, _ in sampled:
+    for draft, _, _, position, start, *_ in sampled:
         assert start == starts[-1], "rows of sequences follow one another"
         num_nodes = len(draft.tokens)
         starts.append(start + num_nodes + 1)
@@ -140,9 +148,9 @@ def draft_arrays(sampled: Many[SampledSeq]) -> DraftArrays:
         if draft.q is not None:
             q[len(starts) - 2] = draft.q
     params = [each.params for each in sampled]
-    own = [seed if seed < 2**63 else seed - 2**64 for _, _, seed, _, _, _ in sampled]
+    own = [seed if seed < 2**63 else seed - 2**64 for _, _, seed, *_ in sampled]
     own += [p.top_k for p in params]
-    own += [edits is not None for _, _, _, _, _, edits in sampled]
+    own += [each.edits is not None for each in sampled]
     laws = [p.temperature and max(p.temperature, _TINIEST_TEMPERATURE) for p in params]
     laws += [p.min_p for p in params]
     laws += [p.top_p for p in params]

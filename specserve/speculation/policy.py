@@ -65,6 +65,9 @@ class Policy:
         """Choose who drafts for the completions of a request, which names `drafter` or, with None, leaves it to us.
         Raises InputError for a name that does not exist (with near misses) or a drafter that no request can bring
         about; then nothing changed."""
+        jump_forward = drafter != NONE
+        if group[0].params.beam_width is not None:
+            drafter = _of_beams(drafter)
         predicted = drafter is None and group[0].prediction and PREDICTION not in {p.name for p in self._own.parts}
         named = PREDICTION if predicted else drafter
         host = self._own if named is None else self._host(named)
@@ -72,7 +75,7 @@ class Policy:
         for seq in group:
             seq.drafter = seq.stats.drafter = host.name
             seq.draft_limit = most if host.active else 0
-            seq.jump_forward = drafter != NONE
+            seq.jump_forward = jump_forward
             longest = MOST_JUMP_FORWARD if seq.grammar is not None and seq.jump_forward else 0
             seq.stats.longest_draft = max(longest, seq.draft_limit)
             self.parts[seq] = [part for part in host.parts if seq.prediction or part.name != PREDICTION]
@@ -86,7 +89,8 @@ class Policy:
         limit = seq.draft_limit if self.host(seq).active else 0
         if seq.grammar is not None and seq.jump_forward:
             with self._timed("mask"):
-                limit = max(limit, min(len(seq.grammar.jump_forward()), MOST_JUMP_FORWARD))
+                forced = len(seq.grammar.jump_forward()) if seq.beams is None else seq.beams.num_forced()
+                limit = max(limit, min(forced, MOST_JUMP_FORWARD))
         if seq.params.num_speculative_tokens is not None:
             limit = min(limit, seq.params.num_speculative_tokens)
         left = min(seq.max_tokens - seq.num_output, self._max_model_len - len(seq.tokens)) - 1
@@ -154,6 +158,17 @@ class Policy:
             raise InputError(f"Drafter {name!r} cannot be made: {type(error).__name__}: {error}.", "drafter") from error
         self._hosts |= _named(host)
         return host
+
+
+def _of_beams(drafter: str | None) -> str:
+    """Beams are drafted for together: by their grammar, where it forces a token of each. Raises InputError."""
+    if drafter not in (None, NONE):
+        raise InputError(
+            f"drafter is {drafter!r} and beams have none: what a grammar leaves no choice of is drafted for all of "
+            "them. Leave it out.",
+            "drafter",
+        )
+    return NONE
 
 
 def _named(host: DraftHost) -> dict[str, DraftHost]:

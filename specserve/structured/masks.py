@@ -68,7 +68,7 @@ class Masks:
 
 
 def _takes_best(seq: Sequence) -> bool:
-    return seq.params.temperature == 0 and not changes_logits(seq)
+    return seq.params.temperature == 0 and seq.beams is None and not changes_logits(seq)
 
 
 def _fill_rest(

@@ -51,6 +51,7 @@ def test_a_number_is_held_as_it_is_or_refused_in_words(name: str, value: Any) ->
     kind, low, high = RANGES.get(name, (float, -100.0, 100.0))
     fits = type(value) in ((int,) if kind is int else (int, float, np.float64)) and bool(low <= value <= high)
     fields: dict[str, Any] = {"max_tokens": None, name: {3: value} if name == "logit_bias" else value}
+    fields |= {"beam_width": 1} if name == "length_penalty" else {}
     if not fits:
         with pytest.raises(InputError) as refused:
             SamplingParams(**fields)

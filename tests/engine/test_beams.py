@@ -1,0 +1,263 @@
+"""Beam search of the engine against transformers' on tiny random models, in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from specserve.config import EngineConfig
+from specserve.engine.build import build
+from specserve.engine.engine import Engine
+from specserve.engine.packed import Packed
+from specserve.engine.request import Request
+from specserve.errors import InputError
+from specserve.runtime.executor import local
+from specserve.structured.base import Grammar
+from specserve.testing import check_integrity, write_tiny_model
+from specserve.types import Event, SamplingParams
+
+Found = list[tuple[list[int], float]]  # ids and score of each answer, best first
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "llama", seed=3)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+
+
+def make(tiny: Path, blocks: int | None = None, **options: Any) -> Engine:
+    """An engine in fp32; `blocks` sizes the KV cache, null block included."""
+    settings = {"dtype": "float32", "max_model_len": 160, "max_step_ms": 1e9, "adaptive": False, **options}
+    engine = build(EngineConfig(model=str(tiny), **settings)).engine
+    if blocks is None:
+        return engine
+    layers = local(engine.executor).storage.layers
+    size = len(layers) * layers[0].nbytes // layers[0].shape[1] * engine.cache.block_size
+    return build(EngineConfig(model=str(tiny), kv_cache_gib=blocks * size / 2**30, **settings)).engine
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path) -> Engine:
+    return make(tiny)
+
+
+def prompt(i: int) -> list[int]:
+    return [(7 * i + 3 * j * j + j) % 280 for j in range(5 + 13 * i % 60)]
+
+
+def beams(width: int, n: int | None = None, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"beam_width": width, "n": width if n is None else n, "max_tokens": 12, **more})
+
+
+def finish(engine: Engine) -> list[Event]:
+    """All events until nothing is left to do; every invariant of the cache is checked after every step."""
+    events: list[Event] = []
+    while engine.has_work:
+        events += engine.step()
+        check_integrity(engine.cache, engine.scheduler.running)
+        for seq in engine.scheduler.running:
+            assert 0 <= seq.cached < len(seq.tokens)
+    assert engine.cache.num_free == engine.cache.num_blocks
+    assert not engine.requests
+    return events
+
+
+def search(engine: Engine, ids: list[int], params: SamplingParams, grammar: Grammar | None = None) -> Found:
+    engine.add(Request(id="b", prompt_ids=ids, params=params), grammar)
+    return answers(finish(engine), "b")
+
+
+def answers(events: list[Event], request_id: str) -> Found:
+    own = sorted((event for event in events if event.request_id == request_id), key=lambda event: event.index)
+    assert [event.error for event in own] == [None] * len(own)
+    return [(event.tokens, event.beam[1]) for event in own if event.beam is not None]
+
+
+def expected(
+    reference: Any, ids: list[int], params: SamplingParams, ends: list[int] | None = None, **more: Any
+) -> Found:
+    """What transformers finds."""
+    eos = reference.generation_config.eos_token_id if ends is None else ends
+    out = reference.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        num_beams=params.beam_width,
+        num_return_sequences=params.n,
+        do_sample=False,
+        max_new_tokens=params.max_tokens,
+        min_new_tokens=params.min_tokens or None,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        eos_token_id=eos or None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **more,
+    )
+    found = []
+    ending = set([eos] if isinstance(eos, int) else eos or [])
+    for sequence, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
+        text = sequence[len(ids) :]
+        stop = next((i + 1 for i, token in enumerate(text) if token in ending), len(text))
+        found.append((text[:stop], score))
+    return found
+
+
+def same(ours: Found, theirs: Found) -> None:
+    assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
+    assert [score for _, score in ours] == pytest.approx([score for _, score in theirs], rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("early", [False, True, "never"])
+@pytest.mark.parametrize("penalty", [1.0, 0.0, -1.0, 2.0])
+def test_beams_are_those_of_transformers(
+    engine: Engine, reference: Any, width: int, early: Any, penalty: float
+) -> None:
+    """Several tokens end a text, so that beams end in the middle."""
+    ends = list(range(0, 280, 40))
+    for i in range(2):
+        params = beams(width, length_penalty=penalty, early_stopping=early, stop_token_ids=ends, ignore_eos=True)
+        same(search(engine, prompt(i), params), expected(reference, prompt(i), params, ends))
+
+
+def test_ends_of_the_model_and_logprobs(engine: Engine, reference: Any) -> None:
+    """Also what log-probabilities add up to, and edits: a bias, forbidden tokens, no end before min_tokens."""
+    params = beams(4, n=3, logprobs=2, min_tokens=3, stop_token_ids=range(0, 280, 20), ignore_eos=True)
+    engine.add(Request(id="b", prompt_ids=prompt(5), params=params))
+    events = finish(engine)
+    same(answers(events, "b"), expected(reference, prompt(5), params, list(range(0, 280, 20))))
+    for event in events:
+        assert event.logprobs is not None and event.beam is not None and event.stats is not None
+        entries = list(Packed(event.logprobs))
+        assert [entry.token for entry in entries] == event.tokens and all(len(entry.top) == 2 for entry in entries)
+        assert event.beam[0] == sum(entry.logprob for entry in entries)
+        assert event.finish_reason == ("stop" if event.tokens[-1] % 20 == 0 else "length")
+        assert event.stop_reason == (event.tokens[-1] if event.finish_reason == "stop" else None)
+    bias, allowed = {3: 2.0, 9: -1.5}, list(range(90))
+    edited = beams(4, logit_bias=bias, allowed_token_ids=allowed, max_tokens=6, ignore_eos=True)
+    theirs = expected(
+        reference,
+        prompt(1),
+        edited,
+        [],
+        sequence_bias=[[[token], value] for token, value in bias.items()],
+        suppress_tokens=list(range(90, 512)),
+    )
+    same(search(engine, prompt(1), edited), theirs)
+
+
+def ordinary(count: int) -> list[Request]:
+    draws = SamplingParams(temperature=1.0, seed=5, max_tokens=14, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    return [Request(id=f"o{i}", prompt_ids=prompt(7 + i), params=[draws, greedy][i % 2]) for i in range(count)]
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[tuple[str, int], list[int]]:
+    for request in requests:
+        engine.add(request)
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for event in finish(engine):
+        assert event.error is None
+        tokens.setdefault((event.request_id, event.index), []).extend(event.tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("options", [{}, {"blocks": 20}, {"max_num_seqs": 6}, {"prefix_caching": False}])
+def test_company_and_preemption_change_nothing(tiny: Path, engine: Engine, options: dict[str, Any]) -> None:
+    """Beams beside ordinary requests, in little memory and few seats."""
+    wide = [Request(id=f"b{i}", prompt_ids=prompt(i), params=beams(4, ignore_eos=True)) for i in range(3)]
+    alone: dict[tuple[str, int], list[int]] = {}
+    for request in [*wide, *ordinary(4)]:
+        alone |= run(engine, [request])
+    crowded = make(tiny, **options)
+    assert (
+        run(crowded, [each for pair in zip(ordinary(4), [*wide, wide[0]], strict=True) for each in pair][:-1]) == alone
+    )
+    if "blocks" in options:
+        assert crowded.counters.num_preemptions > 0, "the cache was to be too small"
+    assert crowded.cache.stats.num_copies_on_write > 0
+    assert crowded.cache.stats.num_forked_blocks > 20
+
+
+def test_blocks_are_shared(engine: Engine) -> None:
+    """Eight beams of a long prompt hold its whole blocks once."""
+    ids = [(3 * j * j + j) % 280 for j in range(100)]
+    engine.add(Request(id="b", prompt_ids=ids, params=beams(8, ignore_eos=True)))
+    for _ in range(6):
+        engine.step()
+    tables = [seq.blocks.ids for seq in engine.scheduler.running]
+    assert len(tables) == 8
+    assert len({tuple(table[:6]) for table in tables}) == 1
+    assert engine.cache.num_blocks - engine.cache.num_free <= 6 + 8
+    engine.abort("b")
+    finish(engine)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_abort_leaves_nothing(engine: Engine, num_steps: int) -> None:
+    params = beams(4, n=2, ignore_eos=True)
+    engine.add(Request(id="b", prompt_ids=prompt(2), params=params))
+    for _ in range(num_steps):
+        engine.step()
+    ended = engine.abort("b")
+    assert [(event.index, event.finish_reason) for event in ended] == [(0, "abort"), (1, "abort")]
+    assert finish(engine) == []
+
+
+def test_numbers_that_are_no_numbers_end_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(tiny)
+    engine.add(Request(id="b", prompt_ids=prompt(2), params=beams(3, n=2, ignore_eos=True)))
+    engine.step()
+    engine.step()
+    executor = local(engine.executor)
+    finish_forward = executor.runner.finish
+
+    def broken() -> Any:
+        out = finish_forward()
+        with torch.inference_mode():
+            out.logits[0], out.best[0] = torch.nan, -1
+        return out
+
+    monkeypatch.setattr(executor.runner, "finish", broken)
+    events = finish(engine)
+    assert [(event.index, event.finish_reason) for event in events] == [(0, "error"), (1, "error")]
+    assert "NaN" in (events[0].error or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"beam_width": 2, "n": 3}, "n"),
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 2, "repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"beam_width": 2, "presence_penalty": 0.5}, "presence_penalty"),
+        ({"beam_width": 2, "early_stopping": "always"}, "early_stopping"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty"),
+    ],
+)
+def test_contradictions_are_refused(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(InputError) as refused:
+        SamplingParams(**fields)
+    assert refused.value.param == name
+
+
+def test_what_could_never_run_is_refused(tiny: Path) -> None:
+    engine = make(tiny, blocks=12, max_num_seqs=6)
+    for params in (beams(8), beams(6, max_tokens=40)):
+        with pytest.raises(InputError) as refused:
+            engine.add(Request(id="b", prompt_ids=prompt(1), params=params))
+        assert refused.value.param == "beam_width"
+    with pytest.raises(InputError, match="drafter"):
+        engine.add(Request(id="b", prompt_ids=prompt(1), params=beams(2), drafter="ngram"))
+    assert not engine.has_work and not engine.requests and not engine.policy.parts
