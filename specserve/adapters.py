@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from specserve.errors import ConfigError, shown
+from specserve.errors import ConfigError, SpecserveError, shown
 
+ADAPTERS_OFF = (
+    "This engine takes no adapters. Start it with --lora NAME=PATH, or with --max-loras for those that come later."
+)
 _PINNED = ",pinned"
 
 
@@ -29,6 +33,9 @@ class AdapterSource:
             raise ConfigError(f"--lora is {shown(text)}; it must be name=path, or name=path,pinned.")
         return cls(name.strip(), path.strip(), is_pinned)
 
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}{_PINNED if self.is_pinned else ''}"
+
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter that requests may name."""
@@ -40,6 +47,9 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int  # in memory
     digest: str  # of what its numbers are, hex: adapters that are alike have the same, whatever their names
     is_pinned: bool = False  # it always has a slot
+
+
+AdapterDone = Callable[[AdapterInfo | SpecserveError], object]  # told what came of loading or unloading one
 
 
 @dataclass(eq=False, slots=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from specserve.adapters import AdapterDone, AdapterInfo, AdapterSource
 from specserve.checkpoint.generation_config import AUTO, check_named, stated_by
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.engine.build import build
@@ -42,7 +44,9 @@ class AsyncLLM:
         self.engine = built.engine  # its counters may be read; everything else belongs to the port's thread
         self._requests = Requests(self.tokenizer, stated_by(generation_config, built.folder))
         self._owner = Ownership()
-        self._port = ThreadPort(LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers)))
+        self._port = ThreadPort(
+            LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers), built.loader)
+        )
 
     async def generate(
         self,
@@ -108,6 +112,24 @@ class AsyncLLM:
         """As LLM.sampling_params."""
         return self._requests.params(chat, fields)
 
+    async def load_adapter(self, name: str, path: str | Path, *, pinned: bool = False) -> AdapterInfo:
+        """As LLM.load_adapter, beside steps."""
+        return await self._told(partial(self._port.load_adapter, AdapterSource(name, str(path), pinned), True))
+
+    async def unload_adapter(self, name: str) -> None:
+        """As LLM.unload_adapter."""
+        await self._told(partial(self._port.unload_adapter, name))
+
+    async def _told(self, ask: Callable[[AdapterDone], None]) -> AdapterInfo:
+        self._owner.check()
+        loop = asyncio.get_running_loop()
+        found: asyncio.Queue[AdapterInfo | SpecserveError] = asyncio.Queue()
+        ask(partial(_hand_over, loop, found))
+        info = await found.get()
+        if isinstance(info, SpecserveError):
+            raise info
+        return info
+
     async def close(self) -> None:
         """Stop after the step that is running; requests that are still open get an EngineError."""
         if self._owner.is_here:  # else the threads are the parent's
@@ -140,7 +162,7 @@ class AsyncLLM:
                 self._port.abort(request.id)
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: Event | SpecserveError) -> None:
+def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], event: object) -> None:
     """From the engine's thread to the loop's. Nobody listens any more once the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(events.put_nowait, event)

@@ -79,7 +79,9 @@ class LLM:
         self.quantization, self.summary = built.quantization, built.summary
         self._requests = Requests(self.tokenizer, stated_by(generation_config, built.folder))
         self._loader = built.loader
-        self._port: LocalPort | None = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers))
+        self._port: LocalPort | None = LocalPort(
+            built.engine, Compiling(built.compiler, built.tokenizer.markers), built.loader
+        )
 
     @property
     def engine(self) -> Engine:

@@ -67,7 +67,7 @@ CORE = ("types", "explained", "adapters", "engine", "cache", "runtime", "samplin
 WITH_MODELS = (
     *("draft_model", "eagle", "mtp", "block", "medusa"),
     *("models", "context", "model_runner", "draft_sampler", "likeliest", "feature_drafter"),
-    *("adapters", "adapter_loader", "beams"),
+    *("adapters", "adapter_loader", "adapter_loading", "beams"),
 )
 CORE_LIMIT = 4_500
 CONFIG_FIELDS_LIMIT = 25

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specserve.adapters import AdapterInfo, AdapterSource
+from specserve.adapters import ADAPTERS_OFF, AdapterInfo, AdapterSource
 from specserve.errors import ConfigError
 from specserve.models.lora import read_adapter
 from specserve.runtime.executor import Executor
-
-_OFF = "This engine takes no adapters. Start it with --lora NAME=PATH, or with --max-loras for those that come later."
 
 
 class AdapterLoader:
@@ -22,7 +20,7 @@ class AdapterLoader:
         """Reads and packs an adapter, which takes no part in steps until `engine.adapters` knows it; whoever does not
         add it there has to drop it. Raises ModelError, CapacityError, and ConfigError where there are no slots."""
         if not self._num_slots:
-            raise ConfigError(_OFF)
+            raise ConfigError(ADAPTERS_OFF)
         folder = Path(source.path).expanduser()
         found = read_adapter(folder, self._model, self._max_rank)
         num_bytes = self._executor.load_adapter(found.digest, found.weights)

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
+from specserve.adapters import AdapterDone, AdapterSource
+from specserve.engine.adapter_loading import AdapterLoading
 from specserve.engine.compiling import Compiling
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
@@ -15,6 +17,7 @@ from specserve.structured.base import Grammar
 from specserve.types import Event
 
 if TYPE_CHECKING:
+    from specserve.engine.adapter_loader import AdapterLoader
     from specserve.engine.engine import Engine
 
 _COMPILING_S = 0.001  # between two looks at what is compiled, while nothing else is done
@@ -50,6 +53,13 @@ class EnginePort(Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
+
+    def load_adapter(self, source: AdapterSource, replaces: bool, done: AdapterDone) -> None:
+        """Read an adapter beside the steps, and let requests name it; `done` gets what is known of it, or why it cannot
+        be. One of its name is replaced, or without `replaces` in its way."""
+
+    def unload_adapter(self, name: str, done: AdapterDone) -> None:
+        """Let no request name it any more; those that run end with it. `done` gets what was known of it."""
 
 
 class QueueTimeoutError(InputError):
@@ -105,8 +115,9 @@ class LocalPort:
     `compile`; events come in calls of `step` and `abort`. An engine that fails raises what it fails with from any call:
     whoever calls then calls `fail`, which tells all whose requests are open, that of a failed `submit` too."""
 
-    def __init__(self, engine: Engine, compiling: Compiling) -> None:
+    def __init__(self, engine: Engine, compiling: Compiling, loader: AdapterLoader | None = None) -> None:
         self.engine = engine
+        self._loading = AdapterLoading(loader, engine.adapters)
         self.compile = compiling.compile
         self.prepare = compiling.prepare
         self._compiling = compiling
@@ -117,7 +128,7 @@ class LocalPort:
         """How long there is nothing to do for `step`; None: until something else is called."""
         if self.engine.has_work:
             return 0.0
-        return _COMPILING_S if self._compiling else None
+        return _COMPILING_S if self._compiling or self._loading else None
 
     def submit(self, request: Request, listener: Listener) -> None:
         """One with a grammar joins in when that is compiled."""
@@ -157,9 +168,16 @@ class LocalPort:
     def reset_prefix_cache(self) -> None:
         self.engine.cache.reset_prefix_cache()
 
+    def load_adapter(self, source: AdapterSource, replaces: bool, done: AdapterDone) -> None:
+        self._loading.start(source, replaces, done)
+
+    def unload_adapter(self, name: str, done: AdapterDone) -> None:
+        self._loading.remove(name, done)
+
     def step(self) -> bool:
         """Let in whose grammar is ready, and take one step if there is work; whether one was taken. What a listener
         raises comes out once all of them have been told."""
+        self._loading.finish()
         call_all(lambda compiled: self._let_in(*compiled), self._compiling.done())
         if not self.engine.has_work:
             return False
@@ -181,6 +199,7 @@ class LocalPort:
 
     def close(self) -> None:
         self._compiling.close()
+        self._loading.close()
         self.engine.policy.close()
 
 
@@ -212,6 +231,12 @@ class ThreadPort:
 
     def reset_prefix_cache(self) -> None:
         self._commands.put((self._port.reset_prefix_cache, None))
+
+    def load_adapter(self, source: AdapterSource, replaces: bool, done: AdapterDone) -> None:
+        self._commands.put((lambda: self._port.load_adapter(source, replaces, done), None))
+
+    def unload_adapter(self, name: str, done: AdapterDone) -> None:
+        self._commands.put((lambda: self._port.unload_adapter(name, done), None))
 
     def close(self) -> None:
         """Stop after the step that is running; waits for the thread."""

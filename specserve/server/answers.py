@@ -16,7 +16,7 @@ from specserve.engine.request import Request
 from specserve.errors import SpecserveError
 from specserve.server.engine.client import RefusedError
 from specserve.server.metrics import Metrics
-from specserve.server.wire.errors import WireError, unavailable
+from specserve.server.wire.errors import unavailable, wire_error
 from specserve.text.detokenizer import Split
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import Event
@@ -162,4 +162,4 @@ def _taken(answer: _Answer, most: int) -> list[Chunk]:
     except RefusedError as error:
         if error.code == QueueTimeoutError.code:
             raise unavailable(f"{error} Send it again.", code=error.code) from error
-        raise WireError(400, "invalid_request_error", str(error), param=error.param, code=error.code) from error
+        raise wire_error(error) from error

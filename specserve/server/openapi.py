@@ -192,7 +192,8 @@ def _operation(route: Route, model: str, schemas: Mapping[str, Json], requires_k
     if parameters := [*in_path, *route.parameters]:
         operation["parameters"] = parameters
     if route.request is not None:
-        example = {"model": model, **route.example}
+        names_model = "model" in getattr(route.request, "model_fields", ("model",))  # a union of requests has none
+        example = {**({"model": model} if names_model else {}), **route.example}
         content = {JSON: {"schema": schemas[_part(route, "request")], "example": example}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation

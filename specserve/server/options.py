@@ -113,7 +113,9 @@ class ServeOptions:
     status_interval_s: Annotated[float, Help("Seconds between two lines of live status; 0 is none.")] = 10.0
     log_format: Annotated[Literal["text", "json"], Help("Lines for people, or JSON objects.")] = "text"
     log_level: Annotated[str, Help("Least important messages that are shown.")] = "info"
-    admin: Annotated[bool, Help("Answer POST /reset_prefix_cache.", "Access")] = False
+    admin: Annotated[
+        bool, Help("Answer POST /reset_prefix_cache, and those that load and unload adapters.", "Access")
+    ] = False
     generation_config: Annotated[
         str,
         Help(

@@ -878,7 +878,7 @@ def split_by_rows(ops: Any) -> Callable[[Any, Any], Tensor]:
     """With more than 8 rows products are summed in two halves, as a library may well choose to."""
     linear = ops.linear
 
-    def split(x: Any, weight: Any) -> Tensor:
+    def split(x: Any, weight: Any, adapters: object = None) -> Tensor:
         whole: Tensor = linear(x, weight)
         if x.rows <= 8:
             return whole

@@ -44,7 +44,9 @@ from specserve.server.wire.openai.replies import Reply, chat_body, completion_bo
 from specserve.server.wire.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
+    LoadAdapterRequest,
     ResetPrefixCacheRequest,
+    UnloadAdapterRequest,
     read,
 )
 from specserve.server.wire.openai.responses import LOGPROBS, ResponsesRequest
@@ -67,6 +69,8 @@ READ: dict[str, Callable[[bytes], Wire]] = {
     "/v1/completions": lambda body: read(CompletionRequest, body, LIMITS),
     "/tokenize": lambda body: read_tokenize(body, LIMITS),
     "/reset_prefix_cache": lambda body: read(ResetPrefixCacheRequest, body, LIMITS),
+    "/v1/load_lora_adapter": lambda body: read(LoadAdapterRequest, body, LIMITS),
+    "/v1/unload_lora_adapter": lambda body: read(UnloadAdapterRequest, body, LIMITS),
     "/detokenize": lambda body: read(DetokenizeRequest, body, LIMITS),
     "/v1/messages": lambda body: read_translated(MessagesRequest, body, LIMITS).as_chat(LIMITS),
     "/v1/messages/count_tokens": lambda body: read_translated(CountTokensRequest, body, LIMITS).as_chat(LIMITS),
@@ -405,6 +409,8 @@ LEAST: dict[str, Json] = {
     "/tokenize": {"messages": [USER]},
     "/detokenize": {"tokens": []},
     "/reset_prefix_cache": {},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/v1/messages": {"messages": [USER], "max_tokens": 5},
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/v1/responses": {"input": "a"},
@@ -550,7 +556,7 @@ def test_what_is_refused_whatever_it_says_is_not_in_it() -> None:
 @pytest.mark.parametrize("route", REQUESTS, ids=lambda route: route.name)
 def test_examples_work(route: Route) -> None:
     body = DOCUMENT["paths"][route.path]["post"]["requestBody"]["content"]["application/json"]["example"]
-    assert body == {"model": "tiny", **route.example}
+    assert body == ({} if "lora_name" in route.example else {"model": "tiny"}) | dict(route.example)
     assert allows(request_schema(route.path), body)
     assert sent(route.path, body).model_extra == {}
 

@@ -10,22 +10,26 @@ from typing import Any, Protocol
 
 import msgspec
 
+from specserve.adapters import AdapterDone, AdapterSource
 from specserve.engine.port import Listener, Listeners, call_all
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError
 from specserve.server.engine.messages import (
     Abort,
+    AdapterChanged,
     Command,
     Configure,
     Expire,
     Failed,
     Gauges,
+    LoadAdapter,
     Ready,
     Refused,
     Report,
     ResetPrefixCache,
     Stepped,
     Stop,
+    UnloadAdapter,
     Wake,
 )  # fmt: skip
 from specserve.server.engine.pipe import Pipe
@@ -40,6 +44,10 @@ class RefusedError(InputError):
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message, refused.param)
         self.code = refused.code
+
+
+class UnknownAdapterError(InputError):
+    """The engine has no adapter of that name."""
 
 
 class Observer(Protocol):
@@ -70,6 +78,8 @@ class EngineClient:
         self.failure: Failed | None = None
         self._observer = observer
         self._open = Listeners()
+        self._changes: dict[int, AdapterDone] = {}  # of adapters, that the engine has yet to answer
+        self._num_changes = 0
         self._pipe = Pipe(end)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Report).decode
@@ -113,6 +123,17 @@ class EngineClient:
     def reset_prefix_cache(self) -> None:
         self._send(ResetPrefixCache())
 
+    def load_adapter(self, source: AdapterSource, replaces: bool, done: AdapterDone) -> None:
+        self._send(LoadAdapter(self._numbered(done), source, replaces))
+
+    def unload_adapter(self, name: str, done: AdapterDone) -> None:
+        self._send(UnloadAdapter(self._numbered(done), name))
+
+    def _numbered(self, done: AdapterDone) -> int:
+        self._num_changes += 1
+        self._changes[self._num_changes] = done
+        return self._num_changes
+
     def stop(self) -> None:
         """Ask the engine to end after its step."""
         self._send(Stop())
@@ -120,6 +141,8 @@ class EngineClient:
     def fail(self, error: EngineError) -> None:
         """Tell everybody who waits that the engine is gone."""
         self._open.end_all(error)
+        changes, self._changes = self._changes, {}
+        call_all(lambda done: done(error), changes.values())
         if not self.ready.done():
             self.ready.set_exception(error)
             self.ready.exception()  # looked at, so that a start that nobody waits for any more is no warning
@@ -168,6 +191,9 @@ class EngineClient:
             case Refused():
                 self._observer.forget(report.id)
                 self._open.end(report.id, RefusedError(report))
+            case AdapterChanged():
+                kind = UnknownAdapterError if report.is_missing else InputError
+                self._changes.pop(report.number)(report.info or kind(report.message))
             case Ready():
                 self.ready.set_result(report)
             case Failed():

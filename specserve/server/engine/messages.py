@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from specserve.adapters import AdapterInfo, AdapterSource
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, ModelError, SpecserveError
 from specserve.types import Event
@@ -41,11 +42,26 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
     pass
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load"):
+    """AdapterChanged says with `number` what came of it."""
+
+    number: int
+    source: AdapterSource
+    replaces: bool
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload"):
+    """As LoadAdapter."""
+
+    number: int
+    name: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-Command: TypeAlias = Configure | Request | Wake | Abort | Expire | ResetPrefixCache | Stop
+Command: TypeAlias = Configure | Request | Wake | Abort | Expire | ResetPrefixCache | LoadAdapter | UnloadAdapter | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +99,15 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     code: str | None = None
 
 
+class AdapterChanged(msgspec.Struct, frozen=True, tag="adapter"):
+    """What came of loading or unloading an adapter: what is known of it, or why it cannot be done."""
+
+    number: int
+    info: AdapterInfo | None
+    message: str = ""
+    is_missing: bool = False  # there is none of that name
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The engine takes requests. `drafters` are the names that a request may ask for, `refused_drafters` why others
     may not be; `drafter` is the engine's own. `phases` are the seconds that its start took, in order."""
@@ -96,6 +121,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     summary: str
     about: dict[str, str]
     phases: dict[str, float]
+    adapters: list[AdapterInfo] = []
+    max_loras: int = 0
 
 
 FINAL: tuple[type[SpecserveError], ...] = (ConfigError, ModelError, CapacityError)
@@ -117,4 +144,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         return next((kind(self.message) for kind in FINAL if kind.__name__ == self.final), None)
 
 
-Report: TypeAlias = Stepped | Refused | Ready | Failed
+Report: TypeAlias = Stepped | Refused | AdapterChanged | Ready | Failed

@@ -20,7 +20,9 @@ from typing import Any
 
 import msgspec
 
+from specserve.adapters import AdapterInfo
 from specserve.config import EngineConfig
+from specserve.engine.adapters import UnknownAdapterError
 from specserve.engine.build import Built, build
 from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
@@ -32,17 +34,20 @@ from specserve.machine.pulse import Pulse
 from specserve.runtime.executor import local
 from specserve.server.engine.messages import (
     Abort,
+    AdapterChanged,
     Command,
     Configure,
     Expire,
     Failed,
     Gauges,
+    LoadAdapter,
     Ready,
     Refused,
     Report,
     ResetPrefixCache,
     Stepped,
     Stop,
+    UnloadAdapter,
     Wake,
 )  # fmt: skip
 from specserve.server.engine.pipe import Pipe
@@ -145,8 +150,19 @@ class EngineProcess:
                 self._port.expire(command.id)
             case ResetPrefixCache():
                 self._port.reset_prefix_cache()
+            case LoadAdapter():
+                self._port.load_adapter(command.source, command.replaces, partial(self._tell, command.number))
+            case UnloadAdapter():
+                self._port.unload_adapter(command.name, partial(self._tell, command.number))
             case Stop():
                 self._stopping = True
+
+    def _tell(self, number: int, found: AdapterInfo | SpecserveError) -> None:
+        if isinstance(found, SpecserveError):
+            is_missing = isinstance(found, UnknownAdapterError)
+            self._wire.send(AdapterChanged(number, None, str(found), is_missing))
+        else:
+            self._wire.send(AdapterChanged(number, found))
 
     def _notify(self, request_id: str, event: Event | SpecserveError) -> None:
         if isinstance(event, Event):
@@ -198,7 +214,7 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         built = build(config)
         built.ops.watch(Pulse(memory))
         loaded = time.perf_counter()
-        port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers))
+        port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers), built.loader)
         _warm_up(port)
         phases = {"load": loaded - begun, "warm-up": time.perf_counter() - loaded}
         gc.freeze()  # what was loaded stays; to look at all of it takes 0.1 s, in which nobody gets a token
@@ -258,6 +274,8 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
             "instruction_set": built.ops.instruction_set,
         },
         phases=phases,
+        adapters=list(engine.adapters.listed.values()),
+        max_loras=engine.adapters.num_slots,
     )
 
 

@@ -7,12 +7,14 @@ import asyncio
 import logging
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from specserve.adapters import AdapterDone, AdapterInfo, AdapterSource
 from specserve.errors import EngineError, SpecserveError
 from specserve.machine.pulse import Pulse
 from specserve.server.engine.client import EngineClient, Observer
@@ -64,6 +66,7 @@ class Supervisor:
         self.state = State.LOADING
         self.ready: Ready | None = None  # of the engine that runs, or of the last one
         self.num_restarts = 0
+        self.adapters: dict[str, AdapterInfo] = {}  # that requests may name; the next engine loads them again
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._timeouts = timeouts or Timeouts()
         self._observer = observer
@@ -94,6 +97,39 @@ class Supervisor:
             await asyncio.shield(self.finished)
         assert self.ready is not None, "an end before the first start has a cause"
         return self.ready
+
+    async def load_adapter(self, source: AdapterSource, replaces: bool) -> AdapterInfo:
+        """Let requests name an adapter. Raises InputError for one that is refused, EngineError where there is no
+        engine."""
+        return await self._changed(lambda done: self.client.load_adapter(source, replaces, done))
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Let none name it any more. Raises UnknownAdapterError, and EngineError where there is no engine."""
+        return await self._changed(lambda done: self.client.unload_adapter(name, done), is_there=False)
+
+    async def _changed(self, ask: Callable[[AdapterDone], None], is_there: bool = True) -> AdapterInfo:
+        """What is known of an adapter once it is loaded or unloaded, which nobody who waits cancels."""
+        found: asyncio.Future[AdapterInfo] = asyncio.get_running_loop().create_future()
+
+        def done(info: AdapterInfo | SpecserveError) -> None:
+            if isinstance(info, AdapterInfo):
+                self.adapters.pop(info.name, None)
+                self.adapters |= {info.name: info} if is_there else {}
+            if not found.done():
+                found.set_exception(info) if isinstance(info, SpecserveError) else found.set_result(info)
+
+        ask(done)
+        return await found
+
+    def _engine_options(self) -> dict[str, Any]:
+        """Of the next engine: with the adapters that the last one had, but for those whose folders have gone."""
+        if self.ready is None:
+            return self._options
+        known = [AdapterSource(info.name, info.path, info.is_pinned) for info in self.adapters.values()]
+        found = [source for source in known if Path(source.path).is_dir()]
+        if lost := [source.name for source in known if source not in found]:
+            _log.error("The folders of these adapters are gone, and requests can no longer name them: %s.", lost)
+        return {**self._options, "lora": [str(source) for source in found], "max_loras": self.ready.max_loras}
 
     async def close(self, hurried: bool = False) -> None:
         """End the engine after the step it is in, and everything else with it; `hurried`, a step that takes long is cut
@@ -145,7 +181,7 @@ class Supervisor:
         except OSError as error:  # no descriptors, no memory
             return f"The engine's process cannot be started: {error}."
         self._process = child.process
-        self._client.configure(self._options)
+        self._client.configure(self._engine_options())
         begun = looked = time.monotonic()
         ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
         while not ended.done():
@@ -165,6 +201,7 @@ class Supervisor:
         assert self._client is not None, "an engine is running"
         if self.state is not State.READY and self._client.ready.done():
             self.ready = self._client.ready.result()
+            self.adapters = {info.name: info for info in self.ready.adapters}
             self.state = State.READY
             self._first.set()
 

@@ -162,5 +162,6 @@ def _prepare(
         drafter=body.speculative.drafter if body.speculative else None,
         prediction=tuple(prediction),
         explain=bool(body.speculative and body.speculative.explain),
+        adapter=server.adapter_of(body.model),
     )
     return Prepared(request, prompt, body.constraint[0] if body.constraint else "structured")

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from specserve.adapters import AdapterInfo
 from specserve.server.admission import Admission, BodyBudget
 from specserve.server.options import PRIORITY, ServeOptions
 from specserve.server.service import Service
@@ -57,17 +58,26 @@ class Context:
             sampling=tuple(self.sampling.items()),
         )
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The LoRA adapters that requests may name in place of the model."""
+        return self.service.supervisor.adapters
+
     def check_model(self, name: str | None) -> None:
-        """Raises WireError for a model that is not served; no name means the one that is."""
-        if name is not None and name not in self.names:
-            raise model_not_found(name, self.names)
+        """Raises WireError for a model or adapter that is not served; no name means the model that is."""
+        if name is not None and name not in self.names and name not in self.adapters:
+            raise model_not_found(name, [*self.names, *self.adapters])
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a model's name in a request means, if any."""
+        return name if name in self.adapters and name not in self.names else None
 
     def reply(self, response_id: str, body: SamplingFields, **own: Any) -> Reply:
         """What the bodies of the response to these fields share."""
         return Reply(
             id=response_id,
             created=int(time.time()),
-            model=self.names[0],
+            model=self.adapter_of(body.model) or self.names[0],
             vocabulary=self.service.tokenizer,
             return_token_ids=body.return_token_ids,
             include_usage=body.include_usage,

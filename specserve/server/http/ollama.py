@@ -94,7 +94,7 @@ async def tags(request: web.Request) -> web.Response:
     details = _details(server, files)
     listed = [
         {**_named(name), "modified_at": rfc3339(files.modified), "size": files.size, "digest": files.digest, **details}
-        for name in server.names
+        for name in (*server.names, *server.adapters)
     ]
     return json_response({"models": listed})
 
@@ -114,7 +114,7 @@ async def ps(request: web.Request) -> web.Response:
         "size_vram": 0 if ready.about["device"] == "cpu" else files.size,
         "context_length": ready.max_model_len,
     }
-    return json_response({"models": [{**_named(name), **loaded} for name in server.names]})
+    return json_response({"models": [{**_named(name), **loaded} for name in (*server.names, *server.adapters)]})
 
 
 async def show(request: web.Request) -> web.Response:
@@ -151,8 +151,8 @@ async def version(request: web.Request) -> web.Response:
 
 def check_tag(server: Context, name: str | None) -> None:
     """Raises WireError for a model that is not served. `name` is without `:latest`; qwen3:0.6b is qwen3-0.6b, too."""
-    if name is not None and not {name, name + _TAG, name.replace(":", "-")} & set(server.names):
-        raise model_not_found(name, server.names)
+    if name is not None and not {name, name + _TAG, name.replace(":", "-")} & {*server.names, *server.adapters}:
+        raise model_not_found(name, [*server.names, *server.adapters])
 
 
 def _named(name: str) -> dict[str, str]:

@@ -19,7 +19,13 @@ from specserve.server.wire.anthropic_api.models import PAGE_PARAMETERS, PARAMETE
 from specserve.server.wire.anthropic_api.requests import CountTokensRequest, MessagesRequest
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.openai import bodies, responses_bodies
-from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest, ResetPrefixCacheRequest
+from specserve.server.wire.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    LoadAdapterRequest,
+    ResetPrefixCacheRequest,
+    UnloadAdapterRequest,
+)
 from specserve.server.wire.openai.responses import ResponsesRequest
 from specserve.server.wire.openai.tokenization import DetokenizeRequest, TokenizeRequest
 
@@ -261,6 +267,30 @@ ROUTES = (
         summary="Forget the KV of all prompts. Only with --admin.",
         group="Server",
         request=ResetPrefixCacheRequest,
+        replies={200: bodies.HealthReply},
+        errors=(403, 404, *_READS),
+    ),
+    Route(
+        method="POST",
+        path="/v1/load_lora_adapter",
+        handler=info.load_adapter,
+        name="loadLoraAdapter",
+        summary="Load a LoRA adapter from a folder on the server. Only with --admin.",
+        group="Server",
+        request=LoadAdapterRequest,
+        example={"lora_name": "fr", "lora_path": "/adapters/fr"},
+        replies={200: bodies.ModelCard},
+        errors=(403, 404, *_READS),
+    ),
+    Route(
+        method="POST",
+        path="/v1/unload_lora_adapter",
+        handler=info.unload_adapter,
+        name="unloadLoraAdapter",
+        summary="Forget a LoRA adapter. Only with --admin.",
+        group="Server",
+        request=UnloadAdapterRequest,
+        example={"lora_name": "fr"},
         replies={200: bodies.HealthReply},
         errors=(403, 404, *_READS),
     ),

@@ -18,6 +18,7 @@ from specserve.server.wire.fields import well_formed
 from specserve.server.wire.openai.bodies import ErrorBody, ErrorType
 from specserve.server.wire.sentences import as_input_error
 
+MODEL_NOT_FOUND = "model_not_found"
 INTERNAL_ERROR = "internal_error"  # the code of what nobody foresaw
 COMPLETION_FAILED: FailureCode = "completion_failed"  # that of a completion that would fail again in the same way
 
@@ -74,11 +75,12 @@ def wire_error(error: BaseException) -> WireError:
 
 def _bad_request(error: Any) -> WireError:
     param = _FIELDS.get(error.param, error.param)
-    return WireError(400, "invalid_request_error", str(error), param=param, code=error.code)
+    status = 404 if error.code == MODEL_NOT_FOUND else 400  # an adapter that was unloaded meanwhile
+    return WireError(status, "invalid_request_error", str(error), param=param, code=error.code)
 
 
 # The engine's name for a field: what a request calls it.
-_FIELDS = {"drafter": "speculative.drafter", "num_speculative_tokens": "speculative.num_tokens"}
+_FIELDS = {"adapter": "model", "drafter": "speculative.drafter", "num_speculative_tokens": "speculative.num_tokens"}
 
 # The more special first.
 _ANSWERS: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (
@@ -95,7 +97,7 @@ _ANSWERS: tuple[tuple[type[BaseException], Callable[[Any], WireError]], ...] = (
 
 
 def model_not_found(name: str, served: Iterable[str]) -> WireError:
-    return _invalid(404, unknown("model", _short(name), served), param="model", code="model_not_found")
+    return _invalid(404, unknown("model", _short(name), served), param="model", code=MODEL_NOT_FOUND)
 
 
 def not_offered(message: str, param: str | None = None) -> WireError:

@@ -48,6 +48,11 @@ class TranslatedRequest(Wire):
     def _chat_fields(self) -> dict[str, Any]:
         """The same request as JSON of a chat completion; None is not sent."""
 
+    @property
+    def name(self) -> str | None:
+        """The model's name as it is served."""
+        return self.model
+
     def as_chat(self, limits: Limits) -> ChatCompletionRequest:
         """The same request to this server. Raises InputError naming this API's own field."""
         return self._as(ChatCompletionRequest, self._chat_fields(), limits)
@@ -57,7 +62,7 @@ class TranslatedRequest(Wire):
         if self.speculative is not None and self.speculative.explain:
             where = "/v1/chat/completions and /v1/completions"
             raise InputError(f"speculative.explain is for streams of {where}. Leave it out.", "speculative.explain")
-        shared = {"model": self.model, "stream": self.stream}
+        shared = {"model": self.name, "stream": self.stream}
         drafts = {} if self.speculative is None else {"speculative": self.speculative.model_dump(exclude_unset=True)}
         try:
             return checked(kind, {**shared, **drafts, **fields}, limits)

@@ -49,7 +49,7 @@ class Service:
 
 
 def server() -> Any:
-    return SimpleNamespace(service=Service())
+    return SimpleNamespace(service=Service(), adapter_of=lambda name: None)
 
 
 def test_a_conversation() -> None:

@@ -332,6 +332,9 @@ class ModelCard(TypedDict):
     created: int
     """Seconds since 1970."""
     owned_by: str
+    root: str
+    parent: str | None
+    """Of a LoRA adapter the model that it changes; its root is its folder."""
     max_model_len: int
     """Tokens of prompt and output together."""
     runs: str

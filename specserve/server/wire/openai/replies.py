@@ -6,7 +6,7 @@ that looks at `choices` alone shall not take it for an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -222,18 +222,27 @@ def raise_failure(completions: Sequence[CompletionOutput | Chunk]) -> None:
             raise unavailable("The server dropped this request before its end. Send it again.", code="aborted")
 
 
-def model_list(names: Sequence[str], created: int, max_model_len: int, runs: str) -> ModelList:
-    """GET /v1/models."""
-    return {"object": "list", "data": [model_card(name, created, max_model_len, runs) for name in names]}
+def model_list(
+    names: Sequence[str], created: int, max_model_len: int, runs: str, adapters: Mapping[str, str] | None = None
+) -> ModelList:
+    """GET /v1/models; `adapters` are the folders of LoRA adapters of the first model, by name."""
+    shared = created, max_model_len, runs
+    cards = [model_card(name, *shared, root=root, parent=names[0]) for name, root in (adapters or {}).items()]
+    return {"object": "list", "data": [*(model_card(name, *shared) for name in names), *cards]}
 
 
-def model_card(name: str, created: int, max_model_len: int, runs: str) -> ModelCard:
-    """GET /v1/models/{id}; `max_model_len` is vLLM's addition, in tokens, and `runs` ours."""
+def model_card(
+    name: str, created: int, max_model_len: int, runs: str, *, root: str = "", parent: str | None = None
+) -> ModelCard:
+    """GET /v1/models/{id}; `max_model_len` is vLLM's addition, in tokens, as are root and parent of adapters, and
+    `runs` ours."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "specserve",
+        "root": root or name,
+        "parent": parent,
         "max_model_len": max_model_len,
         "runs": runs,
     }

@@ -366,3 +366,23 @@ class ResetPrefixCacheRequest(Wire):
 
     model: Name | None = None
     """The model's name in /v1/models; null is the one served."""
+
+
+class LoadAdapterRequest(Wire):
+    """POST /v1/load_lora_adapter, as vLLM has it."""
+
+    lora_name: Annotated[Name, Field(min_length=1)]
+    """What requests call it in place of the model's name."""
+    lora_path: Annotated[Name, Field(min_length=1)]
+    """The folder on the server that PEFT's save_pretrained wrote."""
+    load_inplace: bool = False
+    """Replace one of that name; requests that run end with the one they began with."""
+    pinned: bool = False
+    """Always keep it among those that may share a step (--max-loras)."""
+
+
+class UnloadAdapterRequest(Wire):
+    """POST /v1/unload_lora_adapter, as vLLM has it."""
+
+    lora_name: Annotated[Name, Field(min_length=1)]
+    """As it was loaded."""
