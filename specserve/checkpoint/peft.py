@@ -7,6 +7,7 @@ and is not done is refused by its name.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,16 @@ class PeftAdapter:
     @property
     def num_elements(self) -> int:
         return sum(math.prod(self.infos[name].shape) for layer in self.layers for name in (layer.a, layer.b))
+
+    @property
+    def num_bytes(self) -> int:
+        """As stored."""
+        return sum(self.infos[name].num_bytes for layer in self.layers for name in (layer.a, layer.b))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether an adapter is there, and no model."""
+    return os.path.isfile(folder / CONFIG) and not os.path.isfile(folder / "config.json")
 
 
 def read_peft(folder: Path) -> PeftAdapter:

@@ -58,6 +58,7 @@ def chat(
 ) -> None:
     """Talk to a model; /help shows the commands. Where standard input is no terminal, all of it is one message."""
     if url is None:
+        sampling.check_adapter(engine)
         talk_here(
             model or DEFAULT_MODEL,
             partial(_options, engine, sampling),
@@ -69,6 +70,10 @@ def chat(
         return
     if show_drafts:
         raise InputError("--show-drafts is for a model here: leave out --url, or --show-drafts.", "show_drafts")
+    if sampling.adapter is not None:
+        raise InputError(
+            f"With --url an adapter is named as a model is: --model {sampling.adapter}, without --adapter.", "adapter"
+        )
     plain = EngineConfig()
     unused = [entry.name for entry in fields(plain) if getattr(engine, entry.name) != getattr(plain, entry.name)]
     unused += ["generation_config"] if sampling.generation_config != AUTO else []
@@ -102,7 +107,7 @@ def talk_here(
     def params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
         return llm.sampling_params(chat=True, **given)
 
-    local = LocalModel(model, start, params)
+    local = LocalModel(model, start, params, sampling.adapter)
     try:
         talk(local, sampling.given(), system, show_drafts, markdown)
     finally:

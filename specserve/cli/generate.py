@@ -69,6 +69,7 @@ def generate(
     """Answer prompts. One prompt is streamed as it is generated; several run together and are printed in order."""
     if raw and system is not None:
         raise InputError("--raw sends no messages, so --system has no place in it. Leave one of them out.", "system")
+    sampling.check_adapter(engine)
     structured = _structured(schema, regex, choice, grammar)
     asked = [text if raw else _messages(text, system) for text in prompts or (_standard_input(),)]
     if explain and (len(asked) > 1 or json_file):
@@ -79,9 +80,9 @@ def generate(
     with LLM(**options, progress=sys.stderr.isatty()) as llm:
         params = sampling.params(llm, chat=not raw, structured=structured)
         if len(asked) == 1 and json_file is None:
-            answers = [_stream(llm, asked[0], params, explain)]
+            answers = [_stream(llm, asked[0], params, sampling.adapter, explain)]
         else:
-            answers = batch(llm, asked, params, json_file)
+            answers = batch(llm, asked, params, sampling.adapter, json_file)
     if stats:
         print(*(answer.speed() for answer in answers), sep="\n", file=sys.stderr)
 
@@ -118,12 +119,14 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*before, {"role": "user", "content": text}]
 
 
-def _stream(llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams, explain: bool) -> Answer:
+def _stream(
+    llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams, adapter: str | None, explain: bool
+) -> Answer:
     chunks: Iterator[Chunk]
     if isinstance(asked, str):
-        chunks = llm.stream(asked, params, explain=explain)
+        chunks = llm.stream(asked, params, adapter=adapter, explain=explain)
     else:
-        chunks = llm.stream_chat(asked, params, explain=explain)
+        chunks = llm.stream_chat(asked, params, adapter=adapter, explain=explain)
     if not explain:
         return write(chunks)
     steps = Explanation(llm.tokenizer.token_bytes)
@@ -132,11 +135,13 @@ def _stream(llm: LLM, asked: str | list[dict[str, str]], params: SamplingParams,
     return answer
 
 
-def batch(llm: LLM, asked: list[Any], params: SamplingParams, json_file: Path | None) -> list[Answer]:
+def batch(
+    llm: LLM, asked: list[Any], params: SamplingParams, adapter: str | None, json_file: Path | None
+) -> list[Answer]:
     """All prompts together, as text or a line of JSON each; `asked` holds texts or conversations."""
     run = llm.generate if isinstance(asked[0], str) else llm.chat
     try:
-        outputs = run(asked, params, progress=sys.stderr.isatty())
+        outputs = run(asked, params, adapter=adapter, progress=sys.stderr.isatty())
     except Interrupted as interrupted:
         ended = [output for output in interrupted.outputs if output is not None]
         _tell(ended, json_file)

@@ -1,4 +1,4 @@
-"""`specserve inspect`: says what a checkpoint is, a draft head or a model, without running it."""
+"""`specserve inspect`: says what a checkpoint is, a draft head, a LoRA adapter or a model, without running it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from specserve.cli.json_output import JsonFile, is_json_alone, write_json
 from specserve.cli.options import MODEL, model_parameter
+from specserve.config import EngineConfig
 from specserve.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -24,24 +25,29 @@ _MOST_MEASURED = 4  # matrices of each kind
 
 def inspect(
     model: Annotated[
-        str, model_parameter("Folder of a draft head or a model, or a file in it; or a catalog name or hub id.")
+        str,
+        model_parameter("Folder of a draft head, an adapter or a model, or a file in it; or catalog name or hub id."),
     ],
     *,
     target: Annotated[
         str | None,
         Parameter(
-            group=MODEL, help="The model that a draft head shall fit: catalog name, folder, .gguf file or hub id."
+            group=MODEL, help="The model that a head or adapter shall fit: catalog name, folder, .gguf file or hub id."
         ),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what a checkpoint is: a draft head, its format, sizes and target, or a model, and whether it can be used. All
-    of a head's tensors are read and checked; of a model names, shapes and sizes are, and its tokenizer."""
+    """Say what a checkpoint is: a draft head, its format, sizes and target, a LoRA adapter, or a model, and whether it
+    can be used. All of a head's tensors are read and checked, an adapter's with --target; of a model names, shapes and
+    sizes are, and its tokenizer."""
+    from specserve.checkpoint.peft import is_adapter
     from specserve.doctor import Section, as_dict, show
     from specserve.models.heads.formats import is_head
 
     folder = _folder(model)
-    if is_head(folder):
+    if is_adapter(folder):
+        found = Section("LoRA adapter", _about_adapter(folder, target))
+    elif is_head(folder):
         found = Section("Draft head", _about_head(folder, target))
     else:
         found = Section("Model", _about_model(folder, target))
@@ -53,9 +59,12 @@ def inspect(
 def _folder(path: str) -> Path:
     from specserve.checkpoint import catalog
     from specserve.checkpoint.folder import old_files
+    from specserve.checkpoint.peft import is_adapter
     from specserve.models.heads.formats import is_head
 
     found = Path(path).expanduser()
+    if is_adapter(found):
+        return found
     if os.path.isdir(found):  # unlike Path.is_dir it takes a name that is too long for one
         is_old = len(files := old_files(found)) > 1 or (files and not is_head(found))
         return catalog.resolve(path) if is_old else found
@@ -163,6 +172,31 @@ def _about_head(folder: Path, target: str | None) -> Rows:
         *_parts(head),
         ("size", _size(head.weights.num_parameters, head.weights.num_bytes)),
         *([] if shape is None else [("fits", _fits(head, str(target), shape))]),
+    ]
+
+
+def _about_adapter(folder: Path, target: str | None) -> Rows:
+    """Raises ModelError for an adapter that is broken, not supported or does not fit the target."""
+    from specserve.checkpoint import catalog
+    from specserve.checkpoint.peft import read_peft
+    from specserve.models.lora import read_adapter
+
+    found = read_peft(folder)
+    ranks = sorted({layer.rank for layer in found.layers})
+    kinds = sorted({layer.module.rpartition(".")[2] for layer in found.layers})
+    fits: Rows = []
+    if target is not None:
+        model = catalog.resolve(target, progress=False)
+        weights = read_adapter(folder, model, found.rank).weights  # reads all of it, and refuses NaN
+        fits = [("fits", f"{target}: changes {len(weights)} of its layers")]
+    above = f"; needs --max-lora-rank {found.rank}" if found.rank > EngineConfig().max_lora_rank else ""
+    return [
+        ("folder", str(folder)),
+        ("made for", found.base or "not said"),
+        ("rank", (f"{ranks[0]} to " if len(ranks) > 1 else "") + f"{found.rank}{above}"),
+        ("changes", f"{len(found.layers)} layers: {', '.join(kinds)}"),
+        ("size", _size(found.num_elements, found.num_bytes)),
+        *fits,
     ]
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 from cyclopts import Group, Parameter, Token
 
+from specserve.adapters import AdapterSource
 from specserve.checkpoint.generation_config import AUTO, MAX_TOKENS, STATED, check_named
 from specserve.config import DTYPES, ISAS, QUANTIZATIONS, VERIFICATIONS, EngineConfig
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, InputError, unknown
 from specserve.files import read_text
 from specserve.help import Help
 from specserve.server.options import ServeOptions
@@ -139,6 +140,9 @@ class SamplingFields:
             help=help_of(ServeOptions)["generation_config"].text,
         ),
     ] = AUTO
+    adapter: Annotated[
+        str | None, Parameter(group=GENERATION, help="Answer from this LoRA adapter, one that --lora names.")
+    ] = None
 
     def __post_init__(self) -> None:
         """What is wrong must not cost a model load."""
@@ -148,6 +152,14 @@ class SamplingFields:
     def given(self) -> dict[str, Any]:
         named = {name: getattr(self, name, None) for name in SAMPLING_HELP}
         return {name: value for name, value in named.items() if value not in (None, ())}
+
+    def check_adapter(self, engine: EngineConfig) -> None:
+        """Raises InputError for an adapter that the engine's options do not name, before a model is loaded."""
+        known = [AdapterSource.parse(each).name for each in engine.lora]
+        if self.adapter is not None and self.adapter not in known:
+            raise InputError(
+                f"{unknown('adapter', self.adapter, known)} Name its folder with --lora {self.adapter}=PATH.", "adapter"
+            )
 
     def params(self, llm: LLM, *, chat: bool = True, **more: Any) -> SamplingParams:
         """For a conversation, or a text. Raises InputError."""

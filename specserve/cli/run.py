@@ -39,6 +39,8 @@ def run(
     if json_file is not None and prompt is None:
         raise InputError("--json is for the answer to one prompt, not for a conversation. Give a prompt.", "json")
 
+    sampling.check_adapter(engine)
+
     def options(name: str) -> dict[str, Any]:
         return engine_options(
             engine, model=name, generation_config=sampling.generation_config, **_fitting(name, engine)
@@ -52,10 +54,11 @@ def run(
     with LLM(**options(model), progress=sys.stderr.isatty()) as llm:
         messages = [] if system is None else [{"role": "system", "content": system}]
         if json_file is not None:
-            batch(llm, [[*messages, {"role": "user", "content": prompt}]], sampling.params(llm), json_file)
+            asked = [[*messages, {"role": "user", "content": prompt}]]
+            batch(llm, asked, sampling.params(llm), sampling.adapter, json_file)
             return
-        chunks = llm.stream_chat([*messages, {"role": "user", "content": prompt}], sampling.params(llm))
-        write(chunks, write_text)
+        messages.append({"role": "user", "content": prompt})
+        write(llm.stream_chat(messages, sampling.params(llm), adapter=sampling.adapter), write_text)
 
 
 def _fitting(model: str, engine: EngineConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from cyclopts import App, Parameter
 
 from specserve import llm
 from specserve.bench import compare, replay
+from specserve.checkpoint.weights import Weights
 from specserve.cli import generate as cli_generate, run as cli_run
 from specserve.cli.arguments import RENAMED
 from specserve.cli.main import COMMANDS, build_app, run
@@ -39,7 +40,7 @@ from specserve.help import Help
 from specserve.ops.choice import choose_ops
 from specserve.structured import library
 from specserve.structured.spec import Structured
-from specserve.testing import write_tiny_model
+from specserve.testing import write_adapter, write_tiny_model
 from specserve.types import SamplingParams
 
 ENGINE, SAMPLING = EngineOptions(), SamplingOptions()
@@ -657,6 +658,37 @@ def test_run_answers_one_prompt_or_talks(specserve: Run, tiny: str, monkeypatch:
     assert specserve("run", "qwen3-0.6", "x")[2].startswith(
         "specserve: Unknown model 'qwen3-0.6'. Did you mean 'qwen3-"
     )
+
+
+def test_commands_answer_from_an_adapter(
+    specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shapes = {name: info.shape for name, info in Weights(Path(tiny)).infos.items()}
+    options = (*GREEDY, "--max-tokens", "6", "--lora", f"fr={write_adapter(tmp_path / 'fr', shapes, size=1.0)}")
+    adapted = (*options, "--adapter", "fr")
+    flags = ("--model", tiny, *adapted)
+    plain, expected = (specserve("generate", "Hello", "--model", tiny, *each)[1] for each in (options, adapted))
+    assert plain.strip() and expected.strip() and plain != expected
+    assert specserve("generate", "Hello", "Hello", *flags)[1] == 2 * expected
+    assert specserve("run", tiny, "Hello", *adapted)[1] == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+    assert specserve("chat", *flags)[1] == expected
+    record = json.loads(specserve("run", tiny, "Hello", *adapted, "--json")[1])
+    assert f"{record['text']}\n" == expected
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("run", "nowhere", "x"), ("chat",)])
+def test_an_adapter_that_no_option_names_is_an_error_before_a_model_is_loaded(
+    specserve: Run, command: tuple[str, ...]
+) -> None:
+    status, _, err = specserve(*command, "--lora", "fr=/nowhere", "--adapter", "fr2")
+    assert status == 2
+    assert "Unknown adapter 'fr2'. Did you mean 'fr'? Known: fr. Name its folder with --lora fr2=PATH." in err
+
+
+def test_an_adapter_of_a_server_is_named_as_a_model(specserve: Run) -> None:
+    status, _, err = specserve("chat", "--url", "localhost:1", "--adapter", "fr")
+    assert status == 2 and "--model fr, without --adapter" in err
 
 
 def test_pull_of_a_folder_prints_it(specserve: Run, tiny: str) -> None:

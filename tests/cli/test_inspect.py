@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specserve.checkpoint.weights import Weights
 from specserve.cli.main import run
 from specserve.models.heads.formats import write_head
 from specserve.models.heads.spec import EagleSpec, MedusaSpec, TargetShape
 from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import find_architecture
-from specserve.testing import write_tiny_model
+from specserve.testing import write_adapter, write_tiny_model
 
 Outcome = tuple[int, str, str]
 
@@ -108,6 +109,35 @@ def test_a_model(inspect: Callable[..., Outcome], tiny: Path) -> None:
     assert status == 0
     for said in ("Model folder", "type llama", "layers 3 of 64", "context 2,048 tokens", "only draft heads"):
         assert said in out
+
+
+def test_an_adapter_and_whether_it_fits(inspect: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    shapes = {name: info.shape for name, info in Weights(tiny).infos.items()}
+    path = write_adapter(tmp_path / "fr", shapes, 80, ("q_proj", "o_proj"), base_model_name_or_path="org/tiny")
+    num_layers = shape(tiny).num_layers
+    status, out, _ = inspect(str(path))
+    assert status == 0 and "LoRA adapter" in out and "fits" not in out
+    for said in (
+        "made for org/tiny",
+        "rank 80; needs --max-lora-rank 80",
+        f"changes {2 * num_layers} layers: o_",
+    ):
+        assert said in out
+    status, out, _ = inspect(str(path / "adapter_model.safetensors"), "--target", str(tiny))
+    assert status == 0 and f"changes {2 * num_layers} of its layers" in out
+    wide = {name: tuple(2 * size for size in sizes) for name, sizes in shapes.items()}
+    other = write_adapter(tmp_path / "other", wide)
+    assert inspect(str(other))[0] == 0
+    status, _, err = inspect(str(other), "--target", str(tiny))
+    assert status == 2 and str(other) in err and "maps" in err
+
+
+def test_an_adapter_that_is_refused(inspect: Callable[..., Outcome], tiny: Path, tmp_path: Path) -> None:
+    shapes = {name: info.shape for name, info in Weights(tiny).infos.items()}
+    status, _, err = inspect(str(write_adapter(tmp_path / "dora", shapes, use_dora=True)))
+    assert status == 2 and "DoRA" in err
+    (tmp_path / "dora" / "adapter_model.safetensors").unlink()
+    assert inspect(str(tmp_path / "dora"))[0] == 2
 
 
 def test_neither(inspect: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -66,12 +66,17 @@ class ChatModel(ABC):
 
 
 class LocalModel(ChatModel):
-    """An engine here. `start` makes one for a model's name; `params` makes what an engine samples with."""
+    """An engine here. `start` makes one for a model's name; `params` makes what an engine samples with; `adapter` is
+    the LoRA adapter that answers."""
 
     def __init__(
-        self, name: str, start: Callable[[str], LLM], params: Callable[[LLM, Mapping[str, Any]], SamplingParams]
+        self,
+        name: str,
+        start: Callable[[str], LLM],
+        params: Callable[[LLM, Mapping[str, Any]], SamplingParams],
+        adapter: str | None = None,
     ) -> None:
-        self._start, self._params = start, params
+        self._start, self._params, self._adapter = start, params, adapter
         self._stack = ExitStack()
         self._open(name)
 
@@ -85,7 +90,8 @@ class LocalModel(ChatModel):
 
     def stream(self, messages: Sequence[Message], given: Mapping[str, Any], explain: bool) -> Iterator[Piece]:
         num_tokens = 0
-        chunks = self.llm.stream_chat(list(messages), self._params(self.llm, given), explain=explain)
+        params = self._params(self.llm, given)
+        chunks = self.llm.stream_chat(list(messages), params, adapter=self._adapter, explain=explain)
         with closing(chunks):  # type: ignore[type-var]
             for chunk in chunks:
                 check(chunk)
