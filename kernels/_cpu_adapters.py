@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -117,13 +118,13 @@ class Adapters(Base):  # type: ignore[misc]  # the kernels' package is found at 
     def _pack_b(self, b: Tensor) -> tuple[Tensor, Tensor]:
         """b float32 [tiles of outputs, rank] -> each tile's first rank, how many, and where their numbers begin; these,
         [ranks, TILE] a tile."""
-        ranks = b.shape[1]
-        tiles = b.view(-1, TILE, ranks)
-        is_read = tiles.ne(0).any(1)
-        first = is_read.int().argmax(1)
-        count = torch.where(is_read.any(1), ranks - is_read.flip(1).int().argmax(1) - first, 0)
-        parts = [tile[:, f : f + n].T.reshape(-1) for tile, f, n in zip(tiles, first, count, strict=True)]
-        starts = (count.cumsum(0) - count) * TILE
-        numbers = zeros((int(count.sum()) * TILE + TILE,), self._number)  # never empty
-        numbers[:-TILE] = torch.cat(parts)
-        return torch.stack((first, count, starts), 1).contiguous(), numbers
+        tiles = b.numpy().reshape(-1, TILE, b.shape[1])
+        is_read = (tiles != 0).any(1)
+        first = is_read.argmax(1)
+        count = np.where(is_read.any(1), b.shape[1] - is_read[:, ::-1].argmax(1) - first, 0)
+        starts = (count.cumsum() - count) * TILE
+        parts = [tile[:, f : f + n].T.ravel() for tile, f, n in zip(tiles, first, count, strict=True)]
+        parts.append(np.zeros(TILE, np.float32))  # never empty
+        numbers = zeros((sum(map(len, parts)),), self._number)
+        numbers.copy_(torch.from_numpy(np.concatenate(parts)))
+        return torch.from_numpy(np.stack((first, count, starts), 1).astype(np.int64)), numbers

@@ -52,7 +52,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 AdapterDone = Callable[[AdapterInfo | SpecserveError], object]  # told what came of loading or unloading one
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class LoadedAdapter:
     """An adapter that is in memory; identity is equality. Sequences hold theirs until they end, so one that is replaced
     or unloaded lives as long as they do."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from operator import mul
 from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
+from specserve.adapters import LoadedAdapter
 from specserve.runtime.cost import DecodeCost
 from specserve.runtime.pack import Step
 from specserve.speculation.constants import FORGETS, HOPE, LASTS, WORTH
@@ -19,13 +21,16 @@ from specserve.speculation.stats import Acceptance, OwnAcceptance
 from specserve.speculation.tree import Proposals
 from specserve.types import ScheduledSeq, Sequence, Verdict
 
+Rates = defaultdict[str, Acceptance]  # by drafter
 Lengths = Mapping[ScheduledSeq, int]  # tokens of a draft, at most
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one sequence."""
+    """What is known of one sequence, and `shared` with those that have the same adapter: what changes the model's
+    answers changes which drafts it accepts."""
 
+    shared: Rates
     own: defaultdict[str, OwnAcceptance] = field(default_factory=lambda: defaultdict(OwnAcceptance))  # by source
     gain: float = HOPE  # tokens that asking gained a step beyond what its rows took, in plain steps' time
     waited: int = 0  # steps since it had a draft
@@ -42,13 +47,16 @@ class Weighing:
     def __init__(self, cost: DecodeCost) -> None:
         self.planner = Planner(cost)
         self.sources: defaultdict[str, Source] = defaultdict(Source)
-        self._acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # by drafter
+        self._plain: Rates = defaultdict(Acceptance)
+        self._by_adapter: WeakKeyDictionary[LoadedAdapter, Rates] = WeakKeyDictionary()
         self._records: dict[Sequence, _Record] = {}
         self._drafting = self._reading = 0.0  # seconds of this step
         self._accepted = 0  # nodes of this step
 
     def begin(self, group: Many[Sequence]) -> None:
-        self._records.update((seq, _Record()) for seq in group)
+        adapter = group[0].adapter
+        shared = self._plain if adapter is None else self._by_adapter.setdefault(adapter, defaultdict(Acceptance))
+        self._records.update((seq, _Record(shared)) for seq in group)
 
     def end(self, seq: Sequence) -> None:
         record, source = self._records.pop(seq), self.sources[seq.drafter]
@@ -104,7 +112,7 @@ class Weighing:
         chances = (own.probability(rates[Acceptance.cell(None, depth)]) for depth in range(most))
         likely, there = list(accumulate(chances, mul)), list[float]()  # to be accepted up to each depth
         if found is not None:
-            found.compute_survival(self._acceptance, record.own)
+            found.compute_survival(record.shared, record.own)
             there = found.by_depth()[:most]
             likely = [max(pair) for pair in zip_longest(likely, there, fillvalue=0.0)]
         speed, length = planner.speed(there) * (1 + WORTH / (planner.load.rows if is_whole else 1)), 0
@@ -152,14 +160,14 @@ class Weighing:
     def admit(self, proposals: Many[tuple[Sequence, Proposals]], most: int) -> list[list[int]]:
         """Which nodes of each sequence's proposals this step shall verify, at most `most` together."""
         for seq, each in proposals:
-            each.compute_survival(self._acceptance, self._records[seq].own)
+            each.compute_survival(self._records[seq].shared, self._records[seq].own)
         return self.planner.choose([each for _, each in proposals], most)
 
     def verify(self, seq: Sequence, proposals: Proposals, nodes: Many[int]) -> None:
         """These nodes of the proposals are the draft; what comes will tell of all."""
         record = self._records[seq]
         if not proposals.survival:  # nobody has weighed it
-            proposals.compute_survival(self._acceptance, record.own)
+            proposals.compute_survival(record.shared, record.own)
         record.proposals, record.nodes, record.waited = proposals, list(nodes), 0
 
     def record(self, verdicts: Mapping[Sequence, Verdict]) -> None:
@@ -173,7 +181,7 @@ class Weighing:
             found: dict[tuple[str, int], bool] = {}  # whether a node of a source at a depth was accepted
             for owners, depth, hit in () if proposals is None else proposals.judged(verdict.tokens):
                 for source, cell in owners:
-                    acceptance = self._acceptance[source]
+                    acceptance = record.shared[source]
                     judged[source][0] += hit
                     judged[source][1] += acceptance.rates[cell]
                     acceptance.count(cell, hit)
