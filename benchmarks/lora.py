@@ -32,9 +32,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--streams", type=int, default=16, help="answers at a time, for the throughput")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     engine: dict[str, Any] = {"drafter": "none", "quantization": options.quantization, "max_model_len": 1024}
+    engine["max_num_seqs"] = options.streams
     with tempfile.TemporaryDirectory() as folder, LLM(options.model, max_loras=SLOTS, **engine) as llm:
         executor = local(llm.engine.executor)
         shapes = executor.runner.model.spec.shapes()  # type: ignore[attr-defined]
@@ -86,7 +88,7 @@ def step(executor: LocalExecutor, rows: int, slots: Many[int]) -> float:
 
 
 def throughput(llm: LLM) -> dict[str, float]:
-    """Tokens a second of 64 answers, 16 at a time: plain, with one adapter, with 32 adapters over 8 slots."""
+    """Tokens a second of 64 answers, so many at a time as sequences may run: plain, with one adapter, with 32 adapters over 8 slots."""
     prompts = [[5 + i, 17, 23, 9, 40 + i, 3, 8] for i in range(64)]
     kinds: dict[str, list[str | None]] = {
         "plain": [None] * len(prompts),

@@ -12,10 +12,10 @@ inline void linear(const LinearArgs& args, int rows, int begin, int end, Ahead& 
   for (int tile = begin; tile < end; ++tile)
     each_block(rows, most_rows(args.weight.format), [&](int first, int last) {
       tile_any(last - first, args.weight, tile, args.x, first, sums, first ? nothing : ahead);
+      for (int r = first; r < last; ++r) add_bias(args.bias, tile * kTile, sums + (r - first) * kTile);
+      add_adapters(args.adapters, first, last, tile, sums);
       for (int r = first; r < last; ++r) {
         float* out = args.out + int64_t(r) * args.weight.outputs + tile * kTile;
-        add_bias(args.bias, tile * kTile, sums + (r - first) * kTile);
-        add_adapter(args.adapters, r, tile, sums + (r - first) * kTile);
         std::memcpy(out, sums + (r - first) * kTile, kTile * sizeof(float));
       }
     });
@@ -32,13 +32,13 @@ inline void gated(const GatedArgs& args, int rows, int begin, int end, Ahead& ah
       tile_any(last - first, args.weight, at, args.x, first, gates, own);
       if (args.is_gated) tile_any(last - first, args.weight, at + 1, args.x, first, ups, own);
       for (int r = first; r < last; ++r) {
+        add_bias(args.bias, at * kTile, gates + (r - first) * kTile);
+        if (args.is_gated) add_bias(args.bias, (at + 1) * kTile, ups + (r - first) * kTile);
+      }
+      add_adapters(args.adapters, first, last, at, gates);
+      if (args.is_gated) add_adapters(args.adapters, first, last, at + 1, ups);
+      for (int r = first; r < last; ++r) {
         float *gate = gates + (r - first) * kTile, *up = ups + (r - first) * kTile;
-        add_bias(args.bias, at * kTile, gate);
-        add_adapter(args.adapters, r, at, gate);
-        if (args.is_gated) {
-          add_bias(args.bias, (at + 1) * kTile, up);
-          add_adapter(args.adapters, r, at + 1, up);
-        }
         for (int i = 0; i < kTile; i += kLanes) {
           const F g = activate(args.activation, load(gate + i));
           store(gate + i, args.is_gated ? mul(g, load(up + i)) : g);
