@@ -88,7 +88,7 @@ def step(executor: LocalExecutor, rows: int, slots: Many[int]) -> float:
 
 
 def throughput(llm: LLM) -> dict[str, float]:
-    """Tokens a second of 64 answers, so many at a time as sequences may run: plain, with one adapter, with 32 adapters over 8 slots."""
+    """Tokens a second of 64 answers, `--streams` at a time: plain, with one adapter, with 32 adapters over 8 slots."""
     prompts = [[5 + i, 17, 23, 9, 40 + i, 3, 8] for i in range(64)]
     kinds: dict[str, list[str | None]] = {
         "plain": [None] * len(prompts),
