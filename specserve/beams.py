@@ -22,7 +22,8 @@ def check_beams(params: Any) -> None:
     if width is None:
         for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
             if getattr(params, name) != default:
-                raise InputError(f"{name} is for beam search. Set beam_width, or leave it out.", name)
+                hint = "Set beam_width (over HTTP use_beam_search), or leave it out."
+                raise InputError(f"{name} is for beam search. {hint}", name)
         return
     if params.n > width:
         raise InputError(f"n is {params.n}, above beam_width, {width}: each answer is a beam. Raise beam_width.", "n")

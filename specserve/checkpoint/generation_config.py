@@ -48,9 +48,9 @@ def check_named(source: str) -> None:
 
 
 def missing(given: Mapping[str, Any], stated: Mapping[str, float]) -> dict[str, float]:
-    """Those of the stated values that a request does not give; None is as not given. A greedy one has no use for them:
-    it would be another text than the most likely one."""
-    if given.get("temperature") == 0:
+    """Those of the stated values that a request does not give; None is as not given. A greedy one, or one that searches
+    with beams, has no use for them: it would be another text than the most likely one."""
+    if given.get("temperature") == 0 or given.get("beam_width") or given.get("use_beam_search"):
         return {}
     return {name: value for name, value in stated.items() if given.get(name) is None}
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from specserve.config import EngineConfig
-from specserve.engine.build import build
+from specserve.engine.build import Built, build
 from specserve.engine.engine import Engine
 from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import InputError
 from specserve.runtime.executor import local
 from specserve.structured.base import Grammar
+from specserve.structured.spec import Structured
 from specserve.testing import check_integrity, write_tiny_model
 from specserve.types import Event, SamplingParams
 
@@ -261,3 +264,92 @@ def test_what_could_never_run_is_refused(tiny: Path) -> None:
     with pytest.raises(InputError, match="drafter"):
         engine.add(Request(id="b", prompt_ids=prompt(1), params=beams(2), drafter="ngram"))
     assert not engine.has_work and not engine.requests and not engine.policy.parts
+
+
+REGEX = [r"(the|and) [a-z]{3,8}\.", r"[ab]{1,3}(cd|ef)*x", r"(yes|no)"]
+
+
+def masked(built: Built, grammar: Grammar, ids: list[int], ends: frozenset[int]) -> Any:
+    """transformers' prefix_allowed_tokens_fn of a grammar's own masks."""
+
+    def allowed(_: int, text: torch.Tensor) -> list[int]:
+        output = text.tolist()[len(ids) :]
+        state = grammar.start()
+        if any(token in ends for token in output) or not all(state.advance(token) for token in output):
+            return [0]  # what transformers fills up with
+        row = np.zeros(-(-built.engine.limits.vocab_size // 32), np.int32)
+        state.fill(row)
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little", count=built.engine.limits.vocab_size)
+        return list(np.flatnonzero(bits)) or [0]
+
+    return allowed
+
+
+@pytest.mark.parametrize("pattern", REGEX)
+@pytest.mark.parametrize("width", [2, 4])
+def test_grammars_are_those_of_transformers(grammatical: Built, reference: Any, pattern: str, width: int) -> None:
+    engine, grammar = grammatical.engine, grammatical.compiler.compile(Structured.regex(pattern))
+    n = min(width, 2)
+    params = beams(width, n, structured=Structured.regex(pattern), max_tokens=20)
+    for i in range(2):
+        ours = search(engine, prompt(i), params, grammar)
+        allowed = masked(grammatical, grammar, prompt(i), engine.limits.eos_ids)
+        theirs = expected(reference, prompt(i), params, sorted(engine.limits.eos_ids), prefix_allowed_tokens_fn=allowed)
+        same(ours, theirs)
+        assert all(re.fullmatch(pattern, grammatical.tokenizer.decode(ids[:-1])) for ids, _ in ours)
+
+
+@pytest.fixture(scope="module")
+def grammatical(tiny: Path) -> Built:
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 160, "max_step_ms": 1e9, "adaptive": False}
+    return build(EngineConfig(model=str(tiny), **options))
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"description": {"enum": ["the", "other"]}, "category": {"type": "integer"}},
+    "required": ["description", "category"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance", "auto"])
+def test_tokens_without_a_choice_are_shared_and_change_nothing(tiny: Path, backend: str) -> None:
+    """Several steps of the search in one of the engine, on all backends; the same bits without drafts."""
+    options = {"dtype": "float32", "max_model_len": 160, "adaptive": False, "grammar_backend": backend}
+    built = build(EngineConfig(model=str(tiny), **options))
+    asked = Structured.json(SCHEMA)
+    grammar = built.compiler.compile(asked)
+    for width in (2, 4, 8):
+        found, steps = [], []
+        for most in (None, 0):
+            params = beams(width, 2, structured=asked, max_tokens=60, num_speculative_tokens=most)
+            before = built.engine.counters.num_steps
+            found.append(search(built.engine, prompt(width), params, grammar))
+            steps.append(built.engine.counters.num_steps - before)
+        assert found[0] == found[1]
+        assert steps[0] < steps[1], "some tokens were to be without a choice"
+    assert built.engine.counters.num_accepted_jump_forward_tokens > 10
+
+
+def test_fewer_texts_than_answers(grammatical: Built) -> None:
+    asked = Structured.choice(["yes"])
+    engine = grammatical.engine
+    only = [*grammatical.tokenizer.encode("yes", add_special_tokens=False), *engine.limits.eos_ids]
+    params = beams(4, 4, structured=asked, allowed_token_ids=only, max_tokens=20)
+    engine.add(Request(id="b", prompt_ids=prompt(1), params=params), grammatical.compiler.compile(asked))
+    events = finish(engine)
+    num_found = sum(event.error is None for event in events)
+    assert 1 <= num_found < 4
+    assert [event.error_code for event in events] == [None] * num_found + ["no_token_left"] * (4 - num_found)
+
+
+@pytest.mark.parametrize(("width", "penalty", "early"), [(4, 1.0, False), (2, -0.5, True), (8, 2.0, "never")])
+def test_the_real_model(smollm2_safetensors: Path, width: int, penalty: float, early: Any) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_safetensors)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2_safetensors, dtype=torch.float32).eval()
+    engine = make(smollm2_safetensors)
+    params = beams(width, 2, length_penalty=penalty, early_stopping=early)
+    for text in ("The capital of France is", "def fibonacci(n):\n"):
+        ids = tokenizer(text)["input_ids"]
+        same(search(engine, ids, params), expected(reference, ids, params, sorted(engine.limits.eos_ids)))

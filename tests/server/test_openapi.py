@@ -96,6 +96,11 @@ CROSS_FIELD: dict[str, tuple[str, Json]] = {
     "speculative.explain needs stream true": ("/v1/completions", {"prompt": "a", "speculative": {"explain": True}}),
     "speculative.explain is for streams of": ("/v1/responses", {"input": "a", "speculative": {"explain": True}}),
     "continue_final_message goes on": ("/v1/chat/completions", {"messages": [USER], "continue_final_message": True}),
+    "beam_width needs use_beam_search true": ("/v1/completions", {"prompt": "a", "beam_width": 2}),
+    "is for beam search. Set": ("/v1/completions", {"prompt": "a", "length_penalty": 2}),
+    "above beam_width, ": ("/v1/completions", {"prompt": "a", "use_beam_search": True, "beam_width": 2, "n": 3}),
+    "beam search compares texts": ("/v1/completions", {"prompt": "a", "use_beam_search": True, "presence_penalty": 1}),
+    "prompts times beam_width": ("/v1/completions", {"prompt": ["a"] * 3, "use_beam_search": True, "beam_width": 4}),
     "prompts times n": ("/v1/completions", {"prompt": ["a"] * 3, "n": 3}),
     "asks for no drafts": (
         "/v1/completions",

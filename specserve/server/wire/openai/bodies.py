@@ -28,16 +28,12 @@ _described = with_config(ConfigDict(use_attribute_docstrings=True))
 
 @_described
 class PromptTokensDetails(TypedDict):
-    """Of the prompt's tokens."""
-
     cached_tokens: int
     """Tokens whose KV the prefix cache had."""
 
 
 @_described
 class CompletionTokensDetails(TypedDict):
-    """Of the output's tokens."""
-
     reasoning_tokens: int
     """Tokens of reasoning that was told apart, and those that mark it."""
     accepted_prediction_tokens: int
@@ -171,15 +167,23 @@ class ChatMessage(TypedDict):
 
 
 @_described
-class ChatChoice(TypedDict):
+class AnyChoice(TypedDict):
+    token_ids: NotRequired[list[int]]
+    """Sent with return_token_ids."""
+    cumulative_logprob: NotRequired[float]
+    """With use_beam_search, in a choice's last chunk: the sum of its tokens' log-probabilities."""
+    score: NotRequired[float]
+    """Beside it, what choices are sorted by: cumulative_logprob / length ** length_penalty."""
+
+
+@_described
+class ChatChoice(AnyChoice):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
     """The stop string or the id in stop_token_ids that ended it; null for any other end."""
-    token_ids: NotRequired[list[int]]
-    """Sent with return_token_ids."""
 
 
 @_described
@@ -210,7 +214,7 @@ class ChatDelta(TypedDict):
 
 
 @_described
-class ChatChunkChoice(TypedDict):
+class ChatChunkChoice(AnyChoice):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
@@ -218,8 +222,6 @@ class ChatChunkChoice(TypedDict):
     """Null until a choice's last chunk."""
     stop_reason: NotRequired[int | str | None]
     """In a choice's last chunk alone."""
-    token_ids: NotRequired[list[int]]
-    """Sent with return_token_ids."""
     explained: NotRequired[ExplainedStep]
     """What the step did that these tokens came from, with speculative.explain."""
 
@@ -260,7 +262,7 @@ class TextLogprobs(TypedDict):
 
 
 @_described
-class CompletionChoice(TypedDict):
+class CompletionChoice(AnyChoice):
     index: int
     """Of several prompts: prompt p's completion i is choice p * n + i."""
     text: str
@@ -269,8 +271,6 @@ class CompletionChoice(TypedDict):
     stop_reason: int | str | None
     """The stop string or the id in stop_token_ids that ended it; null for any other end."""
     prompt_token_ids: NotRequired[list[int]]
-    """Sent with return_token_ids."""
-    token_ids: NotRequired[list[int]]
     """Sent with return_token_ids."""
 
 
@@ -289,7 +289,7 @@ class Completion(TypedDict):
 
 
 @_described
-class CompletionChunkChoice(TypedDict):
+class CompletionChunkChoice(AnyChoice):
     index: int
     text: str
     logprobs: TextLogprobs | None
@@ -299,8 +299,6 @@ class CompletionChunkChoice(TypedDict):
     """In a choice's last chunk alone."""
     prompt_token_ids: NotRequired[list[int]]
     """In a choice's first chunk, with return_token_ids."""
-    token_ids: NotRequired[list[int]]
-    """Sent with return_token_ids."""
     explained: NotRequired[ExplainedStep]
     """What the step did that these tokens came from, with speculative.explain."""
 

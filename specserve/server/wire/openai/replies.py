@@ -105,6 +105,8 @@ def _chat_choice(reply: Reply, completion: CompletionOutput) -> ChatChoice:
         "finish_reason": finish_reason(completion, parser.called),
         "stop_reason": completion.stop_reason,
     }
+    if completion.beam is not None:
+        choice["cumulative_logprob"], choice["score"] = completion.beam
     if reply.return_token_ids:
         choice["token_ids"] = completion.token_ids
     return choice
@@ -154,6 +156,8 @@ def _completion_choice(reply: Reply, output: RequestOutput, completion: Completi
         "finish_reason": finish_reason(completion),
         "stop_reason": completion.stop_reason,
     }
+    if completion.beam is not None:
+        choice["cumulative_logprob"], choice["score"] = completion.beam
     if reply.return_token_ids:
         choice["prompt_token_ids"] = output.prompt_token_ids
         choice["token_ids"] = completion.token_ids

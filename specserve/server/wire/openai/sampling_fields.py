@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
 from specserve.checkpoint.generation_config import missing
-from specserve.errors import InputError, unknown
+from specserve.errors import InputError, shown, unknown
 from specserve.server.wire.fields import (
     MAX_COUNT,
     AnyIds,
@@ -50,6 +50,8 @@ _SAME_NAME = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "seed",
+    "length_penalty",
+    "early_stopping",
 )
 
 
@@ -69,6 +71,15 @@ def with_defaults(kind: type[Wire], fields: Mapping[str, Any], limits: Limits) -
     """The fields of a request with the server's own defaults for those that it leaves out."""
     stated = {name: value for name, value in limits.sampling if name in kind.model_fields}
     return {**fields, **missing(fields, stated)}
+
+
+def _early_stopping(value: Any) -> Any:
+    if not isinstance(value, bool) and value != "never":
+        raise ValueError(f"is {shown(value)}; it must be true, false or 'never'.")
+    return value
+
+
+EarlyStop: TypeAlias = Annotated[Any, PlainValidator(_early_stopping), WithJsonSchema({"enum": [True, False, "never"]})]
 
 
 class StreamOptions(Wire):
@@ -161,6 +172,15 @@ class SamplingFields(StructuredFields):
     """Leave special tokens out of the text."""
     seed: int | None = in_range("seed")
     """The same seed gives the same text; null draws one."""
+    use_beam_search: bool = False
+    """Search for the `n` likeliest texts, best first; nothing is drawn. A stream has each whole, when all are known."""
+    beam_width: int | None = Field(None, ge=1, le=32)
+    """With use_beam_search: how many beams; null is n, and 1 is greedy."""
+    length_penalty: float | None = Field(None, ge=-100, le=100)
+    """With use_beam_search: texts rank by the sum of their log-probabilities / length ** length_penalty; null is 1."""
+    early_stopping: EarlyStop | None = None
+    """With use_beam_search: true ends at beam_width texts, false (null) where the best beam is no better than these,
+    "never" where it could not become better."""
     stream: bool = False
     """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
@@ -221,6 +241,8 @@ class SamplingFields(StructuredFields):
     def _params(self, **own: Any) -> SamplingParams:
         same = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         cap = self.speculative.cap if self.speculative else None
+        if self.use_beam_search:
+            own["beam_width"] = self.beam_width or self.n
         return SamplingParams(**same, num_speculative_tokens=cap, structured=self.structured, **own)
 
     @model_validator(mode="after")
@@ -238,8 +260,20 @@ class SamplingFields(StructuredFields):
                     "speculative.explain needs stream true: it is told step by step.", "speculative.explain"
                 )
         self._check_amounts(limits)
+        self._check_beams(limits)
         _ = self.sampling_params  # which is made now, so that what is wrong with it is found
         return self
+
+    def _check_beams(self, limits: Limits) -> None:
+        if not self.use_beam_search and self.beam_width is not None:
+            raise InputError("beam_width needs use_beam_search true.", "beam_width")
+        width = self.beam_width or self.n
+        if self.use_beam_search and (num_beams := self.num_choices // self.n * width) > limits.max_completions:
+            raise InputError(
+                f"This asks for {num_beams} beams, prompts times beam_width; at most {limits.max_completions} fit in "
+                "one request. Split it.",
+                "beam_width",
+            )
 
     def _check_amounts(self, limits: Limits) -> None:
         if self.priority and not limits.max_priority:

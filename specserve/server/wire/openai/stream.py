@@ -152,7 +152,8 @@ class ChoiceStream(Stream):
     def _ending(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """A choice's last chunk, which has no text: that came before."""
         reasons = {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
-        return {**self._choice(index, self._nothing), **reasons}
+        scores = {} if chunk.beam is None else dict(zip(("cumulative_logprob", "score"), chunk.beam, strict=True))
+        return {**self._choice(index, self._nothing), **reasons, **scores}
 
     @property
     @abstractmethod

@@ -32,9 +32,11 @@ REFUSED: dict[str, _Refusal] = {
         "is OpenAI's old name for tool_choice. Send tools and tool_choice.",
         lambda value: value not in (None, "none", "auto"),
     ),
-    # other ways to search and to fill in
-    "best_of": _Refusal("is not supported. Send n and choose among the answers.", lambda value: value not in (None, 1)),
-    "use_beam_search": _Refusal("is not supported. Leave it out.", lambda value: value not in (None, False)),
+    # other ways to choose and to fill in
+    "best_of": _Refusal(
+        "is not supported. Send n and choose among the answers, or use_beam_search and beam_width.",
+        lambda value: value not in (None, 1),
+    ),
     "suffix": _Refusal("is not supported: the model continues a prompt and does not fill a gap. Leave it out."),
     # what a client may not hand in
     "chat_template": _TEMPLATE,

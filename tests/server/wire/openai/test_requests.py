@@ -141,6 +141,16 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"priority": 2**31}, "priority"),
     ({"priority": 1}, "priority"),
     ({"priority": -1}, "priority"),
+    ({"beam_width": 2}, "beam_width"),
+    ({"use_beam_search": True, "beam_width": 33}, "beam_width"),
+    ({"use_beam_search": True, "beam_width": 2, "n": 3}, "n"),
+    ({"use_beam_search": "yes"}, "use_beam_search"),
+    ({"use_beam_search": True, "length_penalty": "x"}, "length_penalty"),
+    ({"use_beam_search": True, "early_stopping": "always"}, "early_stopping"),
+    ({"use_beam_search": True, "early_stopping": 1}, "early_stopping"),
+    ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty"),
+    ({"length_penalty": 2}, "length_penalty"),
+    ({"early_stopping": True}, "early_stopping"),
     # 23
     ({"stream": "yes"}, "stream"),
     ({"stream": 1}, "stream"),
@@ -171,7 +181,7 @@ def test_both_endpoints_refuse(make: Any, fields: dict[str, Any], param: str) ->
 
 
 @pytest.mark.parametrize("make", [chat, completion])
-@pytest.mark.parametrize("name", [name for name in REFUSED if name not in ("use_beam_search", "best_of")])
+@pytest.mark.parametrize("name", [name for name in REFUSED if name != "best_of"])
 def test_what_is_not_supported_is_refused_by_name(make: Any, name: str) -> None:
     assert_refused(make, {name: {"type": "json_object"}}, name)
     assert name not in make(**{name: None}).ignored(LIMITS)
@@ -747,3 +757,14 @@ def test_nothing_is_held_that_nobody_reads() -> None:
     assert len(many.ignored(LIMITS)) == 1024
     with pytest.raises(InputError, match="prompt does not belong here"):
         chat(**{f"unknown_{i}": 1 for i in range(5000)}, prompt="a")
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_beams(make: Any) -> None:
+    """n is the width, as in vLLM, unless there is a beam_width; the model's sampling defaults are not for them."""
+    searched = make(use_beam_search=True, n=3).sampling_params
+    assert (searched.beam_width, searched.n, searched.length_penalty, searched.early_stopping) == (3, 3, 1.0, False)
+    wide = make(use_beam_search=True, beam_width=4, length_penalty=-0.5, early_stopping="never").sampling_params
+    assert (wide.beam_width, wide.n, wide.length_penalty, wide.early_stopping) == (4, 1, -0.5, "never")
+    assert make(use_beam_search=False, n=3).sampling_params.beam_width is None
+    assert make(n=3).sampling_params.beam_width is None
