@@ -6,12 +6,12 @@ A preempted group begins again: as a search is determined by its prompt, it come
 
 **Drafts.** Where a step has verified a draft of every live beam, a chain, it may be several steps of the search: it
 goes on as long as each survivor's token is the next node of its draft, whose row was computed. So answers do not depend
-on drafts."""
+on drafts. A beam that is followed by others has them look its text up anew."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence as Many
+from collections.abc import Callable, Mapping, Sequence as Many
 
 from specserve.beams import Answer, BeamSearch, Candidate, Choice
 from specserve.cache.cache import KVCache
@@ -19,8 +19,9 @@ from specserve.engine.append import count_draft
 from specserve.engine.packed import packed
 from specserve.engine.scheduler import Scheduler
 from specserve.errors import InputError
+from specserve.runtime.pack import Step
 from specserve.structured.masks import advance
-from specserve.types import Event, Failure, FinishReason, ScheduledSeq, Sequence, Verdict
+from specserve.types import Draft, Event, Failure, FinishReason, ScheduledSeq, Sequence, Verdict
 
 _TOO_FEW = (
     "Beam search found {} answers: the grammar, allowed_token_ids, bad_words and min_tokens together leave no other. "
@@ -31,8 +32,10 @@ _TOO_FEW = (
 class BeamGroup:
     """One request's beams. `live` are those of `search`, in its order."""
 
-    def __init__(self, seqs: Many[Sequence]) -> None:
+    def __init__(self, seqs: Many[Sequence], reopen: Callable[[Sequence], None]) -> None:
+        """`reopen` is called with a sequence that has got other tokens than it had."""
         root = seqs[0]
+        self._reopen = reopen
         penalty, early = root.params.length_penalty, root.params.early_stopping
         self.seqs, self.width = seqs, len(seqs)
         self.search = BeamSearch(self.width, root.max_tokens, root.stop_ids, len(root.stop_ids), penalty, early)
@@ -62,6 +65,7 @@ class BeamGroup:
         if root.grammar is not None:
             root.grammar.rollback(root.num_output)
         del root.tokens[root.num_prompt :]
+        self._reopen(root)
         root.digests.clear()
         self.search.restart()
         self.live = [root]
@@ -102,7 +106,7 @@ class BeamGroup:
         verdicts = {}
         for seq, count in stood.items():
             nodes = shares[seq].draft.tokens[:count].tolist()
-            verdicts[seq] = Verdict([*nodes, rows[seq][count][0].token if rows[seq][count] else -1], [*range(count)])
+            verdicts[seq] = Verdict([*nodes, -1], [*range(count)])  # what follows is no node that stands
         if self.search.is_done:
             return self._answer(), verdicts
         fault = self._grow(before, chosen, shares, verdicts, cache, scheduler)
@@ -157,6 +161,7 @@ class BeamGroup:
             child = idle.pop()
             if (fault := _become(child, parent)) is not None:
                 return fault
+            self._reopen(child)
             cache.fork(parent, child, parent.cached)
             child.furthest = child.cached
             scheduler.join(child)
@@ -227,6 +232,37 @@ def _become(child: Sequence, parent: Sequence) -> Failure | None:
         return None
     child.grammar.rollback(parted)
     return advance(child, child.tokens[same:])
+
+
+def level(step: Step) -> None:
+    """Cut the drafts of beams to chains that are equally long: deeper, a survivor would have no row."""
+    groups: dict[BeamGroup, list[ScheduledSeq]] = {}
+    for each in step.seqs:
+        if each.seq.beams is not None:
+            groups.setdefault(each.seq.beams, []).append(each)
+    for shares in groups.values():
+        if not any(len(each.draft) for each in shares):
+            continue
+        paths = [_first_path(each.draft) for each in shares]
+        length = min(map(len, paths))
+        for each, path in zip(shares, paths, strict=True):
+            nodes, draft = path[:length], each.draft
+            each.draft = Draft.chain(
+                draft.tokens[nodes].tolist(),
+                jump_forward=frozenset(i for i, node in enumerate(nodes) if node in draft.jump_forward),
+                sources=[draft.sources[node] for node in nodes] if draft.sources else (),
+                own=frozenset(i for i, node in enumerate(nodes) if node in draft.own),
+            )
+
+
+def _first_path(draft: Draft) -> list[int]:
+    """From the root the first child, which is the one that its drafter prefers, and so on."""
+    if draft.is_chain:
+        return [*range(len(draft))]
+    path, parents = [-1], draft.parents.tolist()
+    while path[-1] in parents:
+        path.append(parents.index(path[-1]))
+    return path[1:]
 
 
 def fellows(seq: Sequence) -> Many[Sequence]:

@@ -7,7 +7,7 @@ import time
 
 from specserve.cache.cache import KVCache
 from specserve.engine.append import append_verdict, event
-from specserve.engine.beams import BeamGroup, fellows
+from specserve.engine.beams import BeamGroup, fellows, level
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
@@ -69,7 +69,7 @@ class Engine:
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         group = sequences(request, self.limits, grammar, adapter)
         check_first_token(group[0], self.limits.vocab_size)
-        beams = None if request.params.beam_width is None else BeamGroup(group)
+        beams = None if request.params.beam_width is None else BeamGroup(group, self.policy.reopen)
         if beams is not None:
             beams.check(self.cache, self.scheduler.max_num_seqs)
         self.drafting.begin(group, request.drafter)
@@ -111,6 +111,7 @@ class Engine:
         with timed("total"):
             step = self.scheduler.pick()
             self.drafting.draft(step)
+            level(step)
             inputs, scored = pack_step(step, self.executor.row_multiple)
             self.executor.start(inputs)
             masks = Masks(step.sampled, -(-self.limits.vocab_size // 32))

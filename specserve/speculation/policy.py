@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from specserve.config import DEFAULT_NUM_SPECULATIVE_TOKENS
 from specserve.errors import ConfigError, InputError, unknown
 from specserve.registry import AUTO, DRAFTERS, NONE, RUNS_MODEL
+from specserve.speculation.base import Needs
 from specserve.speculation.constants import MOST_JUMP_FORWARD
 from specserve.speculation.context import TargetContext
 from specserve.speculation.host import DraftHost
@@ -65,20 +66,23 @@ class Policy:
         """Choose who drafts for the completions of a request, which names `drafter` or, with None, leaves it to us.
         Raises InputError for a name that does not exist (with near misses) or a drafter that no request can bring
         about; then nothing changed."""
-        jump_forward = drafter != NONE
-        if group[0].params.beam_width is not None:
-            drafter = _of_beams(drafter)
         predicted = drafter is None and group[0].prediction and PREDICTION not in {p.name for p in self._own.parts}
         named = PREDICTION if predicted else drafter
-        host = self._own if named is None else self._host(named)
+        host, of_beams = self._own if named is None else self._host(named), group[0].params.beam_width is not None
+        if of_beams and host.active and not (host.is_trimmable and any(map(_reads_own_text, host.parts))):
+            if named is not None:
+                reason = f"drafter: {named!r} drafts no beams, as ngram and prediction do."
+                raise InputError(f"{reason} Name one of these, or none.", "drafter")
+            host = self._host(NONE)
         most = self.num_tokens if self.num_tokens or named is None else DEFAULT_NUM_SPECULATIVE_TOKENS
         for seq in group:
             seq.drafter = seq.stats.drafter = host.name
             seq.draft_limit = most if host.active else 0
-            seq.jump_forward = jump_forward
+            seq.jump_forward = drafter != NONE
             longest = MOST_JUMP_FORWARD if seq.grammar is not None and seq.jump_forward else 0
             seq.stats.longest_draft = max(longest, seq.draft_limit)
-            self.parts[seq] = [part for part in host.parts if seq.prediction or part.name != PREDICTION]
+            parts = [part for part in host.parts if seq.prediction or part.name != PREDICTION]
+            self.parts[seq] = [part for part in parts if not of_beams or _reads_own_text(part)]
             for part in self.parts[seq]:
                 self._num_seqs[part] += 1
                 part.begin(seq)
@@ -95,6 +99,12 @@ class Policy:
             limit = min(limit, seq.params.num_speculative_tokens)
         left = min(seq.max_tokens - seq.num_output, self._max_model_len - len(seq.tokens)) - 1
         return max(0, min(limit, left))
+
+    def reopen(self, seq: Sequence) -> None:
+        """A beam has other tokens than it had."""
+        for part in self.parts[seq]:
+            part.end(seq)
+            part.begin(seq)
 
     def end(self, seq: Sequence) -> None:
         for part in self.parts.pop(seq):
@@ -160,15 +170,9 @@ class Policy:
         return host
 
 
-def _of_beams(drafter: str | None) -> str:
-    """Beams are drafted for together: by their grammar, where it forces a token of each. Raises InputError."""
-    if drafter not in (None, NONE):
-        raise InputError(
-            f"drafter is {drafter!r} and beams have none: what a grammar leaves no choice of is drafted for all of "
-            "them. Leave it out.",
-            "drafter",
-        )
-    return NONE
+def _reads_own_text(host: DraftHost) -> bool:
+    """Whether it drafts from nothing but the sequence: from what it was told, others would learn of beams that end."""
+    return host.needs == Needs(observes=False)
 
 
 def _named(host: DraftHost) -> dict[str, DraftHost]:

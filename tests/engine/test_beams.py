@@ -18,6 +18,7 @@ from specserve.engine.packed import Packed
 from specserve.engine.request import Request
 from specserve.errors import InputError
 from specserve.runtime.executor import local
+from specserve.sampling.bad_words import of_ids
 from specserve.structured.base import Grammar
 from specserve.structured.spec import Structured
 from specserve.testing import check_integrity, write_tiny_model
@@ -262,7 +263,7 @@ def test_what_could_never_run_is_refused(tiny: Path) -> None:
             engine.add(Request(id="b", prompt_ids=prompt(1), params=params))
         assert refused.value.param == "beam_width"
     with pytest.raises(InputError, match="drafter"):
-        engine.add(Request(id="b", prompt_ids=prompt(1), params=beams(2), drafter="ngram"))
+        engine.add(Request(id="b", prompt_ids=prompt(1), params=beams(2), drafter="suffix"))
     assert not engine.has_work and not engine.requests and not engine.policy.parts
 
 
@@ -353,3 +354,35 @@ def test_the_real_model(smollm2_safetensors: Path, width: int, penalty: float, e
     for text in ("The capital of France is", "def fibonacci(n):\n"):
         ids = tokenizer(text)["input_ids"]
         same(search(engine, ids, params), expected(reference, ids, params, sorted(engine.limits.eos_ids)))
+
+
+@pytest.mark.parametrize(("drafter", "adaptive"), [("ngram", False), ("auto", False), ("auto", True)])
+def test_looked_up_drafts_change_nothing(tiny: Path, engine: Engine, drafter: str, adaptive: bool) -> None:
+    """Also beside ordinary requests, and where memory is short."""
+    wide = [Request(id=f"b{i}", prompt_ids=prompt(i) * 2, params=beams(4, max_tokens=20)) for i in range(3)]
+    alone: dict[tuple[str, int], list[int]] = {}
+    for request in [*wide, *ordinary(3)]:
+        alone |= run(engine, [request])
+    for options in ({}, {"blocks": 24}):
+        drafting = make(tiny, drafter=drafter, **{"adaptive": adaptive, **options})
+        assert run(drafting, [*wide, *ordinary(3)]) == alone
+        assert (drafting.counters.num_preemptions > 0) == ("blocks" in options)
+        assert drafting.policy.num_dropped == 0
+
+
+@pytest.mark.parametrize("source", ["ngram", "prediction"])
+def test_looked_up_drafts_of_all_beams_are_accepted(tiny: Path, engine: Engine, source: str) -> None:
+    """Two texts alone may come: one token, or another, again and again."""
+    words = of_ids([(40, 41), (41, 40)])
+    params = beams(2, allowed_token_ids=[40, 41], max_tokens=30, ignore_eos=True)
+    asked: dict[str, Any] = {"prediction": (40,) * 30 + (41,) * 30} if source == "prediction" else {"drafter": "ngram"}
+    found = []
+    for more in ({"drafter": "none"}, asked):
+        engine.add(Request(id="b", prompt_ids=prompt(1), params=params, bad_words=words, **more))
+        stats, before = engine.requests["b"][0].stats, engine.counters.num_steps
+        events = finish(engine)
+        found.append(answers(events, "b"))
+        assert stats.num_accepted_tokens == 30 - stats.num_steps == 30 - (engine.counters.num_steps - before)
+    assert found[0] == found[1]
+    assert {tuple(ids) for ids, _ in found[0]} == {(40,) * 30, (41,) * 30}
+    assert stats.num_accepted_tokens > 15
