@@ -159,6 +159,21 @@ def test_structured_answers_are_those_alone(tiny: Path, adapters: dict[str, Path
     assert len(set(together)) > 4
 
 
+def test_beams_are_searched_through_the_adapter(tiny: Path, adapters: dict[str, Path]) -> None:
+    def found(llm: LLM, name: str | None) -> list[tuple[list[int], float]]:
+        outputs = llm.beam_search([PROMPTS[0]], SamplingParams(max_tokens=8), beam_width=4, adapter=name)[0].outputs
+        return [(each.token_ids, each.cumulative_logprob) for each in outputs]
+
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 160, "drafter": "ngram", "max_loras": 2}
+    with LLM(str(tiny), lora=[f"{name}={adapters[name]}" for name in NAMES[:4]], **options) as llm:
+        first = [found(llm, name) for name in (None, *NAMES[:4])]
+        assert [found(llm, name) for name in (None, *NAMES[:4])] == first
+        assert len({str(each) for each in first}) == 5
+        with llm.exclusive() as engine:
+            assert all(each.num_running == each.num_open == 0 for each in engine.adapters._placed)
+            check_integrity(engine.cache, [])
+
+
 def test_prefixes_are_found_by_what_an_adapter_is(tiny: Path, adapters: dict[str, Path]) -> None:
     """Adapters of the same numbers share, under whatever names; others never do."""
     built = make(tiny, {"a": adapters[NAMES[1]], "b": adapters[NAMES[2]], "again": adapters[NAMES[1]]}, drafter="none")
