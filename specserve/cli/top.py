@@ -31,6 +31,7 @@ from specserve.terminal import FittedTable, console
 
 SERVER = Group("Server", sort_key=0)
 URL = "http://127.0.0.1:8000"
+_MOST_ADAPTERS = 6  # lines
 _TIMEOUT_S = 5.0
 _LATENCIES = {
     "time_to_first_token": "time to first token",
@@ -139,7 +140,10 @@ def frame(address: str, stats: Stats) -> RenderableType:
     """The figures of one look. Raises ConfigError when they are not those of this version's GET /stats."""
     try:
         return Panel(
-            Stack(_requests(stats), _memory(stats), "", _latencies(stats), "", *_drafts(stats), _steps(stats)),
+            Stack(
+                *(_requests(stats), _memory(stats), "", _latencies(stats), ""),
+                *(*_drafts(stats), *_adapters(stats), _steps(stats)),
+            ),
             title=Text(f"{clip(stats['model'])} at {address}", "bold"),
             subtitle=_state(stats),
             width=100,
@@ -247,6 +251,22 @@ def _drafts(stats: Stats) -> list[RenderableType]:
         spent = _number(1e3 * seconds / num_steps if seconds and num_steps else None, 3)
         sources.add_row(Text(clip(name)), f"{drafted:,}", f"{accepted:,}", share, spent)
     return [table, "", sources, ""] if sources.row_count else [table]
+
+
+def _adapters(stats: Stats) -> list[RenderableType]:
+    """What the adapters had that answered most; nothing where no request has named one."""
+    table = _table("adapter", "ended", "tokens out", "tokens a step", "accepted")
+    by_tokens = sorted(stats["adapters"].items(), key=lambda item: (-item[1]["num_generated_tokens"], item[0]))
+    for name, each in by_tokens[:_MOST_ADAPTERS]:
+        steps, drafted, accepted = each["num_steps"], each["num_draft_tokens"], each["num_accepted_tokens"]
+        table.add_row(
+            Text(clip(name)),
+            f"{each['num_completions']:,}",
+            f"{each['num_generated_tokens']:,}",
+            _number(1 + accepted / steps if steps else None, 2),
+            _share(accepted / drafted if drafted else None),
+        )
+    return [table, ""] if table.row_count else []
 
 
 def _steps(stats: Stats) -> RenderableType:

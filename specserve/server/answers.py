@@ -61,7 +61,7 @@ class _Answer:
         self._events: deque[Event | SpecserveError] = deque()  # not taken yet
         self._collector = Collector(self.output, request.params, tokenizer, self._stop, lazily=True)
         port.submit(request, self._notify)
-        self._metrics.begin(request.id, request.params.n, len(request.prompt_ids))
+        self._metrics.begin(request.id, request.params.n, len(request.prompt_ids), request.adapter)
 
     def take(self, most: int) -> list[Chunk]:
         """What has come since the last time, of so many events. Raises the error that ended the request, once all

@@ -49,13 +49,14 @@ def log_request(
     client: str | None = None,
     key: int | None = None,
     error: str | None = None,
+    adapter: str | None = None,
     num_prompt_tokens: int | None = None,
     num_output_tokens: int | None = None,
     mean_acceptance_length: float | None = None,
 ) -> None:
     """Record a request that was answered: a warning if the fault was the server's. What is None is left out. Without a
     `request_id` it is the one of the context. `client` is an address, `key` the number of an API key, `error` a code of
-    errors."""
+    errors, `adapter` a LoRA adapter's name."""
     method, path = clip(method), clip(path)
     known = {
         "request_id": request_id,
@@ -66,6 +67,7 @@ def log_request(
         "status": status,
         "error": error,
         "milliseconds": round(milliseconds, 3),
+        "adapter": adapter,
         "num_prompt_tokens": num_prompt_tokens,
         "num_output_tokens": num_output_tokens,
         "mean_acceptance_length": mean_acceptance_length,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, get_args
 
 from specserve.server import metrics_report
@@ -15,10 +16,12 @@ from specserve.server.metrics_totals import (
     GAP_BOUNDS,
     REQUEST_BOUNDS,
     Acceptance,
+    AdapterUse,
     Engines,
     Histogram,
     Traffic,
     Window,
+    use_of,
 )
 from specserve.types import Event, FinishReason, SequenceStats
 
@@ -32,9 +35,10 @@ _MOST_OPEN = 65_536  # far above any queue; who forgets to end requests here can
 class _Open:
     """A request whose completions have not all ended."""
 
-    __slots__ = ("last_event", "num_left", "num_prompt_tokens", "num_tokens", "stopped")
+    __slots__ = ("last_event", "num_left", "num_prompt_tokens", "num_tokens", "stopped", "use")
 
-    def __init__(self, num_completions: int, num_prompt_tokens: int) -> None:
+    def __init__(self, num_completions: int, num_prompt_tokens: int, use: AdapterUse | None) -> None:
+        self.use = use  # of its adapter
         self.num_left = num_completions
         self.num_prompt_tokens = num_prompt_tokens  # 0 once they are counted
         self.last_event: list[float | None] = [None] * num_completions
@@ -81,7 +85,7 @@ class Times:
 class Metrics:
     """Counts for one served model. `clock` gives seconds, on the scale of SequenceStats.
 
-    Its memory is bounded: one entry a request that is open, one a drafter, and windows of fixed size.
+    Its memory is bounded: one entry a request that is open, one a drafter, so many adapters, and windows of fixed size.
     """
 
     def __init__(self, model: str, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -91,15 +95,17 @@ class Metrics:
         self.traffic = Traffic(self.started)
         self.times = Times()
         self.acceptance: dict[str, Acceptance] = {}  # by drafter
+        self.adapters: dict[str, AdapterUse] = {}  # by name, as far as they have labels
         self.ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.refusals: dict[str, int] = dict.fromkeys([*map(str, REFUSALS), "other"], 0)
         self.engines = Engines()
         self._open: dict[str, _Open] = {}
         self._line = metrics_report.Line(self.started)
 
-    def begin(self, request_id: str, num_completions: int, num_prompt_tokens: int) -> None:
+    def begin(self, request_id: str, num_completions: int, num_prompt_tokens: int, adapter: str | None = None) -> None:
         """A request goes to the engine under this id."""
-        self._open[request_id] = _Open(num_completions, num_prompt_tokens)
+        use = None if adapter is None else use_of(self.adapters, adapter)
+        self._open[request_id] = _Open(num_completions, num_prompt_tokens, use)
         if len(self._open) > _MOST_OPEN:
             del self._open[next(iter(self._open))]
 
@@ -144,6 +150,7 @@ class Metrics:
             ended=self.ended,
             refusals=self.refusals,
             acceptance=self.acceptance,
+            adapters=self.adapters,
             times=vars(self.times),
         )
         return exposition(service)
@@ -162,6 +169,7 @@ class Metrics:
             "tokens": metrics_report.tokens(self.traffic.total, flow, seconds),
             "latency_ms": metrics_report.latency(self.times.windows),
             "speculation": metrics_report.speculation(self.acceptance, flow, totals),
+            "adapters": {name: asdict(use) for name, use in self.adapters.items()},
             "requests": dict(self.ended),
             "refused": {status: count for status, count in self.refusals.items() if count},
         }
@@ -181,6 +189,9 @@ class Metrics:
         last = request.last_event[index]
         request.last_event[index] = now
         request.num_tokens[index] += count
+        if request.use is not None:
+            request.use.num_generated_tokens += count
+            request.use.num_prompt_tokens += request.num_prompt_tokens  # none once they are counted
         if last is None:
             flow.num_prompt_tokens += request.num_prompt_tokens  # once a request, whatever n is
             request.num_prompt_tokens = 0
@@ -191,6 +202,8 @@ class Metrics:
         assert event.finish_reason is not None, "only an end ends"
         reason = "stop" if event.index in request.stopped else event.finish_reason
         self.ended[reason] += 1
+        if request.use is not None:
+            request.use.end(event.stats)
         if event.stats is not None:
             self.acceptance.setdefault(event.stats.drafter, Acceptance()).add(event.stats)
             self.times.add(event.stats, request.num_tokens[event.index], reason in _ENDED_WELL)

@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from specserve.server.engine.messages import Gauges
-from specserve.server.metrics_totals import STEP_PHASES, Acceptance, Flow, Histogram, together
+from specserve.server.metrics_totals import STEP_PHASES, Acceptance, AdapterUse, Flow, Histogram, together
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 OWN, SHARED = "specserve:", ("specserve:", "vllm:")
@@ -41,6 +41,7 @@ class Service:
     ended: Mapping[str, int]
     refusals: Mapping[str, int]
     acceptance: Mapping[str, Acceptance]
+    adapters: Mapping[str, AdapterUse]
     times: Mapping[str, Any]
 
 
@@ -115,6 +116,8 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
         ("drafts_dropped", "Drafts that broke the contract and were not verified.", engine.num_drafts_dropped),
         ("jump_forward_tokens", "Tokens drafted because a grammar forced them.", whole.num_jump_forward_tokens),
         ("accepted_jump_forward_tokens", "Those of them that were accepted.", whole.num_accepted_jump_forward_tokens),
+        ("adapter_slot_loads", "LoRA adapters that got a slot.", engine.num_adapter_loads),
+        ("adapter_slot_evictions", "LoRA adapters that lost theirs to another.", engine.num_adapter_evictions),
     ):
         yield make.counter(OWN + name, text, value)
     seconds = {phase: engine.seconds[phase] for phase in STEP_PHASES}
@@ -123,6 +126,9 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
     for name, text in _BY_DRAFTER.items():
         values = {drafter: getattr(each, name) for drafter, each in service.acceptance.items()}
         yield make.counters(f"{OWN}drafter_{name}", text, "drafter", values)
+    for name, text in _BY_ADAPTER.items():
+        values = {adapter: getattr(use, name) for adapter, use in service.adapters.items()}
+        yield make.counters(f"{OWN}adapter_{name}", text, "adapter", values)
     for place, (name, text) in enumerate(_BY_SOURCE.items()):
         counts = {source: counts[place] for source, counts in whole.by_source.items()}
         yield make.counters(f"{OWN}source_{name}", text, "source", counts)
@@ -135,6 +141,14 @@ _BY_DRAFTER = {
     "num_drafts": "Drafts that were verified, by drafter.",
     "num_draft_tokens": "Tokens of these drafts by drafter.",
     "num_accepted_tokens": "Accepted tokens of these drafts by drafter.",
+}
+_BY_ADAPTER = {
+    "num_completions": "Ended completions of requests with a LoRA adapter, by its name.",
+    "num_prompt_tokens": "Their prompt tokens, once they came to their first token.",
+    "num_generated_tokens": "Their output tokens.",
+    "num_steps": "Their verify steps, without a draft too.",
+    "num_draft_tokens": "Draft tokens that were verified in them.",
+    "num_accepted_tokens": "Those of them that were accepted.",
 }
 _BY_SOURCE = {
     "num_draft_tokens": "Draft tokens of ended completions by who proposed them; one of two drafters counts for both.",

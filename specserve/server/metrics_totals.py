@@ -13,6 +13,8 @@ from specserve.types import SequenceStats
 
 STEP_PHASES = (*PHASES, "host")  # they add up to the whole of a step
 RATE_SECONDS = 10
+MOST_ADAPTERS = 32  # that have a label of their own; later ones share OTHER
+OTHER = "other"
 WINDOW = 1024  # completions over which percentiles are taken
 
 # vLLM's buckets, in seconds: what draws its histograms draws these.
@@ -162,10 +164,35 @@ def together(parts: Iterable[Acceptance]) -> Acceptance:
     return whole
 
 
+@dataclass(slots=True)
+class AdapterUse:
+    """What requests with one LoRA adapter had. Steps and drafts are of completions that ended."""
+
+    num_completions: int = 0  # ended
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def end(self, stats: SequenceStats | None) -> None:
+        self.num_completions += 1
+        if stats is not None:
+            self.num_steps += stats.num_steps
+            self.num_draft_tokens += stats.num_draft_tokens
+            self.num_accepted_tokens += stats.num_accepted_tokens
+
+
+def use_of(uses: dict[str, AdapterUse], adapter: str) -> AdapterUse:
+    """That of an adapter. Names come and go while a server runs, and labels of metrics stay: only so many get one."""
+    name = adapter if adapter in uses or len(uses) < MOST_ADAPTERS else OTHER
+    return uses.setdefault(name, AdapterUse())
+
+
 _NO_ENGINE = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys((*STEP_PHASES, "total"), 0.0), {})
 _SUMMED = (
     "num_steps", "num_rows", "num_preemptions", "num_prefix_query_tokens", "num_prefix_hit_tokens",
-    "num_drafts_dropped",
+    "num_drafts_dropped", "num_adapter_loads", "num_adapter_evictions",
 )  # fmt: skip
 
 

@@ -33,12 +33,12 @@ SECONDS = {"draft": 0.5, "forward": 3.0, "sample": 0.25, "host": 0.25}
 GAUGES = Gauges(2, 1, 75, 100, 40, 90, 80, 3, 64, 16, 5, SECONDS, {"suffix": 0.25, "ngram": 0.125})
 
 
-def figures(model: str = "smollm2-135m") -> dict[str, Any]:
+def figures(model: str = "smollm2-135m", adapter: str | None = None) -> dict[str, Any]:
     """GET /stats after two requests, 3700 s after the start, in the second after they ended."""
     now = 1000.0
     metrics = Metrics(model, lambda: now)
     now = 4700.0
-    metrics.begin("1", 1, 11)
+    metrics.begin("1", 1, 11, adapter)
     metrics.begin("2", 1, 5)
     drafted = SequenceStats(
         4699.0,

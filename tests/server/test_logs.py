@@ -226,7 +226,7 @@ def test_an_answered_request() -> None:
     found = said(
         lambda: log_request(
             method="POST", path="/v1/completions", status=200, milliseconds=12.3456, request_id="r1",
-            client="192.0.2.1", key=2, error="engine_error",
+            client="192.0.2.1", key=2, error="engine_error", adapter="fr",
             num_prompt_tokens=5, num_output_tokens=9, mean_acceptance_length=1.8,
         )
     )  # fmt: skip
@@ -234,7 +234,7 @@ def test_an_answered_request() -> None:
     assert found == {
         "level": "info", "logger": "specserve.access", "message": "POST /v1/completions 200 in 12.3 ms",
         "request_id": "r1", "method": "POST", "path": "/v1/completions", "status": 200, "milliseconds": 12.346,
-        "client": "192.0.2.1", "key": 2, "error": "engine_error",
+        "client": "192.0.2.1", "key": 2, "error": "engine_error", "adapter": "fr",
         "num_prompt_tokens": 5, "num_output_tokens": 9, "mean_acceptance_length": 1.8,
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ from specserve.server.metrics import CONTENT_TYPE, Metrics
 from specserve.server.metrics_totals import (
     FIRST_TOKEN_BOUNDS,
     GAP_BOUNDS,
+    MOST_ADAPTERS,
     REQUEST_BOUNDS,
     Engines,
     Flow,
@@ -60,6 +61,14 @@ OWN = {
     "drafts_dropped": "counter",
     "jump_forward_tokens": "counter",
     "accepted_jump_forward_tokens": "counter",
+    "adapter_slot_loads": "counter",
+    "adapter_slot_evictions": "counter",
+    "adapter_num_completions": "counter",
+    "adapter_num_prompt_tokens": "counter",
+    "adapter_num_generated_tokens": "counter",
+    "adapter_num_steps": "counter",
+    "adapter_num_draft_tokens": "counter",
+    "adapter_num_accepted_tokens": "counter",
     "step_time_seconds": "counter",
     "refused": "counter",
     "drafter_num_steps": "counter",
@@ -69,6 +78,16 @@ OWN = {
     "source_num_draft_tokens": "counter",
     "source_num_accepted_tokens": "counter",
     "source_draft_seconds": "counter",
+}
+
+# of the first request of `play`
+FRENCH = {
+    "num_completions": 2,
+    "num_prompt_tokens": 11,
+    "num_generated_tokens": 8,
+    "num_steps": 4,
+    "num_draft_tokens": 13,
+    "num_accepted_tokens": 4,
 }
 
 
@@ -96,6 +115,7 @@ def gauges(**values: Any) -> Gauges:
         "num_running": 2, "num_waiting": 1, "num_free_blocks": 75, "num_blocks": 100, "num_steps": 40, "num_rows": 90,
         "num_advanced": 80, "num_preemptions": 3, "num_prefix_query_tokens": 64, "num_prefix_hit_tokens": 16,
         "num_drafts_dropped": 5, "seconds": seconds, "draft_seconds": {"ngram": 0.25, "suffix": 0.125},
+        "num_adapter_loads": 4, "num_adapter_evictions": 1,
     }  # fmt: skip
     return Gauges(**base | values)
 
@@ -124,7 +144,7 @@ def value(metrics: Metrics, name: str, of: Gauges | None = None, **labels: str) 
 
 def play(metrics: Metrics, clock: Clock) -> None:
     """Two requests. The first has two completions, one drafted to its length and one aborted; the second is plain."""
-    metrics.begin("7", num_completions=2, num_prompt_tokens=11)
+    metrics.begin("7", num_completions=2, num_prompt_tokens=11, adapter="fr")
     metrics.begin("8", num_completions=1, num_prompt_tokens=5)
     clock.now = 1000.5
     metrics.notify(Event("7", 0, [1, 2, 3]))
@@ -202,6 +222,8 @@ def test_counters_after_a_script(metrics: Metrics, clock: Clock) -> None:
         "drafts_dropped_total": 5,
         "jump_forward_tokens_total": 5,
         "accepted_jump_forward_tokens_total": 3,
+        "adapter_slot_loads_total": 4,
+        "adapter_slot_evictions_total": 1,
     }
 
 
@@ -223,6 +245,20 @@ def test_labelled_counters_after_a_script(metrics: Metrics, clock: Clock) -> Non
     assert labelled(found, "source_num_draft_tokens_total") == {"ngram": 8, "jump_forward": 5}
     assert labelled(found, "source_num_accepted_tokens_total") == {"ngram": 1, "jump_forward": 3}
     assert labelled(found, "source_draft_seconds_total") == {"ngram": 0.25, "suffix": 0.125}
+    of_adapters = {name: labelled(found, f"adapter_{name}_total") for name in FRENCH}
+    assert of_adapters == {name: {"fr": count} for name, count in FRENCH.items()}
+
+
+def test_adapters_beyond_a_number_share_a_label(metrics: Metrics) -> None:
+    names = [f"a{number}" for number in range(MOST_ADAPTERS + 9)]
+    for turn in range(2):
+        for name in names:
+            metrics.begin(f"{name} {turn}", 1, 4, name)
+            metrics.notify(Event(f"{name} {turn}", 0, [5], finish_reason="stop", stats=SequenceStats(num_steps=1)))
+    found = samples(metrics)
+    expected = {**dict.fromkeys(names[:MOST_ADAPTERS], 2), "other": 18}
+    assert labelled(found, "adapter_num_completions_total") == expected
+    assert labelled(found, "adapter_num_prompt_tokens_total") == {name: 4 * n for name, n in expected.items()}
 
 
 # count and sum of seconds; the aborted completion has no decode and no end-to-end time
@@ -494,6 +530,7 @@ def test_stats_after_a_script(metrics: Metrics, clock: Clock) -> None:
                 "suffix": {"num_draft_tokens": 0, "num_accepted_tokens": 0, "draft_seconds": 0.125},
             },
         },
+        "adapters": {"fr": FRENCH},
         "requests": {"stop": 1, "length": 1, "abort": 1, "error": 0},
         "refused": {"429": 1},
     }

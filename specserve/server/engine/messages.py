@@ -81,6 +81,8 @@ class Gauges:
     num_drafts_dropped: int
     seconds: dict[str, float]
     draft_seconds: dict[str, float]
+    num_adapter_loads: int = 0  # into slots
+    num_adapter_evictions: int = 0  # from slots that other adapters needed
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):

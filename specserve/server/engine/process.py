@@ -199,6 +199,8 @@ class EngineProcess:
             num_drafts_dropped=counters.num_drafts_dropped,
             seconds=counters.seconds,
             draft_seconds=counters.draft_seconds,
+            num_adapter_loads=engine.adapters.num_loads,
+            num_adapter_evictions=engine.adapters.num_evictions,
         )
 
 

@@ -14,7 +14,16 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from specserve.server.http.context import context, route_path
-from specserve.server.http.respond import CHUNKED, FAILURE, IGNORED, OUTPUTS, TENANT, json_response, public_error
+from specserve.server.http.respond import (
+    ADAPTER,
+    CHUNKED,
+    FAILURE,
+    IGNORED,
+    OUTPUTS,
+    TENANT,
+    json_response,
+    public_error,
+)
 from specserve.server.logs import log_request, request_id
 from specserve.server.wire.anthropic_api.models import VERSION_HEADER
 from specserve.server.wire.anthropic_api.requests import anthropic_error
@@ -82,6 +91,7 @@ def _record(request: web.Request, status: int, milliseconds: float) -> None:
         key=request.get(KEY_NUMBER),
         error=failure.code if failure else None,
         milliseconds=milliseconds,
+        adapter=request.get(ADAPTER),
         num_prompt_tokens=_total(len(output.prompt_token_ids) for output in request.get(OUTPUTS, ())),
         num_output_tokens=_total(len(c.token_ids) for output in request.get(OUTPUTS, ()) for c in output.outputs),
         mean_acceptance_length=1 + sum(s.num_accepted_tokens for s in stats) / num_steps if num_steps else None,

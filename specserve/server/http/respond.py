@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 IGNORED = web.RequestKey("ignored", str)  # a header's value: names in the request that mean nothing here
 OUTPUTS = web.RequestKey("outputs", Sequence[RequestOutput])  # for the log, of requests that reached the engine
+ADAPTER = web.RequestKey("adapter", str)  # that they name, for the log
 CHUNKED = web.RequestKey("chunked", bool)  # a head was made, and not sent, that has what follows come in chunks
 FAILURE = web.RequestKey("failure", WireError)  # what the client was told, for the log; perhaps after a 200
 TENANT = web.RequestKey("tenant", bytes)  # digest of the request's API key, where there are keys
@@ -59,6 +60,8 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
             ignore(request, names)
     with server.service.start(requests, call.place.end_one) as answers, _expiring(answers, last_start):
         request[OUTPUTS] = answers.outputs
+        if (adapter := requests[0].request.adapter) is not None:
+            request[ADAPTER] = adapter
         if call.stream:
             return await _Streaming(request, call, answers, end).run()
         async with asyncio.timeout_at(end):

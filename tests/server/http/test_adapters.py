@@ -78,6 +78,22 @@ def test_every_api_answers_from_the_adapter_that_it_names(server: Any) -> None:
     assert len({tuple(each) for each in answers}) == 3
     reply = server.post("/v1/completions", {**COMPLETION, "model": "one"})
     assert reply.json["model"] == "one"
+
+
+def test_metrics_tell_adapters_apart(server: Any) -> None:
+    def counted(name: str) -> dict[str, dict[str, int]]:
+        return dict(server.get("/stats").json["adapters"].get(name, {}))
+
+    before = counted("two")
+    assert len(tokens(server, model="two")) == len(tokens(server)) == 12
+    after = counted("two")
+    assert {name: after[name] - before.get(name, 0) for name in ("num_completions", "num_generated_tokens")} == {
+        "num_completions": 1,
+        "num_generated_tokens": 12,
+    }
+    text = server.get("/metrics").body.decode()
+    assert f'adapter_num_completions_total{{adapter="two",model_name="tiny"}} {after["num_completions"]}.0' in text
+    assert 'adapter_slot_loads_total{model_name="tiny"}' in text
     asked = {
         "/v1/chat/completions": (CHAT, lambda body: body["choices"][0]["message"]["content"]),
         "/v1/messages": (CHAT, lambda body: body["content"][0]["text"]),

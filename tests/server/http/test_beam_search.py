@@ -48,7 +48,11 @@ def test_conversations_grammars_and_stop_texts(server: Any) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"speculative": {"drafter": "suffix"}}, "speculative.drafter"), ({"beam_width": 1, "n": 2}, "n"), ({"top_k": "x"}, "top_k")],
+    [
+        ({"speculative": {"drafter": "suffix"}}, "speculative.drafter"),
+        ({"beam_width": 1, "n": 2}, "n"),
+        ({"top_k": "x"}, "top_k"),
+    ],
 )
 def test_what_contradicts_is_refused_by_name(server: Any, fields: dict[str, Any], param: str) -> None:
     response = server.post("/v1/completions", {**BODY, **fields})
