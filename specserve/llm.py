@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.progress import Progress
 
 from specserve.adapters import AdapterInfo, AdapterSource
 from specserve.beams import EarlyStopping
 from specserve.checkpoint.generation_config import AUTO, check_named, stated_by
+from specserve.checkpoint.pooling import CONFIG as POOLING_CONFIG, read_pooling
 from specserve.config import DEFAULT_MODEL, EngineConfig
 from specserve.engine.build import build
 from specserve.engine.compiling import Compiling
@@ -27,7 +30,7 @@ from specserve.engine.engine import Engine
 from specserve.engine.outputs import Chunk, Collector, CompletionOutput, RequestOutput
 from specserve.engine.port import LocalPort
 from specserve.engine.request import Request
-from specserve.errors import EngineError, Interrupted, SpecserveError
+from specserve.errors import EngineError, Interrupted, ModelError, SpecserveError
 from specserve.machine.ownership import Ownership, interrupted_after
 from specserve.prompts import Messages, Prediction, Prompt, Requests, as_conversations, as_prompts, one_each
 from specserve.speculation.host import DraftHost
@@ -78,7 +81,7 @@ class LLM:
         self.device, self.dtype, self.threads = built.device, built.dtype, built.threads
         self.quantization, self.summary = built.quantization, built.summary
         self._requests = Requests(self.tokenizer, stated_by(generation_config, built.folder))
-        self._loader = built.loader
+        self._loader, self._folder = built.loader, built.folder
         self._port: LocalPort | None = LocalPort(
             built.engine, Compiling(built.compiler, built.tokenizer.markers), built.loader
         )
@@ -156,6 +159,21 @@ class LLM:
             early_stopping=early_stopping,
         )
         return self.generate(prompts, params, adapter=adapter, progress=progress)
+
+    def embed(
+        self, prompts: Prompt | Many[Prompt], *, dimensions: int | None = None, adapter: str | None = None
+    ) -> list[NDArray[np.float32]]:
+        """The embedding of each prompt, float32 [numbers], by a model that was made for that; or the first `dimensions`
+        numbers of it, of length 1 again. Raises ModelError for other models, InputError as `generate`."""
+        pooling = read_pooling(self._folder)
+        if pooling is None:
+            raise ModelError(f"{self.config.model} was not made for embeddings: its folder has no {POOLING_CONFIG}.")
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        fields = self._requests.fields("none", None, adapter=adapter, embeds=True)
+        outputs = self._run([self._requests.of_prompt(each, params, **fields) for each in as_prompts(prompts)], False)
+        if failed := [each.outputs[0].error for each in outputs if each.outputs[0].error is not None]:
+            raise EngineError(failed[0])
+        return [pooling.embedding(output.embedding or b"", dimensions) for output in outputs]
 
     def stream(
         self,

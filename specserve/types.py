@@ -235,6 +235,8 @@ class Sequence:
     draft_cached: int = 0  # leading tokens, then nodes of the draft, with KV of the drafter's model; set by its runner
     furthest: int = 0  # the highest `cached` it has had, set by the engine
     digests: list[bytes] = field(default_factory=list)  # of its leading blocks, as far as the cache needed them
+    embeds: bool = False  # its prompt's last state is asked for
+    embedding: bytes | None = None
     grammar: GuardedState | None = None
     edits: object = None  # set by sampling: what its parameters come to, in part shared with `parent`
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per output token, if asked for
@@ -362,6 +364,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     stats: SequenceStats | None = None
     explained: Explained | None = None  # if asked for; comes with tokens
     beam: tuple[float, float] | None = None  # of a beam's answer: its cumulative log-probability, and its score
+    embedding: bytes | None = None  # of a request that embeds: float32 [hidden], the last prompt token's final state
 
 
 class GrammarState(Protocol):

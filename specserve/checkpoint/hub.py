@@ -17,6 +17,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from specserve.checkpoint import pooling
 from specserve.checkpoint.fetching import HubFile, fetch, num_bytes_here
 from specserve.checkpoint.folder import weight_map
 from specserve.checkpoint.home import cache_folder
@@ -172,10 +173,12 @@ def _fetch(name: HubName, head: bool, start: Start) -> Pulled:
 
 
 def _hub_file(sibling: Any) -> HubFile | None:
-    """A file in the repository's own folder; None for others, and names or digests that are none."""
+    """A file in the repository's own folder, or how embeddings are pooled; None for others, and names or digests that
+    are none."""
     lfs = sibling.lfs
     digest = str(sibling.blob_id if lfs is None else lfs.sha256)
-    if not re.fullmatch(r"\w[\w.-]*", sibling.rfilename) or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", digest):
+    is_ours = sibling.rfilename == pooling.CONFIG or re.fullmatch(r"\w[\w.-]*", sibling.rfilename)
+    if not is_ours or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", digest):
         return None
     return HubFile(sibling.rfilename, int(sibling.size or 0), digest, lfs is not None)
 
@@ -191,6 +194,7 @@ def _model_files(name: HubName, files: Mapping[str, HubFile], folder: Path) -> l
         if "tokenizer.json" in texts:  # the older forms of it say the same
             texts = [each for each in texts if each.endswith((".json", ".jinja")) and each != "vocab.json"]
         index = _INDEX if _INDEX in files else _OLD_INDEX
+        texts += [pooling.CONFIG] if pooling.CONFIG in files else []
         return [*texts, *weights, *([index] if len(weights) > 1 and index in files else [])]
     if not ggufs:
         raise ModelError(

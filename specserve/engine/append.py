@@ -101,4 +101,5 @@ def event(seq: Sequence, tokens: list[int], failure: Failure | None = None) -> E
         error_code=None if failure is None else failure.code,
         stats=seq.stats if seq.finish_reason else _snapshot(seq.stats) if wants.stop else None,
         explained=seq.explained if tokens else None,
+        embedding=seq.embedding,
     )

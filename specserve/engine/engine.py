@@ -121,6 +121,9 @@ class Engine:
             for seq, scores in zip(scored, out.sampled.scores, strict=True):
                 seq.prompt_logprobs += [None] * (not seq.prompt_logprobs)  # nothing predicts the first token
                 seq.prompt_logprobs += scores
+            for own in (each for each in step.sampled if each.seq.embeds):
+                assert out.hidden is not None, "an executor shows states"
+                own.seq.embedding = out.hidden[own.logits_start].cpu().numpy().tobytes()
             results = dict(zip((each.seq for each in step.sampled), out.sampled.results, strict=True))
             results.update(_broken(step, out))
             events, verdicts = self._keep(step, results)

@@ -85,6 +85,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: bytes | None = field(default=None, repr=False)  # of a request that embeds, as Event has it
     split: Split | None = field(default=None, repr=False)
 
     @classmethod
@@ -130,6 +131,7 @@ class Collector:
             return
         if event.prompt_logprobs is not None:
             self.output.prompt_logprobs = self._scores(event.prompt_logprobs)
+        self.output.embedding = event.embedding or self.output.embedding
         chunk = self._chunk(event)
         _append(completion, chunk)
         self.chunks.append(chunk)

@@ -38,7 +38,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     separates prefix caches, and what drafters learn; of one that is `private` they keep nothing. `drafter` is the name
     of its drafter, "none" for plain decoding; None leaves it to the engine. `prediction` is what the answer will mostly
     be, as ids: without a `drafter` the request drafts from it; a drafter that is named may make use of it or not.
-    `adapter` is the name of a LoRA adapter that is loaded; None: the model as it is.
+    `adapter` is the name of a LoRA adapter that is loaded; None: the model as it is. One that `embeds` is asked for the
+    last state of its prompt, and for one token that nobody reads.
     `explain`: its events tell what steps did with drafts. `compiles_slowly`: params.structured is known to take long.
     `beginning`: where the answer begins, of a model that reasons; params.structured rules what is after reasoning.
     """
@@ -56,6 +57,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     compiles_slowly: bool = False
     beginning: Beginning = "after"
     adapter: str | None = None
+    embeds: bool = False
 
 
 def sequences(
@@ -92,6 +94,7 @@ def sequences(
             private=request.private,
             prediction=request.prediction,
             adapter=adapter,
+            embeds=request.embeds,
             grammar=_started(grammar),
             parent=first,
             stats=SequenceStats(arrived=time.perf_counter()),

@@ -35,6 +35,7 @@ class StepOutput:
     broken: list[int] = field(default_factory=list)  # rows of the step whose KV is not what the model computed
     taps: Mapping[int, Tensor] = field(default_factory=dict)  # by layer float32 [rows, hidden], the residual after it
     top: Ids | None = None  # int32 [logit rows, k], the k best tokens of each row, -1 where the logits are broken
+    hidden: Tensor | None = None  # float32 [logit rows, hidden], after the final norm
 
 
 class Executor(Protocol):
@@ -105,7 +106,7 @@ class LocalExecutor:
             allowed = masks(out.best)
         with self._timed("sample"):
             sampled = self.sampler(out.logits, self._step.sampling, allowed, out.best)
-        return StepOutput(sampled, out.broken, out.taps, out.top)
+        return StepOutput(sampled, out.broken, out.taps, out.top, out.hidden)
 
     def copy_slots(self, sources: list[int], targets: list[int]) -> None:
         self.storage.copy_slots(sources, targets)

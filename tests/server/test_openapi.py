@@ -35,11 +35,14 @@ from specserve.server.wire.fields import Limits, Wire
 from specserve.server.wire.json.pieces import json_text
 from specserve.server.wire.ollama_api.answers import OllamaStream, answer_body, empty_body
 from specserve.server.wire.ollama_api.requests import (
+    EmbedRequest,
     GenerateRequest,
+    OldEmbedRequest,
     OllamaChatRequest,
     ShowRequest,
     ollama_error,
 )
+from specserve.server.wire.openai.embeddings import EmbeddingRequest
 from specserve.server.wire.openai.replies import Reply, chat_body, completion_body, model_card, model_list
 from specserve.server.wire.openai.requests import (
     ChatCompletionRequest,
@@ -69,6 +72,9 @@ READ: dict[str, Callable[[bytes], Wire]] = {
     "/v1/completions": lambda body: read(CompletionRequest, body, LIMITS),
     "/tokenize": lambda body: read_tokenize(body, LIMITS),
     "/reset_prefix_cache": lambda body: read(ResetPrefixCacheRequest, body, LIMITS),
+    "/v1/embeddings": lambda body: read(EmbeddingRequest, body, LIMITS),
+    "/api/embed": lambda body: read(EmbedRequest, body, LIMITS),
+    "/api/embeddings": lambda body: read(OldEmbedRequest, body, LIMITS),
     "/v1/load_lora_adapter": lambda body: read(LoadAdapterRequest, body, LIMITS),
     "/v1/unload_lora_adapter": lambda body: read(UnloadAdapterRequest, body, LIMITS),
     "/detokenize": lambda body: read(DetokenizeRequest, body, LIMITS),
@@ -414,6 +420,9 @@ LEAST: dict[str, Json] = {
     "/tokenize": {"messages": [USER]},
     "/detokenize": {"tokens": []},
     "/reset_prefix_cache": {},
+    "/v1/embeddings": {"input": "a"},
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/v1/messages": {"messages": [USER], "max_tokens": 5},

@@ -20,7 +20,7 @@ from specserve.server.http.origin import check_origin
 from specserve.server.http.respond import json_response
 from specserve.server.metrics import CONTENT_TYPE
 from specserve.server.wire.anthropic_api.models import VERSION_HEADER, model_info, model_page
-from specserve.server.wire.errors import model_not_found, not_offered, route_not_found, unavailable
+from specserve.server.wire.errors import model_not_found, route_not_found, unavailable
 from specserve.server.wire.openai.bodies import ModelCard
 from specserve.server.wire.openai.replies import model_card, model_list
 from specserve.server.wire.openai.requests import (
@@ -73,15 +73,6 @@ def _card(server: Context, name: str) -> ModelCard:
     if server.adapter_of(name) is None:
         return model_card(*shared)
     return model_card(*shared, root=server.adapters[name].path, parent=server.names[0])
-
-
-async def embeddings(request: web.Request) -> web.Response:
-    """POST /v1/embeddings: none are made, of whatever model."""
-    raise not_offered(
-        f"This server gives no embeddings: {context(request).names[0]} generates text, and models made for embeddings, "
-        "whose folders have 1_Pooling/config.json, are not pooled here. Ask a server that is made for those.",
-        param="model",
-    )
 
 
 async def version(request: web.Request) -> web.Response:

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from specserve.checkpoint.pooling import is_pooled
 from specserve.server.http.bodies import parsed
 from specserve.server.http.completions import (
     ignore_unrendered_tools,
@@ -127,7 +128,8 @@ async def show(request: web.Request) -> web.Response:
     counted = {} if files.num_parameters is None else {"general.parameter_count": files.num_parameters}
     tells_reasoning = server.options.reasoning_format == "auto"
     reasons = tells_reasoning and await server.service.threads.on_thread(lambda: tokenizer.markers) is not None
-    can = {"completion": True, "tools": tokenizer.takes_tools, "thinking": reasons}
+    embeds = await server.service.threads.on_thread(is_pooled, server.folder)
+    can = {"completion": True, "tools": tokenizer.takes_tools, "thinking": reasons, "embedding": embeds}
     shown = {
         "modelfile": "# specserve serves a model as its files are; there is no Modelfile.\n",
         "parameters": "\n".join(f"{PARAMETERS.get(name, name)} {v:g}" for name, v in server.sampling.items()),
@@ -188,8 +190,6 @@ NOT_OFFERED: Mapping[str, str] = {
     "request.",
     "copy": f"{_MODELS} Start it with --served-model-name NAME to give it more names.",
     "delete": f"{_MODELS} Remove files with `specserve rm NAME`.",
-    "embed": "This server computes no embeddings: it runs models that generate text. Ask a server of an embedding "
-    "model.",
 }
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from specserve.server.http import ollama
+from specserve.server.http import embeddings, ollama
 from specserve.server.openapi import NDJSON, Route
 from specserve.server.wire.ollama_api import bodies
-from specserve.server.wire.ollama_api.requests import GenerateRequest, OllamaChatRequest, ShowRequest
+from specserve.server.wire.ollama_api.requests import (
+    EmbedRequest,
+    GenerateRequest,
+    OldEmbedRequest,
+    OllamaChatRequest,
+    ShowRequest,
+)
 
 _READS = (400, 404, 408, 413, 415, 500, 503, 504)
 _GROUP = "Ollama"
@@ -18,7 +24,7 @@ def _refused(method: str, what: str, name: str) -> Route:
     return Route(
         method=method,
         path=f"/api/{what}",
-        handler=ollama.refusing("embed" if what == "embeddings" else what),
+        handler=ollama.refusing(what),
         name=name,
         summary="Not offered; the error says what to do instead.",
         group=_GROUP,
@@ -92,6 +98,30 @@ OLLAMA_ROUTES = (
     _refused("POST", "create", "ollamaCreate"),
     _refused("POST", "copy", "ollamaCopy"),
     _refused("DELETE", "delete", "ollamaDelete"),
-    _refused("POST", "embed", "ollamaEmbed"),
-    _refused("POST", "embeddings", "ollamaEmbeddings"),
+    Route(
+        method="POST",
+        path="/api/embed",
+        handler=embeddings.embed,
+        name="ollamaEmbed",
+        summary="Embed texts, in the words of Ollama's API, with a model that was made for that.",
+        group=_GROUP,
+        request=EmbedRequest,
+        example={"input": "Why is the sky blue?"},
+        replies={200: bodies.EmbedReply},
+        error=bodies.OllamaError,
+        errors=(429, *_READS),
+    ),
+    Route(
+        method="POST",
+        path="/api/embeddings",
+        handler=embeddings.old_embed,
+        name="ollamaEmbeddings",
+        summary="Embed one text, in Ollama's older way.",
+        group=_GROUP,
+        request=OldEmbedRequest,
+        example={"prompt": "Why is the sky blue?"},
+        replies={200: bodies.OldEmbedReply},
+        error=bodies.OllamaError,
+        errors=(429, *_READS),
+    ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 from typing_extensions import TypeAliasType
 
-from specserve.server.http import completions, info, pages, tokens, translated
+from specserve.server.http import completions, embeddings, info, pages, tokens, translated
 from specserve.server.http.context import context
 from specserve.server.http.ollama_routes import OLLAMA_ROUTES
 from specserve.server.http.respond import json_response
@@ -19,6 +19,7 @@ from specserve.server.wire.anthropic_api.models import PAGE_PARAMETERS, PARAMETE
 from specserve.server.wire.anthropic_api.requests import CountTokensRequest, MessagesRequest
 from specserve.server.wire.fields import Limits
 from specserve.server.wire.openai import bodies, responses_bodies
+from specserve.server.wire.openai.embeddings import EmbeddingReply, EmbeddingRequest
 from specserve.server.wire.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -128,11 +129,14 @@ ROUTES = (
     Route(
         method="POST",
         path="/v1/embeddings",
-        handler=info.embeddings,
+        handler=embeddings.embeddings,
         name="createEmbedding",
-        summary="Not offered; the error says what to do instead.",
+        summary="Embed texts, with a model that was made for that.",
         group="Generation",
-        errors=(400,),
+        request=EmbeddingRequest,
+        example={"input": "The food was delicious and the waiter was friendly."},
+        replies={200: EmbeddingReply},
+        errors=(429, *_READS),
     ),
     Route(
         method="GET",

@@ -127,11 +127,17 @@ def test_models_are_told_of(server: Any) -> None:
     assert set(server.get("/api/version").json) == {"version", "specserve"}
 
 
-@pytest.mark.parametrize("what", [*NOT_OFFERED, "embeddings"])
+@pytest.mark.parametrize("what", NOT_OFFERED)
 def test_what_is_not_offered_says_what_to_do(server: Any, what: str) -> None:
     reply = server.ask("DELETE" if what == "delete" else "POST", f"/api/{what}", {"model": "tiny"})
     assert (reply.status, reply.headers["x-should-retry"]) == (400, "false")
-    assert reply.json == {"error": NOT_OFFERED["embed" if what == "embeddings" else what]}
+    assert reply.json == {"error": NOT_OFFERED[what]}
+
+
+def test_a_model_that_generates_text_embeds_none(server: Any) -> None:
+    for path, body in (("embed", {"input": "a"}), ("embeddings", {"prompt": "a"})):
+        reply = server.post(f"/api/{path}", body)
+        assert reply.status == 400 and "generates text" in reply.json["error"]
 
 
 @pytest.mark.parametrize("path", ["/api/tags", "/api/ps", "/api/version", "/api/chat", "/api/show", "/api/pull"])

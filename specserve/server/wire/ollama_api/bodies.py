@@ -146,8 +146,21 @@ class ShowReply(TypedDict):
     details: ModelDetails
     model_info: dict[str, Any]
     """general.architecture, general.parameter_count where it is known, and ARCHITECTURE.context_length."""
-    capabilities: list[Literal["completion", "tools", "thinking"]]
+    capabilities: list[Literal["completion", "tools", "thinking", "embedding"]]
     modified_at: str
+
+
+@_described
+class EmbedReply(TypedDict):
+    model: str
+    embeddings: list[list[float]]
+    """One of each text."""
+    prompt_eval_count: int
+    """Tokens of all texts."""
+
+
+class OldEmbedReply(TypedDict):
+    embedding: list[float]
 
 
 @_described

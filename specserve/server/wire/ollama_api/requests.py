@@ -10,11 +10,11 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
 
 from specserve.errors import InputError
 from specserve.server.wire.errors import WireError
-from specserve.server.wire.fields import MAX_COUNT, Limits, Logprobs, Name, Stops, Wire, limits_of
+from specserve.server.wire.fields import MAX_COUNT, Limits, Logprobs, Name, Stops, Wire, limits_of, well_formed
 from specserve.server.wire.openai.messages import MAX_MESSAGES, MAX_TOOLS, Tools
 from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest
 from specserve.server.wire.openai.sampling_fields import in_range
@@ -27,6 +27,8 @@ from specserve.server.wire.translated import (
     tool_call,
     well_formed_json,
 )
+
+MAX_INPUTS = 128  # texts of one request for embeddings
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
@@ -320,6 +322,54 @@ class GenerateRequest(OllamaRequest):
         said = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*said, {"role": "user", "content": self.prompt}]
         return {**super()._chat_fields(), **self._thinking(), "messages": messages}
+
+
+def _inputs(value: Any) -> Any:
+    """A text or a list of texts: always a tuple afterwards."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not found or not all(isinstance(each, str) and each for each in found):
+        raise ValueError(f"is {shown(value)}; it must be a text that is not empty, or a list of such.")
+    if len(found) > MAX_INPUTS:
+        raise ValueError(f"has {len(found)} texts; at most {MAX_INPUTS} fit in one request. Split it.")
+    return tuple(map(well_formed, found))
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _TEXT}]}
+
+
+class _Embedding(Wire):
+    """What /api/embed and /api/embeddings share."""
+
+    model: Name | None = None
+    """The model's name in /api/tags; null is the one served."""
+    options: dict[str, Any] | None = None
+    """Accepted and not used."""
+    keep_alive: float | Name | None = None
+    """Accepted and not used: the model stays loaded as long as the server runs."""
+
+    @property
+    def name(self) -> str | None:
+        """As OllamaRequest has it."""
+        return self.model and self.model.removesuffix(":latest")
+
+
+class EmbedRequest(_Embedding):
+    """POST /api/embed. `input` is a tuple of texts."""
+
+    input: Annotated[tuple[str, ...], PlainValidator(_inputs), WithJsonSchema(_TEXTS)]
+    """A text, or a list of texts."""
+    truncate: bool = True
+    """Cut a text that is longer than the context; else it is an error."""
+    dimensions: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    """Only so many of the first numbers, of length 1 again."""
+
+
+class OldEmbedRequest(_Embedding):
+    """POST /api/embeddings, the older way."""
+
+    prompt: Annotated[WellFormed, Field(min_length=1)]
+    """The text."""
 
 
 class ShowRequest(Wire):
