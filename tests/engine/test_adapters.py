@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specserve import LLM, SamplingParams
+from specserve import LLM, SamplingParams, Structured
 from specserve.adapters import AdapterSource
 from specserve.checkpoint.weights import Weights
 from specserve.config import EngineConfig
@@ -149,7 +149,7 @@ def test_a_tree_of_drafts_is_verified_through_the_adapter(tiny: Path, adapters: 
 
 def test_structured_answers_are_those_alone(tiny: Path, adapters: dict[str, Path]) -> None:
     with LLM(str(tiny), dtype="float32", lora=[f"{n}={p}" for n, p in adapters.items()], max_model_len=160) as llm:
-        params = SamplingParams(temperature=0, max_tokens=24, structured={"regex": "[a-z]{3,9}( [a-z]{2,5}){2}"})
+        params = SamplingParams(temperature=0, max_tokens=24, structured=Structured.regex("[a-z]{3,9}( [a-z]{2,5}){2}"))
         together = [
             llm.generate([PROMPTS[0]], params, adapter=name, drafter=drafter)[0].outputs[0].text
             for name in (*NAMES, None)

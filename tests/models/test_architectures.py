@@ -455,7 +455,7 @@ def split_by_rows(ops: Any) -> Callable[..., torch.Tensor]:
     """A planted fault: with more than 8 rows the products are summed in two halves, as a GEMM may well choose to."""
     linear = ops.linear
 
-    def split(x: Any, weight: Any) -> torch.Tensor:
+    def split(x: Any, weight: Any, adapters: object = None) -> torch.Tensor:
         whole: torch.Tensor = linear(x, weight)
         if len(whole) <= 8:
             return whole
