@@ -187,11 +187,11 @@ def test_mapped_weights_are_aligned_and_what_is_written_to_them_stays_here(tmp_p
     layer = model._stack.layers[1]
     tensors = [
         model._embedding,
-        model._head.memory,
+        model._head.packed.memory,
         layer.norm,
         layer.attention.head_norms.q,
-        layer.attention.qkv.memory,
-        layer.mlp.down.memory,
+        layer.attention.qkv.packed.memory,
+        layer.mlp.down.packed.memory,
     ]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
     for tensor in tensors:
@@ -678,8 +678,8 @@ def test_memory_is_counted_to_the_byte(stored: str, case: str, tmp_path: Path) -
         check_memory(model.spec, ops, needed - 1)
 
 
-def _memory(weight: Any) -> Iterator[Any]:
-    yield from (weight.memory, weight.bias)
+def _memory(product: Any) -> Iterator[Any]:
+    yield from (product.packed.memory, product.packed.bias)
 
 
 def test_progress_is_drawn_for_packing_alone(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

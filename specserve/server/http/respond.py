@@ -60,7 +60,7 @@ async def respond(request: web.Request, call: Call) -> web.StreamResponse:
             ignore(request, names)
     with server.service.start(requests, call.place.end_one) as answers, _expiring(answers, last_start):
         request[OUTPUTS] = answers.outputs
-        if (adapter := requests[0].request.adapter) is not None:
+        if (adapter := next((each.request.adapter for each in requests), None)) is not None:
             request[ADAPTER] = adapter
         if call.stream:
             return await _Streaming(request, call, answers, end).run()

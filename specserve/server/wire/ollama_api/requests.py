@@ -159,7 +159,7 @@ class OllamaRequest(TranslatedRequest):
 class OllamaFunction(Wire):
     name: WellFormed
     arguments: dict[str, Any] = Field(default_factory=dict)
-    index: int | None = None
+    index: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Its place among the calls of one answer."""
 
 
