@@ -162,7 +162,7 @@ ifneq ($(HAS_GXX),)
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  $(SANITIZE)/venv/bin/python -P -m pytest -q -p no:cacheprovider --capture=sys -n $(PROCESSES) --dist worksteal $(REPEATED) \
 	  -k "not planted_faults and not (avx_vnni_evex and (segments or models_have or recording or greedy))" \
-	  tests/kernels/test_cpu.py tests/kernels/test_experts.py tests/sampling/test_native_sampling.py
+	  tests/kernels/test_cpu.py tests/kernels/test_adapters.py tests/kernels/test_experts.py tests/sampling/test_native_sampling.py
 else
 	@echo "== no g++: native kernels are not tested under AddressSanitizer"
 endif

@@ -22,6 +22,7 @@ from specserve.errors import ModelError, shown
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
+_MOST_NUMBER = 2**31
 _FLOATS = ("F32", "BF16", "F16")
 _PREFIX = "base_model.model."
 # A layer's part in an adapter: lora_A.weight, in older files lora_A.NAME.weight, of embeddings lora_embedding_A.
@@ -137,8 +138,9 @@ def _layer(
     if said != rank:
         raise ModelError(f"{path}: {a} has rank {rank}, and {CONFIG} says {shown(said)} for {module}.")
     alpha = _of_module(config, "alpha_pattern", module, config["lora_alpha"])
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelError(f"{path.with_name(CONFIG)}: lora_alpha of {module} is {shown(alpha)}; it must be a number.")
+    if not _is_positive(alpha):
+        why = f"lora_alpha of {module} is {shown(alpha)}; it must be a positive number"
+        raise ModelError(f"{path.with_name(CONFIG)}: {why}.")
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return PeftLayer(module, a, b, rank, scaling, is_embedding)
 
@@ -162,23 +164,25 @@ def _checked_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: peft_type is {shown(kind)}; only LORA is supported.")
     for key, what in _NOT_DONE.items():
         if config.get(key):
-            raise ModelError(
-                f"{path} sets {key}: {what} are not supported. Merge the adapter into its model with PEFT."
-            )
+            raise ModelError(f"{path} sets {key} ({what}), which is not supported. Merge it into the model with PEFT.")
     if (bias := config.get("bias", "none")) != "none":
         raise ModelError(f"{path}: bias is {shown(bias)}; only adapters that leave biases alone (none) are supported.")
     begins = str(config.get("init_lora_weights", "")).lower()
     if any(begins.startswith(each) for each in _CHANGES_BASE):
         raise ModelError(f"{path}: init_lora_weights is {begins!r}, which changed the model's own weights. {_CONVERT}")
     for key in ("r", "lora_alpha"):
-        value = config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not _is_positive(value := config.get(key)):
             raise ModelError(f"{path}: {key} is {shown(value)}; it must be a positive number.")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
         if not isinstance(patterns, dict) or not _are_patterns(patterns):
             raise ModelError(f"{path}: {key} is {shown(patterns)}; it must map patterns of module names to numbers.")
     return config
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a number of a size that occurs."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST_NUMBER
 
 
 def _are_patterns(patterns: Iterable[str]) -> bool:

@@ -65,10 +65,16 @@ def _weights(found: PeftAdapter, tensors: CheckedTensors, model: Path) -> dict[s
         if any(part not in shapes for part, _ in parts):
             made_for = f" It was made for {found.base}." if found.base else ""
             raise ModelError(f"{found.folder} changes {layer.module}, which {model} does not have.{made_for}")
+        names = [part.removesuffix(".weight") for part, _ in parts]
+        if layer.is_embedding != (names == [_TABLE]):
+            kind = "an embedding" if layer.is_embedding else "a linear layer"
+            raise ModelError(f"{found.folder} has {layer.a}, and {layer.module} of {model} is not {kind}.")
+        if twice := [name for name in names if name in weights]:
+            raise ModelError(f"{found.folder} changes {twice[0]} twice, once as {layer.module}.")
         a, b = (_floats(found, name) for name in (layer.a, layer.b))
         _check_shape(found, layer, sum(shapes[part][0] for part, _ in parts), shapes[parts[0][0]], model)
-        for part, rows in parts:
-            weights[part.removesuffix(".weight")] = LowRank(a, b[rows] * layer.scaling)
+        for name, (_, rows) in zip(names, parts, strict=True):
+            weights[name] = LowRank(a, b[rows] * layer.scaling)
     return weights
 
 

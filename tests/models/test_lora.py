@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "cut": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\x10"), "truncated or no safetensors file"),
     "other kind": (configured(peft_type="IA3"), "peft_type is 'IA3'; only LORA"),
-    "dora": (configured(use_dora=True), "sets use_dora: DoRA are not supported"),
+    "dora": (configured(use_dora=True), r"sets use_dora \(DoRA\), which is not supported"),
     "modules_to_save": (configured(modules_to_save=["lm_head"]), "sets modules_to_save"),
     "biases": (configured(bias="all"), "bias is 'all'"),
     "tokens": (configured(trainable_token_indices=[1]), "sets trainable_token_indices"),
@@ -148,6 +148,12 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "alpha of a layer": (
         configured(alpha_pattern={"q_proj": "x"}),
         r"lora_alpha of model\.layers\.0\.self_attn\.q_proj",
+    ),
+    "alpha of a layer is 0": (configured(alpha_pattern={"q_proj": 0}), "is 0; it must be a positive number"),
+    "alpha is enormous": (configured(lora_alpha=10**400), "lora_alpha is"),
+    "an embedding's parts of a linear layer": (
+        stored(lambda t: t.update({f"{Q}.lora_embedding_A": t.pop(A), f"{Q}.lora_embedding_B": t.pop(B)})),
+        "q_proj of .* is not an embedding",
     ),
     "rank of a layer": (configured(rank_pattern={"q_proj": 2}), "has rank 4, and adapter_config.json says 2"),
     "A without B": (stored(lambda t: t.pop(B)), "lacks lora_B of model.layers.0.self_attn.q_proj"),
@@ -192,6 +198,16 @@ def test_broken_adapters_are_refused(case: str, tiny: Path, adapter: Path) -> No
     with pytest.raises(ModelError, match=words) as raised:
         read_adapter(adapter, tiny, 4)
     assert str(adapter) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_layer_that_is_changed_twice_is_refused(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", "phi3")
+    shapes = {name: info.shape for name, info in Weights(model).infos.items()}
+    adapter = write_adapter(tmp_path / "adapter", shapes, rank=4, targets=("qkv_proj",))
+    parts = {"A": torch.zeros(4, 64), "B": torch.zeros(64, 4)}
+    stored(lambda t: t.update({f"{Q}.lora_{side}.weight": part for side, part in parts.items()}))(adapter)
+    with pytest.raises(ModelError, match=r"changes model\.layers\.0\.self_attn\.q_proj twice"):
+        read_adapter(adapter, model, 4)
 
 
 def test_a_folder_that_is_none_and_a_rank_too_high(tiny: Path, adapter: Path) -> None:
