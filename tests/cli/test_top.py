@@ -158,6 +158,19 @@ def test_the_figures_as_json(top: Top, tmp_path: Path, monkeypatch: pytest.Monke
     assert out.startswith("╭" if "o.json" in flags else "{")
 
 
+def test_adapters_that_answered_have_a_table(top: Top) -> None:
+    def found(adapter: str | None) -> list[str]:
+        with serving(lambda request: web.json_response(figures(adapter=adapter))) as address:
+            status, out, err = top(address, "--once")
+        assert (status, err) == (0, "")
+        return [" ".join(row) for row in rows(out)]
+
+    shown = found("fr\x1b[2J")
+    at = shown.index("adapter ended tokens out tokens a step accepted")
+    assert shown[at + 1 : at + 3] == ["fr\\x1b[2J 1 9 2.25 50%", ""]
+    assert not [row for row in found(None) if row.startswith("adapter")]
+
+
 def test_a_server_that_has_done_nothing(top: Top) -> None:
     with serving(lambda request: web.json_response(Metrics("m").stats(None, 0, "loading"))) as address:
         status, out, _ = top(address.removeprefix("http://") + "/", "--once")
