@@ -68,12 +68,11 @@ class Adapters(Base):  # type: ignore[misc]  # the kernels' package is found at 
 
     def place_adapter(self, bank: Bank, slot: int, packed: PackedAdapter | None) -> None:
         if packed is None:
-            bank.table[slot] = 0
+            bank.table.numpy()[slot] = 0  # a step waits for this, of each product: torch would take ten times as long
             bank.placed.pop(slot, None)
             return
         assert packed.rank <= bank.stride, "the bank was made for lower ranks"
-        addresses = [part.data_ptr() for part in (packed.a, packed.tiles, packed.b)]
-        bank.table[slot] = torch.tensor([packed.rank, *addresses])
+        bank.table.numpy()[slot] = packed.rank, packed.a.data_ptr(), packed.tiles.data_ptr(), packed.b.data_ptr()
         bank.placed[slot] = packed
 
     def embed_adapters(self, residual: Tensor, token_ids: Tensor, adapters: RowAdapters, scale: float) -> None:

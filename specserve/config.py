@@ -122,6 +122,12 @@ class EngineConfig:
             object.__setattr__(self, "max_loras", DEFAULT_MAX_LORAS if self.lora else 0)
         _at_least("max_loras", self.max_loras, int(bool(self.lora)))
         _at_least("max_lora_rank", self.max_lora_rank, 1)
+        num_pinned = sum(AdapterSource.parse(each).is_pinned for each in self.lora)
+        if num_pinned and num_pinned >= (self.max_loras or 0):
+            raise ConfigError(
+                f"--lora pins {num_pinned} adapters, and max_loras is {self.max_loras}: one slot must be left for "
+                "others. Pin fewer, or raise --max-loras."
+            )
         named = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "isa": ISAS, "verification": VERIFICATIONS}
         for name, allowed in named.items():
             if getattr(self, name) not in allowed:

@@ -54,14 +54,6 @@ def read_pooling(folder: Path) -> Pooling | None:
     return Pooling("Normalize" in kinds)
 
 
-def is_pooled(folder: Path) -> bool:
-    """Whether `read_pooling` finds how."""
-    try:
-        return read_pooling(folder) is not None
-    except ModelError:
-        return False
-
-
 def _kinds(path: Path) -> list[str]:
     """The modules' classes, in order."""
     try:

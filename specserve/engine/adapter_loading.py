@@ -42,6 +42,8 @@ class AdapterLoading:
                 done(self._add(read.result(), replaces))
             except SpecserveError as error:
                 done(error)
+            except Exception as error:  # nobody foresaw it; it ends this loading, and neither a step nor the engine
+                done(InputError(f"The adapter cannot be loaded: {type(error).__name__}: {error}", "lora_path"))
 
     def remove(self, name: str, done: AdapterDone) -> None:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from specserve.adapters import AdapterInfo, LoadedAdapter
-from specserve.errors import InputError, unknown
+from specserve.errors import InputError, shown, unknown
 from specserve.runtime.executor import Executor
 from specserve.types import Sequence
 
@@ -18,7 +18,8 @@ class UnknownAdapterError(InputError):
     code = "model_not_found"
 
     def __init__(self, name: str, known: Mapping[str, object]) -> None:
-        super().__init__(unknown("adapter", name, sorted(known)), "adapter")
+        none = f"There is no adapter {shown(name)}: none is loaded."
+        super().__init__(unknown("adapter", name, sorted(known)) if known else none, "adapter")
 
 
 class Adapters:
@@ -50,7 +51,7 @@ class Adapters:
         others."""
         replaced = self._listed.get(info.name)
         pinned = self.num_pinned - (replaced is not None and replaced.info.is_pinned)
-        if info.is_pinned and pinned + 1 >= self.num_slots and self.num_slots > 1:
+        if info.is_pinned and pinned + 1 >= self.num_slots:
             raise InputError(
                 f"Adapter {info.name!r} cannot be pinned: of {self.num_slots} slots (--max-loras) {pinned} hold pinned "
                 "adapters, and one must be left for others.",

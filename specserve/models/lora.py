@@ -20,7 +20,9 @@ from specserve.models.spec import DecoderSpec
 
 _TABLE, _HEAD = "model.embed_tokens", "lm_head"
 _MIB = 2**20
-_ROUNDED = 0.1  # how far a model's own weights may be from those that PEFT saved, by their root mean square
+# How far a model's own weights may be from those that PEFT saved, by their root mean square: where they are floats,
+# which a dtype rounds, and where a GGUF file has them as integers of few bits.
+_ROUNDED, _QUANTISED = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ def _check_base_weights(found: PeftAdapter, tensors: CheckedTensors) -> None:
         is_own = stored.shape == wanted
         if is_own:
             mine = torch.as_tensor(tensors[own][:]).float()
-            is_own = bool((stored - mine).square().mean().sqrt() <= _ROUNDED * mine.square().mean().sqrt())
+            most = _QUANTISED if own in tensors.blocks else _ROUNDED
+            is_own = bool((stored - mine).square().mean().sqrt() <= most * mine.square().mean().sqrt())
         if not is_own:
             raise ModelError(
                 f"{found.folder} brings {name}, {list(stored.shape)}, which is not the model's own: layers that were "

@@ -200,6 +200,15 @@ def test_broken_adapters_are_refused(case: str, tiny: Path, adapter: Path) -> No
     assert str(adapter) in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_a_head_saved_beside_an_adapter_is_the_models_own_or_refused(tiny: Path, adapter: Path) -> None:
+    head, name = Weights(tiny)["lm_head.weight"].float(), "base_model.model.lm_head.weight"
+    stored(lambda t: t.update({name: head.bfloat16().float()}))(adapter)
+    read_adapter(adapter, tiny, 4)
+    stored(lambda t: t.update({name: head * 1.02}))(adapter)
+    with pytest.raises(ModelError, match="is not the model's own"):
+        read_adapter(adapter, tiny, 4)
+
+
 def test_a_layer_that_is_changed_twice_is_refused(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", "phi3")
     shapes = {name: info.shape for name, info in Weights(model).infos.items()}

@@ -11,6 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from specserve.adapters import AdapterInfo
+from specserve.checkpoint.pooling import Pooling, read_pooling
+from specserve.errors import ModelError
 from specserve.server.admission import Admission, BodyBudget
 from specserve.server.options import PRIORITY, ServeOptions
 from specserve.server.service import Service
@@ -37,9 +39,16 @@ class Context:
     timeline: dict[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     body_budget: BodyBudget = field(init=False)
+    pooling: Pooling | ModelError | None = field(
+        init=False
+    )  # how embeddings are made, or why not; None: not made for it
 
     def __post_init__(self) -> None:
         self.body_budget = BodyBudget(_MOST_BODIES * self.options.max_body_bytes)
+        try:
+            self.pooling = read_pooling(self.folder)
+        except ModelError as error:
+            self.pooling = error
 
     @property
     def needs_key(self) -> bool:

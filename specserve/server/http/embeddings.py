@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from numpy.typing import NDArray
 
-from specserve.checkpoint.pooling import Pooling, read_pooling
+from specserve.checkpoint.pooling import Pooling
 from specserve.engine.outputs import RequestOutput
 from specserve.engine.request import Request
 from specserve.errors import ModelError
@@ -127,10 +127,9 @@ async def _ids(server: Context, text: str | list[int], cuts: bool) -> list[int]:
 
 def pooling_of(server: Context) -> Pooling:
     """Raises WireError for a model that was not made for embeddings."""
-    try:
-        found = read_pooling(server.folder)
-    except ModelError as error:
-        raise not_offered(f"This server gives no embeddings: {error}", param="model") from error
+    found = server.pooling
+    if isinstance(found, ModelError):
+        raise not_offered(f"This server gives no embeddings: {found}", param="model")
     if found is None:
         raise not_offered(
             f"This server gives no embeddings: {server.names[0]} generates text. Serve a model that was made for them: "

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from specserve.checkpoint.pooling import is_pooled
+from specserve.checkpoint.pooling import Pooling
 from specserve.server.http.bodies import parsed
 from specserve.server.http.completions import (
     ignore_unrendered_tools,
@@ -128,7 +128,7 @@ async def show(request: web.Request) -> web.Response:
     counted = {} if files.num_parameters is None else {"general.parameter_count": files.num_parameters}
     tells_reasoning = server.options.reasoning_format == "auto"
     reasons = tells_reasoning and await server.service.threads.on_thread(lambda: tokenizer.markers) is not None
-    embeds = await server.service.threads.on_thread(is_pooled, server.folder)
+    embeds = isinstance(server.pooling, Pooling)
     can = {"completion": True, "tools": tokenizer.takes_tools, "thinking": reasons, "embedding": embeds}
     shown = {
         "modelfile": "# specserve serves a model as its files are; there is no Modelfile.\n",
