@@ -12,6 +12,7 @@ from specserve.errors import ConfigError, SpecserveError, shown
 ADAPTERS_OFF = (
     "This engine takes no adapters. Start it with --lora NAME=PATH, or with --max-loras for those that come later."
 )
+NO_ADAPTER = "none"  # in place of a name: the model as it is
 _PINNED = ",pinned"
 
 
@@ -24,13 +25,13 @@ class AdapterSource:
     is_pinned: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> AdapterSource:
-        """From "name=path" or "name=path,pinned". Raises ConfigError."""
+    def parse(cls, text: str, option: str = "--lora") -> AdapterSource:
+        """From "name=path" or "name=path,pinned", as an option has it. Raises ConfigError."""
         name, _, path = text.partition("=")
         is_pinned = path.endswith(_PINNED)
         path = path.removesuffix(_PINNED)
         if not name.strip() or not path.strip():
-            raise ConfigError(f"--lora is {shown(text)}; it must be name=path, or name=path,pinned.")
+            raise ConfigError(f"{option} is {shown(text)}; it must be name=path, or name=path,pinned.")
         return cls(name.strip(), path.strip(), is_pinned)
 
     def __str__(self) -> str:

@@ -32,7 +32,16 @@ from specserve.engine.port import LocalPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, Interrupted, ModelError, SpecserveError
 from specserve.machine.ownership import Ownership, interrupted_after
-from specserve.prompts import Messages, Prediction, Prompt, Requests, as_conversations, as_prompts, one_each
+from specserve.prompts import (
+    Messages,
+    Prediction,
+    Prompt,
+    Requests,
+    adapter_each,
+    as_conversations,
+    as_prompts,
+    one_each,
+)
 from specserve.speculation.host import DraftHost
 from specserve.speculation.lookup import makers
 from specserve.terminal import console
@@ -50,7 +59,8 @@ class LLM:
     Every call that generates takes, for all its prompts, `drafter`: a name to draft with instead of the engine's own
     drafter, "none" for plain decoding; and `prediction`: text or token ids that the answer will mostly be, which it
     drafts from unless a drafter is named. Neither changes an answer (with the default verification), only its time.
-    `adapter` is the name of a LoRA adapter, of the option `lora` or loaded since, that the answers come from.
+    `adapter` is the name of a LoRA adapter, of the option `lora` or loaded since, that the answers come from; where
+    there may be many prompts, one for all or one for each.
 
     Several threads may call it: their requests run in the same steps, each thread waits for its own, and a step is
     taken by whoever's turn it is. For asyncio there is AsyncLLM.
@@ -106,16 +116,15 @@ class LLM:
         *,
         drafter: str | None = None,
         prediction: Prediction | None = None,
-        adapter: str | None = None,
+        adapter: str | Many[str | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in order. A prompt is text or a list of token ids; `params` is one for all or
         one for each, None the model's. Raises InputError for the first bad one, before anything runs; on Ctrl-C
         Interrupted, a KeyboardInterrupt that has the outputs which had ended."""
-        batch = as_prompts(prompts)
-        fields = self._requests.fields(drafter, prediction, adapter=adapter)
-        each = zip(batch, one_each(params, len(batch)), strict=True)
-        return self._run([self._requests.of_prompt(p, s, **fields) for p, s in each], progress)
+        batch, fields = as_prompts(prompts), self._requests.fields(drafter, prediction)
+        each = zip(batch, one_each(params, len(batch)), adapter_each(adapter, len(batch)), strict=True)
+        return self._run([self._requests.of_prompt(p, s, adapter=a, **fields) for p, s, a in each], progress)
 
     def chat(
         self,
@@ -124,16 +133,15 @@ class LLM:
         *,
         drafter: str | None = None,
         prediction: Prediction | None = None,
-        adapter: str | None = None,
+        adapter: str | Many[str | None] | None = None,
         progress: bool = False,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of them, through the model's chat
         template; `template` goes to it. What a model that reasons thinks first is the outputs' `reasoning`."""
-        batch = as_conversations(messages)
-        fields = self._requests.fields(drafter, prediction, adapter=adapter)
-        each = zip(batch, one_each(params, len(batch)), strict=True)
-        return self._run([self._requests.of_chat(m, s, template, **fields) for m, s in each], progress)
+        batch, fields = as_conversations(messages), self._requests.fields(drafter, prediction)
+        each = zip(batch, one_each(params, len(batch)), adapter_each(adapter, len(batch)), strict=True)
+        return self._run([self._requests.of_chat(m, s, template, adapter=a, **fields) for m, s, a in each], progress)
 
     def beam_search(
         self,
@@ -144,7 +152,7 @@ class LLM:
         n: int | None = None,
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
-        adapter: str | None = None,
+        adapter: str | Many[str | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Of each prompt the n likeliest texts that beam search finds, best first; None: as many as beams. `params`

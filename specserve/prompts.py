@@ -104,6 +104,15 @@ def as_conversations(messages: Messages | Many[Messages]) -> list[Messages]:
     return list(cast(Many[Messages], messages))
 
 
+def adapter_each(adapter: str | Many[str | None] | None, count: int) -> list[str | None]:
+    """The adapter of each of `count` prompts, None for the model's own answer. Raises InputError."""
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if len(adapter) != count:
+        raise InputError(f"{len(adapter)} adapters for {count} prompts; give one for all or one for each.", "adapter")
+    return list(adapter)
+
+
 def one_each(params: SamplingParams | Many[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
     """Sampling parameters for each of `count` prompts, None for the model's defaults. Raises InputError."""
     if params is None or isinstance(params, SamplingParams):

@@ -68,10 +68,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt as token ids, and the category it counts for."""
+    """A prompt as token ids, the category it counts for, and the LoRA adapter that answers it, None for the model."""
 
     ids: list[int]
     category: str
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,8 @@ def check_concurrency(concurrency: int, max_num_seqs: int) -> None:
 def take(llm: LLM, questions: Sequence[Question], plan: Plan, turn: Turn) -> tuple[list[Reply], float]:
     """What the drafter in use makes of a turn, and the seconds that takes. Raises EngineError for a failed request."""
     begun = perf_counter()
-    outputs = llm.generate([questions[i].ids for i in turn.group], [_params(plan.params, i) for i in turn.group])
+    params = [_params(plan.params, i) for i in turn.group]
+    outputs = _generate(llm, [questions[i] for i in turn.group], params)
     wall = perf_counter() - begun
     return [_reply(i, turn.repeat, output) for i, output in zip(turn.group, outputs, strict=True)], wall
 
@@ -204,7 +206,11 @@ def warm_up(llm: LLM, questions: Sequence[Question], plan: Plan, name: str) -> N
     """Run some tokens of each of the questions, uncounted."""
     use(llm, plan, name)
     short = replace(plan.params, max_tokens=min(WARM_UP_TOKENS, plan.params.max_tokens or WARM_UP_TOKENS))
-    llm.generate([question.ids for question in questions], short)
+    _generate(llm, questions, [short] * len(questions))
+
+
+def _generate(llm: LLM, questions: Sequence[Question], params: list[SamplingParams]) -> list[RequestOutput]:
+    return llm.generate([each.ids for each in questions], params, adapter=[each.adapter for each in questions])
 
 
 def _params(params: SamplingParams, index: int) -> SamplingParams:
@@ -249,7 +255,8 @@ def explain(llm: LLM, questions: Sequence[Question], runs: Sequence[Run]) -> lis
     found: list[Mismatch] = []
     for run, reply in mismatches(runs):
         position = first_difference(expected[reply.question], reply.token_ids)
-        prefix = questions[reply.question].ids + expected[reply.question][:position]
+        question = questions[reply.question]
+        prefix = replace(question, ids=question.ids + expected[reply.question][:position])
         found.append(Mismatch(run.drafter, reply.question, reply.repeat, position, _gap(llm, prefix)))
     return found
 
@@ -266,22 +273,23 @@ def write_recording(path: Path, llm: LLM, questions: Sequence[Question], run: Ru
     for reply in (reply for reply in run.replies if reply.repeat == 0):
         question = questions[reply.question]
         line = {"prompt_ids": question.ids, "output_ids": reply.token_ids, "category": question.category}
-        lines.append(line | ({"top": _best_tokens(llm, question.ids, reply.token_ids, top_k)} if top_k else {}))
+        lines.append(line | ({"top": _best_tokens(llm, question, reply.token_ids, top_k)} if top_k else {}))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _best_tokens(llm: LLM, prompt: list[int], answer: list[int], k: int) -> list[list[int]]:
+def _best_tokens(llm: LLM, question: Question, answer: list[int], k: int) -> list[list[int]]:
     llm.use_drafter(PLAIN)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=k, prompt_logprobs=k)
-    output = llm.generate([prompt + answer[:-1]], params)[0]
+    output = _generate(llm, [replace(question, ids=question.ids + answer[:-1])], [params])[0]
     assert output.prompt_logprobs and output.outputs[0].logprobs, "log-probabilities were asked for"
-    judged = [*output.prompt_logprobs[len(prompt) :], *output.outputs[0].logprobs]
+    judged = [*output.prompt_logprobs[len(question.ids) :], *output.outputs[0].logprobs]
     return [list(each.top) for each in judged if each is not None]
 
 
-def _gap(llm: LLM, ids: list[int]) -> float:
+def _gap(llm: LLM, question: Question) -> float:
     llm.use_drafter(PLAIN)
-    output = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1, logprobs=2))[0].outputs[0]
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
+    output = _generate(llm, [question], [params])[0].outputs[0]
     assert output.logprobs, "log-probabilities were asked for"
     first, second = sorted(output.logprobs[0].top.values(), reverse=True)[:2]
     return first - second

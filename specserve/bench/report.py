@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specserve.adapters import NO_ADAPTER
 from specserve.bench.compare import PLAIN, Mismatch, Question, Reply, Run, mismatches
 from specserve.terminal import FittedTable
 
@@ -27,7 +27,8 @@ def report(
 
     Sums (tokens, drafts, steps) go over all repeats. tokens_per_second is output tokens over wall time, prefill
     included; it and the speed-up are medians over repeats. Times are milliseconds, medians over requests. A category's
-    tokens_per_second is one stream's: output tokens over the seconds from arrival to end, summed over its requests.
+    tokens_per_second is one stream's: output tokens over the seconds from arrival to end, summed over its requests; so
+    is an adapter's. Where the model alone answered there are no `adapters`.
     """
     plain = next(run for run in runs if run.drafter == PLAIN)
     different = [run.drafter for run, _ in mismatches(runs)]
@@ -35,6 +36,7 @@ def report(
         **described(llm),
         "concurrency": concurrency,
         "prompts": len({reply.question for reply in plain.replies}),
+        "adapters": list(_adapters(plain, plain, questions)),
         "interrupted": interrupted,
         "runs": [_run(run, plain, questions, different.count(run.drafter)) for run in runs],
     }
@@ -69,7 +71,8 @@ def _run(run: Run, plain: Run, questions: Sequence[Question], num_mismatched: in
         "kv_waste": 1 - run.live_tokens / run.allocated_tokens if run.allocated_tokens else 0.0,
         "sources": _sources(run),
         "step_ms": {phase: run.seconds[phase] / run.num_steps * 1e3 for phase in PHASES},
-        "categories": _categories(run, plain, questions),
+        "categories": _parts(run, plain, lambda reply: questions[reply.question].category),
+        "adapters": _adapters(run, plain, questions),
     }
 
 
@@ -137,30 +140,27 @@ def _sum_by_position(lists: Iterable[list[int]]) -> list[int]:
     return totals
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The replies of one run in one category."""
-
-    replies: list[Reply]
-
-    @property
-    def rate(self) -> float:
-        return _tokens(self.replies) / sum(_times(r)[2] - _times(r)[0] for r in self.replies)
-
-
-def _categories(run: Run, plain: Run, questions: Sequence[Question]) -> dict[str, dict[str, float]]:
-    return {
-        name: {
-            "tokens_per_second": _share(run, name, questions).rate,
-            "speedup": _share(run, name, questions).rate / _share(plain, name, questions).rate,
-            "mean_acceptance_length": acceptance_length(_share(run, name, questions).replies),
+def _parts(run: Run, plain: Run, part_of: Callable[[Reply], str]) -> dict[str, dict[str, float]]:
+    """Figures of the replies of each category, or of each adapter."""
+    found: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(map(part_of, plain.replies)):
+        own, base = ([reply for reply in each.replies if part_of(reply) == name] for each in (run, plain))
+        found[name] = {
+            "tokens_per_second": _stream_rate(own),
+            "speedup": _stream_rate(own) / _stream_rate(base),
+            "mean_acceptance_length": acceptance_length(own),
         }
-        for name in dict.fromkeys(questions[reply.question].category for reply in plain.replies)
-    }
+    return found
 
 
-def _share(run: Run, category: str, questions: Sequence[Question]) -> _Share:
-    return _Share([reply for reply in run.replies if questions[reply.question].category == category])
+def _stream_rate(replies: Sequence[Reply]) -> float:
+    return _tokens(replies) / sum(_times(reply)[2] - _times(reply)[0] for reply in replies)
+
+
+def _adapters(run: Run, plain: Run, questions: Sequence[Question]) -> dict[str, dict[str, float]]:
+    if all(question.adapter is None for question in questions):
+        return {}
+    return _parts(run, plain, lambda reply: questions[reply.question].adapter or NO_ADAPTER)
 
 
 def table_of(title: str, first: str, *others: str) -> Table:
@@ -195,10 +195,19 @@ def overview(figures: dict[str, Any]) -> Table:
 
 def by_category(figures: dict[str, Any]) -> Table:
     """Speed-up and tokens a step of each drafter, one row a category."""
+    return _by_part(figures, "category", "categories")
+
+
+def by_adapter(figures: dict[str, Any]) -> Table:
+    """The same, one row an adapter."""
+    return _by_part(figures, "adapter", "adapters")
+
+
+def _by_part(figures: dict[str, Any], part: str, key: str) -> Table:
     drafted = [run for run in figures["runs"] if run["drafter"] != PLAIN]
-    table = table_of("Speed-up (tokens a step) by category", "category", *(run["drafter"] for run in drafted))
-    for name in figures["runs"][0]["categories"]:
-        cells = [run["categories"][name] for run in drafted]
+    table = table_of(f"Speed-up (tokens a step) by {part}", part, *(run["drafter"] for run in drafted))
+    for name in figures["runs"][0][key]:
+        cells = [run[key][name] for run in drafted]
         table.add_row(name, *(f"{cell['speedup']:.2f}x ({cell['mean_acceptance_length']:.2f})" for cell in cells))
     return table
 

@@ -14,8 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specserve.bench.prompts import BUNDLED, load_prompts, spread
 from specserve.checkpoint.entries import MODELS
+from specserve.cli.bench_engine import answering, drafting, load
 from specserve.cli.bench_options import (
     AT_LEAST_1,
+    Adapters,
     Context,
     Drafters,
     Limit,
@@ -106,6 +108,7 @@ def compare(
     model: Model = DEFAULT_MODEL,
     *,
     drafter: Drafters = ("auto",),
+    adapter: Adapters = (),
     prompts: Prompts = BUNDLED,
     limit: Limit = None,
     concurrency: Annotated[
@@ -147,7 +150,8 @@ def compare(
         makers(name, plan.options_of(name))  # a wrong name or option must not cost a model load
     options |= {"drafter": plan.own, "drafter_options": plan.options_of(plan.own)}
     chosen = spread(load_prompts(prompts), limit)
-    llm, questions = load(options, [(prompt.text, prompt.category) for prompt in chosen], raw)
+    adapters = answering(adapter, options, len(chosen))
+    llm, questions = load(options, [(prompt.text, prompt.category) for prompt in chosen], raw, adapters)
     with llm:
         runs, figures = _measure(llm, questions, plan, json_file)
         if record is not None:
@@ -162,30 +166,6 @@ def check_model(model: str) -> None:
     if model not in MODELS and not Path(model).exists() and (near := near_misses(model, commands, 1, 0.6)):
         hint = f"Did you mean 'bench {near[0]}'?"
         raise ConfigError(f"There is no command 'bench {model}' and no model of that name. {hint}")
-
-
-def drafting(drafters: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """What a Plan says of drafters, out of the engine's options. A draft model is one of them, and the only one where
-    none are named."""
-    draft_model, given = options.pop("draft_model"), options.pop("drafter_options")
-    if draft_model is not None:
-        given = {key: value for key, value in given.items() if key != "model"}
-        if "draft_model" not in drafters and drafters != ("auto",):
-            raise ConfigError(f"--draft-model is for the drafter draft_model, not for {' '.join(drafters)}.")
-        drafters = drafters if "draft_model" in drafters else ("draft_model",)
-    return {"drafters": drafters, "drafter_options": given, "draft_model": draft_model}
-
-
-def load(options: dict[str, Any], prompts: list[tuple[str, str]], raw: bool) -> tuple[LLM, list[Question]]:
-    """The engine, and the prompts as it reads them."""
-    from specserve.bench.compare import Question
-    from specserve.llm import LLM
-
-    llm = LLM(**options, progress=sys.stderr.isatty())
-    encode = (
-        llm.tokenizer.encode if raw else lambda text: llm.tokenizer.encode_chat([{"role": "user", "content": text}])
-    )
-    return llm, [Question(encode(text), category) for text, category in prompts]
 
 
 def _measure(
@@ -241,10 +221,13 @@ def progress_bar() -> Progress:
 
 
 def _print(figures: dict[str, Any], different: list[Mismatch], console: Console) -> None:
-    from specserve.bench.report import by_category, by_phase, by_source, describe, overview
+    from specserve.bench.report import by_adapter, by_category, by_phase, by_source, describe, overview
     from specserve.bench.structured import structured_table
 
-    parts = [overview(figures), *([by_category(figures)] if len(figures["runs"]) > 1 else []), by_phase(figures)]
+    parts = [overview(figures)]
+    if len(figures["runs"]) > 1:
+        parts += [by_category(figures), *([by_adapter(figures)] if figures["adapters"] else [])]
+    parts.append(by_phase(figures))
     if any(run["sources"] for run in figures["runs"]):
         parts.append(by_source(figures))
     if "structured" in figures["runs"][0]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, Token, validators
 
 from specserve.bench.prompts import BUNDLED, load_prompts
-from specserve.cli.bench import drafting, load, progress_bar
+from specserve.cli.bench import progress_bar
+from specserve.cli.bench_engine import drafting, load
 from specserve.cli.bench_options import Drafters, Prompts, names, numbers
 from specserve.cli.json_output import JsonFile, notes, tables, writable, write_json
 from specserve.cli.options import ENGINE_HELP, MEASUREMENT, OUTPUT, Model, Whole, engine_options, options_type

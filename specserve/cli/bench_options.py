@@ -55,6 +55,16 @@ Drafters = Annotated[
         help="Drafters to measure: one, or several as a,b,c.",
     ),
 ]
+Adapters = Annotated[
+    tuple[str, ...],
+    Parameter(
+        group=MEASUREMENT,
+        negative=(),
+        show_default=False,
+        help="A LoRA adapter that answers prompts in turn with others: NAME=PATH, or a name of --lora; none is the "
+        "model. May be repeated.",
+    ),
+]
 Prompts = Annotated[
     str,
     Parameter(

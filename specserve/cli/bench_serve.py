@@ -125,6 +125,16 @@ class RequestOptions:
             group=GENERATION, negative=(), help="Ask for each chunk's token ids, so that gaps per token can be told."
         ),
     ] = False
+    adapter: Annotated[
+        tuple[str, ...],
+        Parameter(
+            group=GENERATION,
+            negative=(),
+            show_default=False,
+            help="A LoRA adapter of the server, by its name there, that requests ask in turn with others; none is the "
+            "model. May be repeated.",
+        ),
+    ] = ()
     extra: Annotated[
         str | None, Parameter(group=GENERATION, help="Other fields of each request, as a JSON object.")
     ] = None
@@ -210,6 +220,7 @@ def _plan(server: ServerOptions, load: LoadOptions, request: RequestOptions) -> 
         max_tokens=request.max_tokens,
         temperature=request.temperature,
         seed=request.seed,
+        adapters=request.adapter,
         fields=request.fields(),
     )
     limit = len(prompts) if load.num_requests is None and load.duration is None else load.num_requests
@@ -278,6 +289,7 @@ def _described(target: Target, plan: Plan, model: str) -> dict[str, Any]:
         "max_tokens": asks.max_tokens,
         "temperature": asks.temperature,
         "seed": asks.seed,
+        "adapters": list(asks.adapters),
         "fields": dict(asks.fields),
         "warmup": plan.warmup,
         "num_requests": plan.extent.num_requests,
@@ -286,11 +298,13 @@ def _described(target: Target, plan: Plan, model: str) -> dict[str, Any]:
 
 
 def _print(figures: dict[str, Any], console: Console) -> None:
-    from specserve.bench.serve.report import details, overview, remarks
+    from specserve.bench.serve.report import by_adapter, details, overview, remarks
 
     console.print(overview(_title(figures), figures["loads"]), "")
     for point in figures["loads"]:
         console.print(details(point), "")
+        if point["adapters"]:
+            console.print(by_adapter(point), "")
     for line in (line for point in figures["loads"] for line in remarks(point)):
         console.print(line, highlight=False)
 

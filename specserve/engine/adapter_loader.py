@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from specserve.adapters import ADAPTERS_OFF, AdapterInfo, AdapterSource
+from specserve.checkpoint.peft import read_peft
 from specserve.errors import ConfigError
+from specserve.files import reading
 from specserve.models.lora import read_adapter
 from specserve.runtime.executor import Executor
+
+
+def check_folders(sources: Iterable[AdapterSource]) -> None:
+    """Raises ModelError for a folder that is no adapter's, or one of a kind that is not supported."""
+    for source in sources:
+        folder = Path(source.path).expanduser()
+        with reading(folder):
+            read_peft(folder)
 
 
 class AdapterLoader:

@@ -15,7 +15,7 @@ from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, step_by
 from specserve.cache.storage import KVShape, KVStorage
 from specserve.checkpoint import catalog
 from specserve.config import EngineConfig
-from specserve.engine.adapter_loader import AdapterLoader
+from specserve.engine.adapter_loader import AdapterLoader, check_folders
 from specserve.engine.adapters import Adapters
 from specserve.engine.counters import Counters
 from specserve.engine.engine import Engine
@@ -82,8 +82,8 @@ def build(
     Raises ConfigError, ModelError or CapacityError before any request."""
     drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
-    threads = config.threads or default_threads()
-    device = choose_device(config.device)
+    check_folders(map(AdapterSource.parse, config.lora))
+    threads, device = config.threads or default_threads(), choose_device(config.device)
 
     def choose(quantization: str) -> Ops:
         return choose_ops(device, config.dtype, quantization, threads, config.isa)

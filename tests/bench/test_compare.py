@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,16 @@ from rich.console import Console
 
 from specserve.bench import compare as module
 from specserve.bench.compare import Mismatch, Plan, Question, Run, compare, explain, first_difference, turns
-from specserve.bench.report import acceptance_by_position, by_category, by_phase, by_source, describe, overview, report
+from specserve.bench.report import (
+    acceptance_by_position,
+    by_adapter,
+    by_category,
+    by_phase,
+    by_source,
+    describe,
+    overview,
+    report,
+)
 from specserve.config import EngineConfig
 from specserve.engine.counters import Counters
 from specserve.engine.outputs import CompletionOutput, RequestOutput
@@ -25,7 +34,7 @@ QUESTIONS = [Question([1, 2], "a"), Question([3], "a"), Question([4], "b")]
 KEYS = {
     *("drafter", "output_tokens", "tokens_per_second", "time_per_output_token_ms", "time_to_first_token_ms", "speedup"),
     *("mean_acceptance_length", "acceptance_by_position", "draft_tokens", "accepted_tokens", "mismatched_requests"),
-    *("kv_waste", "step_ms", "categories", "decode_speedup", "sources"),
+    *("kv_waste", "step_ms", "categories", "decode_speedup", "sources", "adapters"),
 }
 
 
@@ -56,10 +65,11 @@ class FakeLLM:
     def counters(self) -> Counters:
         return self.totals.snapshot()
 
-    def generate(self, prompts: list[list[int]], params: Any, *, progress: bool = False) -> list[RequestOutput]:
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        self.log.append(("generate", self.drafter, [tuple(ids) for ids in prompts], [p.seed for p in each]))
-        return [self._one(ids, chosen) for ids, chosen in zip(prompts, each, strict=True)]
+    def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], *, adapter: list[str | None]
+    ) -> list[RequestOutput]:
+        self.log.append(("generate", self.drafter, [tuple(ids) for ids in prompts], [p.seed for p in params], adapter))
+        return [self._one(ids, chosen) for ids, chosen in zip(prompts, params, strict=True)]
 
     def _one(self, ids: list[int], params: SamplingParams) -> RequestOutput:
         accepted = int(self.drafter) if self.drafter.isdigit() else 0
@@ -158,6 +168,7 @@ def test_figures(llm: FakeLLM) -> None:
         **settings,
         "concurrency": 1,
         "prompts": 3,
+        "adapters": [],
         "interrupted": False,
     }
     assert all(set(each) == KEYS for each in found["runs"])
@@ -186,6 +197,23 @@ def test_figures(llm: FakeLLM) -> None:
     assert one["categories"]["b"] == pytest.approx(
         {"tokens_per_second": 12 / 0.11, "speedup": 0.17 / 0.11, "mean_acceptance_length": 2}
     )
+
+
+def test_adapters_answer_their_prompts_and_have_figures_of_their_own(llm: FakeLLM) -> None:
+    llm.wrong = {"1": 4}
+    questions = [replace(each, adapter=adapter) for each, adapter in zip(QUESTIONS, ("fr", None, "fr"), strict=True)]
+    runs = compare(llm, questions, plan("1", concurrency=2))  # type: ignore[arg-type]
+    found = report(llm, questions, 2, runs)  # type: ignore[arg-type]
+    assert found["adapters"] == ["fr", "none"]
+    assert [run["mismatched_requests"] for run in found["runs"]] == [0, 3]
+    assert found["runs"][1]["adapters"]["fr"] == pytest.approx(
+        {"tokens_per_second": 12 / 0.11, "speedup": 0.17 / 0.11, "mean_acceptance_length": 2}
+    )
+    assert len(explain(llm, questions, runs)) == 3  # type: ignore[arg-type]
+    calls = [entry for entry in llm.log if entry[0] == "generate"]
+    asked = [(ids[:1], adapter) for call in calls for ids, adapter in zip(call[2], call[4], strict=True)]
+    assert set(asked) == {((1,), "fr"), ((3,), None), ((4,), "fr")}, "in the warm-up and in explanations, too"
+    assert "adapter" in text_of(by_adapter(found)) and "1.55x (2.00)" in text_of(by_adapter(found))
 
 
 def test_rates_are_medians_over_repeats(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,16 @@ from rich.console import Console
 from specserve.bench.prompts import Prompt
 from specserve.bench.serve.load import ClosedLoop, Extent, Load, OpenLoop
 from specserve.bench.serve.measure import Record, measure
-from specserve.bench.serve.report import PERCENTILES, Goodput, details, distribution, overview, remarks, summary
+from specserve.bench.serve.report import (
+    PERCENTILES,
+    Goodput,
+    by_adapter,
+    details,
+    distribution,
+    overview,
+    remarks,
+    summary,
+)
 from specserve.bench.serve.run import Asks, Change, Plan, Point, Target, run
 from specserve.cli.main import run as cli
 from specserve.errors import ConfigError, ServerError
@@ -316,7 +325,31 @@ def test_chat_and_a_named_model_without_sampling(points: Points) -> None:
     assert server.keys == [None]  # the server was not asked for its models
 
 
-@pytest.mark.parametrize("models", [{"data": []}, {}, [], {"data": [{}]}, {"data": ["a"]}])
+def test_adapters_of_the_server_are_asked_in_turn(points: Points) -> None:
+    server = Server(models={"data": [{"id": "tiny"}, {"id": "fr"}, {"id": "legal"}]})
+    asked = plan(ClosedLoop(2), num=7, warmup=1, adapters=("fr", "none", "legal"))
+    (point,) = points(server, asked)
+    assert [body["model"] for body in server.bodies] == ["fr", *("fr", "tiny", "legal") * 2, "fr"]
+    found = figures(point)
+    assert [record["adapter"] for record in found["records"]] == [*("fr", "none", "legal") * 2, "fr"]
+    assert {name: each["requests"] for name, each in found["adapters"].items()} == {"fr": 3, "none": 2, "legal": 2}
+    assert found["adapters"]["fr"]["ttft_ms"]["p50"] == pytest.approx(500, abs=1e-3)
+    assert found["adapters"]["legal"]["output_tokens"] == 14
+    assert "legal" in printed(by_adapter(found))
+    (point,) = points(server, plan(ClosedLoop(1), num=2, adapters=("none", "legal")), model="mine")
+    assert [body["model"] for body in server.bodies[8:]] == ["mine", "legal"]
+
+
+def test_adapters_that_a_server_does_not_have_end_before_anything_is_sent(points: Points) -> None:
+    server = Server(models={"data": [{"id": "tiny"}, {"id": "legal"}]})
+    with pytest.raises(ConfigError, match=r"Unknown adapter 'legl'. Did you mean 'legal'\? .* Load it there"):
+        points(server, plan(ClosedLoop(1), adapters=("none", "legl")), model="tiny")
+    assert server.bodies == []
+    with pytest.raises(ConfigError, match="3 adapters are asked in turn, by 2 requests"):
+        plan(ClosedLoop(1), num=2, adapters=("a", "b", "c"))
+
+
+@pytest.mark.parametrize("models", [{"data": []}, {}, [], {"data": [{}]}, {"data": ["a"]}, {"data": 5}])
 def test_a_server_without_models_is_an_error(points: Points, models: Any) -> None:
     with pytest.raises(ServerError, match="--model"):
         points(Server(models=models), plan(ClosedLoop(1)))
@@ -708,6 +741,7 @@ def test_the_command_measures_and_writes_everything(
     Path("p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "category": "x"}\n')
     flags = ("--url", quick.url + "/v1/", "--rate", "500,1000", "--num-requests", "5", "--prompts", "p.jsonl")
     more = ("--drafter", "ngram", "--ignore-eos", "--token-ids", "--extra", '{"top_p": 0.5}', "--max-tokens", "9")
+    more = (*more, "--adapter", "other", "--adapter", "none")
     status, out, err = command(*flags, *more, "--goodput", "ttft:60000", "e2e:60000", "--json", "out.json")
     assert status == 0, err
     assert len(quick.bodies) == 1 + 5 + 5
@@ -717,11 +751,20 @@ def test_the_command_measures_and_writes_everything(
     assert set(quick.keys) == {"Bearer secret"}
     found = json.loads(Path("out.json").read_text())
     assert (found["model"], found["endpoint"], found["prompts"], found["warmup"]) == ("tiny", "chat", 2, 1)
+    assert found["adapters"] == list(found["loads"][0]["adapters"]) == ["other", "none"]
+    assert [body["model"] for body in quick.bodies].count("tiny") == 2 + 2
     assert [load["load"]["name"] for load in found["loads"]] == ["500/s", "1000/s"]
     assert [load["completed"] for load in found["loads"]] == [5, 5]
     assert [len(load["records"]) for load in found["loads"]] == [5, 5]
     assert "secret" not in Path("out.json").read_text() + out + err
-    for words in ("500/s", "1000/s", "first token ms", "drafter ngram", "100.0% of the requests keep"):
+    for words in (
+        "500/s",
+        "1000/s",
+        "first token ms",
+        "drafter ngram",
+        "100.0% of the requests keep",
+        "500/s by adapter",
+    ):
         assert words in out
 
 

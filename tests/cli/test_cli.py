@@ -35,6 +35,7 @@ from specserve.cli.options import (
 )
 from specserve.config import EngineConfig
 from specserve.doctor import examine
+from specserve.engine import build
 from specserve.errors import EngineError
 from specserve.help import Help
 from specserve.ops.choice import choose_ops
@@ -684,6 +685,47 @@ def test_an_adapter_that_no_option_names_is_an_error_before_a_model_is_loaded(
     status, _, err = specserve(*command, "--lora", "fr=/nowhere", "--adapter", "fr2")
     assert status == 2
     assert "Unknown adapter 'fr2'. Did you mean 'fr'? Known: fr. Name its folder with --lora fr2=PATH." in err
+
+
+def test_bench_spreads_prompts_over_adapters(specserve: Run, tiny: str, tmp_path: Path) -> None:
+    shapes = {name: info.shape for name, info in Weights(Path(tiny)).infos.items()}
+    fr, law = (str(write_adapter(tmp_path / name, shapes, seed=i, size=1.0)) for i, name in enumerate(("fr", "law")))
+    flags = ("--model", tiny, *GREEDY, "--limit", "5", "--max-tokens", "8", "--concurrency", "3", "--drafter", "ngram")
+    spread = ("--lora", f"law={law}", "--adapter", "law", "--adapter", "none", "--adapter", f"fr={fr}")
+    files = ("--json", "o.json", "--record", "r.jsonl", "--record-top", "2")
+    status, out, err = specserve("bench", *flags, *spread, *files)
+    assert status == 0, err
+    found = json.loads(Path("o.json").read_text())
+    assert found["adapters"] == ["law", "none", "fr"]
+    assert [run["mismatched_requests"] for run in found["runs"]] == [0, 0]
+    assert [list(run["adapters"]) for run in found["runs"]] == [["law", "none", "fr"]] * 2
+    assert "by adapter" in out
+    said = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
+    for line, adapter in zip(said, ("law", None, "fr", "law", None), strict=True):
+        assert [best[0] for best in line["top"]] == line["output_ids"], "the adapter's best tokens"
+        with REAL(tiny, dtype="float32", kv_cache_gib=0.01, max_model_len=1024, lora=[f"law={law}", f"fr={fr}"]) as llm:
+            (alone,) = llm.generate(line["prompt_ids"], SamplingParams(temperature=0, max_tokens=8), adapter=adapter)
+        assert alone.outputs[0].token_ids == line["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--adapter", "fr"), "Unknown adapter 'fr'. Known: none. Give its folder with --adapter fr=PATH."),
+        (("--lora", "fr=/x", "--adapter", "f"), "Unknown adapter 'f'."),
+        (("--adapter", "fr="), "--adapter is 'fr='; it must be name=path"),
+        (("--adapter", "fr=/nowhere"), "/nowhere is not a folder. An adapter is a folder that PEFT's"),
+        (("--adapter", "none=/x", "--adapter", "none"), "none is the model without an adapter"),
+        (("--adapter", "a=/x", "--adapter", "a=/y"), "the names of adapters must differ"),
+        (("--limit", "1", "--adapter", "a=/x", "--adapter", "none"), "2 adapters answer in turn, and there are 1"),
+    ],
+)
+def test_wrong_adapters_end_bench_before_a_model_is_loaded(
+    specserve: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], complaint: str
+) -> None:
+    monkeypatch.setattr(build, "load_model", None)
+    status, _, err = specserve("bench", "--drafter", "ngram", *flags)
+    assert status in (1, 2) and complaint in err
 
 
 def test_an_adapter_of_a_server_is_named_as_a_model(specserve: Run) -> None:

@@ -100,6 +100,7 @@ ROWS = {
         | {
             "gird": (USAGE, "Did you mean 'bench grid'?"),
             "--repeets 2": (USAGE, "Did you mean --repeats?"),
+            "--adapter fr": (USAGE, "Unknown adapter 'fr'. Known: none. Give its folder with --adapter fr=PATH."),
             "--record nowhere/r.jsonl": (USAGE, "nowhere/r.jsonl cannot be written: there is no folder nowhere."),
         },
     ),

@@ -161,6 +161,19 @@ def test_structured_answers_are_those_alone(tiny: Path, adapters: dict[str, Path
     assert len(set(together)) > 4
 
 
+def test_each_prompt_of_a_call_may_have_its_adapter(tiny: Path, adapters: dict[str, Path]) -> None:
+    names = [*list(adapters)[:2], None]
+    messages = [[{"role": "user", "content": "Hello"}]] * 3
+    with LLM(str(tiny), dtype="float32", lora=[f"{n}={p}" for n, p in adapters.items()], max_model_len=160) as llm:
+        for run, asked in ((llm.generate, PROMPTS[:3]), (llm.chat, messages)):
+            together = [each.outputs[0].token_ids for each in run(asked, GREEDY, adapter=names)]  # type: ignore[operator]
+            each = zip(asked, names, strict=True)
+            assert together == [run([one], GREEDY, adapter=name)[0].outputs[0].token_ids for one, name in each]  # type: ignore[operator]
+            with pytest.raises(InputError, match="2 adapters for 3 prompts; give one for all or one for each"):
+                run(asked, GREEDY, adapter=names[:2])  # type: ignore[operator]
+        assert len({tuple(tokens) for tokens in together}) == 3
+
+
 def test_beams_are_searched_through_the_adapter(tiny: Path, adapters: dict[str, Path]) -> None:
     def found(llm: LLM, name: str | None) -> list[tuple[list[int], float]]:
         outputs = llm.beam_search([PROMPTS[0]], SamplingParams(max_tokens=8), beam_width=4, adapter=name)[0].outputs

@@ -27,6 +27,7 @@ class Record:
     category: str
     due: float
     started: float
+    adapter: str | None = None  # that was asked, in turn with others; NO_ADAPTER: the model
     ended: float = 0.0  # the last text or finish_reason, or the failure
     status: int | None = None  # HTTP; None if no answer came
     error: str | None = None  # the kind of failure, None for a whole answer

@@ -82,8 +82,25 @@ def summary(point: Point, goodput: Goodput) -> dict[str, Any]:
         "lag_ms": _ms(record.lag for record in point.records),
         "goodput": _goodput(point.records, goodput, seconds),
         "speculation": _speculation(done),
+        "adapters": _adapters(point.records),
         "records": [_raw(record, point.began) for record in point.records],
     }
+
+
+def _adapters(records: Sequence[Record]) -> dict[str, Any]:
+    """Figures of the requests to each adapter, where they were asked in turn."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(record.adapter for record in records if record.adapter is not None):
+        asked = [record for record in records if record.adapter == name]
+        done = [record for record in asked if record.completed]
+        found[name] = {
+            "requests": len(asked),
+            "completed": len(done),
+            "output_tokens": _total(record.output_tokens for record in done),
+            **_distributions(done),
+            "speculation": _speculation(done),
+        }
+    return found
 
 
 def _distributions(done: Sequence[Record]) -> dict[str, Any]:
@@ -166,6 +183,7 @@ def _raw(record: Record, began: float) -> dict[str, Any]:
     return {
         "number": record.number,
         "category": record.category,
+        "adapter": record.adapter,
         "due_ms": (record.due - began) * 1e3,
         "lag_ms": record.lag * 1e3,
         "status": record.status,
@@ -219,6 +237,20 @@ def overview(title: str, points: Sequence[Mapping[str, Any]]) -> Table:
 
 def _middle_and_worst(part: Mapping[str, float] | None) -> str:
     return "-" if part is None else f"{_number(part['p50'])}/{_number(part['p99'])}"
+
+
+def by_adapter(point: Mapping[str, Any]) -> Table:
+    """One row an adapter of one load."""
+    columns = ("sent", "ok", "first ms", "ms/tok", "end to end ms", "tok/step")
+    table = table_of(f"{point['load']['name']} by adapter (ms: p50/p99)", "adapter", *columns)
+    for name, each in point["adapters"].items():
+        table.add_row(
+            name,
+            *(str(each[count]) for count in ("requests", "completed")),
+            *(_middle_and_worst(each[key]) for key in ("ttft_ms", "tpot_ms", "e2e_ms")),
+            _number(each["speculation"] and each["speculation"]["mean_acceptance_length"]),
+        )
+    return table
 
 
 def details(point: Mapping[str, Any]) -> Table:

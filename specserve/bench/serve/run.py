@@ -10,10 +10,11 @@ from typing import Any
 
 import aiohttp
 
+from specserve.adapters import NO_ADAPTER
 from specserve.bench.prompts import Prompt
 from specserve.bench.serve.load import ClosedLoop, Extent, Load, OpenLoop
 from specserve.bench.serve.measure import Record, measure
-from specserve.errors import ConfigError, ServerError
+from specserve.errors import ConfigError, ServerError, unknown
 
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -45,18 +46,23 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asks:
-    """What is sent: request i has prompt i, from the start again after the last, and is sampled with seed + i. `fields`
-    are sent as they are, over all others."""
+    """What is sent: request i has prompt i, from the start again after the last, and is sampled with seed + i.
+    `adapters` are asked in turn, by the names that the server has them under; NO_ADAPTER among them is the model, and
+    without any all requests are its. `fields` are sent as they are, over all others."""
 
     prompts: Sequence[Prompt]
     endpoint: str = "chat"  # of ENDPOINTS
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
+    adapters: Sequence[str] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def prompt(self, number: int) -> Prompt:
         return self.prompts[number % len(self.prompts)]
+
+    def adapter(self, number: int) -> str | None:
+        return self.adapters[number % len(self.adapters)] if self.adapters else None
 
     def body(self, model: str, number: int) -> dict[str, Any]:
         text = self.prompt(number).text
@@ -64,7 +70,8 @@ class Asks:
         sampled = {"seed": self.seed + number} if self.temperature > 0 else {}
         shared = {"max_tokens": self.max_tokens, "temperature": self.temperature, **sampled}
         streaming = {"stream": True, "stream_options": {"include_usage": True}}
-        return {"model": model, **asked, **shared, **streaming, **self.fields}
+        named = self.adapter(number)
+        return {"model": model if named in (None, NO_ADAPTER) else named, **asked, **shared, **streaming, **self.fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,9 @@ class Plan:
         for load in self.loads:
             if isinstance(load, OpenLoop) and math.isinf(load.rate) and self.extent.num_requests is None:
                 raise ConfigError("rate is inf, which sends all requests at once: say how many with --num-requests.")
+        if self.extent.num_requests is not None and len(self.asks.adapters) > self.extent.num_requests:
+            counts = f"{len(self.asks.adapters)} adapters are asked in turn, by {self.extent.num_requests} requests"
+            raise ConfigError(f"{counts}. Send more with --num-requests.")
 
 
 async def run(
@@ -123,10 +133,10 @@ async def run(
 ) -> tuple[str, list[Point]]:
     """Measure; gives the model's name too. `model` None is the first that the server has. `measurement` has what was
     measured even when this is cancelled. Raises ServerError if the server cannot be asked, or if a request of the
-    warm-up fails."""
+    warm-up fails, and ConfigError for an adapter that it does not have."""
     made = measurement or Measurement()
     async with target.session() as session:
-        made.model = model or await first_model(session, target)
+        made.model = await _checked(session, target, plan, model)
         asking = _Asking(session, target, plan.asks, made.model, watch)
         if plan.warmup:
             warm = ClosedLoop(1)
@@ -137,7 +147,21 @@ async def run(
         return made.model, made.points
 
 
-async def first_model(session: aiohttp.ClientSession, target: Target) -> str:
+async def _checked(session: aiohttp.ClientSession, target: Target, plan: Plan, model: str | None) -> str:
+    """The model that is asked, of a server that has the plan's adapters."""
+    if model is not None and not plan.asks.adapters:
+        return model
+    listed = await model_names(session, target)
+    if model is None and not listed:
+        raise ServerError(f"{target.base}/v1/models names no model. Give one with --model.", status=200)
+    if missing := [name for name in plan.asks.adapters if name not in (*listed, NO_ADAPTER)]:
+        todo = "Load it there with --lora, or with POST /v1/load_lora_adapter."
+        raise ConfigError(f"{unknown('adapter', missing[0], listed)} {todo}")
+    return model or listed[0]
+
+
+async def model_names(session: aiohttp.ClientSession, target: Target) -> list[str]:
+    """The names of /v1/models, its own first. Raises ServerError where none can be asked for."""
     url = f"{target.base}/v1/models"
     try:
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=target.timeout)) as response:
@@ -149,10 +173,9 @@ async def first_model(session: aiohttp.ClientSession, target: Target) -> str:
         reason = str(error) or type(error).__name__
         todo = "Start one with `specserve serve`, or give its address with --url."
         raise ServerError(f"No server at {url}: {reason}. {todo}", type="connection_error") from error
-    try:
-        return str(body["data"][0]["id"])
-    except (LookupError, TypeError) as error:
-        raise ServerError(f"{url} names no model. Give one with --model.", status=200) from error
+    data = body.get("data") if isinstance(body, dict) else None
+    listed = data if isinstance(data, list) else []
+    return [str(each["id"]) for each in listed if isinstance(each, dict) and "id" in each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +191,8 @@ class _Asking:
 
         async def send(number: int, due: float) -> Record:
             self.watch(Change(load))
-            record = Record(number=number, category=self.asks.prompt(number).category, due=due, started=due)
+            prompt, adapter = self.asks.prompt(number), self.asks.adapter(number)
+            record = Record(number=number, category=prompt.category, due=due, started=due, adapter=adapter)
             url = self.target.base + ENDPOINTS[self.asks.endpoint]
             await measure(self.session, url, self.asks.body(self.model, number), record, self.target.timeout)
             ended.append(record)
