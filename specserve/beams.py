@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence as Many
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from specserve.errors import InputError, shown
 
@@ -51,14 +51,24 @@ class Choice(NamedTuple):
     token: int
 
 
+class Text(Protocol):
+    """What a beam reads as, where that may end it: `stop` says at which stop text its last token did."""
+
+    @property
+    def stop(self) -> str | None: ...
+    def after(self, token: int) -> Text: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A text as its last token and what is before; `score` is the sum of its log-probabilities."""
+    """A text as its last token and what is before; `score` is the sum of its log-probabilities. `text` is None after a
+    token that ends it, and where no text does."""
 
     score: float = 0.0
     token: int = -1
     entry: Any = None
     before: Beam | None = None
+    text: Text | None = None
 
     def path(self) -> list[Beam]:
         """One for each token, in order."""
@@ -82,11 +92,11 @@ class Answer:
 class BeamSearch:
     """One search. A step gives each live beam's candidates to `advance`, which says who lives on.
 
-    `ends` end a beam. Each step looks at the (1 + number of ends, 2 at least) * width best texts; of these the width
-    best may end, and the width best that do not end live on. `answers` are the width best that ended, best first.
-    `early_stopping` says when the search is over, once it has width answers: True at once; False when the best live
-    beam is no better than the worst answer at its present length; "never" when it could not become better, with a
-    positive `length_penalty` at the longest length.
+    `ends` end a beam, and so do stop texts where there is a `text`, what all begin with. Each step looks at the (1 +
+    number of ends, 2 at least) * width best texts; of these the width best may end, and the width best that do not end
+    live on. `answers` are the width best that ended, best first. `early_stopping` says when the search is over, once it
+    has width answers: True at once; False when the best live beam is no better than the worst answer at its present
+    length; "never" when it could not become better, with a positive `length_penalty` at the longest length.
     """
 
     def __init__(
@@ -97,15 +107,16 @@ class BeamSearch:
         num_ends: int = 0,
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
+        text: Text | None = None,
     ) -> None:
         self.width, self.max_tokens = width, max_tokens
         self.num_candidates = max(2, 1 + num_ends) * width  # that any one beam may be asked for
-        self._ends, self._penalty, self._early = ends, length_penalty, early_stopping
+        self._ends, self._penalty, self._early, self._text = ends, length_penalty, early_stopping, text
         self.restart()
 
     def restart(self) -> None:
         self.length = 0  # tokens of a live beam
-        self.live = [Beam()]
+        self.live = [Beam(text=self._text)]
         self.answers: list[Answer] = []
         self.is_done = False
 
@@ -124,11 +135,16 @@ class BeamSearch:
         chosen: list[Choice] = []
         grown: list[Beam] = []
         for rank, (score, i, each) in enumerate(found[: self.num_candidates]):
-            is_end = each.token in self._ends
+            if rank >= self.width and (is_last or len(grown) == self.width):
+                break
+            before, is_end = self.live[i], each.token in self._ends
+            text = None if is_end or before.text is None else before.text.after(each.token)
+            is_end = is_end or (text is not None and text.stop is not None)
+            beam = Beam(score, each.token, each.entry, before, text)
             if (is_end or is_last) and rank < self.width:
-                self._end(Beam(score, each.token, each.entry, self.live[i]), is_cut=not is_end)
-            elif not is_end and not is_last and len(grown) < self.width:
-                grown.append(Beam(score, each.token, each.entry, self.live[i]))
+                self._end(beam, is_cut=not is_end)
+            elif not is_end and not is_last:
+                grown.append(beam)
                 chosen.append(Choice(i, each.token))
         self.live = grown
         self.is_done = not grown or self._is_over()

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence as Many
+from typing import TypeAlias
 
-from specserve.beams import Answer, BeamSearch, Candidate, Choice
+from specserve.beams import Answer, BeamSearch, Candidate, Choice, Text
 from specserve.cache.cache import KVCache
 from specserve.engine.append import count_draft
 from specserve.engine.packed import packed
@@ -21,7 +22,10 @@ from specserve.engine.scheduler import Scheduler
 from specserve.errors import InputError
 from specserve.runtime.pack import Step
 from specserve.structured.masks import advance
-from specserve.types import Draft, Event, Failure, FinishReason, ScheduledSeq, Sequence, Verdict
+from specserve.types import Draft, Event, Failure, FinishReason, SamplingParams, ScheduledSeq, Sequence, Verdict
+
+# What comes after a prompt of these tokens as a text that the stop strings of these parameters end.
+BeginText: TypeAlias = Callable[[SamplingParams, Many[int]], Text]
 
 _TOO_FEW = (
     "Beam search found {} answers: the grammar, allowed_token_ids, bad_words and min_tokens together leave no other. "
@@ -32,13 +36,14 @@ _TOO_FEW = (
 class BeamGroup:
     """One request's beams. `live` are those of `search`, in its order."""
 
-    def __init__(self, seqs: Many[Sequence], reopen: Callable[[Sequence], None]) -> None:
+    def __init__(self, seqs: Many[Sequence], reopen: Callable[[Sequence], None], begin_text: BeginText) -> None:
         """`reopen` is called with a sequence that has got other tokens than it had."""
         root = seqs[0]
         self._reopen = reopen
         penalty, early = root.params.length_penalty, root.params.early_stopping
         self.seqs, self.width = seqs, len(seqs)
-        self.search = BeamSearch(self.width, root.max_tokens, root.stop_ids, len(root.stop_ids), penalty, early)
+        text = begin_text(root.params, root.tokens) if root.params.stop else None
+        self.search = BeamSearch(self.width, root.max_tokens, root.stop_ids, len(root.stop_ids), penalty, early, text)
         self.num_candidates = self.search.num_candidates
         self.live = [root]
         for seq in seqs:
@@ -198,7 +203,8 @@ class BeamGroup:
 
     def _told(self, index: int, answer: Answer) -> Event:
         root, path = self.seqs[0], answer.beam.path()
-        last = path[-1].token
+        last, text = path[-1].token, answer.beam.text
+        stop = last if text is None else text.stop
         logprobs = None if root.params.logprobs is None else packed([each.entry for each in path])
         prompt = packed(root.prompt_logprobs) if index == 0 and root.params.prompt_logprobs is not None else None
         return Event(
@@ -208,7 +214,7 @@ class BeamGroup:
             logprobs,
             prompt,
             "length" if answer.is_cut else "stop",
-            None if answer.is_cut or last in root.eos_ids else last,
+            None if answer.is_cut or last in root.eos_ids else stop,
             stats=root.stats,
             beam=(answer.beam.score, answer.score),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ from specserve.speculation.policy import Policy
 from specserve.speculation.weighing import Weighing
 from specserve.structured.compiler import Compiler, check_backend
 from specserve.structured.vocabulary import vocabulary
+from specserve.text.stops import ForkedText
 from specserve.text.tokenizer import Tokenizer
 
 _TIMING_S = 0.4  # for measuring what steps take, so that drafts can be weighed
@@ -129,7 +131,7 @@ def build(
     compiler = Compiler(
         lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
     )
-    engine = Engine(executor, cache, scheduler, drafting, limits, counters)
+    engine = Engine(executor, cache, scheduler, drafting, limits, counters, partial(ForkedText.begin, tokenizer))
     built = Built(engine, folder, ops, tokenizer, compiler, threads, _load_adapters(engine, config, folder))
     weights = built.dtype if ops.quantization == "none" else ops.quantization
     weights += f" (checkpoint: {model.origin})" if model.origin else ""

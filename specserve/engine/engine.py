@@ -1,4 +1,5 @@
-"""One step of the engine: pick, draft, pack, execute, keep, observe. One synchronous thread, no I/O, no text."""
+"""One step of the engine: pick, draft, pack, execute, keep, observe. One synchronous thread, no I/O, and no text but
+that of beams which stop strings may end."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import time
 
 from specserve.cache.cache import KVCache
 from specserve.engine.append import append_verdict, event
-from specserve.engine.beams import BeamGroup, fellows, level
+from specserve.engine.beams import BeamGroup, BeginText, fellows, level
 from specserve.engine.counters import Counters
 from specserve.engine.request import Limits, Request, sequences
 from specserve.engine.scheduler import Scheduler
@@ -40,6 +41,7 @@ class Engine:
         drafting: DraftController,
         limits: Limits,
         counters: Counters,
+        begin_text: BeginText,
     ) -> None:
         self.executor = executor
         self.cache = cache
@@ -49,6 +51,7 @@ class Engine:
         self.policy = drafting.policy
         self.limits = limits
         self.counters = counters
+        self._begin_text = begin_text
         self.requests: dict[str, list[Sequence]] = {}  # waiting or running
         self._num_arrived = 0
 
@@ -69,7 +72,7 @@ class Engine:
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         group = sequences(request, self.limits, grammar, adapter)
         check_first_token(group[0], self.limits.vocab_size)
-        beams = None if request.params.beam_width is None else BeamGroup(group, self.policy.reopen)
+        beams = None if request.params.beam_width is None else BeamGroup(group, self.policy.reopen, self._begin_text)
         if beams is not None:
             beams.check(self.cache, self.scheduler.max_num_seqs)
         self.drafting.begin(group, request.drafter)

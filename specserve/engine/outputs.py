@@ -101,8 +101,8 @@ class RequestOutput:
 
 class Collector:
     """Follows one request from event to event. `abort(request_id, index)` is called when a stop string ends a
-    completion, which the engine, knowing no text, cannot see. `lazily`: log-probabilities stay packed until they are
-    read, in order; else they are lists."""
+    completion, which the engine cannot see, as it knows no text but that of beams. `lazily`: log-probabilities stay
+    packed until they are read, in order; else they are lists."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class Collector:
 
     def _chunk(self, event: Event) -> Chunk:
         text, tokens = self._texts[event.index], event.tokens
-        # A token that ended the completion is an id and no text, as in vLLM.
-        hides_end = event.finish_reason == "stop" and not self._shows_stop
+        # A token that ended the completion is an id and no text, as in vLLM; a stop string that ended a beam is text.
+        hides_end = event.finish_reason == "stop" and not (self._shows_stop or isinstance(event.stop_reason, str))
         step = text.push(tokens[:-1] if hides_end else tokens, final=event.finish_reason is not None)
         reason, stop, logprobs = event.finish_reason, event.stop_reason, self._scores(event.logprobs)
         if step.stop is not None:

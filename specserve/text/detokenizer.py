@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from specserve.text.reasoning_split import ReasoningSplit
-from specserve.text.stops import StopSearch, StopString
+from specserve.text.stops import MAX_CHARACTER_BYTES, StopSearch, StopString
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
-
-_MAX_CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class Detokenizer:
         self._ended = False
         self._split = split
         # A prompt of ids can end inside a character; the completion then begins with the rest of it.
-        self._utf8.decode(b"".join(self._bytes(token) for token in prompt_ids[-_MAX_CHARACTER_BYTES:]))
+        self._utf8.decode(b"".join(self._bytes(token) for token in prompt_ids[-MAX_CHARACTER_BYTES:]))
 
     def push(self, token_ids: Sequence[int], final: bool = False) -> Step:
         """Take the next tokens, the last ones if `final`. Must not be called after a stop string or the last ones."""

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_t
 
 from specserve.server.wire.fields import MAX_STOP_CHARACTERS, MAX_STOPS
 from specserve.text.detokenizer import Detokenizer, Step
-from specserve.text.stops import StopString
+from specserve.text.stops import ForkedText, StopString
 from specserve.text.tokenizer import Tokenizer
 from specserve.types import SamplingParams
 
@@ -191,6 +191,42 @@ def test_the_longest_stop_strings_cost_no_more_than_a_look_at_each_character(byt
         assert (set(shown), detokenizer.push(ids_of("b")).text) == ({""}, "a" * 2000 + "b"[: stops is late])
         assert built < 0.01
         assert time.thread_time() - begun < 0.5, "the time that quadratic work takes ten times"
+
+
+@settings(max_examples=400)
+@given(
+    prompt=st.lists(st.integers(0, END), max_size=6),
+    ids=st.lists(st.one_of(LETTERS, st.sampled_from([*ids_of("é日"), END + 1])), max_size=20),
+    stops=st.lists(st.text("abcé日\ufffd", min_size=1, max_size=4), min_size=1, max_size=3),
+    least=st.integers(0, 8),
+    skip=st.booleans(),
+)
+def test_texts_that_part_end_where_each_alone_does(
+    byte_level: Tokenizer, prompt: list[int], ids: list[int], stops: list[str], least: int, skip: bool
+) -> None:
+    """Beside each token another goes on from the same place."""
+    params = SamplingParams(stop=stops, min_tokens=least, skip_special_tokens=skip)
+    alone, text = Detokenizer(byte_level, params, prompt), ForkedText.begin(byte_level, params, prompt)
+    for i, token in enumerate(ids):
+        beside = Detokenizer(byte_level, params, prompt)
+        other = ids[-1 - i]
+        assert text.after(other).stop == beside.push([*ids[:i], other]).stop
+        text = text.after(token)
+        assert text.stop == alone.push([token]).stop
+        if text.stop is not None:
+            break
+
+
+def test_texts_that_part_cost_no_more_than_a_look_at_each_character(byte_level: Tokenizer) -> None:
+    """All of them meet the mismatches of a text that has come far in all stop strings."""
+    stops = ["a" * (MAX_STOP_CHARACTERS - 1) + chr(ord("c") + i) for i in range(MAX_STOPS)]
+    text = ForkedText.begin(byte_level, SamplingParams(stop=stops), [])
+    a, b = ids_of("ab")
+    for _ in range(2000):
+        text = text.after(a)
+    begun = time.thread_time()
+    assert {text.after(b).matched for _ in range(1000)} == {(0,) * MAX_STOPS}
+    assert time.thread_time() - begun < 0.5, "the time that 2000 mismatches each take ten times"
 
 
 def test_completions_of_a_request_share_what_is_known_of_its_stop_strings(byte_level: Tokenizer) -> None:
