@@ -18,12 +18,15 @@ from specserve.cache.sizing import GIB, free_memory
 from specserve.checkpoint import catalog
 from specserve.checkpoint.entries import MODELS, WEIGHT_BITS
 from specserve.checkpoint.fitting import Fit, fit
-from specserve.checkpoint.folder import read_config
+from specserve.checkpoint.folder import is_adapter, read_config
 from specserve.checkpoint.installed import installed
+from specserve.checkpoint.peft import PeftAdapter, read_peft
 from specserve.checkpoint.quantized import QuantizedWeights
+from specserve.config import EngineConfig
 from specserve.errors import ConfigError, NotFetchedError, SpecserveError
 from specserve.files import reading
 from specserve.machine.cores import THREADS, default_threads, processor, usable_cores
+from specserve.models.lora import read_adapter
 from specserve.models.rounding import as_stored, how_kept
 from specserve.ops import choice
 from specserve.ops.isa import VARIABLE
@@ -62,8 +65,8 @@ class Section:
 
 
 def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Section]:
-    """All findings, for the model whose folder is to be looked up and an engine with this `isa`. `root` is the root of
-    the file system. Raises ConfigError for an instruction set that the kernels do not have."""
+    """All findings, for the model (or LoRA adapter) whose folder is to be looked up and an engine with this `isa`.
+    `root` is the root of the file system. Raises ConfigError for an instruction set that the kernels do not have."""
     device = choice.choose_device("auto")
     return [
         Section("Versions", _versions()),
@@ -73,7 +76,7 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Secti
         Section("Drafters", [("found", ", ".join(DRAFTERS.names()) or "none")]),
         Section("Structured output", _grammars()),
         _catalog(device, isa),
-        _models(model, isa),
+        _adapter(folder) if is_adapter(folder := Path(model).expanduser()) else _models(model, isa),
     ]
 
 
@@ -212,3 +215,30 @@ def _models(model: str, isa: str) -> Section:
         *here,
     ]
     return Section("Models", rows, fault)
+
+
+def _adapter(folder: Path) -> Section:
+    """What is in the folder of a LoRA adapter, whether it fits the model that it names, and how it is used."""
+    rows, fault = [("folder", f"{folder}: an adapter, no model")], None
+    try:
+        with reading(folder):
+            found = read_peft(folder)
+        rows += [("made for", found.base or "not said"), ("rank", str(found.rank))]
+        rows.append(("fits", _fitting(found)))
+    except SpecserveError as error:
+        rows, fault = [*rows, ("not usable", str(error))], error
+    else:
+        most = f" --max-lora-rank {found.rank}" if found.rank > EngineConfig().max_lora_rank else ""
+        rows.append(("use", f"specserve serve {found.base or 'MODEL'} --lora NAME={folder}{most}"))
+    return Section("LoRA adapter", rows, fault)
+
+
+def _fitting(adapter: PeftAdapter) -> str:
+    """Raises ModelError for an adapter that does not fit its model."""
+    try:
+        model = catalog.resolve(adapter.base, offline=True, progress=False, convert=False) if adapter.base else None
+    except SpecserveError:
+        model = None
+    if model is None:
+        return f"not looked at: its model is not here; specserve inspect {adapter.folder} --target MODEL looks"
+    return f"{adapter.base}: changes {len(read_adapter(adapter.folder, model, adapter.rank).weights)} of its layers"

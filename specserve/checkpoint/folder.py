@@ -18,6 +18,7 @@ from specserve.errors import ModelError
 from specserve.registry import MODELS
 
 MADE_OF = "made_of"  # in tokenizer_config.json: the older files that tokenizer.json was made of
+ADAPTER_CONFIG = "adapter_config.json"  # of a LoRA adapter, as PEFT saves it
 _INDEX = "model.safetensors.index.json"
 _OLD_INDEX = "pytorch_model.bin.index.json"
 _SINGLE = "model.safetensors"
@@ -84,12 +85,22 @@ def read_json(path: Path, most: int = _MOST_JSON_BYTES) -> dict[str, Any]:
     return value
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether an adapter is there, and no model."""
+    return os.path.isfile(folder / ADAPTER_CONFIG) and not os.path.isfile(folder / "config.json")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as one flat dict. For a multimodal wrapper it is the text model's: `text_config` over the rest.
 
-    Raises ModelError when there is none, without `model_type`, or with `auto_map` (code of the model's author) that
-    names a class of no architecture that runs natively: published Phi 3 and 4 name theirs for old programs.
+    Raises ModelError when there is none, for an adapter's folder, without `model_type`, or with `auto_map` (code of the
+    model's author) that names a class of no architecture that runs natively: published Phi 3 and 4 name theirs for old
+    programs.
     """
+    if is_adapter(folder):
+        raise ModelError(
+            f"{folder} is a LoRA adapter, no model. Name its model, and the adapter by --lora NAME={folder}."
+        )
     config = read_json(folder / "config.json")
     text = config.pop("text_config", None)
     if isinstance(text, Mapping):

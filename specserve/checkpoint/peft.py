@@ -7,7 +7,6 @@ and is not done is refused by its name.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from specserve.checkpoint.folder import TensorInfo, read_header, read_json
+from specserve.checkpoint.folder import ADAPTER_CONFIG as CONFIG, TensorInfo, read_header, read_json
 from specserve.checkpoint.weights import open_file
 from specserve.errors import ModelError, shown
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSORS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _MOST_NUMBER = 2**31
 _FLOATS = ("F32", "BF16", "F16")
@@ -83,11 +82,6 @@ class PeftAdapter:
     def num_bytes(self) -> int:
         """As stored."""
         return sum(self.infos[name].num_bytes for layer in self.layers for name in (layer.a, layer.b))
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether an adapter is there, and no model."""
-    return os.path.isfile(folder / CONFIG) and not os.path.isfile(folder / "config.json")
 
 
 def read_peft(folder: Path) -> PeftAdapter:

@@ -12,7 +12,7 @@ from specserve.config import DEFAULT_MODEL
 
 
 def doctor(
-    model: Annotated[str, model_parameter("The model whose folder is looked up.")] = DEFAULT_MODEL,
+    model: Annotated[str, model_parameter("The model, or LoRA adapter, whose folder is looked up.")] = DEFAULT_MODEL,
     *,
     isa: Annotated[str, Parameter(group=MODEL, help=ENGINE_HELP["isa"].text)] = "auto",
     json_file: JsonFile = None,

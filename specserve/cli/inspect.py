@@ -40,7 +40,7 @@ def inspect(
     """Say what a checkpoint is: a draft head, its format, sizes and target, a LoRA adapter, or a model, and whether it
     can be used. All of a head's tensors are read and checked, an adapter's with --target; of a model names, shapes and
     sizes are, and its tokenizer."""
-    from specserve.checkpoint.peft import is_adapter
+    from specserve.checkpoint.folder import is_adapter
     from specserve.doctor import Section, as_dict, show
     from specserve.models.heads.formats import is_head
 
@@ -58,8 +58,7 @@ def inspect(
 
 def _folder(path: str) -> Path:
     from specserve.checkpoint import catalog
-    from specserve.checkpoint.folder import old_files
-    from specserve.checkpoint.peft import is_adapter
+    from specserve.checkpoint.folder import is_adapter, old_files
     from specserve.models.heads.formats import is_head
 
     found = Path(path).expanduser()

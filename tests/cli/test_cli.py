@@ -48,6 +48,7 @@ ENGINE, SAMPLING = EngineOptions(), SamplingOptions()
 REAL = llm.LLM
 Outcome = tuple[int, str, str]
 Run = Callable[..., Outcome]
+Shapes = dict[str, tuple[int, ...]]
 SMALL = ("--dtype", "float32", "--kv-cache-gib", "0.01", "--max-model-len", "1024")
 GREEDY = (*SMALL, "--temperature", "0")
 
@@ -69,6 +70,12 @@ def specserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "llama"))
+
+
+@pytest.fixture(scope="session")
+def shapes(tiny: str) -> Shapes:
+    """Of the model's tensors, which adapters are written for."""
+    return {name: info.shape for name, info in Weights(Path(tiny)).infos.items()}
 
 
 @functools.cache
@@ -604,6 +611,41 @@ def test_doctor_shows_all_and_fails_for_what_is_no_model(
     assert "specserve pull" in out
 
 
+def test_doctor_says_what_an_adapter_is_and_how_it_is_used(specserve: Run, tiny: str, shapes: Shapes) -> None:
+    for base, rank, fits, use in (
+        (tiny, 4, f"{tiny}: changes 21 of its layers", f"specserve serve {tiny} --lora NAME=fr"),
+        ("org/none", 4, "not looked at: its model is not here", "specserve serve org/none --lora NAME=fr"),
+        (None, 65, "specserve inspect fr --target MODEL looks", "serve MODEL --lora NAME=fr --max-lora-rank 65"),
+    ):
+        write_adapter(Path("fr"), shapes, rank, base_model_name_or_path=base)
+        status, out, err = specserve("doctor", "fr", "--json")
+        assert status == 0, err
+        said = json.loads(out)["LoRA adapter"]
+        assert (said["folder"], said["rank"]) == ("fr: an adapter, no model", str(rank))
+        assert (fits in said["fits"], use in said["use"]) == (True, True)
+
+
+def test_doctor_fails_for_an_adapter_that_does_not_fit_its_model(specserve: Run, tiny: str, shapes: Shapes) -> None:
+    wider = {name: (2 * rows, *more) for name, (rows, *more) in shapes.items()}
+    write_adapter(Path("fr"), wider, base_model_name_or_path=tiny)
+    status, out, err = specserve("doctor", "fr")
+    assert (status, "not usable" in out) == (2, True)
+    assert f"it was made for {tiny}" in err
+    (Path("fr") / "adapter_model.safetensors").unlink()
+    status, _, err = specserve("doctor", "fr")
+    assert status == 2 and "fr has no adapter_model.safetensors" in err
+
+
+@pytest.mark.parametrize("command", [("generate", "x", "--model"), ("run",), ("pull",), ("serve",), ("bench",)])
+def test_an_adapter_in_the_place_of_a_model_says_what_to_do(
+    specserve: Run, shapes: Shapes, command: tuple[str, ...]
+) -> None:
+    write_adapter(Path("fr"), shapes)
+    status, _, err = specserve(*command, "fr")
+    assert status == 2
+    assert "fr is a LoRA adapter, no model. Name its model, and the adapter by --lora NAME=fr." in err
+
+
 def test_doctor_names_the_processor_and_its_instruction_sets(
     tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -662,9 +704,8 @@ def test_run_answers_one_prompt_or_talks(specserve: Run, tiny: str, monkeypatch:
 
 
 def test_commands_answer_from_an_adapter(
-    specserve: Run, tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    specserve: Run, tiny: str, shapes: Shapes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shapes = {name: info.shape for name, info in Weights(Path(tiny)).infos.items()}
     options = (*GREEDY, "--max-tokens", "6", "--lora", f"fr={write_adapter(tmp_path / 'fr', shapes, size=1.0)}")
     adapted = (*options, "--adapter", "fr")
     flags = ("--model", tiny, *adapted)
@@ -687,8 +728,7 @@ def test_an_adapter_that_no_option_names_is_an_error_before_a_model_is_loaded(
     assert "Unknown adapter 'fr2'. Did you mean 'fr'? Known: fr. Name its folder with --lora fr2=PATH." in err
 
 
-def test_bench_spreads_prompts_over_adapters(specserve: Run, tiny: str, tmp_path: Path) -> None:
-    shapes = {name: info.shape for name, info in Weights(Path(tiny)).infos.items()}
+def test_bench_spreads_prompts_over_adapters(specserve: Run, tiny: str, shapes: Shapes, tmp_path: Path) -> None:
     fr, law = (str(write_adapter(tmp_path / name, shapes, seed=i, size=1.0)) for i, name in enumerate(("fr", "law")))
     flags = ("--model", tiny, *GREEDY, "--limit", "5", "--max-tokens", "8", "--concurrency", "3", "--drafter", "ngram")
     spread = ("--lora", f"law={law}", "--adapter", "law", "--adapter", "none", "--adapter", f"fr={fr}")
