@@ -31,7 +31,34 @@ def read_translated(kind: type[AnyTranslated], body: bytes, limits: Limits) -> A
         raise as_input_error(error) from error
 
 
-class TranslatedRequest(Wire):
+Unsupported: TypeAlias = SkipJsonSchema[Any]  # with `refused`; no field that clients are told of
+
+
+def refused(why: str, *harmless: Any) -> BeforeValidator:
+    """For a field that asks for something this server does not do, whatever it holds besides null and the `harmless`
+    values. `why` follows the field's name in the message and says what to do instead."""
+
+    def check(value: Any) -> Any:
+        if any(type(value) is type(other) and value == other for other in harmless):
+            return value
+        raise ValueError(why)
+
+    return BeforeValidator(check)
+
+
+_BEAMS = "is for beam search, which /v1/completions and /v1/chat/completions offer. Send it there, or leave it out."
+
+
+class WithoutBeams(Wire):
+    """What has no beam search, and says so: any other answer than that of a search is not what was asked for."""
+
+    use_beam_search: Annotated[Unsupported, refused(_BEAMS, False)] = None
+    beam_width: Annotated[Unsupported, refused(_BEAMS)] = None
+    length_penalty: Annotated[Unsupported, refused(_BEAMS, 1, 1.0)] = None
+    early_stopping: Annotated[Unsupported, refused(_BEAMS, False)] = None
+
+
+class TranslatedRequest(WithoutBeams):
     """A request in its own API's words. All it says about sampling, limits and tools is judged as chat's: one that was
     read may still be refused by `as_chat`."""
 
@@ -108,21 +135,6 @@ def _objects(value: Any) -> Iterable[Wire]:
     """The objects that a field is, or is a list of."""
     entries = value if isinstance(value, list) else [value]
     return (entry for entry in entries if isinstance(entry, Wire))
-
-
-Unsupported: TypeAlias = SkipJsonSchema[Any]  # with `refused`; no field that clients are told of
-
-
-def refused(why: str, *harmless: Any) -> BeforeValidator:
-    """For a field that asks for something this server does not do, whatever it holds besides null and the `harmless`
-    values. `why` follows the field's name in the message and says what to do instead."""
-
-    def check(value: Any) -> Any:
-        if any(type(value) is type(other) and value == other for other in harmless):
-            return value
-        raise ValueError(why)
-
-    return BeforeValidator(check)
 
 
 # --- client texts -----------------------------------------------------------------------------------------------------

@@ -58,3 +58,31 @@ def test_what_contradicts_is_refused_by_name(server: Any, fields: dict[str, Any]
     response = server.post("/v1/completions", {**BODY, **fields})
     assert response.status == 400
     assert response.json["error"]["param"] == param
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
+ELSEWHERE = [
+    ("/v1/messages", {**MESSAGES, "max_tokens": 4}),
+    ("/v1/messages/count_tokens", MESSAGES),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 4}),
+    ("/api/chat", {**MESSAGES, "stream": False, "options": {"num_predict": 4}}),
+    ("/api/generate", {"prompt": "Hi", "stream": False, "options": {"num_predict": 4}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ELSEWHERE)
+def test_other_apis_say_where_beams_are_searched(server: Any, path: str, body: dict[str, Any]) -> None:
+    asked = {"use_beam_search": True, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never"}
+    options = body.get("options")
+    for name, value in asked.items():
+        places = [{**body, name: value}] + ([{**body, "options": {**options, name: value}}] if options else [])
+        for place, sent in zip(("", "options."), places, strict=False):
+            response = server.post(path, sent)
+            assert response.status == 400
+            assert f"{place}{name} is for beam search, which /v1/completions and /v1/chat/completions offer" in str(
+                response.json
+            )
+    nothing = {"use_beam_search": False, "beam_width": None, "length_penalty": 1.0, "early_stopping": False}
+    plain = server.post(path, {**body, **nothing, **({"options": {**options, **nothing}} if options else {})})
+    assert plain.status == 200
+    assert "X-Specserve-Ignored" not in plain.headers

@@ -23,6 +23,7 @@ from specserve.server.wire.translated import (
     TranslatedRequest,
     Unsupported,
     WellFormed,
+    WithoutBeams,
     refused,
     tool_call,
     well_formed_json,
@@ -43,7 +44,7 @@ def _window(value: int, info: ValidationInfo) -> int:
     return value
 
 
-class OllamaOptions(Wire):
+class OllamaOptions(WithoutBeams):
     """What Ollama keeps of a model's parameters, as far as it means something here."""
 
     temperature: float | None = in_range("temperature")
