@@ -111,12 +111,9 @@ class BeamSearch:
     ) -> None:
         self.width, self.max_tokens = width, max_tokens
         self.num_candidates = max(2, 1 + num_ends) * width  # that any one beam may be asked for
-        self._ends, self._penalty, self._early, self._text = ends, length_penalty, early_stopping, text
-        self.restart()
-
-    def restart(self) -> None:
+        self._ends, self._penalty, self._early = ends, length_penalty, early_stopping
         self.length = 0  # tokens of a live beam
-        self.live = [Beam(text=self._text)]
+        self.live = [Beam(text=text)]
         self.answers: list[Answer] = []
         self.is_done = False
 

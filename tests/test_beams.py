@@ -91,5 +91,5 @@ def test_nothing_that_may_come_ends_it() -> None:
     assert search.advance([[Candidate(1, -1.0)]]) == [Choice(0, 1)]
     assert search.advance([[Candidate(END, -1.0)]]) == []
     assert search.is_done and texts(search) == [([1, END], -1.0)]
-    search.restart()
+    search = BeamSearch(3, 9, {END}, 1)
     assert search.advance([[]]) == [] and search.is_done and not search.answers

@@ -2,7 +2,7 @@
 
 A group has as many sequences as beams. Those that are live run, together or not at all; the others hold nothing. The
 first one computes the prompt. Where several beams follow one, they share its blocks, and each copies what it writes.
-A preempted group begins again: as a search is determined by its prompt, it comes to the same answers.
+When a group is preempted its first live beam computes its KV again, then the others what differs in theirs.
 
 **Drafts.** Where a step has verified a draft of every live beam, a chain, it may be several steps of the search: it
 goes on as long as each survivor's token is the next node of its draft, whose row was computed. So answers do not depend
@@ -64,18 +64,6 @@ class BeamGroup:
                 "beam_width",
             )
 
-    def restart(self) -> Sequence:
-        """Begin again, after a preemption; returns the sequence that computes the prompt."""
-        root = self.seqs[0]
-        if root.grammar is not None:
-            root.grammar.rollback(root.num_output)
-        del root.tokens[root.num_prompt :]
-        self._reopen(root)
-        root.digests.clear()
-        self.search.restart()
-        self.live = [root]
-        return root
-
     def num_forced(self) -> int:
         """How many tokens the grammar leaves every live beam no choice of."""
         return min(len(seq.grammar.jump_forward()) if seq.grammar is not None else 0 for seq in self.live)
@@ -91,7 +79,7 @@ class BeamGroup:
         stood of its draft."""
         before = self.live
         rows: dict[Sequence, list[list[Candidate]]] = {}
-        for seq in before:
+        for seq in shares:
             result = results[seq]
             if isinstance(result, Verdict):
                 rows[seq] = result.candidates or []
@@ -99,6 +87,9 @@ class BeamGroup:
                 rows[seq] = [[]]  # the beam ends without an answer
             else:
                 return self.fail(result), {}
+        if len(shares) < len(before):
+            self._resume(shares, cache, scheduler)
+            return [], {}
         stood, chosen = dict.fromkeys(before, 0), list[Choice]()
         for depth in itertools.count():
             chosen = self.search.advance([rows[seq][depth] for seq in self.live])
@@ -116,6 +107,17 @@ class BeamGroup:
             return self._answer(), verdicts
         fault = self._grow(before, chosen, shares, verdicts, cache, scheduler)
         return ([] if fault is None else self.fail(fault)), verdicts
+
+    def _resume(self, shares: Mapping[Sequence, ScheduledSeq], cache: KVCache, scheduler: Scheduler) -> None:
+        """Some of the live beams lack KV, after a preemption: the last tokens of those that have it run again, with
+        theirs. When the first one has its own, the others join with what they share of it."""
+        for seq, share in shares.items():
+            cache.keep(seq, share.num_new - 1)
+        first, *others = self.live
+        for seq in others:
+            if first in shares and seq not in scheduler.running:
+                cache.fork(first, seq, _num_same(first, seq) - cache.reads_next)
+                scheduler.join(seq)
 
     def _are_drafted(
         self,
@@ -228,16 +230,21 @@ class BeamGroup:
 def _become(child: Sequence, parent: Sequence) -> Failure | None:
     """Let a beam that is not live have the tokens of another, and stand there in its grammar, from where they parted:
     states of grammars cannot be copied."""
-    same = child.num_prompt
-    shortest = min(len(child.tokens), len(parent.tokens))
-    while same < shortest and child.tokens[same] == parent.tokens[same]:
-        same += 1
+    same = _num_same(child, parent)
     parted = len(child.tokens) - same
     child.tokens[same:] = parent.tokens[same:]
     if child.grammar is None:
         return None
     child.grammar.rollback(parted)
     return advance(child, child.tokens[same:])
+
+
+def _num_same(one: Sequence, other: Sequence) -> int:
+    """Of how many tokens two beams both begin."""
+    same, shortest = one.num_prompt, min(len(one.tokens), len(other.tokens))
+    while same < shortest and one.tokens[same] == other.tokens[same]:
+        same += 1
+    return same
 
 
 def level(step: Step) -> None:

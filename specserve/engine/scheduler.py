@@ -143,14 +143,15 @@ class Scheduler:
         plan.take(seq, count)
 
     def _preempt(self, seq: Sequence) -> list[Sequence]:
-        """Take a sequence's blocks, and those of its fellow beams; returns all that lost theirs."""
-        victims = [seq] if seq.beams is None else [*seq.beams.live]
+        """Take a sequence's blocks, and those of its fellow beams; returns all that lost theirs. Of beams the first one
+        comes back, and the others when it has its KV again."""
+        victims = [seq] if seq.beams is None else [beam for beam in seq.beams.live if beam in self.running]
         for victim in victims:
             self.running.remove(victim)
             self.adapters.release(victim)
             self.cache.free(victim)
-        first = seq if seq.beams is None else seq.beams.restart()
-        first.stats.num_preemptions += 1
+        first, root = (seq, seq) if seq.beams is None else (seq.beams.live[0], seq.beams.seqs[0])
+        root.stats.num_preemptions += 1
         self.num_preemptions += 1
         self.add(first)
         return victims
@@ -178,8 +179,8 @@ class Scheduler:
     def _num_seats(self) -> int:
         """Those that run, and the beams that may yet join them."""
         groups = {seq.beams for seq in self.running if seq.beams is not None}
-        idle: int = sum(group.width - len(group.live) for group in groups)
-        return len(self.running) + idle
+        beams: int = sum(group.width for group in groups)
+        return beams + sum(seq.beams is None for seq in self.running)
 
     def _start(self, plan: _Plan, index: int) -> bool:
         seq = self.waiting[index]

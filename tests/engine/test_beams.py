@@ -21,9 +21,9 @@ from specserve.runtime.executor import local
 from specserve.sampling.bad_words import of_ids
 from specserve.structured.base import Grammar
 from specserve.structured.spec import Structured
-from specserve.testing import write_tiny_model
-from specserve.types import SamplingParams
-from tests.engine.beams import answers, beams, expected, finish, make, prompt, same, search
+from specserve.testing import check_integrity, write_tiny_model
+from specserve.types import Event, SamplingParams
+from tests.engine.beams import Found, answers, beams, expected, finish, make, prompt, same, search
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,45 @@ def test_company_and_preemption_change_nothing(tiny: Path, engine: Engine, optio
         assert crowded.counters.num_preemptions > 0, "the cache was to be too small"
     assert crowded.cache.stats.num_copies_on_write > 0
     assert crowded.cache.stats.num_forked_blocks > 20
+
+
+def interrupted(engine: Engine, request: Request, grammar: Grammar | None, every: int) -> tuple[Found, int, int]:
+    """Its answers, and how many steps they took, where it is preempted after every so many steps that go on; and how
+    often it was."""
+    engine.add(request, grammar)
+    events: list[Event] = []
+    num_steps, num_preemptions, length, since = 0, 0, 0, 0
+    search = engine.requests[request.id][0].beams.search
+    while engine.has_work:
+        events += engine.step()
+        check_integrity(engine.cache, engine.scheduler.running)
+        num_steps, since, length = num_steps + 1, since + (search.length > length), search.length
+        if since == every and engine.scheduler.running:
+            engine.scheduler._preempt(engine.scheduler.running[-1])
+            num_preemptions, since = num_preemptions + 1, 0
+    assert engine.cache.num_free == engine.cache.num_blocks and not engine.requests
+    assert events[0].stats is not None and events[0].stats.num_preemptions == num_preemptions
+    return answers(events, request.id), num_steps, num_preemptions
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefix_caching": False}, {"drafter": "ngram"}, {"max_num_batched_tokens": 16}]
+)
+def test_preempted_beams_go_on_where_they_were(tiny: Path, grammatical: Built, options: dict[str, Any]) -> None:
+    """After each of their steps, or some; the same bits, and two steps more each time, where these hold all tokens."""
+    engine = make(tiny, **{"max_num_seqs": 8, **options})
+    asked = Structured.json(SCHEMA)
+    grammar = grammatical.compiler.compile(asked)
+    for width, every, structured in [(4, 1, None), (8, 3, None), (4, 1, asked), (1, 2, None)]:
+        params = beams(width, 1, structured=structured, max_tokens=40 if structured else 14)
+        request = Request(id="b", prompt_ids=prompt(4), params=params)
+        given = None if structured is None else grammar
+        calm, num_steps, _ = interrupted(engine, request, given, every=-1)
+        found, num_more, num_preemptions = interrupted(engine, request, given, every)
+        assert found == calm
+        assert num_preemptions >= 3
+        if "max_num_batched_tokens" not in options:
+            assert num_more <= num_steps + 2 * num_preemptions
 
 
 def test_blocks_are_shared(engine: Engine) -> None:
