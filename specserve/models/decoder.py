@@ -149,8 +149,8 @@ class Decoder:
         served |= {_TABLE} if self._table_bank is not None else set()
         if refused := [name for name in weights if name not in served]:
             raise ModelError(
-                f"The adapter changes {refused[0]}, which takes no adapters in this model: experts, their routers, "
-                "norms, embeddings that are normed or projected, and heads that are normed take none."
+                f"The adapter changes {refused[0]}, which takes no adapters in this model: experts, their routers and "
+                "gates, norms, embeddings that are normed or projected, and heads that are normed take none."
             )
         table, packed = weights.get(_TABLE), None
         if table is not None:

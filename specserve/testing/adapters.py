@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TABLES = ("embed_tokens", "tok_embeddings", "word_embeddings", "wte", "embed_in")  # embeddings, by family
 
 
 def write_adapter(
@@ -34,7 +35,7 @@ def write_adapter(
         if name == module or len(shape) != 2 or module.rpartition(".")[2] not in targets:
             continue
         (out, inputs), key = shape, f"base_model.model.{module}"
-        is_table = module.rpartition(".")[2] in ("embed_tokens", "wte")
+        is_table = module.rpartition(".")[2] in TABLES
         a = torch.randn(rank, out if is_table else inputs, generator=generator)
         b = torch.randn(inputs if is_table else out, rank, generator=generator) * size / rank**0.5
         if is_table:

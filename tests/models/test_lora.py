@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specserve.checkpoint.peft import TENSORS
 from specserve.checkpoint.weights import Weights
 from specserve.errors import CapacityError, ModelError
 from specserve.kernels.reference import Kernels
@@ -22,7 +24,7 @@ from specserve.models import lora
 from specserve.models.decoder import Decoder
 from specserve.models.loader import load_model
 from specserve.models.lora import read_adapter
-from specserve.testing import PagedDecoder, write_adapter, write_tiny_model
+from specserve.testing import Feed, PagedDecoder, write_adapter, write_tiny_model
 
 PROMPT = list(range(11, 52))
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -58,9 +60,21 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = 
     "falcon": ("falcon", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), {}, {}),
     "opt": ("opt", ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"), {}, {}),
     "starcoder2": ("starcoder2", ("q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"), {}, {}),
+    "mistral": ("mistral", ALL, {}, {}),
+    "ernie4_5": ("ernie4_5", ("lm_head", *ALL), {}, {}),
+    "helium": ("helium", ALL, {}, {}),
+    "olmo3": ("olmo3", ALL, {}, {}),
+    "mpt": ("mpt", ("Wqkv", "out_proj", "up_proj", "down_proj", "wte"), {}, {}),
+    "olmoe": ("olmoe", ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head"), {}, {}),
+    "qwen2_moe-shared-expert": ("qwen2_moe", ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), {}, {}),
     "mixtral": ("mixtral", ("q_proj", "k_proj", "v_proj", "o_proj"), {}, {}),
     "qwen3_moe": ("qwen3_moe", ("q_proj", "v_proj"), {}, {}),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_thread() -> None:
+    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,6 +104,67 @@ def test_answers_are_those_of_peft(case: str, tmp_path: Path) -> None:
     found = PagedDecoder(decoder, 1, 64).chunks(0, PROMPT, 64, adapter=1)[:, : wanted.shape[1]]
     assert (wanted - plain).abs().mean() > 0.01, "the adapter says something"
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+# --- families whose code transformers does not have: the adapter against its model with the adapter merged -----------
+
+LLAMA = ("embed_tokens", "lm_head", *ALL)
+# By family: layers as its checkpoints name them, and the tiny model's own settings.
+MERGED: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "aquila": ("aquila", LLAMA, {}),
+    "internlm": ("internlm", LLAMA, {}),
+    "mimo": ("mimo", LLAMA, {}),
+    "baichuan": ("baichuan", ("W_pack", "embed_tokens", "lm_head", "o_proj", "gate_proj", "down_proj"), {}),
+    "baichuan-alibi": ("baichuan", ("W_pack",), {"max_position_embeddings": None}),
+    "internlm2": ("internlm2", ("wqkv", "wo", "w1", "w2", "w3", "tok_embeddings", "output"), {}),
+    "internlm2-multihead": ("internlm2", ("wqkv",), {"num_key_value_heads": None}),
+    "qwen": ("qwen", ("c_attn", "c_proj", "w1", "w2", "wte", "lm_head"), {}),
+}
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_answers_are_those_of_the_merged_model(case: str, tmp_path: Path) -> None:
+    family, targets, overrides = MERGED[case]
+    model = write_tiny_model(tmp_path / "model", family, **overrides)
+    tensors = load_file(model / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    adapter = write_adapter(tmp_path / "adapter", shapes, rank=5, targets=targets, lora_alpha=7)
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in load_file(adapter / TENSORS)} == set(targets)
+    merged = shutil.copytree(model, tmp_path / "merged")
+    save_file(with_adapter(tensors, adapter, 7 / 5), merged / "model.safetensors", {"format": "pt"})
+    adapted, plain = decoder_of(model), decoder_of(merged)
+    adapted.hold_adapters(1, 8)
+    adapted.place_adapter(0, adapted.pack_adapter(read_adapter(adapter, model, 8).weights))
+    found, wanted = (PagedDecoder(each, 2, 64) for each in (adapted, plain))
+    logits, expected = found.chunks(0, PROMPT, 64, adapter=0), wanted.chunks(0, PROMPT, 64)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert (found.chunks(1, PROMPT, 64) - logits).abs().mean() > 0.01, "the adapter says something"
+    for _ in range(16):
+        tokens = [int(each[-1].argmax()) for each in (logits, expected)]
+        assert tokens[0] == tokens[1]
+        (logits,), (expected,) = found.step(Feed(0, tokens[:1], adapter=0)), wanted.step(Feed(0, tokens[:1]))
+
+
+def decoder_of(folder: Path) -> Decoder:
+    decoder = load_model(folder, Kernels(torch.device("cpu"), torch.float32))
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+def with_adapter(tensors: dict[str, Tensor], adapter: Path, scaling: float) -> dict[str, Tensor]:
+    """The tensors of a checkpoint with those of an adapter's folder merged, by the names that both have."""
+    parts, merged = load_file(adapter / TENSORS), dict(tensors)
+    for name in parts:
+        module, _, side = name.removeprefix("base_model.model.").partition(".lora_")
+        if side == "A.weight":
+            merged[f"{module}.weight"] = tensors[f"{module}.weight"] + scaling * parts[_other(name)] @ parts[name]
+        elif side == "embedding_A":
+            merged[f"{module}.weight"] = tensors[f"{module}.weight"] + scaling * (parts[_other(name)] @ parts[name]).T
+    return merged
+
+
+def _other(name: str) -> str:
+    return name.replace("lora_A", "lora_B").replace("lora_embedding_A", "lora_embedding_B")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -243,13 +318,16 @@ def test_adapters_of_the_same_numbers_have_the_same_digest(tiny: Path, adapter: 
     assert read_adapter(other, tiny, 4).digest != first.digest
 
 
-def test_adapters_of_experts_and_routers_are_refused(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model", "mixtral")
+@pytest.mark.parametrize(
+    ("family", "targets"), [("mixtral", ("gate", "down_proj")), ("qwen2_moe", ("gate", "shared_expert_gate"))]
+)
+def test_adapters_of_experts_and_routers_are_refused(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", family)
     decoder = load_model(model, Kernels(torch.device("cpu"), torch.float32))
     assert isinstance(decoder, Decoder)
     decoder.hold_adapters(1, 8)
     shapes = {name.removeprefix("x"): shape for name, shape in decoder.spec.shapes().items()}
-    for target in ("gate", "down_proj"):
+    for target in targets:
         folder = write_adapter(tmp_path / target, shapes, rank=2, targets=(target,))
         with pytest.raises(ModelError, match=r"takes no adapters|does not have"):
             decoder.pack_adapter(read_adapter(folder, model, 8).weights)
