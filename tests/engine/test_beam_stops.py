@@ -18,7 +18,7 @@ from specserve.sampling.bad_words import of_ids
 from specserve.structured.spec import Structured
 from specserve.testing import write_tiny_model
 from specserve.types import Event, SamplingParams
-from tests.engine.beams import answers, beams, expected, finish, prompt, same, search
+from tests.engine.beams import answers, beams, expected, finish, make, prompt, same, search
 
 # Each ends some beam of the prompts below: as one token, over two or three, inside one.
 STOPS = ["w2", '4"', "Ii", "1q", "}*", "{", "er"]
@@ -164,3 +164,18 @@ def test_a_stop_string_ends_what_a_grammar_would_go_on_with(built: Built) -> Non
         found.append(answers(events, "b"))
         assert {output.text for output in read(built, prompt(1), params, events)} <= {"the end ", "and end "}
     assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_the_real_model(smollm2_safetensors: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_safetensors)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2_safetensors, dtype=torch.float32).eval()
+    engine, stops = make(smollm2_safetensors), [". The", "\n\n", "s of"]
+    found = set()
+    for text in ("The capital of France is", "Water boils at"):
+        ids, params = tokenizer(text)["input_ids"], beams(4, stop=stops, max_tokens=16)
+        more = {"stop_strings": stops, "tokenizer": tokenizer}
+        engine.add(Request(id="b", prompt_ids=ids, params=params))
+        events = finish(engine)
+        same(answers(events, "b"), expected(reference, ids, params, sorted(engine.limits.eos_ids), **more))
+        found |= {event.stop_reason for event in events}
+    assert found.intersection(stops)
