@@ -13,29 +13,40 @@ ADAPTERS_OFF = (
     "This engine takes no adapters. Start it with --lora NAME=PATH, or with --max-loras for those that come later."
 )
 NO_ADAPTER = "none"  # in place of a name: the model as it is
-_PINNED = ",pinned"
+_PINNED, _HEAD = "pinned", "head="
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """An adapter to be loaded: under which name, from which folder, and whether it always has a slot."""
+    """An adapter to be loaded: under which name, from which folder, whether it always has a slot, and the folder of the
+    draft head that its sequences are drafted for with; "": the folder "head" beside it, where there is one."""
 
     name: str
     path: str
     is_pinned: bool = False
+    head: str = ""
 
     @classmethod
     def parse(cls, text: str, option: str = "--lora") -> AdapterSource:
-        """From "name=path" or "name=path,pinned", as an option has it. Raises ConfigError."""
+        """From "name=path", behind which ",pinned" and ",head=path" may follow, as an option has it. Raises
+        ConfigError."""
         name, _, path = text.partition("=")
-        is_pinned = path.endswith(_PINNED)
-        path = path.removesuffix(_PINNED)
+        is_pinned, head = False, ""
+        while True:
+            rest, _, last = path.rpartition(",")
+            if last == _PINNED and not is_pinned:
+                path, is_pinned = rest, True
+            elif last.startswith(_HEAD) and not head and last.strip() != _HEAD:
+                path, head = rest, last.removeprefix(_HEAD).strip()
+            else:
+                break
         if not name.strip() or not path.strip():
-            raise ConfigError(f"{option} is {shown(text)}; it must be name=path, or name=path,pinned.")
-        return cls(name.strip(), path.strip(), is_pinned)
+            raise ConfigError(f"{option} is {shown(text)}; it must be name=path; ,pinned and ,head=path may follow.")
+        return cls(name.strip(), path.strip(), is_pinned, head)
 
     def __str__(self) -> str:
-        return f"{self.name}={self.path}{_PINNED if self.is_pinned else ''}"
+        parts = [f"{self.name}={self.path}", *([_PINNED] if self.is_pinned else [])]
+        return ",".join([*parts, f"{_HEAD}{self.head}"] if self.head else parts)
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +57,9 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: int  # its largest
     base: str  # the model that it says it was made for; "" where it says none
     num_bytes: int  # in memory
-    digest: str  # of what its numbers are, hex: adapters that are alike have the same, whatever their names
+    digest: str  # of its numbers and its head's, hex: adapters that are alike have the same, whatever their names
     is_pinned: bool = False  # it always has a slot
+    head: str = ""  # the folder of the head that drafts for its sequences; "": the engine's own drafter does
 
 
 AdapterDone = Callable[[AdapterInfo | SpecserveError], object]  # told what came of loading or unloading one

@@ -112,9 +112,12 @@ class AsyncLLM:
         """As LLM.sampling_params."""
         return self._requests.params(chat, fields)
 
-    async def load_adapter(self, name: str, path: str | Path, *, pinned: bool = False) -> AdapterInfo:
+    async def load_adapter(
+        self, name: str, path: str | Path, *, pinned: bool = False, head: str | Path | None = None
+    ) -> AdapterInfo:
         """As LLM.load_adapter, beside steps."""
-        return await self._told(partial(self._port.load_adapter, AdapterSource(name, str(path), pinned), True))
+        source = AdapterSource(name, str(path), pinned, str(head or ""))
+        return await self._told(partial(self._port.load_adapter, source, True))
 
     async def unload_adapter(self, name: str) -> None:
         """As LLM.unload_adapter."""

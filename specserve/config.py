@@ -40,9 +40,10 @@ class EngineConfig:
     - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use.
     - `kv_cache_gib`: None sizes the cache from free memory.
     - `max_number_digits`: most digits of a number in JSON, where its schema asks for no more.
-    - `lora`: LoRA adapters that requests may name, each "name=path" of a PEFT folder, or "name=path,pinned" for one
-      that always has a slot. Where there are slots adapters may be loaded later, too: `max_loras` of them at most share
-      a step; None is 8 where `lora` names some, else none. No adapter has a rank above `max_lora_rank`.
+    - `lora`: LoRA adapters that requests may name, each "name=path" of a PEFT folder, behind which may stand ",pinned"
+      for one that always has a slot, and ",head=path" of its draft head, else "head" in its folder. Where there are
+      slots adapters may be loaded later, too: `max_loras` of them at most share a step; None is 8 where `lora` names
+      some, else none. No adapter has a rank above `max_lora_rank`.
     - `max_step_ms`: target time of a step that computes chunks of prompts while other sequences decode. None is 2.5
       times a step without the chunks for each token that a sequence gets, and at most 6 ms more for each sequence.
 
@@ -86,7 +87,7 @@ class EngineConfig:
     ] = "coupled"
     lora: Annotated[
         tuple[str, ...],
-        Help("A LoRA adapter, name=path of a PEFT folder, or name=path,pinned; may be repeated."),
+        Help("A LoRA adapter, name=path of a PEFT folder, perhaps with ,pinned or ,head=path; may be repeated."),
     ] = ()
     max_loras: Annotated[int | None, Help("Most adapters in one step [default: 8 with --lora, else 0: none].")] = None
     max_lora_rank: Annotated[int, Help("Highest rank of an adapter.")] = 64

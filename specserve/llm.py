@@ -224,12 +224,16 @@ class LLM:
             host = DraftHost.of(name, makers(name, options), engine.policy.context.reopened(), vocab_size, timeout_s)
             k = engine.policy.num_tokens if num_speculative_tokens is None else num_speculative_tokens
             engine.use(host, k, self.config.adaptive)
+            self._loader.heads.reopen()
 
-    def load_adapter(self, name: str, path: str | Path, *, pinned: bool = False) -> AdapterInfo:
+    def load_adapter(
+        self, name: str, path: str | Path, *, pinned: bool = False, head: str | Path | None = None
+    ) -> AdapterInfo:
         """Load a LoRA adapter from a folder that PEFT saved, to be named by calls from now on; one of that name is
-        replaced, and calls that run end with the one they began with. One that is `pinned` always has a slot. Raises
+        replaced, and calls that run end with the one they began with. One that is `pinned` always has a slot; `head`
+        names the draft head of its sequences, None: the folder "head" in its own, where there is one. Raises
         ConfigError where the engine takes no adapters, ModelError for one that does not fit, and CapacityError."""
-        info = self._loader.load(AdapterSource(name, str(path), pinned))
+        info = self._loader.load(AdapterSource(name, str(path), pinned, str(head or "")))
         try:
             with self.exclusive() as engine:
                 engine.adapters.add(info)

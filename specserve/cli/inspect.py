@@ -186,7 +186,7 @@ def _about_adapter(folder: Path, target: str | None) -> Rows:
     fits: Rows = []
     if target is not None:
         model = catalog.resolve(target, progress=False)
-        weights = read_adapter(folder, model, found.rank).weights  # reads all of it, and refuses NaN
+        weights = read_adapter(folder, model).weights  # reads all of it, and refuses NaN
         fits = [("fits", f"{target}: changes {len(weights)} of its layers")]
     above = f"; needs --max-lora-rank {found.rank}" if found.rank > EngineConfig().max_lora_rank else ""
     return [

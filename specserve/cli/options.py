@@ -129,6 +129,14 @@ def _default(entry: Field[Any], defaults: Mapping[str, Any]) -> Any:
     return field(default=entry.default)
 
 
+def find_adapter(name: str, engine: EngineConfig) -> AdapterSource:
+    """The adapter of that name that the engine's options name. Raises InputError."""
+    known = {source.name: source for source in map(AdapterSource.parse, engine.lora)}
+    if name not in known:
+        raise InputError(f"{unknown('adapter', name, known)} Name its folder with --lora {name}=PATH.", "adapter")
+    return known[name]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingFields:
     """The options of sampling. What is None was not given, and has the defaults that it has in all APIs."""
@@ -155,11 +163,8 @@ class SamplingFields:
 
     def check_adapter(self, engine: EngineConfig) -> None:
         """Raises InputError for an adapter that the engine's options do not name, before a model is loaded."""
-        known = [AdapterSource.parse(each).name for each in engine.lora]
-        if self.adapter is not None and self.adapter not in known:
-            raise InputError(
-                f"{unknown('adapter', self.adapter, known)} Name its folder with --lora {self.adapter}=PATH.", "adapter"
-            )
+        if self.adapter is not None:
+            find_adapter(self.adapter, engine)
 
     def params(self, llm: LLM, *, chat: bool = True, **more: Any) -> SamplingParams:
         """For a conversation, or a text. Raises InputError."""

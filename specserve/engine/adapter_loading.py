@@ -66,7 +66,7 @@ class AdapterLoading:
         try:
             self._check_name(info.name, replaces)
             self._adapters.add(info)
-        except SpecserveError:
+        except Exception:
             self._loader.drop(info)
             raise
         return info

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from specserve.adapters import AdapterInfo, LoadedAdapter
 from specserve.errors import InputError, shown, unknown
 from specserve.runtime.executor import Executor
+from specserve.speculation.adapter_heads import AdapterHeads
 from specserve.types import Sequence
 
 
@@ -26,10 +27,10 @@ class Adapters:
     """Adapters by name, over so many slots of the executor. A sequence takes a reference when it is queued (`open`),
     a slot while it runs (`acquire`, `release`), and lets go when it ends (`close`). An adapter keeps its slot when
     nobody runs with it, until another needs that: of such the one that was used least recently loses it, never one that
-    is pinned. What nobody refers to any more leaves memory."""
+    is pinned. What nobody refers to any more leaves memory, with the head that it brought."""
 
-    def __init__(self, executor: Executor | None = None, num_slots: int = 0) -> None:
-        self._executor = executor
+    def __init__(self, executor: Executor | None = None, num_slots: int = 0, heads: AdapterHeads | None = None) -> None:
+        self._executor, self._heads = executor, heads
         self._listed: dict[str, LoadedAdapter] = {}
         self._free = list(range(num_slots))[::-1]
         self._placed: OrderedDict[LoadedAdapter, None] = OrderedDict()  # the least recently used first
@@ -48,7 +49,7 @@ class Adapters:
     def add(self, info: AdapterInfo) -> None:
         """Let requests name it; the executor has loaded its numbers, for it alone. One of that name is replaced:
         sequences that have it end with it. Raises InputError where it is pinned and no slot would be left for
-        others."""
+        others, and ConfigError for a head that cannot draft beside the engine's."""
         replaced = self._listed.get(info.name)
         pinned = self.num_pinned - (replaced is not None and replaced.info.is_pinned)
         if info.is_pinned and pinned + 1 >= self.num_slots:
@@ -57,6 +58,8 @@ class Adapters:
                 "adapters, and one must be left for others.",
                 "lora_name",
             )
+        if self._heads is not None:
+            self._heads.open(info.digest)
         self._listed[info.name] = LoadedAdapter(info)
         if replaced is not None:
             self._forget(replaced)
@@ -138,3 +141,5 @@ class Adapters:
         if adapter.slot >= 0:
             self._displace(adapter)
         self._slots.drop_adapter(adapter.info.digest)
+        if self._heads is not None:
+            self._heads.drop(adapter.info.digest)

@@ -36,6 +36,7 @@ from specserve.runtime.executor import Executor, LocalExecutor
 from specserve.runtime.runner import Runner
 from specserve.runtime.timing import step_seconds
 from specserve.sampling.sampler import Sampler
+from specserve.speculation.adapter_heads import AdapterHeads
 from specserve.speculation.base import Needs
 from specserve.speculation.context import TargetContext
 from specserve.speculation.controller import DraftController
@@ -119,12 +120,13 @@ def build(
     cache = KVCache(executor, config.prefix_caching)
     cache.reads_next = host.needs.reads_next
     max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
-    adapters = Adapters(executor, num_adapters)
+    policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)
+    heads = AdapterHeads(policy)
+    adapters = Adapters(executor, num_adapters, heads)
     scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s, adapters)
     weighing = Weighing(scheduler.cost.decoding) if config.adaptive else None
     if weighing is not None:  # for drafters that requests name, too
         scheduler.cost.decoding.begin(step_seconds(executor, ROWS, _TIMING_S))
-    policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)
     drafting = DraftController(policy, cache, counters.timed, weighing)
     limits = Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids_below(spec.vocab_size))
     isa = f", {ops.instruction_set}" if ops.instruction_set else ""
@@ -132,7 +134,7 @@ def build(
         lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
     )
     engine = Engine(executor, cache, scheduler, drafting, limits, counters, partial(ForkedText.begin, tokenizer))
-    built = Built(engine, folder, ops, tokenizer, compiler, threads, _load_adapters(engine, config, folder))
+    built = Built(engine, folder, ops, tokenizer, compiler, threads, _load_adapters(engine, heads, config, folder))
     weights = built.dtype if ops.quantization == "none" else ops.quantization
     weights += f" (checkpoint: {model.origin})" if model.origin else ""
     built.summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {sizing}{spec.note}"
@@ -150,9 +152,9 @@ def _hold_adapters(model: AnyModel, config: EngineConfig) -> int:
     return num_slots
 
 
-def _load_adapters(engine: Engine, config: EngineConfig, folder: Path) -> AdapterLoader:
+def _load_adapters(engine: Engine, heads: AdapterHeads, config: EngineConfig, folder: Path) -> AdapterLoader:
     """Loads those that the configuration names; returns what loads others."""
-    loader = AdapterLoader(engine.executor, folder, engine.adapters.num_slots, config.max_lora_rank)
+    loader = AdapterLoader(engine.executor, heads, folder, engine.adapters.num_slots, config.max_lora_rank)
     for source in map(AdapterSource.parse, config.lora):
         engine.adapters.add(loader.load(source))
     return loader

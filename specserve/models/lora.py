@@ -35,12 +35,12 @@ class Adapter:
     weights: Mapping[str, LowRank]
 
 
-def read_adapter(folder: Path, model: Path, max_rank: int) -> Adapter:
-    """The adapter in `folder` for the model in the folder `model`. Raises ModelError, which says what of it does not
-    fit, and CapacityError."""
+def read_adapter(folder: Path, model: Path, max_rank: int | None = None) -> Adapter:
+    """The adapter in `folder` for the model in the folder `model`, of any rank with None. Raises ModelError, which says
+    what of it does not fit, and CapacityError."""
     with reading(folder):
         found = read_peft(folder)
-        if found.rank > max_rank:
+        if max_rank is not None and found.rank > max_rank:
             raise ModelError(
                 f"{folder}: the adapter has rank {found.rank}, and this engine takes up to {max_rank}. Start it with "
                 f"--max-lora-rank {found.rank}."

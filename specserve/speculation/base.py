@@ -52,6 +52,7 @@ class SequenceView:
         self.salt = self.request if seq.private else seq.salt  # of its tenant, which learns of no other, not by times
         self.seed = seq.seed
         self.temperature = seq.params.temperature
+        self.adapter = None if seq.adapter is None else seq.adapter.info.digest  # by which the target is changed
 
     @property
     def _seq(self) -> Sequence:

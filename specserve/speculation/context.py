@@ -47,6 +47,7 @@ class TargetContext:
         self._runners: list[ModelRunner] = []
         self._layers: list[Tensor] | None = None  # of all runners, once they are bound
         self._unused: list[Tensor] = []  # of these, what `reopened` may give to others
+        self._head: Any = None  # that every drafter is given
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._model.embed(token_ids)
@@ -64,7 +65,11 @@ class TargetContext:
         return loaded, shared_vocabulary(self._tokenizer, Tokenizer(folder), sizes, model)
 
     def load_head(self, name: str | None, kind: str) -> Any:
-        return self._heads.load(name, kind)
+        return self._heads.load(name, kind) if self._head is None else self._head
+
+    def head_kind(self, name: str) -> str:
+        """Of the head in a folder. Raises ModelError for what is none, and one that cannot be read."""
+        return self._heads.kind(name)
 
     def has_head(self, name: str | None, kind: str) -> bool:
         return self._heads.has(name, kind)
@@ -88,10 +93,11 @@ class TargetContext:
         runner.bind(layers, self._block_size)
         return runner
 
-    def reopened(self) -> TargetContext:
-        """One for drafters that take the place of all that there are: their models' KV may lie where it lay so far."""
+    def reopened(self, head: Any = None) -> TargetContext:
+        """One for drafters that take the place of all that there are: their models' KV may lie where it lay so far.
+        With `head` that is the one that they draft with, wherever theirs would lie."""
         other = copy.copy(self)
-        other._unused = list(self._layers or ())
+        other._unused, other._head = list(self._layers or ()), head
         return other
 
     @property

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as Many
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from specserve.speculation.lookup import PartMaker
 from specserve.types import Draft, Ids, ScheduledSeq, Sequence, Verdict
 
 _log = logging.getLogger(__name__)
+D = TypeVar("D", bound=Drafter)
 
 
 class DraftHost:
@@ -65,6 +66,7 @@ class DraftHost:
         self.needs: Needs = Needs.of([part.needs for part in parts] or [getattr(drafter, "needs", Needs())])
         self.is_head = self.needs.cost_class in ("pass", "passes")
         self.dropped: Counter[str] = Counter()
+        self.make: PartMaker | None = None  # another one, with the same options
         self._drafter = drafter
         self._expected: set[Sequence] = set()  # that have not been scheduled
         self._views: dict[Sequence, SequenceView] = {}  # of those that have begun
@@ -98,8 +100,15 @@ class DraftHost:
                 parts.append(there[part])
             elif (drafter := make(context)) is not None:
                 parts.append(cls(drafter, vocab_size, timeout_s, part, is_fixed=is_fixed))
+                parts[-1].make = make
         is_one = parts and list(makers) == [name]
         return parts[0] if is_one else cls(None, vocab_size, timeout_s, name, parts)
+
+    def split(self, wrap: Callable[[Any], D]) -> D:
+        """Let what `wrap` makes of the drafter take its place, which calls it as it is called. Between steps."""
+        found = wrap(self._drafter)
+        self._drafter = found
+        return found
 
     def begin(self, seq: Sequence) -> None:
         """Expect a sequence. The drafter hears of it with the first step that it has a part in, and never if it ends

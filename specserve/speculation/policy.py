@@ -34,7 +34,7 @@ class Policy:
         self.num_tokens = num_tokens
         self.context = context  # for drafters that requests name
         self.parts: dict[Sequence, list[DraftHost]] = {}  # who drafts for it
-        self._own = own
+        self.own = own
         self._max_model_len = max_model_len
         self._timed = timed
         self._hosts = _named(own)
@@ -60,15 +60,15 @@ class Policy:
         assert not self._num_seqs, "a sequence must end with the drafter it began with"
         self.close()
         self._num_dropped_before = self.num_dropped
-        self._own, self.num_tokens, self._hosts = own, num_tokens, _named(own)
+        self.own, self.num_tokens, self._hosts = own, num_tokens, _named(own)
 
     def admit(self, group: list[Sequence], drafter: str | None) -> None:
         """Choose who drafts for the completions of a request, which names `drafter` or, with None, leaves it to us.
         Raises InputError for a name that does not exist (with near misses) or a drafter that no request can bring
         about; then nothing changed."""
-        predicted = drafter is None and group[0].prediction and PREDICTION not in {p.name for p in self._own.parts}
+        predicted = drafter is None and group[0].prediction and PREDICTION not in {p.name for p in self.own.parts}
         named = PREDICTION if predicted else drafter
-        host, of_beams = self._own if named is None else self._host(named), group[0].params.beam_width is not None
+        host, of_beams = self.own if named is None else self._host(named), group[0].params.beam_width is not None
         if of_beams and host.active and not (host.is_trimmable and any(map(_reads_own_text, host.parts))):
             if named is not None:
                 reason = f"drafter: {named!r} drafts no beams, as ngram and prediction do."
@@ -122,9 +122,9 @@ class Policy:
         model are made to find that out, and not kept."""
         refused: dict[str, str | None] = {}
         running = DRAFTERS.stating(RUNS_MODEL)  # refused also where they have a part in "auto"
-        for name in sorted({NONE, AUTO, self._own.name, *DRAFTERS.files()}):
+        for name in sorted({NONE, AUTO, self.own.name, *DRAFTERS.files()}):
             before, refused[name] = dict(self._hosts), None
-            if name in running and name != self._own.name:
+            if name in running and name != self.own.name:
                 refused[name] = f"Drafter {name!r} runs a model: it must be the engine's --drafter."
                 continue
             try:
@@ -146,10 +146,10 @@ class Policy:
         known = DRAFTERS.files()
         if name not in {NONE, AUTO, *known}:
             hint = "One of another package must be the engine's --drafter."
-            message = unknown("drafter", name, {NONE, AUTO, self._own.name, *known})
+            message = unknown("drafter", name, {NONE, AUTO, self.own.name, *known})
             raise InputError(f"{message} {hint}", "drafter")
         try:
-            own = self._own
+            own = self.own
             found = makers(name, None)
             host = DraftHost.of(name, found, self.context, own.vocab_size, own.timeout_s, self._hosts)
             reason, new = "", [part for part in host.parts if part.name not in self._hosts]

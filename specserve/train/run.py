@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specserve.adapters import AdapterSource
 from specserve.async_llm import AsyncLLM
 from specserve.cache.sizing import GIB
 from specserve.checkpoint import catalog
@@ -23,6 +24,7 @@ from specserve.machine.cores import default_threads
 from specserve.models.heads.formats import write_head
 from specserve.models.heads.speculators import Verifier
 from specserve.models.loader import native_spec
+from specserve.models.lora import Adapter, read_adapter
 from specserve.text.tokenizer import Tokenizer
 from specserve.train.batches import Answer
 from specserve.train.config import KINDS, TrainingOptions, check_same, read_identity
@@ -36,10 +38,17 @@ from specserve.train.vocabulary import choose_ids, count_outputs, offsets
 from specserve.train.writing import Say, has_all, write_text
 
 
-def train(kind: str, model: str, engine: Mapping[str, Any], options: TrainingOptions, say: Say) -> dict[str, Any]:
-    """Train a head of `kind` for `model` and write it to options.out; gives what was made, and its acceptance. `engine`
-    says how the target runs: EngineConfig's dtype, quantization, device, isa and threads. Whatever an earlier call with
-    the same options left is gone on with.
+def train(
+    kind: str,
+    model: str,
+    engine: Mapping[str, Any],
+    options: TrainingOptions,
+    say: Say,
+    source: AdapterSource | None = None,
+) -> dict[str, Any]:
+    """Train a head of `kind` for `model`, or for that with an adapter, and write it to options.out; gives what was
+    made, and its acceptance. `engine` says how the target runs: EngineConfig's dtype, quantization, device, isa and
+    threads. Whatever an earlier call with the same options left is gone on with.
 
     Raises ConfigError, InputError, ModelError and CapacityError as what each is wrong with.
     """
@@ -50,13 +59,23 @@ def train(kind: str, model: str, engine: Mapping[str, Any], options: TrainingOpt
     spec = native_spec(folder)
     if options.max_length > spec.max_len:
         raise ConfigError(f"--max-length is {options.max_length}; the target was made for {spec.max_len} tokens.")
-    origin = _origin(folder, engine, prompts)
+    adapter = None if source is None else read_adapter(Path(source.path).expanduser(), folder)
+    origin = _origin(folder, engine, prompts) | ({} if adapter is None else {"adapter": adapter.digest})
     _check_run(options.out, {"kind": kind, **origin, **options.identity()})
     jobs = Jobs(prompts, options.temperatures, options.seed)
     with WrittenText(options.text_folder, {**origin, **options.text_identity()}, spec.vocab_size) as text:
         if not has_all(text, jobs, options.tokens):
-            _write(text, prompts, jobs, model, engine, options, say)
-        return _Run(kind, folder, text, prompts, engine, options).run(model, say)
+            with_adapter = {**engine, **_lora(source, adapter)}
+            _write(text, prompts, jobs, model, with_adapter, options, say, None if source is None else source.name)
+        shown = model if source is None else f"{model} with adapter {source.name}"
+        return _Run(kind, folder, text, prompts, engine, options, adapter).run(model, shown, say)
+
+
+def _lora(source: AdapterSource | None, adapter: Adapter | None) -> dict[str, Any]:
+    """EngineConfig's fields for an engine that takes this adapter alone."""
+    if source is None or adapter is None:
+        return {}
+    return {"lora": f"{source.name}={source.path}", "max_loras": 1, "max_lora_rank": adapter.rank}
 
 
 def _origin(folder: Path, engine: Mapping[str, Any], prompts: Prompts) -> dict[str, Any]:
@@ -94,6 +113,7 @@ def _write(
     engine: Mapping[str, Any],
     options: TrainingOptions,
     say: Say,
+    adapter: str | None,
 ) -> None:
     """Let the target answer until there is enough."""
 
@@ -103,7 +123,7 @@ def _write(
         async with AsyncLLM(model, drafter="none", adaptive=False, **sizes, **engine) as llm:
             say(f"text: {llm.summary}")
             limits = options.max_tokens, options.max_length
-            await write_text(llm, text, prompts, jobs, limits, options.streams, options.tokens, say)
+            await write_text(llm, text, prompts, jobs, limits, options.streams, options.tokens, say, adapter)
 
     try:
         asyncio.run(write())
@@ -148,11 +168,12 @@ class _Run:
         prompts: Prompts,
         engine: Mapping[str, Any],
         options: TrainingOptions,
+        adapter: Adapter | None,
     ) -> None:
         torch.set_num_threads(engine.get("threads") or default_threads())
         self._folder, self._prompts, self._options = folder, prompts, options
         self._answers, held_out = split(text, prompts, options.tokens)
-        self._target = Target(folder, options.max_length, **engine)
+        self._target = Target(folder, options.max_length, adapter=adapter, **engine)
         tokenizer = Tokenizer(folder)
         always = tokenizer.special_ids | tokenizer.eos_ids_below(self._target.spec.vocab_size)
         self._counts = count_outputs(self._answers, self._target.spec.vocab_size)
@@ -162,7 +183,8 @@ class _Run:
         head = make_head(kind, self._target, self._ids, mask, options)
         self.training = Training(options.out, head, self._target, self._ids, self._answers, held_out, options)
 
-    def run(self, model: str, say: Say) -> dict[str, Any]:
+    def run(self, model: str, shown: str, say: Say) -> dict[str, Any]:
+        """`shown` is the target as people know it."""
         training, options = self.training, self._options
         head = training.head
         say(f"draft vocabulary: {self._covered()}")
@@ -180,22 +202,22 @@ class _Run:
         spec, weights = head.unshared() if options.int8 else (head.spec, head.state_dict())
         write_head(options.out, spec, weights, d2t, verifier, int8=options.int8)
         acceptance = training.acceptance()
-        write_recipe(options.out, self._facts(model), training.seconds, acceptance)
+        write_recipe(options.out, self._facts(shown), training.seconds, acceptance)
         say(f"head and RECIPE.md: {options.out}")
         shares = {name: {"accepted": each.accepted, "by_depth": each.by_depth} for name, each in acceptance.items()}
         counts = {"num_steps": training.num_steps, "num_answers": len(self._answers), "seconds": training.seconds}
-        return {"out": str(options.out), "head": in_words(head), "model": model, **counts, "acceptance": shares}
+        return {"out": str(options.out), "head": in_words(head), "model": shown, **counts, "acceptance": shares}
 
     def _covered(self) -> str:
         share = self._counts[self._ids].sum() / self._counts.sum()
         return f"{len(self._ids):,} ids, {share:.2%} of the tokens that the target wrote"
 
-    def _facts(self, model: str) -> dict[str, Any]:
+    def _facts(self, shown: str) -> dict[str, Any]:
         options, prompts, training = self._options, self._prompts, self.training
         held_out = len(prompts.held_out)
         return {
             "head": in_words(training.head),
-            "target": f"{model}, {self._target.form}",
+            "target": f"{shown}, {self._target.form}",
             "prompts": f"{options.prompts.name}: {len(prompts.prompts):,}, of which {held_out:,} are held out",
             "answers": f"{len(self._answers):,} with {self._counts.sum():,} tokens of the target's own",
             "draft vocabulary": self._covered(),

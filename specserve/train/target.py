@@ -11,10 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.errors import ConfigError
 from specserve.machine.cores import default_threads
+from specserve.models.decoder import Decoder
 from specserve.models.heads.origin import TargetOrigin
 from specserve.models.heads.spec import TargetShape
 from specserve.models.loader import load_model, native_spec
+from specserve.models.lora import Adapter
 from specserve.models.rounding import as_stored
 from specserve.ops import Ops
 from specserve.ops.choice import choose_device, choose_ops
@@ -26,14 +29,15 @@ _LOGITS_BYTES = 2**27  # of one piece
 
 
 class Target:
-    """A model whose residual stream can be read behind any layer. `max_length` is that of the longest sequence it will
-    be given, in tokens. Raises ModelError, ConfigError and CapacityError as an engine does."""
+    """A model, with an adapter perhaps, whose residual stream can be read behind any layer. `max_length` is that of the
+    longest sequence it will be given, in tokens. Raises ModelError, ConfigError and CapacityError as an engine does."""
 
     def __init__(
         self,
         folder: Path,
         max_length: int,
         *,
+        adapter: Adapter | None = None,
         device: str = "auto",
         dtype: str = "auto",
         quantization: str = "auto",
@@ -49,6 +53,9 @@ class Target:
         ops = as_stored(folder, ops, choose) if quantization == "auto" else ops
         self._model = load_model(folder, ops, max_length)
         self._ops = ops
+        self._slot = -1 if adapter is None else 0
+        if adapter is not None:
+            self._adapt(adapter)
         self.device = ops.device
         self.spec = native_spec(folder)
         self.shape = TargetShape(
@@ -62,6 +69,13 @@ class Target:
         shapes = [(2, slots, *shape) for shape in self.spec.kv_shapes]
         layers = [torch.zeros(shape, dtype=ops.kv_dtype, device=ops.device) for shape in shapes]
         self._runner = Runner(self._model, ops, layers, _BLOCK_SIZE, self._max_rows, ops.row_multiple)
+
+    def _adapt(self, adapter: Adapter) -> None:
+        """Let all rows have the adapter."""
+        if not isinstance(self._model, Decoder):
+            raise ConfigError("--adapter: the model runs through transformers, and adapters need one that is native.")
+        self._model.hold_adapters(1, adapter.rank)
+        self._model.place_adapter(self._slot, self._model.pack_adapter(adapter.weights))
 
     @property
     def last_layer(self) -> int:
@@ -94,9 +108,17 @@ class Target:
         parts = [torch.empty(0, len(ids), device=self.device)]
         for piece in torch.split(residual, size):
             padded = torch.nn.functional.pad(piece, (0, 0, 0, -len(piece) % multiple))
-            logits = self._model.head(padded.contiguous())[: len(piece)]
+            logits = self._scores(padded.contiguous())[: len(piece)]
             parts.append((logits[:, ids] - logits.logsumexp(-1, keepdim=True)).exp())
         return torch.cat(parts)
+
+    def _scores(self, residual: Tensor) -> Tensor:
+        """Of the LM head, as the model's `head` has them."""
+        if self._slot < 0:
+            return self._model.head(residual)
+        assert isinstance(self._model, Decoder), "`_adapt` looked"
+        slots = torch.full((len(residual),), self._slot, dtype=torch.int64, device=self.device)
+        return self._model.lm_head(self._model.final_norm(residual), slots)
 
     def _groups(self, sequences: Sequence[NDArray[Any]]) -> Iterator[list[NDArray[Any]]]:
         """As many sequences together as have at most max_rows tokens."""
@@ -114,7 +136,8 @@ class Target:
         """The residual stream behind each of `layers`, float32 [rows, hidden], valid until the next call."""
         numbers = itertools.count(1)  # block 0 is where padding is written
         blocks = ([next(numbers) for _ in range(-(-len(tokens) // _BLOCK_SIZE))] for tokens in group)
-        rows = [SequenceRows(tokens.tolist(), 0, own) for tokens, own in zip(group, blocks, strict=True)]
+        each = zip(group, blocks, strict=True)
+        rows = [SequenceRows(tokens.tolist(), 0, own, adapter=self._slot) for tokens, own in each]
         self._runner.set_outputs(layers, 0)
         self._runner.start(pack(rows, self._ops.row_multiple))
         return self._runner.finish().taps

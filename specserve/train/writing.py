@@ -40,10 +40,11 @@ async def write_text(
     streams: int,
     tokens: int | None,
     say: Say,
+    adapter: str | None = None,
 ) -> None:
     """Go on with `text` until it `has_all`. `limits` are the most output tokens, and the most of prompt and output: a
     prompt that leaves no room for the former gets no answer. Killed at any point and called again it writes the same
-    text, as what a job is follows from its number, and what the target says of it from its seed."""
+    text, as what a job is follows from its number, and what the target says of it, with `adapter`, from its seed."""
     progress = _Progress(text, jobs, tokens, say)
     waiting: deque[asyncio.Task[tuple[list[int], list[int]]]] = deque()
     upcoming = len(text)
@@ -52,7 +53,7 @@ async def write_text(
             while upcoming < len(jobs) and len(waiting) < _AHEAD * streams:
                 job = jobs[upcoming]
                 asked = prompts.prompts[job.prompt].text
-                waiting.append(asyncio.create_task(_answer(llm, asked, job, limits)))
+                waiting.append(asyncio.create_task(_answer(llm, asked, job, limits, adapter)))
                 upcoming += 1
             job = jobs[len(text)]
             text.append(job.prompt, job.temperature, *await waiting.popleft())
@@ -64,14 +65,16 @@ async def write_text(
     progress.show(last=True)
 
 
-async def _answer(llm: AsyncLLM, asked: str, job: Job, limits: Sequence[int]) -> tuple[list[int], list[int]]:
+async def _answer(
+    llm: AsyncLLM, asked: str, job: Job, limits: Sequence[int], adapter: str | None
+) -> tuple[list[int], list[int]]:
     """Ids of a prompt and of its answer, which is empty where there is no room."""
     max_tokens, max_length = limits
     ids = prompt_ids(llm.tokenizer, asked)
     if len(ids) + max_tokens > max_length:
         return [], []
     params = SamplingParams(max_tokens=max_tokens, temperature=job.temperature, seed=job.seed)
-    completion = (await llm.generate(ids, params)).outputs[0]
+    completion = (await llm.generate(ids, params, adapter=adapter)).outputs[0]
     if completion.error is not None:
         raise EngineError(f"The target did not answer prompt {job.prompt}: {completion.error}")
     return ids, completion.token_ids

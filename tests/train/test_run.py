@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from specserve.adapters import AdapterSource
 from specserve.checkpoint.weights import Weights
 from specserve.cli.main import run
 from specserve.errors import CapacityError, ConfigError, ModelError
@@ -19,10 +21,14 @@ from specserve.llm import LLM
 from specserve.models.heads import zoo
 from specserve.models.heads.formats import read_head
 from specserve.models.heads.origin import TargetOrigin
+from specserve.models.lora import read_adapter
+from specserve.testing import write_adapter
 from specserve.train import cache, loop
 from specserve.train.config import TrainingOptions
 from specserve.train.loop import Training
 from specserve.train.run import train
+from specserve.train.target import Target
+from specserve.train.text import INDEX
 from specserve.types import SamplingParams
 
 Make = Callable[..., TrainingOptions]
@@ -138,6 +144,41 @@ def test_a_folder_of_another_run_is_left_alone(
         train("eagle", str(tiny), engine, options(out=tmp_path / "strange"), quiet)
 
 
+def test_a_head_for_an_adapter(tiny: Path, engine: dict[str, Any], options: Make, tmp_path: Path) -> None:
+    """It learns what the model writes with the adapter, of any rank, and drafts for it from then on."""
+    shapes = {name: info.shape for name, info in Weights(tiny).infos.items()}
+    adapter = write_adapter(tmp_path / "sql", shapes, rank=80, targets=("q_proj", "down_proj", "lm_head"))
+    source = AdapterSource("sql", str(adapter))
+    chosen = options(out=adapter / "head", temperatures=(0.0,), epochs=1.0)
+    found = train("eagle", str(tiny), engine, chosen, quiet, source)
+    assert found["model"] == f"{tiny} with adapter sql"
+    assert f"{tiny} with adapter sql, float32" in (chosen.out / "RECIPE.md").read_text()
+    with pytest.raises(ConfigError, match=r"holds another run: adapter was '[0-9a-f]{64}' and is now None"):
+        train("eagle", str(tiny), engine, chosen, quiet)
+    answers = split_text(chosen.out / "text")
+    target = Target(tiny, 96, adapter=read_adapter(adapter, tiny), **engine)
+    for start, tokens in answers[:4]:
+        (hidden,) = target.hidden([tokens], [target.last_layer])
+        said = target.distributions(hidden[start - 1 : -1, 0], torch.arange(target.spec.vocab_size)).argmax(-1)
+        assert said.tolist() == tokens[start:].tolist()
+    own = {"max_model_len": 96, "adaptive": False, "lora": f"sql={adapter}", "max_lora_rank": 80, **engine}
+    with LLM(str(tiny), drafter="eagle", drafter_options={"head": str(chosen.out)}, **own) as llm:
+        assert llm.adapters()["sql"].head == str(chosen.out)
+        params = SamplingParams(max_tokens=16, temperature=0)
+        outputs = llm.generate([tokens[:start].tolist() for start, tokens in answers], params, adapter="sql")
+    assert [each.outputs[0].token_ids for each in outputs] == [tokens[start:].tolist() for start, tokens in answers]
+    assert all(each.outputs[0].stats.num_draft_tokens for each in outputs)
+
+
+def split_text(folder: Path) -> list[tuple[int, Any]]:
+    """Of each answer in a folder of text where it begins, and its tokens with the prompt's."""
+    tokens, found = np.fromfile(folder / "tokens.bin", np.uint16), []
+    for each in np.fromfile(folder / "index.bin", INDEX):
+        start, num_prompt = int(each["start"]), int(each["num_prompt"])
+        found.append((num_prompt, tokens[start : start + num_prompt + int(each["num_output"])]))
+    return found
+
+
 def test_too_little_memory(tiny: Path, engine: dict[str, Any], options: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     train("eagle", str(tiny), engine, options(), quiet)
     monkeypatch.setattr(loop, "free_memory", lambda device: 10)
@@ -156,6 +197,8 @@ def test_the_command(tiny: Path, prompt_file: Path, tmp_path: Path, capsys: pyte
     told = json.loads(capsys.readouterr().out)
     assert (told["out"], told["model"]) == (str(tmp_path / "head"), str(tiny))
     assert told["num_steps"] > 0 and len(told["acceptance"]["all"]["by_depth"]) == 2
+    assert run([*arguments, "--adapter", "sql"]) == 2
+    assert "Name its folder with --lora sql=PATH" in capsys.readouterr().err
     assert run([*arguments, "--layers", "2"]) == 2
     assert "holds another run" in capsys.readouterr().err
     assert run(["train", "hydra", *arguments[2:]]) == 2

@@ -67,7 +67,11 @@ class HeadLoader:
             return has_next_token_layers(self._folder if name is None else catalog.resolve(name))
         if name is None:
             return zoo.find(kind, TargetOrigin(self._folder).fingerprint()) is not None
-        return read_head(catalog.resolve_head(name), self._target.spec.num_layers).spec.kind == kind
+        return self.kind(name) == kind
+
+    def kind(self, name: str) -> str:
+        """Of the head `name`. Raises ModelError as `has` does."""
+        return read_head(catalog.resolve_head(name), self._target.spec.num_layers).spec.kind
 
     def _from_zoo(self, kind: str) -> Path:
         found = zoo.find(kind, TargetOrigin(self._folder).fingerprint())

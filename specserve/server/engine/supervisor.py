@@ -125,7 +125,10 @@ class Supervisor:
         """Of the next engine: with the adapters that the last one had, but for those whose folders have gone."""
         if self.ready is None:
             return self._options
-        known = [AdapterSource(info.name, info.path, info.is_pinned) for info in self.adapters.values()]
+        known = [
+            AdapterSource(info.name, info.path, info.is_pinned, info.head if Path(info.head).is_dir() else "")
+            for info in self.adapters.values()
+        ]
         found = [source for source in known if Path(source.path).is_dir()]
         if lost := [source.name for source in known if source not in found]:
             _log.error("The folders of these adapters are gone, and requests can no longer name them: %s.", lost)

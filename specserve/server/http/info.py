@@ -132,7 +132,7 @@ async def load_adapter(request: web.Request) -> web.Response:
     body: LoadAdapterRequest = await parsed(request, _read_load, says_json=True)
     if body.lora_name in server.names:
         raise InputError(f"{shown(body.lora_name)} is the model's own name; give the adapter another.", "lora_name")
-    source = AdapterSource(body.lora_name, body.lora_path, body.pinned)
+    source = AdapterSource(body.lora_name, body.lora_path, body.pinned, body.head_path)
     await _ready_supervisor(server).load_adapter(source, body.load_inplace)
     return json_response(_card(server, body.lora_name))
 

@@ -379,6 +379,8 @@ class LoadAdapterRequest(Wire):
     """Replace one of that name; requests that run end with the one they began with."""
     pinned: bool = False
     """Always keep it among those that may share a step (--max-loras)."""
+    head_path: Name = ""
+    """The folder of the draft head for its requests; without it head/ in the adapter's folder, where there is one."""
 
 
 class UnloadAdapterRequest(Wire):
