@@ -67,7 +67,7 @@ CORE = ("types", "explained", "adapters", "engine", "cache", "runtime", "samplin
 WITH_MODELS = (
     *("draft_model", "eagle", "mtp", "block", "medusa"),
     *("models", "context", "model_runner", "draft_sampler", "likeliest", "feature_drafter"),
-    *("adapters", "adapter_loader", "adapter_loading", "beams"),
+    *("adapters", "adapter_loader", "adapter_loading", "adapter_heads", "beams"),
 )
 CORE_LIMIT = 4_600  # 100 more since requests have adapters and beams
 CONFIG_FIELDS_LIMIT = 25

@@ -10,11 +10,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from specserve.adapters import AdapterInfo
 from specserve.checkpoint.weights import Weights
+from specserve.server.engine.supervisor import Supervisor
 from specserve.testing import write_adapter
 
 PROMPT = [5, 9, 31, 9, 31, 7, 9, 31]
@@ -147,6 +150,7 @@ def test_what_is_wrong_is_said(server: Any, adapters: list[Path], tiny: Path, tm
         "adapter_config.json": load(server, "x", tiny),
         "is the model's own name": load(server, "tiny", adapters[0]),
         "lora_path": server.post("/v1/load_lora_adapter", {"lora_name": "x"}),
+        "There is no draft head": load(server, "x", adapters[0], head_path=str(tmp_path / "none")),
     }
     for words, reply in cases.items():
         assert reply.status == 400 and words in reply.error["message"], reply.json
@@ -203,6 +207,19 @@ def test_changes_beside_streams_lose_and_mix_nothing(server: Any, adapters: list
     unload(server, "changing")
     server.until(server.is_idle)
     assert [each["id"] for each in server.get("/v1/models").json["data"]] == ["tiny", "one", "two"]
+
+
+def test_the_next_engine_is_given_the_heads_that_are_still_there(adapters: list[Path], tmp_path: Path) -> None:
+    (head := tmp_path / "head").mkdir()
+    own = {"rank": 4, "base": "", "num_bytes": 1, "digest": "00"}
+    infos = {
+        name: AdapterInfo(name=name, path=str(adapters[0]), head=str(folder), is_pinned=name == "two", **own)
+        for name, folder in {"one": head, "two": head, "three": tmp_path / "gone"}.items()
+    }
+    last = SimpleNamespace(ready=SimpleNamespace(max_loras=5), adapters=infos, _options={})
+    given: Any = Supervisor._engine_options(last)  # type: ignore[arg-type]
+    at = adapters[0]
+    assert given["lora"] == [f"one={at},head={head}", f"two={at},pinned,head={head}", f"three={at}"]
 
 
 def test_an_engine_that_comes_back_has_them_again(
