@@ -119,10 +119,9 @@ def build(
     executor = connect(LocalExecutor(runner, sampler, storage, counters.timed))
     cache = KVCache(executor, config.prefix_caching)
     cache.reads_next = host.needs.reads_next
-    max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
     policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)
-    heads = AdapterHeads(policy)
-    adapters = Adapters(executor, num_adapters, heads)
+    adapters = Adapters(executor, num_adapters, heads := AdapterHeads(policy))
+    max_step_s = None if config.max_step_ms is None else config.max_step_ms / 1000
     scheduler = Scheduler(cache, config.max_num_seqs, max_rows, spec.max_len, max_logit_rows, max_step_s, adapters)
     weighing = Weighing(scheduler.cost.decoding) if config.adaptive else None
     if weighing is not None:  # for drafters that requests name, too
