@@ -70,6 +70,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # sorted by rank
         self.num_preemptions = 0
         self._refusal: _Refusal | None = None
+        self._passed: Sequence | None = None  # the first that waited for its adapter's slot last, and
+        self._num_passed = 0  # how many with adapters have begun before it since
 
     def add(self, seq: Sequence) -> None:
         bisect.insort(self.waiting, seq, key=_rank)
@@ -82,6 +84,7 @@ class Scheduler:
         elif seq in self.waiting:  # and not a beam that is not live
             self.waiting.remove(seq)
         self._refusal = None
+        self._passed = None if self._passed is seq else self._passed
         self.cache.free(seq)
 
     def join(self, beam: Sequence) -> None:
@@ -158,17 +161,30 @@ class Scheduler:
 
     def _admit(self, plan: _Plan) -> None:
         """Start waiting sequences in order until seats, budget or blocks run out. Where one waits for a slot of its
-        adapter, those without an adapter may pass it, as they take no slot from it."""
-        index, has_slots = 0, True
+        adapter, those pass it that take none from it: without an adapter, or with one that has a slot. Of the latter no
+        more than there are seats do, as they keep slots in use, and none of a lower priority."""
+        index, blocked = 0, None
         while index < len(self.waiting) and self._has_room(plan):
             seq = self.waiting[index]
             if seq.beams is not None and self._num_seats + seq.beams.width > self.max_num_seqs:
                 return
-            has_slots = has_slots and self.adapters.can_acquire(seq)
-            if _awaits_sibling(seq) or (seq.adapter is not None and not has_slots):
+            if blocked is None and not self.adapters.can_acquire(seq):
+                blocked = seq
+                self._num_passed = self._num_passed if self._passed is seq else 0
+                self._passed = seq
+            passes = blocked is not None and seq.adapter is not None
+            if _awaits_sibling(seq) or (passes and not self._may_pass(seq)):
                 index += 1
-            elif not self._start(plan, index):
+            elif self._start(plan, index):
+                self._num_passed += passes
+            else:
                 return
+
+    def _may_pass(self, seq: Sequence) -> bool:
+        passed = self._passed
+        assert passed is not None and seq.adapter is not None, "one waits, and this one may have its slot"
+        is_first = seq.priority == passed.priority and self._num_passed < self.max_num_seqs
+        return is_first and seq.adapter.slot >= 0
 
     def _has_room(self, plan: _Plan) -> bool:
         """Whether a step may start one more sequence, as far as can be told without a look at it."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from specserve import LLM, SamplingParams, Structured
@@ -258,13 +259,32 @@ def test_a_pinned_adapter_keeps_its_slot(tiny: Path, adapters: dict[str, Path]) 
     loader.drop(info)
 
 
-def test_those_without_an_adapter_do_not_wait_for_slots(tiny: Path, adapters: dict[str, Path]) -> None:
+def test_those_that_take_no_slot_pass_who_waits_for_one(tiny: Path, adapters: dict[str, Path]) -> None:
     built = make(tiny, adapters, drafter="none", max_loras=1)
-    for asked in requests([NAMES[0], NAMES[1], NAMES[0], None]):
+    *most, later = requests([NAMES[0], NAMES[1], NAMES[0], None, NAMES[0]])
+    for asked in (*most, msgspec.structs.replace(later, priority=1)):
         built.engine.add(asked)
     built.engine.step()
     running = [seq.request_id for seq in built.engine.scheduler.running]
-    assert running == [f"{NAMES[0]} 0", "None 3"]  # nor may a third pass the second, which would never have its turn
+    assert running == [f"{NAMES[0]} 0", f"{NAMES[0]} 2", "None 3"]  # and none of a lower priority
+
+
+def test_who_waits_for_a_slot_is_not_passed_for_ever(tiny: Path, adapters: dict[str, Path]) -> None:
+    """Another adapter's requests keep coming, more than there are seats."""
+    built = make(tiny, adapters, drafter="none", max_loras=1, max_num_seqs=3)
+    engine, begun = built.engine, list[str]()
+    for number in range(200):
+        if number == 30:
+            engine.add(msgspec.structs.replace(requests([NAMES[1]])[0], id="late"))
+        if number % 2 == 0:
+            engine.add(msgspec.structs.replace(requests([NAMES[0]])[0], id=f"at {number}"))
+        engine.step()
+        begun += [seq.request_id for seq in engine.scheduler.running if seq.request_id not in begun]
+        if "late" in begun:
+            break
+    passed = [name for name in begun[: begun.index("late")] if int(name.removeprefix("at ")) >= 30]
+    assert 1 <= len(passed) <= 3
+    assert engine.scheduler.waiting, "others waited meanwhile"
 
 
 def test_what_is_wrong_with_a_request_or_an_option_is_said(tiny: Path, adapters: dict[str, Path]) -> None:
