@@ -53,7 +53,7 @@ class Bank:
 class Adapters(Base):  # type: ignore[misc]  # the kernels' package is found at run time
     """The ops of adapters. `a` is packed as weights are that read the same inputs, int8 where these are quantised."""
 
-    def adapter_bank(self, num_slots: int, inputs: int, max_rank: int) -> Bank:
+    def adapter_bank(self, num_slots: int, inputs: int, outputs: int, max_rank: int) -> Bank:
         return Bank(torch.zeros((num_slots, _POINTERS), dtype=torch.int64), pad(max_rank))
 
     def pack_adapter(self, weight: PackedWeight, a: Tensor, b: Tensor) -> PackedAdapter:

@@ -38,7 +38,7 @@ class Adapters(ABC):
     @abstractmethod
     def product(self, x: Tensor, weight: Any) -> Tensor: ...
 
-    def adapter_bank(self, num_slots: int, inputs: int, max_rank: int) -> list[_Adapter | None]:
+    def adapter_bank(self, num_slots: int, inputs: int, outputs: int, max_rank: int) -> list[_Adapter | None]:
         return [None] * num_slots
 
     def pack_adapter(self, weight: Any, a: Tensor, b: Tensor) -> _Adapter:

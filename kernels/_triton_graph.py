@@ -103,6 +103,7 @@ class GraphRecording(Generic[T]):
         self._staging = staging
         layout = _Layout(staging)
         self._inputs: list[tuple[NDArray[Any] | None, Tensor]] = []  # where the host writes, and what is read
+        self._padding = [each.padding for each in inputs]
         for each in inputs:
             rows = num_gathered if each.is_gathered else num_rows
             if each.columns:
@@ -175,12 +176,12 @@ class GraphRecording(Generic[T]):
                 plan.found = Found(self._flags[: plan.num_rows], self._copied)
 
     def _write_inputs(self) -> None:
-        for (array, own), given in zip(self._inputs, self._given, strict=True):
+        for (array, own), given, padding in zip(self._inputs, self._given, self._padding, strict=True):
             if array is None:
                 assert isinstance(given, Tensor), "rows of several numbers come from the device"
                 own[: len(given)].copy_(given)
             else:
-                array[: len(given)], array[len(given) :] = given, 0
+                array[: len(given)], array[len(given) :] = given, padding
 
     def finish(self) -> None:
         """Whatever works on its tensors runs in the same stream, after it."""

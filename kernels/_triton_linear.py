@@ -3,6 +3,8 @@
 A row's bits depend on the order in which its products are added, and that is the order of K alone: in tiles of
 `block_k`, which follows from the weight's shape, from the first to the last, by one program. How many rows and outputs
 a program has, its warps and its stages only decide who computes what, and are free to follow the number of rows.
+What an adapter adds is a sum of its own, in the order of its ranks, which is added to the rows that have it: after the
+bias, and in a gated layer before the activation.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve.kernels._triton_bank import RANKS, Shrunk
 from specserve.kernels._triton_numbers import (
     H100_SHARED_MEMORY,
     add_product,
@@ -27,6 +30,7 @@ from specserve.kernels._triton_numbers import (
 _RESERVED = 2 * 1024  # bytes of shared memory that the compiler may want for itself
 _MOST_STAGES = {16: 8, 32: 6, 64: 5, 128: 4}  # by block_m
 _PREFILL_ROWS = 256  # more of them are bound by arithmetic
+_RANKS = tl.constexpr(RANKS)
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -78,52 +82,72 @@ def _block_n(block_m: int, rows: int, n: int, parts: int) -> int:
     return 16 if n < 4096 and parts == 1 else 32
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x [rows, k] times weight [n, k] transposed, plus bias [n] -> [rows, n], added up in float32 and rounded once, to
-    `out_dtype` (None: the weight's). An x of float32 is rounded to the weight's dtype first."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    adapters: Shrunk | None = None,
+) -> Tensor:
+    """x [rows, k] times weight [n, k] transposed, plus bias [n], plus what `adapters` add -> [rows, n], added up in
+    float32 and rounded once, to `out_dtype` (None: the weight's). An x of float32 is rounded to the weight's dtype
+    first."""
     n, k = weight.shape
     cut = tiles_for(len(x), n, k, weight.element_size(), 1, shared_memory_of(x.device))
-    return linear_in(cut, x, weight, bias, out_dtype)
+    return linear_in(cut, x, weight, bias, out_dtype, adapters)
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, hidden] times weight [vocab, hidden] transposed, plus bias [vocab] -> float32 [rows, vocab], not rounded
-    in between."""
-    return linear(x, weight, bias, torch.float32)
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Shrunk | None = None) -> Tensor:
+    """x [rows, hidden] times weight [vocab, hidden] transposed, plus bias [vocab], plus what `adapters` add -> float32
+    [rows, vocab], not rounded in between."""
+    return linear(x, weight, bias, torch.float32, adapters)
 
 
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """activation(gate) * up -> [rows, n]. x [rows, k] times weight [2 n, k] transposed, plus bias [2 n], is gate's n
-    columns, then up's; both are rounded to the weight's dtype. `activation` is one of ACTIVATIONS."""
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, adapters: Shrunk | None = None) -> Tensor:
+    """activation(gate) * up -> [rows, n]. x [rows, k] times weight [2 n, k] transposed, plus bias [2 n], plus what
+    `adapters` add, is gate's n columns, then up's; both are rounded to the weight's dtype. `activation` is one of
+    ACTIVATIONS."""
     n, k = len(weight) // 2, weight.shape[1]
     cut = tiles_for(len(x), n, k, weight.element_size(), 2, shared_memory_of(x.device))
-    return gated_in(cut, x, weight, bias, activation)
+    return gated_in(cut, x, weight, bias, activation, adapters)
 
 
 def linear_in(
-    cut: Tiles, x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    cut: Tiles,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    adapters: Shrunk | None = None,
 ) -> Tensor:
     """`linear` with tiles of one's choice."""
     out = _empty(x, weight, len(weight), out_dtype or weight.dtype)
     if len(out):
-        sizes = (len(x), *weight.shape)
-        _linear_kernel[_grid(cut, out)](
-            x, weight, bias, out, *sizes, *constants(cut, *weight.shape), **_options(cut, x)
-        )
+        sizes = (len(x), *weight.shape, *_added(adapters, len(weight)))
+        _linear_kernel[_grid(cut, out)](x, weight, bias, out, *sizes, *constants(cut, *weight.shape), **options(cut, x))
     return out
 
 
-def gated_in(cut: Tiles, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def gated_in(
+    cut: Tiles, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, adapters: Shrunk | None = None
+) -> Tensor:
     """`gated` with tiles of one's choice."""
     assert activation in ACTIVATIONS, activation
     n, k = len(weight) // 2, weight.shape[1]
     out = _empty(x, weight, n, weight.dtype)
     if len(out):
-        gelu = activation == "gelu_tanh"
-        _gated_kernel[_grid(cut, out)](
-            x, weight, bias, out, len(x), n, k, gelu, *constants(cut, n, k), **_options(cut, x)
-        )
+        sizes = (len(x), n, k, *_added(adapters, 2 * n), activation == "gelu_tanh", *constants(cut, n, k))
+        _gated_kernel[_grid(cut, out)](x, weight, bias, out, *sizes, **options(cut, x))
     return out
+
+
+def _added(adapters: Shrunk | None, num_outputs: int) -> tuple[Tensor | int | None, ...]:
+    """What kernels are told of adapters."""
+    if adapters is None:
+        return None, None, None, None, 0, 0, 0
+    bank, slots, sums = adapters
+    assert bank.b.shape[1] == bank.max_rank * num_outputs, (bank.b.shape, num_outputs)
+    return slots, sums, bank.ranks, bank.b, len(bank.ranks), len(sums), bank.max_rank
 
 
 def constants(cut: Tiles, n: int, k: int) -> tuple[int, int, int, bool, bool]:
@@ -131,7 +155,7 @@ def constants(cut: Tiles, n: int, k: int) -> tuple[int, int, int, bool, bool]:
     return cut.block_m, cut.block_n, cut.block_k, n % cut.block_n == 0, k % cut.block_k == 0
 
 
-def _options(cut: Tiles, x: Tensor) -> dict[str, int]:
+def options(cut: Tiles, x: Tensor) -> dict[str, int]:
     return {"num_warps": cut.num_warps, "num_stages": cut.num_stages, **overlap(x.device)}
 
 
@@ -147,7 +171,7 @@ def _empty(x: Tensor, weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _tile_of_x(x, at_m, at_k, rows, k, EVEN_K: tl.constexpr, dtype: tl.constexpr):
+def tile_of_x(x, at_m, at_k, rows, k, EVEN_K: tl.constexpr, dtype: tl.constexpr):
     """[BLOCK_M, BLOCK_K] of `dtype`"""
     mask = (at_m < rows)[:, None]
     if not EVEN_K:
@@ -157,7 +181,7 @@ def _tile_of_x(x, at_m, at_k, rows, k, EVEN_K: tl.constexpr, dtype: tl.constexpr
 
 
 @triton.jit
-def _tile_of_weight(weight, at_n, at_k, k, EVEN_K: tl.constexpr):
+def tile_of_weight(weight, at_n, at_k, k, EVEN_K: tl.constexpr):
     """[BLOCK_K, BLOCK_N]"""
     at = weight + at_n.to(tl.int64)[None, :] * k + at_k[:, None]
     if EVEN_K:
@@ -187,6 +211,40 @@ def _store(out, y, at_m, rows, n, BLOCK_N: tl.constexpr):
     tl.store(out + at_m.to(tl.int64)[:, None] * n + at_n[None, :], y, mask=mask)
 
 
+@triton.jit
+def _adapted(total, own, sums, ranks, b, at_m, at_n, rows, n, num_slots, num_parts, max_rank):
+    """total [BLOCK_M, BLOCK_N] plus b a x of the rows whose slot `own` int64 [BLOCK_M] holds an adapter. What one of
+    them adds is added to no other row, not even times zero: it may be NaN."""
+    slot = tl.min(tl.where(own >= 0, own, num_slots), 0)
+    while slot < num_slots:
+        is_own = own == slot
+        rank = tl.multiple_of(tl.load(ranks + slot), _RANKS)
+        outputs = b + slot * n * max_rank + at_n.to(tl.int64) * rank
+        added = tl.zeros_like(total)
+        for start in range(0, rank, _RANKS):
+            at_r = start + tl.arange(0, _RANKS)
+            right = tl.load(outputs[None, :] + at_r[:, None])
+            left = tl.zeros((total.shape[0], _RANKS), tl.float32)
+            for part in range(num_parts):
+                at = (part * rows + at_m).to(tl.int64)[:, None] * max_rank + at_r[None, :]
+                left += tl.load(sums + at, mask=is_own[:, None], other=0.0)
+            added = _add_expanded(left, right, added)
+        total = tl.where((is_own & (rank > 0))[:, None], total + added, total)
+        slot = tl.min(tl.where(own > slot, own, num_slots), 0)
+    return total
+
+
+@triton.jit
+def _add_expanded(left, right, total):
+    """total + left [BLOCK_M, RANKS] right [RANKS, BLOCK_N]. To multiply bfloat16, left is split into two: it is no more
+    rounded than its sums in float32 are."""
+    if right.dtype == tl.float32:
+        return add_product(left, right, total)
+    high = rounded(left, right.dtype)
+    low = rounded(left - high.to(tl.float32), right.dtype)
+    return add_product(high, right, add_product(low, right, total))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x,
@@ -196,6 +254,13 @@ def _linear_kernel(
     rows,
     n,
     k,
+    slots,
+    sums,
+    ranks,
+    b,
+    num_slots,
+    num_parts,
+    max_rank,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -210,12 +275,16 @@ def _linear_kernel(
     if OVERLAP:
         _fetch_weight(weight, at_n, k)
     follow(OVERLAP)
+    if slots is not None:
+        own = tl.load(slots + at_m, mask=at_m < rows, other=-1)
     for start in range(0, k, BLOCK_K):
         at_k = start + tl.arange(0, BLOCK_K)
-        left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K, dtype)
-        total = add_product(left, _tile_of_weight(weight, at_n, at_k, k, EVEN_K), total)
+        left = tile_of_x(x, at_m, at_k, rows, k, EVEN_K, dtype)
+        total = add_product(left, tile_of_weight(weight, at_n, at_k, k, EVEN_K), total)
     if bias is not None:
         total += tl.load(bias + at_n).to(tl.float32)[None, :]
+    if slots is not None:
+        total = _adapted(total, own, sums, ranks, b, at_m, at_n, rows, n, num_slots, num_parts, max_rank)
     _store(out, rounded(total, out.dtype.element_ty), at_m, rows, n, BLOCK_N)
 
 
@@ -236,6 +305,13 @@ def _gated_kernel(
     rows,
     n,
     k,
+    slots,
+    sums,
+    ranks,
+    b,
+    num_slots,
+    num_parts,
+    max_rank,
     GELU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -253,14 +329,19 @@ def _gated_kernel(
         _fetch_weight(weight, at_n, k)
         _fetch_weight(weight, at_n + n, k)
     follow(OVERLAP)
+    if slots is not None:
+        own = tl.load(slots + at_m, mask=at_m < rows, other=-1)
     for start in range(0, k, BLOCK_K):
         at_k = start + tl.arange(0, BLOCK_K)
-        left = _tile_of_x(x, at_m, at_k, rows, k, EVEN_K, dtype)
-        gate = add_product(left, _tile_of_weight(weight, at_n, at_k, k, EVEN_K), gate)
-        up = add_product(left, _tile_of_weight(weight, at_n + n, at_k, k, EVEN_K), up)
+        left = tile_of_x(x, at_m, at_k, rows, k, EVEN_K, dtype)
+        gate = add_product(left, tile_of_weight(weight, at_n, at_k, k, EVEN_K), gate)
+        up = add_product(left, tile_of_weight(weight, at_n + n, at_k, k, EVEN_K), up)
     if bias is not None:
         gate += tl.load(bias + at_n).to(tl.float32)[None, :]
         up += tl.load(bias + n + at_n).to(tl.float32)[None, :]
+    if slots is not None:
+        gate = _adapted(gate, own, sums, ranks, b, at_m, at_n, rows, 2 * n, num_slots, num_parts, max_rank)
+        up = _adapted(up, own, sums, ranks, b, at_m, at_n + n, rows, 2 * n, num_slots, num_parts, max_rank)
     gate = rounded(gate, dtype).to(tl.float32)
     up = rounded(up, dtype).to(tl.float32)
     _store(out, rounded(_activated(gate, GELU) * up, dtype), at_m, rows, n, BLOCK_N)

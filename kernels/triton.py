@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 import specserve.kernels._torch_verify as _verify
+import specserve.kernels._triton_adapters as _adapters
 import specserve.kernels._triton_attention as _attention
+import specserve.kernels._triton_bank as _bank
 import specserve.kernels._triton_linear as _linear
 import specserve.kernels._triton_rows as _rows
 import specserve.kernels._triton_sampling as _sampling
 import specserve.kernels.reference as _reference
-from specserve.errors import ConfigError, ModelError
+from specserve.errors import ModelError
 from specserve.kernels._torch_rows import LayerNorm as _LayerNorm, norm as _norm
 from specserve.kernels._triton_graph import GraphRecording, Staging
 from specserve.kernels._triton_plan import Plan, PlanTensors
@@ -47,7 +49,7 @@ class _Head:
     bias: Tensor | None
 
 
-class Kernels(_reference.Kernels):
+class Kernels(_bank.Adapters, _reference.Kernels):
     """The op contract on a GPU. `dtype` is the dtype of weights, of the KV cache and of linear inputs and outputs."""
 
     name = "triton"
@@ -150,16 +152,18 @@ class Kernels(_reference.Kernels):
             return super().norm(x, weight, eps)
         return _rows.add_rms_norm(x, None, None, weight, eps, self.dtype).float()
 
-    def adapter_bank(self, num_slots: int, inputs: int, max_rank: int) -> Any:
-        raise ConfigError("--lora: the triton kernels have no adapters yet. Use --device cpu.")
-
     def linear(self, x: Tensor, weight: Any, adapters: RowAdapters | None = None) -> Tensor:
+        own = None if adapters is None else _adapters.shrink(x, *adapters)
         if isinstance(weight, _Head):
-            return _linear.logits(x, weight.matrix, weight.bias)
-        return _linear.linear(x, weight.matrix, weight.bias)
+            return _linear.logits(x, weight.matrix, weight.bias, own)
+        return _linear.linear(x, weight.matrix, weight.bias, adapters=own)
 
     def gated(self, x: Tensor, weight: Any, activation: str, adapters: RowAdapters | None = None) -> Tensor:
-        return _linear.gated(x, weight.matrix, weight.bias, activation)
+        own = None if adapters is None else _adapters.shrink(x, *adapters)
+        return _linear.gated(x, weight.matrix, weight.bias, activation, own)
+
+    def embed_adapters(self, residual: Tensor, token_ids: Tensor, adapters: RowAdapters, scale: float) -> None:
+        _adapters.embed(residual, token_ids, *adapters, scale)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return _rows.argmax(logits)

@@ -138,7 +138,8 @@ class Decoder:
         for product in self._products:
             product.hold_adapters(self.ops, num_slots, max_rank)
         if self.spec.embedding_norm is None and self.spec.embedding_size is None:
-            self._table_bank = self.ops.adapter_bank(num_slots, self.spec.vocab_size, max_rank)
+            sizes = self.spec.vocab_size, self.spec.hidden_size
+            self._table_bank = self.ops.adapter_bank(num_slots, *sizes, max_rank)
 
     @torch.inference_mode()
     def pack_adapter(self, weights: Mapping[str, LowRank]) -> PackedAdapter:

@@ -47,7 +47,7 @@ class Product:
 
     def hold_adapters(self, ops: Ops, num_slots: int, max_rank: int) -> None:
         """Room for so many, of at most that rank in each layer."""
-        self._bank = ops.adapter_bank(num_slots, self.inputs, max_rank * len(self.names))
+        self._bank = ops.adapter_bank(num_slots, self.inputs, sum(self._sizes), max_rank * len(self.names))
 
     def linear(self, ops: Ops, x: Any, slots: Tensor | None = None) -> Tensor:
         """As ops.linear. `slots` int64 [rows] are those of the rows' adapters, negative where they have none."""

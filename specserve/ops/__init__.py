@@ -107,6 +107,7 @@ class Input(NamedTuple):
     dtype: torch.dtype
     columns: int = 0  # 0: one number from the host; else so many, float32
     is_gathered: bool = False  # of the rows that `gather_rows` leaves
+    padding: int = 0  # the number of rows that only fill up a recording
 
 
 class Recording(Protocol[T_co]):

@@ -20,9 +20,10 @@ class AdapterOps(Protocol):
     and a in int8 where what it reads is quantised. A row with an adapter has the same bits whatever the others have,
     and one without has those it has without a bank."""
 
-    def adapter_bank(self, num_slots: int, inputs: int, max_rank: int) -> Any:
-        """Room for so many adapters of one weight with so many inputs, all empty. `max_rank` is that of the a of its
-        layers together."""
+    def adapter_bank(self, num_slots: int, inputs: int, outputs: int, max_rank: int) -> Any:
+        """Room for so many adapters of one weight with so many inputs and outputs, all empty: of a table these are
+        vocab and hidden, of a gated one those of gate and up together. `max_rank` is that of the a of its layers
+        together."""
 
     def pack_adapter(self, weight: Any, a: Tensor, b: Tensor) -> Any:
         """a float32 [rank, in] and b float32 [out, rank] of what `pack` or `pack_head` returned, for `place_adapter`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -88,7 +89,7 @@ class Captured(Generic[T]):
     @torch.inference_mode()
     def op_by_op(self, inputs: Sequence[NDArray[Any] | Tensor], num_rows: int, plan: Any = None) -> T:
         """What comes of it without a recording."""
-        return self._function(plan, *(self._moved(given, num_rows) for given in inputs))
+        return self._function(plan, *map(self._moved, inputs, self._inputs, repeat(num_rows)))
 
     def _recording(self, num_rows: int, num_gathered: int, plan: Any) -> Recording[T] | None:
         """What serves so many rows, made now where it is not there; None: nothing does."""
@@ -128,12 +129,13 @@ class Captured(Generic[T]):
         self._recordings[size] = found = self._ops.record(self._function, self._inputs, *size, plan)
         return found
 
-    def _moved(self, given: NDArray[Any] | Tensor, num_rows: int) -> Tensor:
-        """A copy on the device, as a function may overwrite what it reads, with zeros after the last row."""
+    def _moved(self, given: NDArray[Any] | Tensor, of: Input, num_rows: int) -> Tensor:
+        """A copy on the device, as a function may overwrite what it reads, with padding after the last row."""
         multiple = self._ops.row_multiple
         if isinstance(given, Tensor):
             own = self._ops.input_rows(num_rows + -num_rows % multiple, given.shape[1])
             own[: len(given)] = given
             return own
         short = -len(given) % multiple
-        return torch.from_numpy(np.pad(given, (0, short)) if short else given).to(self._ops.device)
+        padded = np.pad(given, (0, short), constant_values=of.padding) if short else given
+        return torch.from_numpy(padded).to(self._ops.device)

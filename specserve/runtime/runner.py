@@ -153,7 +153,7 @@ class Runner:
         if width := self.model.features_width:
             inputs.append(Input(torch.float32, width))
         if self.model.num_adapter_slots:
-            inputs += Input(torch.int64), Input(torch.int64, is_gathered=True)
+            inputs += (Input(torch.int64, is_gathered=each, padding=-1) for each in (False, True))
             multiple = self.ops.row_multiple
             self._no_adapters = np.full(self.max_rows + -self.max_rows % multiple, -1, np.int64)
         plan = self.ops.plan(AttentionRows.pack([0, 1], [0], [[0]], [-1], self.ops.row_multiple), self.block_size)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+_bank: Any = import_module("specserve.kernels._triton_bank")
 _SPLIT = 256  # logical positions
 
 
@@ -23,22 +24,55 @@ class Norms(NamedTuple):
     eps: float
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x [rows, k] times weight [n, k] transposed, plus bias [n] -> [rows, n]."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    adapters: Any = None,
+) -> Tensor:
+    """x [rows, k] times weight [n, k] transposed, plus bias [n], plus what `adapters` add -> [rows, n]."""
     out = x.to(weight.dtype).double() @ weight.double().T
-    return (out if bias is None else out + bias).to(out_dtype or weight.dtype)
+    out = out if bias is None else out + bias
+    return (out if adapters is None else out + _added(adapters, len(weight))).to(out_dtype or weight.dtype)
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _added(adapters: Any, num_outputs: int) -> Tensor:
+    """What b adds to the outputs, float64 [rows, num_outputs]; zero for rows without an adapter."""
+    bank, slots, sums = adapters
+    own = slots.clamp(min=0)
+    rank = torch.where(slots < 0, 0, bank.ranks[own])[:, None, None]
+    at_n, at_r = (torch.arange(size, device=slots.device) for size in (num_outputs, bank.max_rank))
+    at = (at_n[:, None] * rank + at_r).clamp(max=bank.b.shape[1] - 1)  # [rows, num_outputs, max_rank]
+    products = bank.b[own[:, None, None], at].double() * sums.double().sum(0)[:, None]
+    return torch.where(at_r < rank, products, 0).sum(-1)
+
+
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Any = None) -> Tensor:
     """As `linear`, float32 [rows, n]."""
-    return linear(x, weight, bias, torch.float32)
+    return linear(x, weight, bias, torch.float32, adapters)
 
 
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, adapters: Any = None) -> Tensor:
     """activation(gate) * up of weight [2 n, k], gate's rows and then up's -> [rows, n]."""
-    gate, up = linear(x, weight, bias).double().chunk(2, -1)
+    gate, up = linear(x, weight, bias, None, adapters).double().chunk(2, -1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return (activated * up).to(weight.dtype)
+
+
+def shrink(x: Tensor, bank: Any, slots: Tensor) -> Any:
+    """a x of x [rows, in], for rows whose slot, int64 [rows], holds an adapter."""
+    a = bank.a.view(len(bank.a), bank.max_rank, -1)[slots.clamp(min=0)]
+    sums = torch.einsum("mk,mrk->mr", x.to(a.dtype).double(), a.double())
+    return _bank.Shrunk(bank, slots, sums.float()[None])
+
+
+def embed_adapters(residual: Tensor, token_ids: Tensor, bank: Any, slots: Tensor, scale: float) -> None:
+    """residual += scale * b a[:, id], in place, float32 [rows, hidden]; token_ids and slots int64 [rows]."""
+    own, at_r = slots.clamp(min=0), torch.arange(bank.max_rank, device=slots.device)
+    at = (token_ids[:, None] * bank.ranks[own][:, None] + at_r).clamp(max=bank.a.shape[1] - 1)
+    sums = bank.a[own[:, None], at].float()
+    residual += scale * _added(_bank.Shrunk(bank, slots, sums[None]), residual.shape[1]).float()
 
 
 def embed(token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
@@ -130,6 +164,7 @@ def attention(
 
 MODULES = {
     "_triton_linear": SimpleNamespace(linear=linear, logits=logits, gated=gated),
+    "_triton_adapters": SimpleNamespace(shrink=shrink, embed=embed_adapters),
     "_triton_rows": SimpleNamespace(
         embed=embed, add_rms_norm=add_rms_norm, rope_and_cache=rope_and_cache, argmax=argmax, Norms=Norms
     ),

@@ -282,6 +282,14 @@ class Doubled:
         return numbers * 2, rows * 2, gathered * 2
 
 
+def test_rows_that_fill_up_a_graph_have_what_their_input_says(ops: Ops) -> None:
+    recording = ops.record(lambda plan, *inputs: [2 * each for each in inputs], PADDED, 4, 4, None)
+    recording.fill([np.array([3, 4]), np.array([5, 6])])
+    recording.start(2, 2, None)
+    assert [each.tolist() for each in recording.found] == [[6, 8, -2, -2], [10, 12, 0, 0]]
+
+
+PADDED = [Input(torch.int64, padding=-1), Input(torch.int64)]
 INPUTS = [Input(torch.int64), Input(torch.float32, 3), Input(torch.int64, is_gathered=True)]
 
 

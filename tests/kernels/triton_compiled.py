@@ -23,12 +23,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from specserve.kernels import (
+    _triton_adapters as adapters,
     _triton_attention as attention,
     _triton_linear as linear,
     _triton_rows as rows_of,
     _triton_sampling as sampling,
 )
 from specserve.kernels._torch_sampling import SamplingArrays
+from specserve.kernels._triton_bank import Bank, Shrunk
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 CHIPS = {  # and bytes of shared memory that a program may have
@@ -94,8 +96,9 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
         return compiler.found[-1]
 
     monkeypatch.setattr(JITFunction, "run", compiled)
-    monkeypatch.setattr(linear, "shared_memory_of", lambda device: compiler.shared_memory)
-    for module in (attention, linear, rows_of, sampling):
+    for module in (adapters, linear):
+        monkeypatch.setattr(module, "shared_memory_of", lambda device: compiler.shared_memory)
+    for module in (adapters, attention, linear, rows_of, sampling):
         for value in vars(module).values():
             if isinstance(value, JITFunction):
                 value.device_caches.clear()  # of the chip before
@@ -154,6 +157,66 @@ def test_logits_and_weights_of_float32(chip: Compiler) -> None:
     chip.check(chip.one(lambda: linear.logits(empty(3, 576, dtype=FLOAT32), head)))
     for rows in (3, 30):
         chip.check(chip.one(lambda: linear.linear(empty(rows, 576, dtype=FLOAT32), empty(960, 576, dtype=FLOAT32))))  # noqa: B023
+
+
+def bank(inputs: int, outputs: int, max_rank: int, dtype: torch.dtype = BFLOAT16) -> Bank:
+    ranks = torch.zeros(8, dtype=torch.int32)
+    return Bank(ranks, empty(8, inputs * max_rank, dtype=dtype), empty(8, outputs * max_rank, dtype=dtype), max_rank)
+
+
+def shrunk(bank: Bank, rows: int, num_parts: int) -> Shrunk:
+    return Shrunk(bank, torch.zeros(rows, dtype=torch.int64), empty(num_parts, rows, bank.max_rank, dtype=FLOAT32))
+
+
+@pytest.mark.parametrize(("inputs", "max_rank"), [(576, 192), (14336, 64)])
+def test_what_adapters_read_is_added_up_as_weights_do(chip: Compiler, inputs: int, max_rank: int) -> None:
+    own = bank(inputs, 960, max_rank)
+    same_order(chip, lambda rows: adapters.shrink(empty(rows, inputs), own, torch.zeros(rows, dtype=torch.int64)))
+    if chip.is_cuda:
+        steps = products_of_a_sum(chip.found[0])
+        assert steps == products_of_a_sum(chip.one(lambda: linear.linear(empty(1, inputs), empty(960, inputs))))
+
+
+def test_products_with_adapters(chip: Compiler) -> None:
+    """A layer's own sum is that of its kernel without adapters."""
+    weight, gate_and_up = empty(6144, 4096), empty(2 * 1536, 576)
+    own, own_gated = bank(4096, 6144, 192), bank(576, 2 * 1536, 128)
+
+    def product(rows: int, adapted: bool) -> None:
+        linear.linear(empty(rows, 4096), weight, None, None, shrunk(own, rows, 2) if adapted else None)
+
+    def gated(rows: int, adapted: bool) -> None:
+        added = shrunk(own_gated, rows, 1) if adapted else None
+        linear.gated(empty(rows, 576), gate_and_up, None, "silu", added)
+
+    for run in (product, gated):
+        same_order(chip, lambda rows: run(rows, True))  # noqa: B023
+        if chip.is_cuda:
+            with_adapters = products_of_a_sum(chip.found[0])
+            assert products_of_a_sum(chip.one(lambda: run(1, False))) == with_adapters - {2}  # noqa: B023
+
+
+def test_adapters_of_float32_and_of_tables(chip: Compiler) -> None:
+    own = bank(576, 960, 64, FLOAT32)
+    for rows in (3, 30):
+        x, slots, weight = (
+            empty(rows, 576, dtype=FLOAT32),
+            torch.zeros(rows, dtype=torch.int64),
+            empty(960, 576, dtype=FLOAT32),
+        )
+        chip.check(chip.one(lambda: adapters.shrink(x, own, slots)))  # noqa: B023
+        chip.check(chip.one(lambda: linear.linear(x, weight, None, None, shrunk(own, len(x), 1))))  # noqa: B023
+        chip.check(chip.one(lambda: linear.logits(x, empty(960, 576), None, shrunk(bank(576, 960, 64), len(x), 1))))  # noqa: B023
+    for dtype in (FLOAT32, BFLOAT16):
+        table = bank(49152, 576, 64, dtype)
+        kernels = {
+            id(kernel): kernel
+            for rows in (1, 3, 16)
+            for ids in [torch.zeros(rows, dtype=torch.int64)]
+            for kernel in [chip.one(lambda: adapters.embed(empty(rows, 576, dtype=FLOAT32), ids, table, ids, 1.5))]  # noqa: B023
+        }
+        (kernel,) = kernels.values()
+        chip.check(kernel)
 
 
 @dataclass
@@ -231,13 +294,17 @@ def test_sampling(chip: Compiler) -> None:
 def test_kernels_that_overlap_wait_before_they_touch_what_others_write(
     chip: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (attention, linear, rows_of):
+    for module in (adapters, attention, linear, rows_of):
         monkeypatch.setattr(module, "overlap", lambda device: {"OVERLAP": True, "launch_pdl": True})
     q, kv = empty(3, 9, 64, dtype=FLOAT32), empty(2, 1024, 3, 64)
+    own, ids = bank(576, 960, 64), torch.zeros(1, dtype=torch.int64)
     launches = [
         *ops_on_rows(),
         lambda: linear.linear(empty(1, 576), empty(960, 576), empty(960)),
         lambda: linear.gated(empty(1, 576), empty(2 * 1536, 576), None, "silu"),
+        lambda: linear.linear(empty(1, 576), empty(960, 576), None, None, shrunk(own, 1, 1)),
+        lambda: adapters.shrink(empty(1, 576), own, ids),
+        lambda: adapters.embed(empty(1, 960, dtype=FLOAT32), ids, own, ids, 1.0),
         *[lambda how=how: attention.attention_in(how, q, kv, Plan(3, 8), 0.1, None) for how in (False, True)],
     ]
     for launch in launches:

@@ -84,3 +84,10 @@ def test_rows_of_another_width_are_refused(ops: Ops, width: int) -> None:
     captured = Captured(ops, sums, INPUTS)
     with pytest.raises((ValueError, RuntimeError, AssertionError)):
         captured((np.zeros(4, np.int64), torch.zeros(4, width)), 4)
+
+
+def test_rows_that_run_op_by_op_are_padded_as_their_input_says() -> None:
+    ops: Ops = KERNELS.find("reference").create(KernelOptions(torch.device("cpu"), "float32", "none"))
+    captured = Captured(ops, lambda plan, *given: given, [Input(torch.int64, padding=-1), Input(torch.int64)])
+    found = captured((np.array([3, 9]), np.array([4, 5])), 2)
+    assert [each.tolist() for each in found] == [[3, 9, -1, -1], [4, 5, 0, 0]]
