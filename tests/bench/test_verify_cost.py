@@ -148,7 +148,7 @@ def test_afterwards_the_engine_is_as_before(llm: LLM) -> None:
     assert not llm.engine.has_work
     assert local(llm.engine.executor).runner is runner
     assert runner.model.ops is ops  # type: ignore[attr-defined]
-    assert not llm.engine.policy._own.active
+    assert not llm.engine.policy.own.active
     assert llm.engine.policy.num_tokens == llm.config.num_speculative_tokens
     assert llm.generate("The assert statement", greedy)[0].outputs[0].token_ids == before
 

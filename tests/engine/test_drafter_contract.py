@@ -329,7 +329,7 @@ def drafting(model: Path, draft_model: Path, **options: Any) -> tuple[Engine, An
     blocks = options.pop("blocks", None)
     build_one = (lambda **more: with_blocks(model, blocks, **more)) if blocks else (lambda **more: make(model, **more))
     engine = build_one(drafter="tiny_model", drafter_options=own, num_speculative_tokens=4, **options)
-    return engine, engine.policy._own._drafter
+    return engine, engine.policy.own._drafter
 
 
 def assert_right(drafter: Any, least: int = 20) -> None:
@@ -391,7 +391,7 @@ def test_what_native_code_would_follow_out_of_bounds_is_refused(
     tokens = [token for _ in range(24) for event in engine.step() for token in event.tokens]
     assert not engine.has_work
     assert tokens == expected["r0", 0]
-    assert set(engine.policy._own.dropped) == {"exception"}
+    assert set(engine.policy.own.dropped) == {"exception"}
     assert message in caplog.text
 
 

@@ -171,7 +171,7 @@ def test_a_drafter_given_up_on_amid_a_walk_holds_nobody_up(built: Built, plain: 
 
     before = set(threading.enumerate())
     assert drive(built, Misuser(hang), timeout_s=0.3) == plain
-    assert built.engine.policy._own.num_dropped > 0
+    assert built.engine.policy.own.num_dropped > 0
     release.set()
     for thread in set(threading.enumerate()) - before:  # drafters of other tests may wait for their next call
         thread.join(LONG)
@@ -198,7 +198,7 @@ def test_an_exception_is_looked_at_where_it_may_hang(built: Built, plain: Output
         raise Endless(release)
 
     assert drive(built, Misuser(fail), timeout_s=0.3) == plain
-    assert set(built.engine.policy._own.dropped) == {"timeout"}
+    assert set(built.engine.policy.own.dropped) == {"timeout"}
     release.set()
 
 
@@ -276,7 +276,7 @@ def test_what_a_drafter_says_in_the_engines_place_is_not_read(
             return Draft.chain([4, 5][:most], **self.fields)
 
     assert drive(built, Sourced(**fields)) == plain
-    assert built.engine.policy._own.num_dropped == 0
+    assert built.engine.policy.own.num_dropped == 0
 
 
 def test_arrays_that_another_thread_changes_all_the_time(built: Built, plain: Outputs) -> None:
@@ -344,4 +344,4 @@ def test_arrays_of_other_kinds_are_refused(built: Built, plain: Outputs, wrong: 
             return Draft(wrong, np.array([-1, 0], np.int32))
 
     assert drive(built, Odd()) == plain
-    assert set(built.engine.policy._own.dropped) == {"type"}
+    assert set(built.engine.policy.own.dropped) == {"type"}

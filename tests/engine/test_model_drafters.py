@@ -444,8 +444,8 @@ def test_auto_takes_part_in_the_next_token_layers_of_its_target(
     drafted, accepted = np.sum([each.by_source.get("mtp", [0, 0]) for each in counted], 0)
     assert 0 < accepted < drafted
     named = make(heads["mtp"], {"drafter": "auto", "drafter_options": {"head": str(heads["block"])}})
-    assert "block" in {part.name for part in named.policy._own.parts}
-    assert "mtp" not in {part.name for part in named.policy._own.parts}
+    assert "block" in {part.name for part in named.policy.own.parts}
+    assert "mtp" not in {part.name for part in named.policy.own.parts}
     assert drive(make(heads["mtp"], {"drafter": "mtp"}), mixed(6)) == expected
 
 

@@ -82,7 +82,7 @@ def test_of_private_requests_nothing_is_kept(tmp_path: Any, drafter: str) -> Non
     engine = build(EngineConfig(model=str(folder), dtype="float32", max_model_len=160, **options)).engine
     first, again = (run(engine, asked(1, private=True))[2] for _ in range(2))
     assert first == again
-    assert drafter != "recycle" or not engine.policy._own._drafter._tables  # type: ignore[union-attr]
+    assert drafter != "recycle" or not engine.policy.own._drafter._tables  # type: ignore[union-attr]
     run(engine, asked(1))
     assert run(engine, asked(1, private=True))[2] == first, "nor is anything taken from others"
     assert run(engine, asked(1))[2] != first
@@ -97,7 +97,7 @@ def test_what_takes_up_no_place_is_said_of_one_that_shares_nothing(engine: Engin
     for request in (one, two):
         engine.add(request)
     engine.step()
-    views = {seq.request_id: view for part in engine.policy._own.parts for seq, view in part._views.items()}
+    views = {seq.request_id: view for part in engine.policy.own.parts for seq, view in part._views.items()}
     assert len({view.salt for view in views.values()}) == 2
     assert all(view.is_private and len(view.salt) == 16 for view in views.values())
     for request in (one, two):
