@@ -351,6 +351,14 @@ class Kernels(Adapters, Experts):
             arrays = [kv.data_ptr() + side * kv.nbytes // 2 for kv in kvs]
             _native.copy_numbers(arrays, own, to, kvs[0].itemsize)
 
+    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
+        sides = zip(kv.view(2, -1), numbers_of(kv, slots), strict=True)
+        return torch.stack([side[torch.from_numpy(own)] for side, own in sides]).view(2, len(slots), *kv.shape[2:])
+
+    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
+        for side, own, new in zip(kv.view(2, -1), numbers_of(kv, slots), values.flatten(1), strict=True):
+            side[torch.from_numpy(own)] = new
+
     def _cache(self, kv: Tensor) -> tuple[int, bool, int, int]:
         assert kv.is_contiguous() and kv.dtype == self.kv_dtype, "the cache holds the kernels' kv_dtype"
         return *layout_of(kv), kv[0].data_ptr(), kv[1].data_ptr()

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import specserve.kernels._torch_adapters as _adapters
+import specserve.kernels._torch_cache as _cache
 import specserve.kernels._torch_experts as _experts
 import specserve.kernels._torch_sampling as _sampling
 import specserve.kernels._torch_verify as _verify
@@ -116,7 +117,7 @@ def instruction_sets() -> list[str]:
     return [capability if capability in ("avx512", "avx2") else "portable"]
 
 
-class Kernels(_adapters.Adapters, _experts.Experts):
+class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache):
     """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
 
     name = "reference"
@@ -293,10 +294,6 @@ class Kernels(_adapters.Adapters, _experts.Experts):
     def score(self, logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], k: int) -> RowScores:
         scores: RowScores = _sampling.score(logits, rows, tokens, k)
         return scores
-
-    def copy_kv(self, kvs: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-        for kv in kvs:
-            kv.index_copy_(1, targets, kv.index_select(1, sources))
 
     def rope_and_cache(
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: _Plan

@@ -31,6 +31,7 @@ LAYERS = (
     ("prompts",),
     ("engine",),
     ("speculation", "structured"),
+    ("parallel",),
     ("runtime",),
     ("sampling",),
     ("models", "text"),

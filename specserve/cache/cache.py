@@ -159,15 +159,14 @@ class KVCache:
         assert seq.cached <= len(seq.blocks.ids) * self.block_size, "kept more than was reserved"
         for i in range(first, self._blocks_for(seq.cached)):
             self.pool.fill(seq.blocks.ids[i], min(seq.cached - i * self.block_size, self.block_size))
-        for i in range(seq.blocks.num_drafted, seq.draft_cached // self.block_size):
-            self.pool.drafted[seq.blocks.ids[i]] = True
-            seq.blocks.num_drafted = i + 1
+        self._count_drafted(seq)
         if self.prefix_caching:
             self._publish(seq, start, tokens)
 
     def free(self, seq: Sequence) -> None:
         """Give all blocks back; the last block is evicted before the first. Those that are published stay so, also of a
         sequence that failed: they hold what was kept, and its failed step was not."""
+        self._count_drafted(seq)  # a drafter reads what a step computed after that was kept, its last step's too
         for block in reversed(seq.blocks.ids):
             self.pool.release(block)
         seq.blocks = BlockTable()
@@ -181,6 +180,12 @@ class KVCache:
     def usage(self) -> Usage:
         """How full the blocks in use are; a shared block counts once. O(1)."""
         return Usage(self.pool.num_filled, (self.num_blocks - self.num_free) * self.block_size)
+
+    def _count_drafted(self, seq: Sequence) -> None:
+        """Let its blocks say so that lie below `cached` and have all their KV of the drafter's model."""
+        for i in range(seq.blocks.num_drafted, min(seq.draft_cached, seq.cached) // self.block_size):
+            self.pool.drafted[seq.blocks.ids[i]] = True
+            seq.blocks.num_drafted = i + 1
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -17,6 +17,12 @@ def root(salt: bytes) -> bytes:
     return hashlib.sha256(hashlib.sha256(salt).digest()).digest()
 
 
+def salted(salt: bytes, adapter: bytes | None) -> bytes:
+    """What separates an adapter's KV, and what drafters learn of its texts, from all others': by the digest of its
+    numbers, as its name may come to mean another one."""
+    return salt if adapter is None else hashlib.sha256(b"adapter\0" + adapter + salt).digest()
+
+
 def link(parent: bytes, tokens: Many[int]) -> bytes:
     """The digest of a block holding `tokens` after the prefix `parent`."""
     return hashlib.sha256(parent + array("i", tokens).tobytes()).digest()

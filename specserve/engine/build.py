@@ -31,6 +31,7 @@ from specserve.models.rounding import as_stored
 from specserve.models.spec import ModelSpec
 from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.choice import choose_device, choose_ops, warn_of_unbuilt
+from specserve.parallel.kv_transfer import KVFormat, PrefixTransfer
 from specserve.runtime.cost import ROWS
 from specserve.runtime.executor import Executor, LocalExecutor
 from specserve.runtime.runner import Runner
@@ -76,6 +77,13 @@ class Built:
     @property
     def quantization(self) -> str:
         return self.ops.quantization
+
+    def prefix_transfer(self) -> PrefixTransfer:
+        """What hands cached prefixes to other engines, and takes theirs. Reads all files of the model and of its draft
+        head, to name them, so it is made once, and beside steps. Raises ConfigError where prefix_caching is off."""
+        engine, context, own = self.engine, self.engine.policy.context, self.engine.policy.own
+        format = KVFormat.of(self.folder, self.ops, context.spec, context.kv_shapes, context.sources)
+        return PrefixTransfer(engine.cache, engine.executor, engine.adapters, format, lambda: engine.policy.own is own)
 
 
 def build(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import secrets
 import time
 from collections.abc import Sequence as Many
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from specserve.adapters import LoadedAdapter
+from specserve.cache.prefix import salted
 from specserve.errors import InputError, PromptTooLongError, shown
 from specserve.explained import Explained
 from specserve.structured.base import Grammar, Guarded
@@ -73,7 +73,6 @@ def sequences(
     space = limits.max_model_len - len(request.prompt_ids)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     others = params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
-    salt = request.salt if adapter is None else _salted(request.salt, adapter)
     first: Sequence | None = None
     group: list[Sequence] = []
     if params.beam_width is not None:  # nothing is drawn
@@ -90,7 +89,7 @@ def sequences(
             eos_ids=frozenset() if params.ignore_eos else limits.eos_ids,
             bad_words=request.bad_words,
             priority=request.priority,
-            salt=salt,
+            salt=salted(request.salt, None if adapter is None else adapter.digest),
             private=request.private,
             prediction=request.prediction,
             adapter=adapter,
@@ -103,12 +102,6 @@ def sequences(
         first = first or seq
         group.append(seq)
     return group
-
-
-def _salted(salt: bytes, adapter: LoadedAdapter) -> bytes:
-    """What separates an adapter's KV, and what drafters learn of its texts, from all others': by what its numbers are,
-    as its name may come to mean another one."""
-    return hashlib.sha256(b"adapter\0" + adapter.digest + salt).digest()
 
 
 def _started(grammar: Grammar | None) -> Guarded | None:

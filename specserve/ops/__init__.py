@@ -337,6 +337,13 @@ class Ops(AdapterOps, Protocol):
         """Let slots `targets` of every kv [2, slots, kv_heads, d] hold what `sources` hold, int64 [n] each, no target
         named twice; all are read before any is written. How a kv is laid out inside is the backend's own affair."""
 
+    def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
+        """What slots int64 [n] of a kv [2, slots, kv_heads, d] hold, [2, n, kv_heads, d] in this order, whatever the
+        layout inside; bit for bit what was stored."""
+
+    def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
+        """Let slots int64 [n] hold these values, as `read_kv` returns them, no slot named twice."""
+
     def rope_and_cache(self, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation, kv: Tensor, plan: Any) -> Any:
         """qkv [rows, (heads + 2 kv_heads) d]: norm q and k by head, rotate them by halves (GPT-NeoX layout), store k, v
         in kv, a tensor [2, slots, kv_heads, d], at the rows' slots -> q for `attention`. A cache holds finite numbers

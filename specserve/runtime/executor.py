@@ -4,7 +4,7 @@ of one process."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +15,7 @@ from specserve.cache.storage import KVStorage
 from specserve.errors import ConfigError
 from specserve.models.decoder import Decoder, PackedAdapter
 from specserve.models.product import LowRank
+from specserve.ops.blocks import read_blocks, write_blocks
 from specserve.runtime.pack import StepInput
 from specserve.runtime.runner import Runner
 from specserve.sampling.inputs import SamplingOutput
@@ -60,6 +61,14 @@ class Executor(Protocol):
     def copy_slots(self, sources: list[int], targets: list[int]) -> None:
         """Let slots `targets` hold the KV that `sources` hold, in every layer, a drafter's model's too; all are read
         before any is written."""
+
+    def read_blocks(self, ids: Sequence[int]) -> list[bytes]:
+        """The KV in these blocks, between steps: of each the numbers [2, block_size, num_kv_heads, head_dim] of every
+        layer, keys before values, the target's layers before those of a drafter's model. In this layout it is of no
+        backend, and of all heads whoever holds them."""
+
+    def write_blocks(self, ids: Sequence[int], data: Sequence[bytes]) -> None:
+        """Let these blocks hold what was read, of the same number of leading layers each; other layers stay."""
 
     def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
         """Show the residual stream after these layers, and so many of the best tokens of each row of logits, with every
@@ -110,6 +119,12 @@ class LocalExecutor:
 
     def copy_slots(self, sources: list[int], targets: list[int]) -> None:
         self.storage.copy_slots(sources, targets)
+
+    def read_blocks(self, ids: Sequence[int]) -> list[bytes]:
+        return read_blocks(self.runner.ops, self.storage.layers, self.block_size, ids)
+
+    def write_blocks(self, ids: Sequence[int], data: Sequence[bytes]) -> None:
+        write_blocks(self.runner.ops, self.storage.layers, self.block_size, ids, data)
 
     def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
         self.runner.set_outputs(taps, top_k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from specserve.checkpoint import catalog
 from specserve.errors import ConfigError
 from specserve.models.heads.loading import HeadLoader
 from specserve.models.loader import AnyModel, load_model
+from specserve.models.spec import ModelSpec
 from specserve.ops import Ops
 from specserve.runtime.runner import Model
 from specserve.speculation.constants import LATE_MEMORY_BYTES
@@ -48,6 +50,7 @@ class TargetContext:
         self._layers: list[Tensor] | None = None  # of all runners, once they are bound
         self._unused: list[Tensor] = []  # of these, what `reopened` may give to others
         self._head: Any = None  # that every drafter is given
+        self.sources: list[tuple[str, Path]] = []  # of what is bound: its kind and the folder it was read from
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._model.embed(token_ids)
@@ -61,11 +64,17 @@ class TargetContext:
     def load(self, model: str) -> tuple[Model, SharedVocabulary]:
         folder = catalog.resolve(model)
         loaded = load_model(folder, self.ops)
+        if self._layers is None:
+            self.sources.append(("model", folder))
         sizes = self.vocab_size, loaded.spec.vocab_size
         return loaded, shared_vocabulary(self._tokenizer, Tokenizer(folder), sizes, model)
 
     def load_head(self, name: str | None, kind: str) -> Any:
-        return self._heads.load(name, kind) if self._head is None else self._head
+        if self._head is not None:
+            return self._head
+        if self._layers is None:
+            self.sources.append((kind, self._heads.folder(name, kind)))
+        return self._heads.load(name, kind)
 
     def head_kind(self, name: str) -> str:
         """Of the head in a folder. Raises ModelError for what is none, and one that cannot be read."""
@@ -99,6 +108,11 @@ class TargetContext:
         other = copy.copy(self)
         other._unused, other._head = list(self._layers or ()), head
         return other
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The target's."""
+        return self._model.spec
 
     @property
     def kv_shapes(self) -> list[KVShape]:

@@ -144,6 +144,27 @@ def drafting(cache: KVCache, tokens: list[int], chunk: int = 99) -> Sequence:
     return seq
 
 
+def test_what_a_drafter_read_in_the_last_step_is_found() -> None:
+    """It reads after `keep`, and no other one follows: the blocks say so when they are given back."""
+    cache = make_cache(20)
+    cache.reads_next = True
+    seq = make_seq(list(range(13)))
+    assert cache.reserve(seq, 12)
+    cache.keep(seq, 12)
+    seq.draft_cached = 9
+    check_integrity(cache, [seq])
+    cache.free(seq)
+    again = make_seq(list(range(13)))
+    cache.match_prefix(again)
+    assert (again.cached, again.draft_cached) == (12, 8)
+    seq = make_seq(list(range(50, 63)))
+    assert cache.reserve(seq, 13)
+    cache.keep(seq, 6)
+    seq.draft_cached = 12  # of nodes, too, that a step which failed did not accept
+    cache.free(seq)
+    assert cache.pool.drafted.count(True) == 2 + 1
+
+
 def test_drafters_kv_for_another_next_token_is_not_found() -> None:
     """Where a drafter's KV of a token depends on the next one: two texts part behind a whole block. Whoever goes on as
     the second did finds all of it, and not the first one's block where they part."""

@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -74,6 +74,14 @@ class PipeExecutor:
         self._here.copy_slots(sources, targets)
         send(self._pipe, ("copy_slots", (sources, targets)))
 
+    def read_blocks(self, ids: Sequence[int]) -> list[bytes]:
+        send(self._pipe, ("read_blocks", ids))
+        found: list[bytes] = received(self._pipe)
+        return found
+
+    def write_blocks(self, ids: Sequence[int], data: Sequence[bytes]) -> None:
+        send(self._pipe, ("write_blocks", (ids, data)))
+
     def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
         send(self._pipe, ("set_outputs", (taps, top_k)))
 
@@ -96,6 +104,8 @@ def serve(pipe: Connection) -> None:
         elif kind == "finish":
             found = executor.finish(lambda best, masks=what: masks)
             send(pipe, (replace(found, taps={}), {layer: tap.numpy() for layer, tap in found.taps.items()}))
+        elif kind == "read_blocks":
+            send(pipe, executor.read_blocks(what))
         else:
             getattr(executor, kind)(*what)
 
@@ -211,6 +221,29 @@ def test_a_model_in_another_process_says_the_same(
     assert (there.engine.counters.num_preemptions > 0) is is_scarce
     with pytest.raises(ConfigError, match="another process"):
         local(there.engine.executor)
+
+
+def test_blocks_are_read_and_written_where_the_model_is(tiny: Path, pipe: Connection) -> None:
+    """A prefix that was computed here is used there, and read from there again."""
+    config, tokens = config_of(tiny, drafter="none"), prompt(4)
+    here, there = build(config), build(config, connect=lambda own: PipeExecutor(own, pipe, config))
+    request = Request(id="r", prompt_ids=tokens, params=GREEDY)
+    found: list[Any] = []
+    frame: bytes | None = None
+    for built in (here, there):
+        if frame is not None:
+            assert built.prefix_transfer().import_prefix(frame) == 64
+        built.engine.add(request)
+        events = []
+        while built.engine.has_work:
+            events += built.engine.step()
+        frame = built.prefix_transfer().export_prefix(tokens)
+        assert frame is not None
+        found.append(([token for event in events for token in event.tokens], frame))
+    stats = events[-1].stats
+    assert stats is not None
+    assert stats.num_prefix_cached_tokens == 64 < len(tokens)
+    assert found[0] == found[1]
 
 
 if __name__ == "__main__":

@@ -670,6 +670,26 @@ def test_slots_are_copied(step: Step, dtype: torch.dtype, count: int, seed: int)
         assert all(torch.equal(layer[:, own], before[:, own]) for layer, before in zip(layers, whole, strict=True))
 
 
+@examples(30)
+@given(step=steps, dtype=dtypes, count=st.integers(0, 40), seed=seeds)
+def test_slots_are_read_and_written_in_nobodys_layout(step: Step, dtype: torch.dtype, count: int, seed: int) -> None:
+    """As the reference does, whose caches hold at each slot what was written there; all bits are kept, and those of
+    other slots."""
+    ops, kv = with_cache_of(SETS[0], "none", dtype), step.kv(dtype)
+    torch.manual_seed(seed)
+    slots = torch.randperm(step.num_slots)[:count]
+    values = torch.randn(2, len(slots), *kv.shape[2:]).to(dtype)
+    values.flatten()[:3] = torch.tensor([-0.0, torch.finfo(dtype).tiny / 2, torch.finfo(dtype).max])[: values.numel()]
+    cache, wanted = held(ops, kv), kv.clone()
+    assert torch.equal(ops.read_kv(cache, slots), REFERENCE.read_kv(wanted, slots))
+    ops.write_kv(cache, slots, values)
+    REFERENCE.write_kv(wanted, slots, values)
+    found = ops.read_kv(cache, slots)
+    assert found.shape == values.shape
+    assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(read(ops, cache), wanted)
+
+
 # A row's bits depend on that row alone
 
 

@@ -35,10 +35,9 @@ class HeadLoader:
         """The head `name`, a folder or a hub id, which is of that kind; None: the one of the zoo that was made for this
         target. Of kind MTP it is the next-token layers of a model's checkpoint; None: of the target's own. Raises
         ModelError for one that is not there, is of another kind, cannot be run or was made for another target."""
+        folder = self.folder(name, kind)
         if kind == MTP:
-            folder = self._folder if name is None else catalog.resolve(name)
             return self._made(read_next_token_layers(folder))
-        folder = self._from_zoo(kind) if name is None else catalog.resolve_head(name)
         with reading(folder):
             found = read_head(folder, self._target.spec.num_layers)
             if found.spec.kind != kind:
@@ -46,6 +45,12 @@ class HeadLoader:
                     f"{folder} is a draft head of kind {found.spec.kind!r}, for --drafter {found.spec.kind}."
                 )
             return self._made(found)
+
+    def folder(self, name: str | None, kind: str) -> Path:
+        """Where `load` reads that head. Raises ModelError for one that is not there."""
+        if kind == MTP:
+            return self._folder if name is None else catalog.resolve(name)
+        return self._from_zoo(kind) if name is None else catalog.resolve_head(name)
 
     def _made(self, found: Head) -> EagleHead | BlockHead | MedusaHead:
         own, spec = self._target.spec, found.spec
