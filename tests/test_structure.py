@@ -29,6 +29,7 @@ LAYERS = (
     ("server", "bench", "doctor"),
     ("llm", "async_llm", "testing"),  # testing: the public doubles, made of models and contracts
     ("prompts",),
+    ("cluster",),
     ("engine",),
     ("speculation", "structured"),
     ("parallel",),
@@ -401,7 +402,11 @@ def test_dependencies_are_declared() -> None:
 
 def test_cli_and_server_start_without_torch() -> None:
     runs_the_engine = ("specserve.__main__", "specserve.server.engine.process")
-    light = [m.name for m in modules(ROOT) if m.part in ("cli", "client", "server") and m.name not in runs_the_engine]
+    light = [
+        m.name
+        for m in modules(ROOT)
+        if m.part in ("cli", "client", "server", "cluster") and m.name not in runs_the_engine
+    ]
     assert "specserve.cli.main" in light
     assert loaded_by(light, ["torch", "transformers"], ROOT) == []
 
