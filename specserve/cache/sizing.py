@@ -83,6 +83,18 @@ def step_bytes(max_rows: int, width: int, max_logit_rows: int, vocab_size: int) 
     return 4 * (max_rows * width + 2 * max_logit_rows * vocab_size)
 
 
+def share_of(free_bytes: int, taken: int, num_engines: int, root: Path = Path("/")) -> int:
+    """What of free memory an engine has for its KV cache that takes so many bytes for a step, where `num_engines` are
+    to be alike, this one the first: each of the others needs what this process has for itself by now, too."""
+    others = (num_engines - 1) * _own_memory(root) if num_engines > 1 else 0
+    return max(0, (free_bytes - others) // num_engines - taken)
+
+
+def _own_memory(root: Path) -> int:
+    """Bytes that this process has committed and shares with none."""
+    return int(_read_table(root / "proc/self/status", ":")["RssAnon"].split()[0]) * 1024
+
+
 def free_memory(device: torch.device | str, root: Path = Path("/")) -> int:
     """Bytes that can be allocated now. CUDA: what the driver says. Otherwise the smaller of the system's available
     memory and what the control groups (v1 or v2) of this process leave; `root` is the root of the file system.

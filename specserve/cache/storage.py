@@ -61,6 +61,10 @@ class KVStorage:
             for each in dict.fromkeys(shapes)
         ]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
     def copy_slots(self, sources: list[int], targets: list[int]) -> None:
         """Copy the tokens at `sources` to `targets` in every layer; all are read before any is written."""
         assert len(sources) == len(targets) == len(set(targets)), "each target is written once"

@@ -141,7 +141,7 @@ def frame(address: str, stats: Stats) -> RenderableType:
     try:
         return Panel(
             Stack(
-                *(_requests(stats), _memory(stats), "", _latencies(stats), ""),
+                *(_requests(stats), _memory(stats), "", *_replicas(stats), _latencies(stats), ""),
                 *(*_drafts(stats), *_adapters(stats), _steps(stats)),
             ),
             title=Text(f"{clip(stats['model'])} at {address}", "bold"),
@@ -212,6 +212,22 @@ def _memory(stats: Stats) -> RenderableType:
         f"{cache['num_preemptions']} preemptions",
         f"prefix cache hits {hits}",
     )
+
+
+def _replicas(stats: Stats) -> list[RenderableType]:
+    """Each of several engines; nothing where one serves alone."""
+    table = _table("replica", "running", "waiting", "KV", "prefix hits", "requests", "restarts")
+    for number, each in enumerate(stats.get("replicas", ())):
+        table.add_row(
+            Text(f"{number} {clip(each['state'])}"),
+            f"{each['num_running']}",
+            f"{each['num_waiting']}",
+            f"{each['kv_cache_usage']:.0%}",
+            _share(each["prefix_hit_rate"]),
+            f"{each['num_requests']:,}",
+            f"{each['num_restarts']}",
+        )
+    return [table, ""] if table.row_count else []
 
 
 def _flowing(*parts: RenderableType) -> Columns:

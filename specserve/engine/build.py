@@ -12,7 +12,7 @@ import torch
 
 from specserve.adapters import AdapterSource
 from specserve.cache.cache import KVCache
-from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, step_bytes
+from specserve.cache.sizing import free_memory, logit_rows, plan_blocks, share_of, step_bytes
 from specserve.cache.storage import KVShape, KVStorage
 from specserve.checkpoint import catalog
 from specserve.config import EngineConfig
@@ -49,6 +49,8 @@ from specserve.structured.compiler import Compiler, check_backend
 from specserve.structured.vocabulary import vocabulary
 from specserve.text.stops import ForkedText
 from specserve.text.tokenizer import Tokenizer
+
+Connect = Callable[[LocalExecutor], Executor]
 
 _TIMING_S = 0.4  # for measuring what steps take, so that drafts can be weighed
 
@@ -87,10 +89,10 @@ class Built:
 
 
 def build(
-    config: EngineConfig, *, progress: bool = False, connect: Callable[[LocalExecutor], Executor] = lambda local: local
+    config: EngineConfig, *, progress: bool = False, connect: Connect = lambda local: local, num_engines: int = 1
 ) -> Built:
-    """Load everything a configuration names. `connect` says what executes steps, given what would in this process.
-    Raises ConfigError, ModelError or CapacityError before any request."""
+    """Load everything a configuration names. `connect` says what executes steps, given what would in this process;
+    `num_engines` are to share the memory. Raises ConfigError, ModelError or CapacityError before any request."""
     drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     check_folders(map(AdapterSource.parse, config.lora))
@@ -117,9 +119,9 @@ def build(
     taps, top_k = host.needs.hidden_layers, host.needs.top_k
     shapes = spec.kv_shapes + context.kv_shapes
     width = spec.step_width + len(taps) * spec.hidden_size
-    taken = step_bytes(max_rows, width, max_logit_rows, spec.vocab_size)
-    taken += model.num_mapped_bytes + host.needs.memory_bytes  # mapped weights pass for free memory
-    storage, sizing = _make_storage(config, ops, shapes, spec.max_len, max(0, free_memory(ops.device) - taken))
+    taken = step_bytes(max_rows, width, max_logit_rows, spec.vocab_size) + host.needs.memory_bytes
+    free = share_of(free_memory(ops.device) - model.num_mapped_bytes, taken, num_engines)  # mapped: counted as free
+    storage, sizing = _make_storage(config, ops, shapes, spec.max_len, free)
     context.bind(storage.layers[spec.num_layers :], storage.block_size)
     kv = storage.layers[: spec.num_layers]
     runner, counters = Runner(model, ops, kv, storage.block_size, max_rows, max_logit_rows, taps, top_k), Counters()

@@ -83,6 +83,11 @@ class Listeners:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
+    @property
+    def num_completions(self) -> int:
+        """Those that have not ended."""
+        return sum(num_left[0] for _, num_left in self._open.values())
+
     def add(self, request: Request, listener: Listener) -> None:
         """Raises InputError for an id that has a listener: its events would be the other's."""
         if request.id in self._open:

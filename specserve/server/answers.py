@@ -61,7 +61,6 @@ class _Answer:
         self._events: deque[Event | SpecserveError] = deque()  # not taken yet
         self._collector = Collector(self.output, request.params, tokenizer, self._stop, lazily=True)
         port.submit(request, self._notify)
-        self._metrics.begin(request.id, request.params.n, len(request.prompt_ids), request.adapter)
 
     def take(self, most: int) -> list[Chunk]:
         """What has come since the last time, of so many events. Raises the error that ended the request, once all
@@ -103,20 +102,22 @@ class _Answer:
 
 
 class Answers:
-    """The requests of one call, one for each prompt, which are submitted at once. Iterate over their chunks; `outputs`
-    grow with them. `end_one` is called whenever the engine is done with a completion. A context manager: whatever still
-    runs when it is left is aborted."""
+    """The requests of one call, one for each prompt, which are submitted at once, each where `place` says. Iterate
+    over their chunks; `outputs` grow with them. `end_one` is called whenever the engine is done with a completion. A
+    context manager: whatever still runs when it is left is aborted."""
 
     def __init__(
         self,
         requests: Sequence[Prepared],
-        port: EnginePort,
+        place: Callable[[Request], EnginePort],
         tokenizer: Tokenizer,
         metrics: Metrics,
         end_one: Callable[[], None],
     ) -> None:
         self._news = asyncio.Event()
-        self._answers = [_Answer(each, port, tokenizer, metrics, self._news, end_one) for each in requests]
+        self._answers = [
+            _Answer(each, place(each.request), tokenizer, metrics, self._news, end_one) for each in requests
+        ]
         self.outputs = [answer.output for answer in self._answers]
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, Chunk]]]:

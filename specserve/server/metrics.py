@@ -4,7 +4,7 @@ everything."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -19,6 +19,7 @@ from specserve.server.metrics_totals import (
     AdapterUse,
     Engines,
     Histogram,
+    ReplicaStatus,
     Traffic,
     Window,
     use_of,
@@ -35,10 +36,11 @@ _MOST_OPEN = 65_536  # far above any queue; who forgets to end requests here can
 class _Open:
     """A request whose completions have not all ended."""
 
-    __slots__ = ("last_event", "num_left", "num_prompt_tokens", "num_tokens", "stopped", "use")
+    __slots__ = ("last_event", "num_left", "num_prompt_tokens", "num_tokens", "replica", "stopped", "use")
 
-    def __init__(self, num_completions: int, num_prompt_tokens: int, use: AdapterUse | None) -> None:
+    def __init__(self, num_completions: int, num_prompt_tokens: int, use: AdapterUse | None, replica: int) -> None:
         self.use = use  # of its adapter
+        self.replica = replica
         self.num_left = num_completions
         self.num_prompt_tokens = num_prompt_tokens  # 0 once they are counted
         self.last_event: list[float | None] = [None] * num_completions
@@ -102,10 +104,17 @@ class Metrics:
         self._open: dict[str, _Open] = {}
         self._line = metrics_report.Line(self.started)
 
-    def begin(self, request_id: str, num_completions: int, num_prompt_tokens: int, adapter: str | None = None) -> None:
-        """A request goes to the engine under this id."""
+    def begin(
+        self,
+        request_id: str,
+        num_completions: int,
+        num_prompt_tokens: int,
+        adapter: str | None = None,
+        replica: int = 0,
+    ) -> None:
+        """A request goes to the engine under this id, or to that of one of several replicas."""
         use = None if adapter is None else use_of(self.adapters, adapter)
-        self._open[request_id] = _Open(num_completions, num_prompt_tokens, use)
+        self._open[request_id] = _Open(num_completions, num_prompt_tokens, use, replica)
         if len(self._open) > _MOST_OPEN:
             del self._open[next(iter(self._open))]
 
@@ -134,13 +143,24 @@ class Metrics:
         self._open.clear()
         self.engines.lost()
 
+    def lost_replica(self, replica: int) -> None:
+        """One of several engines has died, and with it what was sent there."""
+        gone = [name for name, request in self._open.items() if request.replica == replica]
+        self.ended["error"] += sum(self._open.pop(name).num_left for name in gone)
+
+    def of_replica(self, replica: int) -> ReplicaMetrics:
+        """What observes that one of several engines."""
+        return ReplicaMetrics(self, replica)
+
     def refused(self, status: int) -> None:
         """An error response was sent."""
         self.refusals[str(status) if status in REFUSALS else "other"] += 1
 
-    def exposition(self, gauges: Gauges | None, num_restarts: int, ready: bool) -> bytes:
+    def exposition(
+        self, gauges: Gauges | None, num_restarts: int, ready: bool, replicas: Sequence[ReplicaStatus] = ()
+    ) -> bytes:
         """The body of /metrics, in Prometheus' text format; its type is CONTENT_TYPE. Without an engine, or before its
-        first step, `gauges` is None."""
+        first step, `gauges` is None. Of several engines they are the sum, and `replicas` tells of each."""
         service = Service(
             model=self.model,
             engine=self.engines.look(gauges),
@@ -152,11 +172,14 @@ class Metrics:
             acceptance=self.acceptance,
             adapters=self.adapters,
             times=vars(self.times),
+            replicas=replicas,
         )
         return exposition(service)
 
-    def stats(self, gauges: Gauges | None, num_restarts: int, state: str) -> dict[str, Any]:
-        """The JSON of GET /stats. Times are in ms; what there is no value of yet is None."""
+    def stats(
+        self, gauges: Gauges | None, num_restarts: int, state: str, replicas: Sequence[ReplicaStatus] = ()
+    ) -> dict[str, Any]:
+        """The JSON of GET /stats. Times are in ms; what there is no value of yet is None. Arguments as `exposition`."""
         now = self.clock()
         flow, seconds = self.traffic.recent(now)
         totals = self.engines.look(gauges)
@@ -172,6 +195,7 @@ class Metrics:
             "adapters": {name: asdict(use) for name, use in self.adapters.items()},
             "requests": dict(self.ended),
             "refused": {status: count for status, count in self.refusals.items() if count},
+            **metrics_report.replicas(replicas),
         }
 
     def status_line(self, gauges: Gauges | None) -> str | None:
@@ -210,3 +234,17 @@ class Metrics:
         request.num_left -= 1
         if request.num_left == 0:
             del self._open[event.request_id]
+
+
+class ReplicaMetrics:
+    """Counts what one of several engines reports."""
+
+    def __init__(self, metrics: Metrics, replica: int) -> None:
+        self._metrics, self._replica = metrics, replica
+        self.notify, self.forget = metrics.notify, metrics.forget
+
+    def begin(self, request_id: str, num_completions: int, num_prompt_tokens: int, adapter: str | None) -> None:
+        self._metrics.begin(request_id, num_completions, num_prompt_tokens, adapter, self._replica)
+
+    def lost(self) -> None:
+        self._metrics.lost_replica(self._replica)

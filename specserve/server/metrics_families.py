@@ -6,7 +6,7 @@ https://docs.vllm.ai/en/latest/usage/metrics.html
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,7 +22,15 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from specserve.server.engine.messages import Gauges
-from specserve.server.metrics_totals import STEP_PHASES, Acceptance, AdapterUse, Flow, Histogram, together
+from specserve.server.metrics_totals import (
+    STEP_PHASES,
+    Acceptance,
+    AdapterUse,
+    Flow,
+    Histogram,
+    ReplicaStatus,
+    together,
+)
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 OWN, SHARED = "specserve:", ("specserve:", "vllm:")
@@ -43,6 +51,7 @@ class Service:
     acceptance: Mapping[str, Acceptance]
     adapters: Mapping[str, AdapterUse]
     times: Mapping[str, Any]
+    replicas: Sequence[ReplicaStatus] = ()
 
 
 def exposition(service: Service) -> bytes:
@@ -134,6 +143,30 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
         yield make.counters(f"{OWN}source_{name}", text, "source", counts)
     text = "Time for asking each drafter and for telling it what came."
     yield make.counters(OWN + "source_draft_seconds", text, "source", engine.draft_seconds)
+    if service.replicas:
+        yield from _by_replica(service.replicas, make)
+
+
+def _by_replica(replicas: Sequence[ReplicaStatus], make: _Maker) -> Iterator[Metric]:
+    """Of several engines each; all other metrics are their sums. There are as many replicas as the start said."""
+
+    def values(of: Callable[[ReplicaStatus], float]) -> Values:
+        return {str(number): of(each) for number, each in enumerate(replicas)}
+
+    for name, text, of in (
+        ("ready", "1 while the replica takes requests.", lambda each: each.state == "ready"),
+        ("requests_running", "Completions in its running batch.", lambda each: each.gauges.num_running),
+        ("requests_waiting", "Completions that wait for a place in it.", lambda each: each.gauges.num_waiting),
+        ("kv_cache_usage_perc", "Share of its KV blocks in use; 1 is all of them.", lambda each: usage(each.gauges)),
+    ):
+        yield make.gauges(f"{OWN}replica_{name}", text, "replica", values(of))
+    for name, text, of in (
+        ("requests", "Requests that were sent to it.", lambda each: each.num_requests),
+        ("restarts", "Engines started in its place after one had died.", lambda each: each.num_restarts),
+        ("prefix_cache_queries", "Prompt tokens looked up there.", lambda each: each.gauges.num_prefix_query_tokens),
+        ("prefix_cache_hits", "Prompt tokens found there.", lambda each: each.gauges.num_prefix_hit_tokens),
+    ):
+        yield make.counters(f"{OWN}replica_{name}", text, "replica", values(of))
 
 
 _BY_DRAFTER = {
@@ -175,6 +208,12 @@ class _Maker:
     def counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=("model_name",))
         family.add_metric((self._model,), value)
+        return family
+
+    def gauges(self, name: str, text: str, label: str, values: Values) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model_name", label))
+        for key, value in values.items():
+            family.add_metric((self._model, key), value)
         return family
 
     def counters(self, name: str, text: str, label: str, values: Values) -> Metric:

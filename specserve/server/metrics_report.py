@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specserve.server.engine.messages import Gauges
 from specserve.server.metrics_families import usage
-from specserve.server.metrics_totals import STEP_PHASES, Acceptance, Flow, Window, together
+from specserve.server.metrics_totals import STEP_PHASES, Acceptance, Flow, ReplicaStatus, Window, together
 
 
 def engine(gauges: Gauges) -> dict[str, Any]:
@@ -34,6 +34,26 @@ def engine(gauges: Gauges) -> dict[str, Any]:
             "seconds": {phase: gauges.seconds[phase] for phase in STEP_PHASES},
         },
     }
+
+
+def replicas(all_: Sequence[ReplicaStatus]) -> dict[str, Any]:
+    """Of several engines each; nothing where one serves alone."""
+    found = [
+        {
+            "state": each.state,
+            "num_restarts": each.num_restarts,
+            "num_requests": each.num_requests,
+            "num_running": each.gauges.num_running,
+            "num_waiting": each.gauges.num_waiting,
+            "kv_cache_usage": usage(each.gauges),
+            "num_steps": each.gauges.num_steps,
+            "prefix_hit_rate": each.gauges.num_prefix_hit_tokens / each.gauges.num_prefix_query_tokens
+            if each.gauges.num_prefix_query_tokens
+            else None,
+        }
+        for each in all_
+    ]
+    return {"replicas": found} if found else {}
 
 
 def tokens(total: Flow, recent: Flow, seconds: float) -> dict[str, Any]:

@@ -189,6 +189,16 @@ def use_of(uses: dict[str, AdapterUse], adapter: str) -> AdapterUse:
     return uses.setdefault(name, AdapterUse())
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One of several engines that serve together: what is so now, and totals of all that ran in its place."""
+
+    state: str
+    num_restarts: int
+    num_requests: int  # that were sent to it
+    gauges: Gauges
+
+
 _NO_ENGINE = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys((*STEP_PHASES, "total"), 0.0), {})
 _SUMMED = (
     "num_steps", "num_rows", "num_preemptions", "num_prefix_query_tokens", "num_prefix_hit_tokens",
@@ -216,3 +226,16 @@ class Engines:
         """The next gauges are another engine's."""
         self._gone = self.look(None)
         self._last = _NO_ENGINE
+
+
+def summed(parts: Sequence[Gauges]) -> Gauges:
+    """Of several engines as if they were one."""
+    numbers = {
+        entry.name: sum(getattr(part, entry.name) for part in parts)
+        for entry in fields(Gauges)
+        if entry.name not in ("seconds", "draft_seconds")
+    }
+    seconds = {name: sum(part.seconds.get(name, 0.0) for part in parts) for name in _NO_ENGINE.seconds}
+    sources = dict.fromkeys(source for part in parts for source in part.draft_seconds)
+    drafting = {source: sum(part.draft_seconds.get(source, 0.0) for part in parts) for source in sources}
+    return Gauges(**numbers, seconds=seconds, draft_seconds=drafting)

@@ -15,6 +15,7 @@ LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_FORMATS = ("auto", "none")
 _MOST_KEY_BYTES = 2**20
+MOST_REPLICAS = 64
 FCFS, PRIORITY = SCHEDULING_POLICIES = ("fcfs", "priority")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)*")
 _HOST = re.compile(r"\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -26,7 +27,8 @@ class ServeOptions:
     """Where to listen, whom to let in, how long to be patient. Times are in seconds, 0 is no limit where it says so.
 
     `uds` is listened on instead of host and port. `served_model_name`: names that requests may use, the first of them
-    is the one in answers; without any it is the model's. `max_queue`: completions that may wait for the engine beside
+    is the one in answers; without any it is the model's. `data_parallel_size`: engines, 1 to 64, that serve the model
+    side by side, each with `max_num_seqs` places. `max_queue`: completions that may wait for the engine beside
     those that run. `max_tokenize_characters`: most of a text that /tokenize and count_tokens take, and of a prompt
     where nothing is known of the fewest tokens that it can have. `scheduling_policy`: requests run as they come
     ("fcfs"), and one that has a priority of its own is refused; or such as have one are taken ("priority"), and any
@@ -83,6 +85,9 @@ class ServeOptions:
     ] = False
     tls_cert: Annotated[Path | None, Help("PEM file with the certificate chain; makes it HTTPS.", "Listening")] = None
     tls_key: Annotated[Path | None, Help("PEM file with the certificate's private key.", "Listening")] = None
+    data_parallel_size: Annotated[
+        int, Help("Engines that serve side by side, each with its share of cores and memory.", "Operation")
+    ] = 1
     max_queue: Annotated[int, Help("Completions that may wait; more are refused with 429.", "Limits")] = 512
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
@@ -139,6 +144,9 @@ class ServeOptions:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"--{name.replace('_', '-')}: " + unknown("value", str(getattr(self, name)), allowed))
         _between("port", self.port, 0, 65535)
+        _between("data_parallel_size", self.data_parallel_size, 1, MOST_REPLICAS)
+        if not isinstance(self.data_parallel_size, int):
+            raise ConfigError(f"data_parallel_size is {self.data_parallel_size}; engines are whole.")
         _between("max_queue", self.max_queue, 0, 2**20)
         for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "stall_timeout_s", "start_timeout_s"):
             _between(name, getattr(self, name), 0.05, 1e6)

@@ -12,6 +12,7 @@ from specserve.prompts import bad_word_ids
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.messages import Ready
+from specserve.server.engine.replicas import Replicas
 from specserve.server.engine.supervisor import State, Supervisor
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
@@ -37,7 +38,7 @@ class Service:
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        supervisor: Supervisor | Replicas,
         tokenizer: Tokenizer,
         metrics: Metrics,
         validator: GrammarValidator,
@@ -79,7 +80,7 @@ class Service:
     def wake_engine(self) -> None:
         """Have an engine that rests ready for a request whose prompt is to be tokenized: it would take 0.1 ms to wake
         up. Raises EngineError while there is none."""
-        self.supervisor.client.wake_engine()
+        self.supervisor.wake_engine()
 
     async def with_tools(self, prepared: Prepared, use: ToolUse) -> tuple[Prepared, Callable[[], AnswerParser] | None]:
         """The request whose answer may have calls of tools, or must, and what finds them (Reply.tool_parser), None
@@ -165,7 +166,7 @@ class Service:
                 reason = f"the context is {limit} tokens and needs room for one more"
                 raise PromptTooLongError(num_tokens, limit - 1, reason)
             assert (prepared.request.bad_words is None) == (not params.bad_words), "prepare makes ids of bad words"
-        return Answers(requests, self.supervisor.client, self.tokenizer, self.metrics, end_one)
+        return Answers(requests, self.supervisor.place, self.tokenizer, self.metrics, end_one)
 
     def close(self) -> None:
         self.validator.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from specserve.cache.sizing import GIB, MAX_SHARE, free_memory, plan_blocks
+from specserve.cache.sizing import GIB, MAX_SHARE, free_memory, plan_blocks, share_of
 from specserve.errors import CapacityError
 
 MIB = 2**20
@@ -147,3 +147,13 @@ def test_where_the_system_does_not_tell_it_says_so(tmp_path: Path) -> None:
 
 def test_this_machine_has_some_memory() -> None:
     assert free_memory("cpu") > MIB
+
+
+def test_engines_share_what_is_free(tmp_path: Path) -> None:
+    """Each of the others will need what this one has committed by now, and all of them their steps."""
+    assert share_of(1000 * MIB, 100 * MIB, 1) == 900 * MIB
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("Name:\tpython\nVmRSS:\t  400000 kB\nRssAnon:\t  204800 kB\n")
+    assert share_of(1400 * MIB, 100 * MIB, 3, tmp_path) == (1000 // 3) * MIB - 100 * MIB + MIB // 3
+    assert share_of(300 * MIB, 100 * MIB, 3, tmp_path) == 0
+    assert 0 < share_of(2**40, 0, 2) < 2**39, "of this process"

@@ -111,6 +111,22 @@ def rows(out: str) -> list[list[str]]:
     return [line.strip("│ ").split() for line in out.splitlines() if line.startswith("│")]
 
 
+def test_replicas_have_a_table(top: Top) -> None:
+    replica = {
+        "state": "ready", "num_restarts": 3, "num_requests": 1234, "num_running": 5, "num_waiting": 6,
+        "kv_cache_usage": 0.25, "num_steps": 9, "prefix_hit_rate": None,
+    }  # fmt: skip
+    stats = figures()
+    with serving(lambda request: web.json_response(stats)) as address:
+        assert "replica" not in top(address, "--once")[1]
+    stats["replicas"] = [replica, {**replica, "state": "restarting", "prefix_hit_rate": 0.5}]
+    with serving(lambda request: web.json_response(stats)) as address:
+        status, out, _ = top(address, "--once")
+    assert status == 0
+    assert ["0", "ready", "5", "6", "25%", "-", "1,234", "3"] in rows(out)
+    assert ["1", "restarting", "5", "6", "25%", "50%", "1,234", "3"] in rows(out)
+
+
 def test_one_frame(top: Top) -> None:
     with serving(lambda request: web.json_response(figures())) as address:
         status, out, err = top(address, "--once")

@@ -22,8 +22,10 @@ from specserve.server.metrics_totals import (
     Engines,
     Flow,
     Histogram,
+    ReplicaStatus,
     Traffic,
     Window,
+    summed,
 )
 from specserve.types import Event, SequenceStats
 
@@ -368,6 +370,50 @@ def test_a_lost_engine_ends_all_that_is_open_as_errors(metrics: Metrics) -> None
     metrics.lost()
     metrics.notify(Event("1", 0, [5], finish_reason="stop", stats=SequenceStats()))
     assert labelled(samples(metrics), "request_success_total") == {"stop": 1, "length": 0, "abort": 0, "error": 3}
+
+
+def test_a_lost_replica_ends_what_was_sent_there(metrics: Metrics) -> None:
+    first, second = metrics.of_replica(0), metrics.of_replica(1)
+    first.begin("1", 3, 4, None)
+    second.begin("2", 2, 4, "fr")
+    second.notify(Event("2", 1, [5], finish_reason="stop", stats=SequenceStats()))
+    second.lost()
+    second.notify(Event("2", 0, [5], finish_reason="stop", stats=SequenceStats()))
+    assert labelled(samples(metrics), "request_success_total") == {"stop": 1, "length": 0, "abort": 0, "error": 1}
+    for index in range(3):
+        first.notify(Event("1", index, [5], finish_reason="stop", stats=SequenceStats()))
+    assert labelled(samples(metrics), "request_success_total")["stop"] == 4
+
+
+def test_engines_are_summed() -> None:
+    whole = summed([gauges(), gauges(num_running=5, draft_seconds={"ngram": 1.0, "eagle": 2.0})])
+    assert (whole.num_running, whole.num_blocks, whole.num_steps) == (7, 200, 80)
+    assert (whole.seconds["forward"], whole.seconds["total"]) == (6.0, 8.0)
+    assert whole.draft_seconds == {"ngram": 1.25, "suffix": 0.125, "eagle": 2.0}
+    assert summed([gauges()]) == gauges()
+
+
+def test_replicas_have_metrics_of_their_own(metrics: Metrics) -> None:
+    """Beside the others, whose names and labels are the same with and without them."""
+    alone = families(metrics, gauges())
+    idle = Engines().look(None)
+    replicas = [ReplicaStatus("ready", 1, 6, gauges()), ReplicaStatus("restarting", 2, 5, idle)]
+    text = metrics.exposition(gauges(), 3, True, replicas).decode()
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    own = {name.removeprefix("specserve:replica_") for name in found.keys() - alone.keys()}
+    assert own == {
+        *("ready", "requests", "requests_running", "requests_waiting", "kv_cache_usage_perc"),
+        *("restarts", "prefix_cache_queries", "prefix_cache_hits"),
+    }
+    values = {name: [sample.value for sample in found[f"specserve:replica_{name}"].samples] for name in own}
+    assert (values["ready"], values["restarts"], values["requests"]) == ([1, 0], [1, 2], [6, 5])
+    assert (values["requests_running"], values["requests_waiting"]) == ([2, 0], [1, 0])
+    assert (values["kv_cache_usage_perc"], values["prefix_cache_hits"]) == ([0.25, 0], [16, 0])
+    told = metrics.stats(gauges(), 3, "ready", replicas)["replicas"]
+    assert [(each["state"], each["num_running"], each["prefix_hit_rate"]) for each in told] == [
+        ("ready", 2, 0.25),
+        ("restarting", 0, None),
+    ]
 
 
 def test_totals_of_engines_add_up(metrics: Metrics) -> None:

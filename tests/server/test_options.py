@@ -21,6 +21,7 @@ NUMBERS = {
     **dict.fromkeys(WAITS, (0.05, 1e6)),
     **dict.fromkeys(LIMITS, (0, 1e6)),
     "port": (0, 65535),
+    "data_parallel_size": (1, 64),
     "max_queue": (0, 2**20),
     "max_body_mib": (0.001, 1024),
     "max_tokenize_characters": (1, 2**30),
@@ -47,6 +48,10 @@ def test_numbers_have_limits(name: str) -> None:
         assert name in said
         assert repr(value) in said
         assert f"{low:g} to {high:g}" in said
+
+
+def test_engines_are_whole() -> None:
+    assert "data_parallel_size is 1.5" in refusal(data_parallel_size=1.5)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,8 @@ class Port:
 def test_what_the_engine_is_done_with_is_told_once(tmp_path: Path) -> None:
     """Each completion, however it ends: by itself, by a stop string that is found here, or with the whole request."""
     made = service(tmp_path, TURN)
-    port = made.supervisor.client = Port()  # type: ignore[misc, assignment]
+    port = Port()
+    made.supervisor.place = lambda request: port  # type: ignore[method-assign, assignment, return-value]
     params = SamplingParams(max_tokens=5, n=3, stop=("a",))
     ended: list[None] = []
 

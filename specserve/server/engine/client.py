@@ -53,6 +53,9 @@ class UnknownAdapterError(InputError):
 class Observer(Protocol):
     """Counts what engines report."""
 
+    def begin(self, request_id: str, num_completions: int, num_prompt_tokens: int, adapter: str | None) -> None:
+        """A request goes to the engine under this id."""
+
     def notify(self, event: Event) -> None: ...
     def forget(self, request_id: str) -> None:
         """This request was refused: it has no events."""
@@ -92,15 +95,22 @@ class EngineClient:
         """Requests that have not ended."""
         return len(self._open)
 
-    def configure(self, options: dict[str, Any]) -> None:
-        """Tell the engine what to load; the first thing that it is told."""
-        self._send(Configure(options))
+    @property
+    def num_completions(self) -> int:
+        """Those of these requests that have not ended."""
+        return self._open.num_completions
+
+    def configure(self, options: dict[str, Any], num_engines: int = 1) -> None:
+        """Tell the engine what to load, and how many are to share its machine's memory; the first thing that it is
+        told."""
+        self._send(Configure(options, num_engines))
 
     def submit(self, request: Request, listener: Listener) -> None:
         if not self._open:
             self.last_progress = self.last_advanced = time.monotonic()
         message = self._encode(request)  # one that cannot be sent has not begun
         self._open.add(request, listener)
+        self._observer.begin(request.id, request.params.n, len(request.prompt_ids), request.adapter)
         self._write(message)
 
     def wake_engine(self) -> None:

@@ -18,9 +18,11 @@ from specserve.types import Event
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
-    """Load, the first of all commands. `options` are EngineConfig's fields."""
+    """Load, the first of all commands. `options` are EngineConfig's fields; `num_engines`, this one included, are to
+    share the memory that is free now."""
 
     options: dict[str, Any]
+    num_engines: int = 1
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
@@ -83,6 +85,8 @@ class Gauges:
     draft_seconds: dict[str, float]
     num_adapter_loads: int = 0  # into slots
     num_adapter_evictions: int = 0  # from slots that other adapters needed
+    step_s: float = 0.0  # of a step for those that run now, without drafts, as measured; 0: not yet
+    prompt_token_s: float = 0.0  # that a token of a prompt adds to a step; 0: not yet
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
@@ -125,6 +129,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     phases: dict[str, float]
     adapters: list[AdapterInfo] = []
     max_loras: int = 0
+    kv_cache_gib: float = 0.0
+    num_prefix_blocks: int = 0  # that its prefix cache can have; 0 without one
 
 
 FINAL: tuple[type[SpecserveError], ...] = (ConfigError, ModelError, CapacityError)

@@ -16,11 +16,11 @@ import socket
 import sys
 import time
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from specserve.adapters import AdapterInfo
+from specserve.cache.sizing import GIB
 from specserve.config import EngineConfig
 from specserve.engine.adapters import UnknownAdapterError
 from specserve.engine.build import Built, build
@@ -28,9 +28,10 @@ from specserve.engine.compiling import Compiling
 from specserve.engine.counters import Counters
 from specserve.engine.port import LocalPort
 from specserve.engine.request import Request
-from specserve.errors import InputError, ModelError, SpecserveError
+from specserve.errors import ConfigError, InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
+from specserve.ops.choice import choose_device
 from specserve.runtime.executor import local
 from specserve.server.engine.messages import (
     Abort,
@@ -99,14 +100,14 @@ class Wire:
         except msgspec.DecodeError:
             return []
 
-    def configuration(self) -> dict[str, Any]:
-        """The first command's options; waits for it. Raises SystemExit when it is to stop."""
+    def configuration(self) -> Configure:
+        """The first command; waits for it. Raises SystemExit when it is to stop."""
         while True:
             commands = self.commands(_IDLE_MS)
             for i, command in enumerate(commands):
                 if isinstance(command, Configure):
                     self._early = commands[i + 1 :]
-                    return command.options
+                    return command
                 if isinstance(command, Stop):
                     sys.exit(0)
 
@@ -184,7 +185,7 @@ class EngineProcess:
 
     def _gauges(self) -> Gauges:
         engine = self._port.engine
-        counters, stats = engine.counters, engine.cache.stats
+        counters, stats, cost = engine.counters, engine.cache.stats, engine.scheduler.cost
         return Gauges(
             num_running=len(engine.scheduler.running),
             num_waiting=len(engine.scheduler.waiting),
@@ -201,6 +202,8 @@ class EngineProcess:
             draft_seconds=counters.draft_seconds,
             num_adapter_loads=engine.adapters.num_loads,
             num_adapter_evictions=engine.adapters.num_evictions,
+            step_s=cost.decoding.seconds(max(1, len(engine.scheduler.running))),
+            prompt_token_s=cost.added(1, 0),
         )
 
 
@@ -211,9 +214,11 @@ def main(descriptor: int, memory: int, parent: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may reach the whole group; the other side decides
     wire = Wire(socket.socket(fileno=descriptor))
     try:
-        config = EngineConfig(**wire.configuration())
+        configure = wire.configuration()
+        config = EngineConfig(**configure.options)
         begun = time.perf_counter()
-        built = build(config)
+        _check_device(config, configure.num_engines)
+        built = build(config, num_engines=configure.num_engines)
         built.ops.watch(Pulse(memory))
         loaded = time.perf_counter()
         port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers), built.loader)
@@ -232,6 +237,15 @@ def main(descriptor: int, memory: int, parent: int) -> int:
     finally:
         wire.close()
     return 1
+
+
+def _check_device(config: EngineConfig, num_engines: int) -> None:
+    """Raises ConfigError where several engines would share a GPU."""
+    if num_engines > 1 and choose_device(config.device).type != "cpu":
+        raise ConfigError(
+            f"--data-parallel-size is {num_engines}, and replicas share a CPU. Start with --device cpu, or one server "
+            "for each GPU (CUDA_VISIBLE_DEVICES)."
+        )
 
 
 def _warm_up(port: LocalPort) -> None:
@@ -278,6 +292,8 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         phases=phases,
         adapters=list(engine.adapters.listed.values()),
         max_loras=engine.adapters.num_slots,
+        kv_cache_gib=local(engine.executor).storage.num_bytes / GIB,
+        num_prefix_blocks=engine.cache.num_blocks if config.prefix_caching else 0,
     )
 
 

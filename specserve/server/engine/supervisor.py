@@ -7,7 +7,8 @@ import asyncio
 import logging
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -15,17 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from specserve.adapters import AdapterDone, AdapterInfo, AdapterSource
+from specserve.engine.request import Request
 from specserve.errors import EngineError, SpecserveError
 from specserve.machine.pulse import Pulse
 from specserve.server.engine.client import EngineClient, Observer
-from specserve.server.engine.messages import Ready
+from specserve.server.engine.messages import Gauges, Ready
 from specserve.server.engine.spawn import EngineSpawner
+from specserve.server.metrics_totals import ReplicaStatus
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25  # between two looks at whether the engine moves
 _LATE_S = 1.0  # a look that comes so much later says that this process did not run
 _FIRST_PAUSE_S = 0.1  # before a restart; twice as long after each start that failed
 _LONGEST_PAUSE_S = 30.0
+_MOST_DOUBLED = 10  # times: long after the longest pause
 _END_S, _HURRIED_END_S = 5.0, 1.0  # an engine that was asked to end is killed after so long
 
 
@@ -51,7 +55,8 @@ class Supervisor:
     """One engine after another, in processes of their own that die with this one.
 
     `observer` gets the events of all of them, and is told when one is gone. `options` are EngineConfig's fields; the
-    processes come from `spawner`.
+    processes come from `spawner`. Of several supervisors `name` tells this one apart in the log, and `num_engines` are
+    started to share the machine's memory.
 
     `finished` is done when there will be no engine any more: its exception says why, None after `close`.
     """
@@ -62,6 +67,8 @@ class Supervisor:
         observer: Observer,
         timeouts: Timeouts | None = None,
         spawner: EngineSpawner | None = None,
+        name: str = "",
+        num_engines: int = 1,
     ) -> None:
         self.state = State.LOADING
         self.ready: Ready | None = None  # of the engine that runs, or of the last one
@@ -72,6 +79,8 @@ class Supervisor:
         self._observer = observer
         self._options = dict(options)
         self._spawner = spawner or EngineSpawner()
+        self._name, self._num_engines = name, num_engines
+        self._waiters = ThreadPoolExecutor(2, "specserve-wait")  # its own: those of the event loop are few
         self._client: EngineClient | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._num_beats = 0  # of the running engine's pulse, at the last look
@@ -89,6 +98,28 @@ class Supervisor:
         if self.state is not State.READY or self._client is None:
             raise EngineError(f"The engine is {self.state.value}; try again in a moment.")
         return self._client
+
+    @property
+    def gauges(self) -> Gauges | None:
+        """Those of the engine that takes requests now; None where there is none, or it has not stepped."""
+        return self._client.gauges if self.state is State.READY and self._client is not None else None
+
+    @property
+    def replicas(self) -> Sequence[ReplicaStatus]:
+        """It is no group."""
+        return ()
+
+    def place(self, request: Request) -> EngineClient:
+        """The engine that a request goes to. Raises EngineError when there is none."""
+        return self.client
+
+    def wake_engine(self) -> None:
+        """Have an engine that rests ready for a request. Raises EngineError when there is none."""
+        self.client.wake_engine()
+
+    def reset_prefix_cache(self) -> None:
+        """Raises EngineError where there is no engine."""
+        self.client.reset_prefix_cache()
 
     async def wait_until_ready(self) -> Ready:
         """What the first engine said when it was ready. Raises EngineError with the cause when none could start."""
@@ -131,7 +162,8 @@ class Supervisor:
         ]
         found = [source for source in known if Path(source.path).is_dir()]
         if lost := [source.name for source in known if source not in found]:
-            _log.error("The folders of these adapters are gone, and requests can no longer name them: %s.", lost)
+            text = "%sThe folders of these adapters are gone, and requests can no longer name them: %s."
+            _log.error(text, self._name, lost)
         return {**self._options, "lora": [str(source) for source in found], "max_loras": self.ready.max_loras}
 
     async def close(self, hurried: bool = False) -> None:
@@ -143,6 +175,7 @@ class Supervisor:
             await self._keeper
         await self._end(_HURRIED_END_S if hurried else _END_S)
         self._spawner.close()
+        self._waiters.shutdown(wait=False)
         if not self.finished.done():
             self.finished.set_result(None)
 
@@ -162,19 +195,24 @@ class Supervisor:
             was_ready, self.state = self.state is State.READY, State.RESTARTING
             failures = 0 if was_ready else failures + 1
             failure = None if self._client is None else self._client.failure
-            await self._drop(cause)
-            if failure is not None and (error := failure.error()) is not None:
+            self._drop(cause)
+            error = None if failure is None else failure.error()
+            if error is not None and self._may_give_up():
                 self._give_up(error)
                 return
             if failure is not None:  # what it said is for the log: it may name files of this machine
                 cause = f"{cause} It said: {failure.message}"
-            if failures >= self._timeouts.attempts:
+            if failures >= self._timeouts.attempts and self._may_give_up():
                 self._give_up(EngineError(cause))
                 return
-            pause = min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S)
-            _log.error("%s Starting another in %.1f s.", cause, pause)
+            pause = min(_FIRST_PAUSE_S * 2 ** min(failures, _MOST_DOUBLED), _LONGEST_PAUSE_S)
+            _log.error("%s%s Starting another in %.1f s.", self._name, cause, pause)
             self.num_restarts += 1
             await asyncio.sleep(pause)
+
+    def _may_give_up(self) -> bool:
+        """Whether starts that fail may end all of them."""
+        return True
 
     async def _run_one(self) -> str:
         """Start an engine and watch it until it is gone; why it is."""
@@ -184,9 +222,9 @@ class Supervisor:
         except OSError as error:  # no descriptors, no memory
             return f"The engine's process cannot be started: {error}."
         self._process = child.process
-        self._client.configure(self._engine_options())
+        self._client.configure(self._engine_options(), self._num_engines)
         begun = looked = time.monotonic()
-        ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
+        ended = asyncio.get_running_loop().run_in_executor(self._waiters, self._process.wait)
         while not ended.done():
             news: list[asyncio.Future[Any]] = [ended]
             if self.state is not State.READY:
@@ -240,7 +278,7 @@ class Supervisor:
             return f"The engine ran for {timeouts.loop_s:.0f} s and brought no request further."
         return None
 
-    async def _drop(self, cause: str) -> None:
+    def _drop(self, cause: str) -> None:
         """Tell everybody who waits for the engine that has gone."""
         if self._client is not None:
             self._observer.lost()
@@ -258,8 +296,13 @@ class Supervisor:
             self._client.stop()
             timeout = within_s if self._client.ready.done() else 0  # one that loads does not listen yet
             try:
-                await asyncio.to_thread(self._process.wait, timeout)
+                await self._wait(timeout)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                await asyncio.to_thread(self._process.wait)
-        await self._drop("The server is ending.")
+                await self._wait()
+        self._drop("The server is ending.")
+
+    async def _wait(self, within_s: float | None = None) -> None:
+        """Until the process has ended. Raises TimeoutExpired."""
+        assert self._process is not None, "there is one"
+        await asyncio.get_running_loop().run_in_executor(self._waiters, self._process.wait, within_s)

@@ -13,6 +13,7 @@ from aiohttp import web
 from specserve.adapters import AdapterSource
 from specserve.errors import InputError
 from specserve.server.engine.client import UnknownAdapterError
+from specserve.server.engine.replicas import Replicas
 from specserve.server.engine.supervisor import State, Supervisor
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context
@@ -103,9 +104,8 @@ async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
     server = context(request)
     supervisor = server.service.supervisor
-    ready = supervisor.state is State.READY
-    gauges = supervisor.client.gauges if ready else None
-    body = server.service.metrics.exposition(gauges, supervisor.num_restarts, ready)
+    now = supervisor.gauges, supervisor.num_restarts, supervisor.state is State.READY, supervisor.replicas
+    body = server.service.metrics.exposition(*now)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -113,8 +113,8 @@ async def stats(request: web.Request) -> web.Response:
     """GET /stats, for the live view."""
     server = context(request)
     supervisor = server.service.supervisor
-    gauges = supervisor.client.gauges if supervisor.state is State.READY else None
-    return json_response(server.service.metrics.stats(gauges, supervisor.num_restarts, _state(server)))
+    now = supervisor.gauges, supervisor.num_restarts, _state(server), supervisor.replicas
+    return json_response(server.service.metrics.stats(*now))
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
@@ -122,7 +122,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     server = _operated(request)
     body: ResetPrefixCacheRequest = await parsed(request, _read_reset, says_json=True)
     server.check_model(body.model)
-    _ready_supervisor(server).client.reset_prefix_cache()
+    _ready_supervisor(server).reset_prefix_cache()
     return json_response({"status": "ok"})
 
 
@@ -158,7 +158,7 @@ def _operated(request: web.Request) -> Context:
     return server
 
 
-def _ready_supervisor(server: Context) -> Supervisor:
+def _ready_supervisor(server: Context) -> Supervisor | Replicas:
     if server.service.supervisor.state is not State.READY:
         raise unavailable("There is no engine now. Try again in a moment.")
     return server.service.supervisor

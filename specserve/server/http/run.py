@@ -19,8 +19,9 @@ from specserve.machine.memory import return_large_blocks
 from specserve.registry import DRAFTERS
 from specserve.server.admission import Admission
 from specserve.server.chats import Chats
+from specserve.server.engine.replicas import Replicas
 from specserve.server.engine.spawn import EngineSpawner
-from specserve.server.engine.supervisor import State, Supervisor, Timeouts
+from specserve.server.engine.supervisor import Supervisor, Timeouts
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.http.app import check_root_path, make_app
 from specserve.server.http.context import Context
@@ -80,14 +81,20 @@ class _Life:
         timeouts = Timeouts(options.start_timeout_s, options.stall_timeout_s)
         self._options, self._folder = options, folder
         self._begun = begun
-        self._supervisor = Supervisor({**engine, "model": str(folder)}, metrics, timeouts, spawner)
+        started = {**engine, "model": str(folder)}
+        num_replicas = options.data_parallel_size
+        self._supervisor = (
+            Supervisor(started, metrics, timeouts, spawner)
+            if num_replicas == 1
+            else Replicas(started, metrics.of_replica, num_replicas, timeouts, spawner)
+        )
         self._spawned = time.perf_counter()
         validator = GrammarValidator(folder, engine.get("grammar_backend", AUTO))
         most = options.max_tokenize_characters
         apart = options.reasoning_format == "auto"
         chats, tokenizer = Chats(folder, template=template), Tokenizer(folder, template)
         self._service = Service(self._supervisor, tokenizer, metrics, validator, chats, most, apart)
-        admission = Admission(engine["max_num_seqs"] + options.max_queue)
+        admission = Admission(num_replicas * engine["max_num_seqs"] + options.max_queue)
         self._context = Context(
             options=options,
             names=names,
@@ -158,8 +165,7 @@ class _Life:
         self._service.validator.prepare(ready.vocab_size)
         while self._options.status_interval_s:
             await asyncio.sleep(self._options.status_interval_s)
-            gauges = self._supervisor.client.gauges if self._supervisor.state is State.READY else None
-            line = self._service.metrics.status_line(gauges)
+            line = self._service.metrics.status_line(self._supervisor.gauges)
             if line is not None:
                 _log.info("%s", line)
 

@@ -159,7 +159,7 @@ def test_commands_that_an_engine_does_not_read_yet() -> None:
             client.reset_prefix_cache()
         await asyncio.sleep(0.05)
         wire = Wire(theirs)
-        assert (await asyncio.to_thread(wire.configuration))["text"] == "x" * LARGE
+        assert (await asyncio.to_thread(wire.configuration)).options["text"] == "x" * LARGE
         found: list[Any] = []
         async with asyncio.timeout(60):
             while len(found) < 100:
