@@ -49,6 +49,59 @@ def _first_group(dtype: torch.dtype, odd: int, kv_heads: int, d: int) -> NDArray
     return found
 
 
+def read_slots(kv: Tensor, slots: Tensor) -> Tensor:
+    """What slots [n] hold, [2, n, kv_heads, d] in this order."""
+    groups = _groups_of(kv, slots)
+    if groups is None:
+        sides = zip(kv.view(2, -1), numbers_of(kv, slots), strict=True)
+        return torch.stack([side[torch.from_numpy(own)] for side, own in sides]).view(2, len(slots), *kv.shape[2:])
+    found = torch.empty((2, len(slots), *kv.shape[2:]), dtype=kv.dtype)
+    for side in range(2):
+        view = _in_order(_by_group(kv)[side].index_select(0, groups), side, *kv.shape[2:])
+        found[side].view(view.shape).copy_(view)
+    return found
+
+
+def write_slots(kv: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Let them hold these values."""
+    groups = _groups_of(kv, slots)
+    if groups is None:
+        for flat, own, new in zip(kv.view(2, -1), numbers_of(kv, slots), values.flatten(1), strict=True):
+            flat[torch.from_numpy(own)] = new
+        return
+    for side in range(2):
+        memory = torch.empty(len(groups), kv[0].numel() // (kv.shape[1] // _SLOT_GROUP), dtype=kv.dtype)
+        view = _in_order(memory, side, *kv.shape[2:])
+        view.copy_(values[side].reshape(view.shape))
+        _by_group(kv)[side].index_copy_(0, groups, memory)
+
+
+def _groups_of(kv: Tensor, slots: Tensor) -> Tensor | None:
+    """The groups that these slots are, one after the other, whose numbers are moved faster than one by one; None where
+    they are no whole groups."""
+    if not layout_of(kv)[1] or len(slots) % _SLOT_GROUP:
+        return None
+    groups = slots[::_SLOT_GROUP] // _SLOT_GROUP
+    whole = groups[:, None] * _SLOT_GROUP + torch.arange(_SLOT_GROUP)
+    return groups if torch.equal(whole.flatten(), slots) else None
+
+
+def _by_group(kv: Tensor) -> Tensor:
+    return kv.view(2, kv.shape[1] // _SLOT_GROUP, -1)
+
+
+def _in_order(memory: Tensor, side: int, kv_heads: int, d: int) -> Tensor:
+    """Groups [n, numbers] of keys (side 0) or values as a view in which numbers lie by slot, head and place, whatever
+    its shape; `places` says where they are in memory."""
+    n, is_paired = len(memory), memory.dtype == torch.bfloat16
+    if not is_paired:
+        keys, values = (n, kv_heads, d, _SLOT_GROUP), (n, kv_heads, _SLOT_GROUP, d)
+        return memory.view(values).transpose(1, 2) if side else memory.view(keys).permute(0, 3, 1, 2)
+    if side:
+        return memory.view(n, kv_heads, _SLOT_GROUP // 2, d, 2).permute(0, 2, 4, 1, 3)
+    return memory.view(n, kv_heads, d // 2, _SLOT_GROUP, 2).permute(0, 3, 1, 2, 4)
+
+
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Aligned zeros, whose pages the system provides when they are first written."""
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -20,7 +20,14 @@ import specserve.kernels._cpu_sampling as _sampling
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_adapters import Adapters
 from specserve.kernels._cpu_base import ACTIVATIONS, Activation, instruction_sets
-from specserve.kernels._cpu_cache import filled as _filled, layout_of, numbers_of, zeros as _zeros
+from specserve.kernels._cpu_cache import (
+    filled as _filled,
+    layout_of,
+    numbers_of,
+    read_slots,
+    write_slots,
+    zeros as _zeros,
+)
 from specserve.kernels._cpu_experts import Experts
 from specserve.kernels._cpu_rows import TILE, LayerNorm, Norm, alternating, at, norm_at, pad, padded
 from specserve.kernels._cpu_weights import FLOAT32, INT8, PackedWeight, pack_tiles
@@ -352,12 +359,10 @@ class Kernels(Adapters, Experts):
             _native.copy_numbers(arrays, own, to, kvs[0].itemsize)
 
     def read_kv(self, kv: Tensor, slots: Tensor) -> Tensor:
-        sides = zip(kv.view(2, -1), numbers_of(kv, slots), strict=True)
-        return torch.stack([side[torch.from_numpy(own)] for side, own in sides]).view(2, len(slots), *kv.shape[2:])
+        return read_slots(kv, slots)
 
     def write_kv(self, kv: Tensor, slots: Tensor, values: Tensor) -> None:
-        for side, own, new in zip(kv.view(2, -1), numbers_of(kv, slots), values.flatten(1), strict=True):
-            side[torch.from_numpy(own)] = new
+        write_slots(kv, slots, values)
 
     def _cache(self, kv: Tensor) -> tuple[int, bool, int, int]:
         assert kv.is_contiguous() and kv.dtype == self.kv_dtype, "the cache holds the kernels' kv_dtype"

@@ -5,23 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.ops import Ops
+
+_WHOLE = "a block's bytes are those of whole layers"
 
 
 def read_blocks(ops: Ops, layers: Sequence[Tensor], block_size: int, ids: Sequence[int]) -> list[bytes]:
     """What each block holds: for each layer [2, slots, kv_heads, d] the numbers [2, block_size, kv_heads, d]."""
     if not ids:
         return []
-    slots = _slots(layers[0], block_size, ids)
-    by_layer = []
+    slots, start = _slots(layers[0], block_size, ids), 0
+    rows = torch.empty((len(ids), sum(_num_bytes(kv, block_size) for kv in layers)), dtype=torch.uint8)
     for kv in layers:
-        numbers = ops.read_kv(kv, slots).view(2, len(ids), block_size, *kv.shape[2:]).transpose(0, 1)
-        by_layer.append(numbers.contiguous().cpu().view(torch.uint8).flatten(1))
-    return [row.tobytes() for row in torch.cat(by_layer, 1).numpy()]
+        numbers = ops.read_kv(kv, slots).view(2, len(ids), block_size, *kv.shape[2:])
+        _layer_of(rows, start, kv, block_size).copy_(numbers.transpose(0, 1))
+        start += _num_bytes(kv, block_size)
+    return [row.tobytes() for row in rows.numpy()]
 
 
 def write_blocks(
@@ -32,16 +34,26 @@ def write_blocks(
     if not ids:
         return
     slots, start = _slots(layers[0], block_size, ids), 0
-    rows = np.frombuffer(b"".join(data), np.uint8).reshape(len(ids), -1)
+    rows = torch.frombuffer(bytearray(b"".join(data)), dtype=torch.uint8).view(len(ids), -1)
     for kv in layers:
         if start == rows.shape[1]:
             break
-        size = 2, block_size, *kv.shape[2:]
-        stop = start + math.prod(size) * kv.itemsize
-        numbers = torch.from_numpy(rows[:, start:stop].copy()).view(kv.dtype).view(len(ids), *size)
-        ops.write_kv(kv, slots, numbers.transpose(0, 1).flatten(1, 2).to(kv.device))
-        start = stop
-    assert start == rows.shape[1], "a block's bytes are those of whole layers"
+        numbers = _layer_of(rows, start, kv, block_size).transpose(0, 1).flatten(1, 2)
+        ops.write_kv(kv, slots, numbers.to(kv.device))
+        start += _num_bytes(kv, block_size)
+    assert start == rows.shape[1], _WHOLE
+
+
+def _num_bytes(kv: Tensor, block_size: int) -> int:
+    """Of a block in one layer."""
+    return 2 * block_size * math.prod(kv.shape[2:]) * kv.itemsize
+
+
+def _layer_of(rows: Tensor, start: int, kv: Tensor, block_size: int) -> Tensor:
+    """The numbers [blocks, 2, block_size, kv_heads, d] of a layer, a view of what begins there in each row of bytes."""
+    stop = start + _num_bytes(kv, block_size)
+    assert stop <= rows.shape[1], _WHOLE
+    return rows[:, start:stop].view(kv.dtype).view(len(rows), 2, block_size, *kv.shape[2:])
 
 
 def _slots(kv: Tensor, block_size: int, ids: Sequence[int]) -> Tensor:

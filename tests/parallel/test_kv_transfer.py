@@ -28,6 +28,7 @@ from specserve.parallel.frame import TransferError, decode, encode
 from specserve.parallel.kv_transfer import PrefixTransfer
 from specserve.runtime.executor import local
 from specserve.testing import check_integrity, write_adapter, write_tiny_model
+from specserve.testing.causal_models import write_tiny_causal_model
 from specserve.testing.heads import trained_block, trained_eagle
 from specserve.types import SamplingParams, SequenceStats
 
@@ -191,6 +192,35 @@ def test_the_kv_of_a_head_is_added_to_blocks_that_lack_it(tiny: Path, heads: dic
     assert [block[: len(own)] for block, own in zip(kv_of(there, PROMPT), before, strict=True)] == before
     assert len([*there.engine.cache.pool.digests()]) == used, "in the same blocks"
     assert drafts(run(there, PROMPT)[1]) == drafts(run(make(tiny, **options), PROMPT)[1])
+
+
+def test_a_draft_model_reads_a_prompt_that_came_without_its_kv(tiny: Path) -> None:
+    """It reads only where it drafts: who just prefills has none, who answered has some."""
+    options = {"drafter": "draft_model", "draft_model": str(tiny)}
+    expected, one = run(make(tiny, **options), PROMPT)
+    source = make(tiny, **options)
+    transfer = prefill(source)
+    assert decode(exported(transfer))[0].num_drafted == 0
+    run(source, PROMPT)
+    assert decode(exported(transfer))[0].num_drafted == 5 * BLOCK
+    for frame in (exported(prefill(make(tiny, **options))), exported(transfer)):
+        there = make(tiny, **options)
+        assert there.prefix_transfer().import_prefix(frame) == 5 * BLOCK
+        tokens, stats = run(there, PROMPT)
+        assert stats.num_prefix_cached_tokens == 5 * BLOCK
+        assert stats.num_accepted_tokens > 0
+        assert (tokens, drafts(stats)) == (expected, drafts(one))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_models_that_run_through_transformers_hand_on_theirs(tmp_path: Path, dtype: str) -> None:
+    pytest.importorskip("transformers")
+    folder = write_tiny_causal_model(tmp_path / "generic", "stablelm")
+    expected, _ = run(make(folder, dtype=dtype), PROMPT)
+    there = make(folder, dtype=dtype)
+    assert hand_over(prefill(make(folder, dtype=dtype)), there) == 5 * BLOCK
+    tokens, stats = run(there, PROMPT)
+    assert (tokens, stats.num_prefix_cached_tokens) == (expected, 5 * BLOCK)
 
 
 def test_kv_of_a_drafter_that_was_replaced_is_nobodys(tiny: Path, heads: dict[str, Path]) -> None:
