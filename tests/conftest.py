@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import selectors
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ def smollm2_safetensors(smollm2: Path, tmp_path_factory: pytest.TempPathFactory)
     from specserve.checkpoint import catalog
 
     return catalog.as_safetensors(smollm2, tmp_path_factory.mktemp("smollm2"))
+
+
+@pytest.fixture(autouse=True)
+def same_logging() -> Iterator[None]:
+    """What `specserve serve` sets up in this process goes with its test: its stream is closed after it."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    for handler in [each for each in root.handlers if type(each) is logging.StreamHandler]:
+        root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @pytest.fixture

@@ -46,8 +46,8 @@ concurrency = [1]
 @contextmanager
 def serving(options: list[str], log: Path) -> Iterator[str]:
     """The address of a server with these options, on a port that is free. It ends well when it is asked to."""
-    if "--port" in options:
-        at = options.index("--port")
+    for name in {"--port", "--kv-cache-gib"} & set(options):
+        at = options.index(name)
         options = [*options[:at], *options[at + 2 :]]
     command = [sys.executable, "-m", "specserve", "serve", *options, "--port=0", f"--kv-cache-gib={KV_CACHE_GIB}"]
     with log.open("wb") as stream:

@@ -19,7 +19,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 def lines(reply: Any) -> list[Any]:
     assert reply.status == 200
     assert reply.headers["content-type"] == "application/x-ndjson"
-    return [json.loads(line) for line in reply.body.decode().splitlines()]
+    return [json.loads(line) for line in reply.body.strip().split(b"\n")]
 
 
 def test_a_conversation_is_answered_as_by_chat(server: Any) -> None:
