@@ -29,6 +29,7 @@ from specserve.kernels._cpu_cache import (
     zeros as _zeros,
 )
 from specserve.kernels._cpu_experts import Experts
+from specserve.kernels._cpu_peers import PeerKernels
 from specserve.kernels._cpu_rows import TILE, LayerNorm, Norm, alternating, at, norm_at, pad, padded
 from specserve.kernels._cpu_weights import FLOAT32, INT8, PackedWeight, pack_tiles
 from specserve.ops import (
@@ -52,7 +53,7 @@ _BANDWIDTH_BYTES, _BANDWIDTH_PASSES = 2**28, 7  # no cache holds so much
 _MIN_ROWS_TOGETHER = 3  # attention of fewer rows costs little more than reading their context
 
 
-class Kernels(Adapters, Experts):
+class Kernels(Adapters, Experts, PeerKernels):
     """The op contract on a CPU. `dtype` is that of the embeddings, and of weights and KV cache that have no other."""
 
     row_multiple = 1

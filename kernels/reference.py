@@ -51,6 +51,7 @@ from specserve.ops import (
 from specserve.ops.backend import KernelOptions
 from specserve.ops.isa import choose_isa
 from specserve.ops.packing import PackedCache, Source, uncached
+from specserve.ops.peers import NoPeers
 from specserve.types import Ids
 
 PRIORITY = 0  # it serves where no other does
@@ -117,7 +118,7 @@ def instruction_sets() -> list[str]:
     return [capability if capability in ("avx512", "avx2") else "portable"]
 
 
-class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache):
+class Kernels(_adapters.Adapters, _experts.Experts, _cache.Cache, NoPeers):
     """The op contract in torch. `dtype` is the dtype of weights and of linear inputs and outputs."""
 
     name = "reference"

@@ -17,6 +17,7 @@ VERIFICATIONS = ("coupled", "rejection", "block")
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 DEFAULT_MAX_NUMBER_DIGITS = 15  # any float has the value that so many say
+MOST_RANKS = 64  # processes of a model
 DEFAULT_MAX_LORAS = 8
 DRAFT_MODEL = "draft_model"
 
@@ -37,7 +38,8 @@ class EngineConfig:
     - `quantization`: "auto" is int8 where native kernels serve the CPU and no dtype is asked for, int4 there for a
       checkpoint whose own integers int4 keeps (GPTQ and AWQ of 4 bits), else none.
     - `isa`: instruction set of the CPU kernels; "auto" is the environment variable SPECSERVE_ISA, else the fastest.
-    - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use.
+    - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use, divided among the
+      processes of the model: `tensor_parallel_size`.
     - `kv_cache_gib`: None sizes the cache from free memory.
     - `max_number_digits`: most digits of a number in JSON, where its schema asks for no more.
     - `lora`: LoRA adapters that requests may name, each "name=path" of a PEFT folder, behind which may stand ",pinned"
@@ -58,7 +60,7 @@ class EngineConfig:
     device: Annotated[str, Help("cpu, cuda or cuda:N; auto takes a GPU if there is one.", "Model")] = "auto"
     isa: Annotated[str, Help("Instruction set of the CPU kernels; auto takes the fastest.", "Model")] = "auto"
     threads: Annotated[
-        int | None, Help("CPU threads of the kernels [default: the cores this process may use].", "Model")
+        int | None, Help("CPU threads of the kernels in each process [default: the cores it may use].", "Model")
     ] = None
     drafter: Annotated[
         str,
@@ -95,6 +97,9 @@ class EngineConfig:
     max_number_digits: Annotated[int, Help("Most digits of a number in JSON whose schema asks for no more.")] = (
         DEFAULT_MAX_NUMBER_DIGITS
     )
+    tensor_parallel_size: Annotated[
+        int, Help("Processes that compute the model together, each its part of every layer.")
+    ] = 1
     max_model_len: Annotated[int | None, Help("Longest prompt + output in tokens [default: the model's].")] = None
     max_num_seqs: Annotated[int, Help("Most sequences that run at once.")] = 16
     max_num_batched_tokens: Annotated[int, Help("Most tokens of one step; longer prompts run in chunks.")] = 512
@@ -133,6 +138,9 @@ class EngineConfig:
         for name, allowed in named.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.tensor_parallel_size > MOST_RANKS:
+            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; it must be at most {MOST_RANKS}.")
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         _at_least("max_number_digits", self.max_number_digits, DEFAULT_MAX_NUMBER_DIGITS)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):

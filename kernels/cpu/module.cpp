@@ -177,6 +177,15 @@ void bind_program(nb::module_& m) {
                                        at<float>(shared), at<float>(share), at<float>(out)};
              p.experts({pairs, x, in, gate_up, Nonlinear(activation), between, down, at<float>(pairs_out), combine});
            })
+      .def("share_broken", [](Program& p, std::shared_ptr<Peers> peers) { p.share_broken(std::move(peers)); })
+      .def("sum_peers", [](Program& p, std::shared_ptr<Peers> peers, Address x, int width) {
+        p.sum_peers(std::move(peers), at<float>(x), width);
+      })
+      .def("gather_peers",
+           [](Program& p, std::shared_ptr<Peers> peers, Address x, int stride, const std::vector<int64_t>& widths, Address out,
+              int out_stride) {
+             p.gather_peers(std::move(peers), at<float>(x), stride, widths, at<float>(out), out_stride);
+           })
       .def("rows_from", [](Program& p, Address count) { p.rows_from(at<int64_t>(count)); })
       .def("argmax", [](Program& p, Address x, int n, Address best) { p.argmax(at<float>(x), n, at<int64_t>(best)); })
       .def("top_k", [](Program& p, Address x, int n, int k, Address best, Address tokens) {
@@ -246,6 +255,13 @@ NB_MODULE(_native, m) {
       .def(nb::init<int>())
       .def_prop_ro("threads", &ThreadPool::threads)
       .def("set_pulse", [](ThreadPool& pool, Address counter) { pool.set_pulse(at<uint64_t>(counter)); });
+  nb::class_<Peers>(m, "Peers")
+      .def("__init__", [](Peers* self, Address memory, int rank, int count, int64_t bytes) {
+        new (self) Peers(at<void>(memory), rank, count, bytes);
+      })
+      .def_static("size", &Peers::size)
+      .def("leave", &Peers::leave)
+      .def_prop_ro("has_left", &Peers::has_left);
   m.def("read_bandwidth",
         [](ThreadPool& pool, Address memory, int64_t bytes, int passes) {
           return read_bandwidth(pool, at<uint8_t>(memory), bytes, passes);

@@ -232,6 +232,31 @@ void Program::tap(const GatherRowsArgs& args) {
   add("tap", {rows_, [this, args](const Rows&, int begin, int end, void*, Ahead&) { kernels_.gather_rows(args, begin, end); }});
 }
 
+void Program::share_broken(std::shared_ptr<Peers> peers) {
+  Op op{rows_, [peers](const Rows& rows, int, int, void*, Ahead&) { peers->any(rows.plan->broken(), rows.plan->rows()); }};
+  op.is_joint = true;
+  add("share_broken", std::move(op));
+}
+
+void Program::sum_peers(std::shared_ptr<Peers> peers, float* x, int width) {
+  const auto run = [peers, x, width, count = rows_](const Rows& rows, int, int, void*, Ahead&) {
+    peers->sum(x, int64_t(count.in(rows)) * width);
+  };
+  Op op{rows_, run};
+  op.is_joint = true;
+  add("sum_peers", std::move(op));
+}
+
+void Program::gather_peers(std::shared_ptr<Peers> peers, const float* x, int stride, std::vector<int64_t> widths, float* out,
+                           int out_stride) {
+  const auto run = [=, count = rows_](const Rows& rows, int, int, void*, Ahead&) {
+    peers->gather(x, count.in(rows), stride, widths.data(), out, out_stride);
+  };
+  Op op{rows_, run};
+  op.is_joint = true;
+  add("gather_peers", std::move(op));
+}
+
 void Program::rows_from(const int64_t* count) {
   rows_ = count ? RowCount{RowCount::Of::kPointer, count} : RowCount{};
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "args.h"
+#include "peers.h"
 #include "prefetch.h"
 #include "thread_pool.h"
 
@@ -117,6 +118,12 @@ class Program {
   void draw(const DrawArgs& args);
   void gather_rows(const GatherRowsArgs& args);  // ops after it work on the gathered rows
   void tap(const GatherRowsArgs& args);          // the same of all rows, and ops after it work on all rows
+
+  // Rows whose keys or values are broken in any rank are so in all.
+  void share_broken(std::shared_ptr<Peers> peers);
+  // Sums and parts of all ranks; `widths` are theirs. x, [rows, width] both, and `out` as Peers has them.
+  void sum_peers(std::shared_ptr<Peers> peers, float* x, int width);
+  void gather_peers(std::shared_ptr<Peers> peers, const float* x, int stride, std::vector<int64_t> widths, float* out, int out_stride);
 
   // Ops after it work on as many rows as `count` holds when they run, an op before them having written it: no more than
   // their buffers hold. Null: on those of the step again.

@@ -146,10 +146,10 @@ class PackedWeights:
                 temporary.unlink(missing_ok=True)
 
 
-def packed_path(folder: Path, ops: Ops) -> Path:
+def packed_path(folder: Path, ops: Ops, part: str = "") -> Path:
     """Where the packed weights of a model's folder, an absolute path, belong: into it if it is the cache's own, else
-    elsewhere in the cache. There is one file for each way to store weights."""
-    name = f"{ops.name}-{ops.quantization}-{str(ops.dtype).removeprefix('torch.')}{_SUFFIX}"
+    elsewhere in the cache. There is one file for each way to store weights, and for each `part` of a model."""
+    name = f"{ops.name}-{ops.quantization}-{str(ops.dtype).removeprefix('torch.')}{part}{_SUFFIX}"
     if folder.parent == (cache_folder() / "models").resolve():
         return folder / name
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:12]

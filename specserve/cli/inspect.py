@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specserve.checkpoint.quantized import QuantizedWeights
     from specserve.models.heads.formats import Head
     from specserve.models.heads.spec import TargetShape
-    from specserve.models.loader import AnySpec
+    from specserve.models.tensors import AnySpec
 
 Rows = list[tuple[str, str]]
 _MOST_MEASURED = 4  # matrices of each kind

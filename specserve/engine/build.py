@@ -32,6 +32,7 @@ from specserve.models.spec import ModelSpec
 from specserve.ops import MOST_TOP_K, Ops
 from specserve.ops.choice import choose_device, choose_ops, warn_of_unbuilt
 from specserve.parallel.kv_transfer import KVFormat, PrefixTransfer
+from specserve.parallel.ranks import Ranks
 from specserve.runtime.cost import ROWS
 from specserve.runtime.executor import Executor, LocalExecutor
 from specserve.runtime.runner import Runner
@@ -66,6 +67,8 @@ class Built:
     compiler: Compiler
     threads: int
     loader: AdapterLoader
+    runs: str  # how steps are computed, in words
+    num_kv_bytes: int  # of the KV cache, in all processes of the model
     summary: str = ""  # one line for people
 
     @property
@@ -96,18 +99,12 @@ def build(
     drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     check_folders(map(AdapterSource.parse, config.lora))
-    threads, device = config.threads or default_threads(), choose_device(config.device)
-
-    def choose(quantization: str) -> Ops:
-        return choose_ops(device, config.dtype, quantization, threads, config.isa)
-
-    ops = choose(config.quantization)  # what is refused must not cost a download
-    folder = catalog.resolve(config.model, progress=progress)
-    ops = as_stored(folder, ops, choose) if config.quantization == "auto" else ops
-    warn_of_unbuilt(ops)
-    torch.set_num_threads(1 if ops.has_own_threads else threads)
+    threads = config.threads or max(1, default_threads() // config.tensor_parallel_size)
+    folder, ops = _find(config, threads, progress)
     tokenizer = Tokenizer(folder)
-    model = load_model(folder, ops, config.max_model_len, progress=progress)
+    ranks = Ranks.started(config.tensor_parallel_size, folder, ops, config.max_model_len, threads)
+    peers = None if ranks is None else ranks.peers
+    model = load_model(folder, ops, config.max_model_len, progress=progress, peers=peers)
     spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens
     num_adapters = _hold_adapters(model, config)
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
@@ -120,13 +117,17 @@ def build(
     shapes = spec.kv_shapes + context.kv_shapes
     width = spec.step_width + len(taps) * spec.hidden_size
     taken = step_bytes(max_rows, width, max_logit_rows, spec.vocab_size) + host.needs.memory_bytes
-    free = share_of(free_memory(ops.device) - model.num_mapped_bytes, taken, num_engines)  # mapped: counted as free
-    storage, sizing = _make_storage(config, ops, shapes, spec.max_len, free)
+    others = [] if ranks is None else ranks.kv_shapes()  # they are loaded
+    mapped = model.num_mapped_bytes * config.tensor_parallel_size  # counted as free
+    free = share_of(free_memory(ops.device) - mapped, taken, num_engines)
+    storage, num_kv_bytes, sizing = _make_storage(config, ops, shapes, others, spec.max_len, free)
     context.bind(storage.layers[spec.num_layers :], storage.block_size)
     kv = storage.layers[: spec.num_layers]
     runner, counters = Runner(model, ops, kv, storage.block_size, max_rows, max_logit_rows, taps, top_k), Counters()
     sampler = Sampler(spec.vocab_size, config.verification, ops)
-    executor = connect(LocalExecutor(runner, sampler, storage, counters.timed))
+    executor: Executor = connect(local := LocalExecutor(runner, sampler, storage, counters.timed))
+    if ranks is not None:
+        executor = ranks.executor(local, num_adapters, config.max_lora_rank)
     cache = KVCache(executor, config.prefix_caching)
     cache.reads_next = host.needs.reads_next
     policy = Policy(host, config.num_speculative_tokens, spec.max_len, context, counters.timed)
@@ -138,16 +139,39 @@ def build(
         scheduler.cost.decoding.begin(step_seconds(executor, ROWS, _TIMING_S))
     drafting = DraftController(policy, cache, counters.timed, weighing)
     limits = Limits(spec.vocab_size, spec.max_len, tokenizer.eos_ids_below(spec.vocab_size))
-    isa = f", {ops.instruction_set}" if ops.instruction_set else ""
     compiler = Compiler(
         lambda: vocabulary(tokenizer, spec.vocab_size), config.grammar_backend, max_digits=config.max_number_digits
     )
     engine = Engine(executor, cache, scheduler, drafting, limits, counters, partial(ForkedText.begin, tokenizer))
-    built = Built(engine, folder, ops, tokenizer, compiler, threads, _load_adapters(engine, heads, config, folder))
+    loader = _load_adapters(engine, heads, config, folder)
+    built = Built(engine, folder, ops, tokenizer, compiler, threads, loader, spec.runs, num_kv_bytes)
+    built.summary = f"{config.model} {_described(built, model, ranks)}; {sizing}{spec.note}"
+    return built
+
+
+def _find(config: EngineConfig, threads: int, progress: bool) -> tuple[Path, Ops]:
+    """The model's folder, and the kernels that serve it."""
+    device = choose_device(config.device)
+
+    def choose(quantization: str) -> Ops:
+        return choose_ops(device, config.dtype, quantization, threads, config.isa)
+
+    ops = choose(config.quantization)  # what is refused must not cost a download
+    folder = catalog.resolve(config.model, progress=progress)
+    ops = as_stored(folder, ops, choose) if config.quantization == "auto" else ops
+    warn_of_unbuilt(ops)
+    torch.set_num_threads(1 if ops.has_own_threads else threads)
+    return folder, ops
+
+
+def _described(built: Built, model: AnyModel, ranks: Ranks | None) -> str:
+    """What computes the model, for people."""
+    ops = built.ops
     weights = built.dtype if ops.quantization == "none" else ops.quantization
     weights += f" (checkpoint: {model.origin})" if model.origin else ""
-    built.summary = f"{config.model} in {weights} on {ops.device} ({ops.name} kernels{isa}); {sizing}{spec.note}"
-    return built
+    kernels = ", ".join([f"{ops.name} kernels", *filter(None, [ops.instruction_set])])
+    processes = "" if ranks is None else f", {ranks.size} processes"
+    return f"in {weights} on {ops.device} ({kernels}{processes})"
 
 
 def _hold_adapters(model: AnyModel, config: EngineConfig) -> int:
@@ -178,10 +202,12 @@ def _check_needs(name: str, needs: Needs, spec: ModelSpec) -> None:
 
 
 def _make_storage(
-    config: EngineConfig, ops: Ops, shapes: list[KVShape], max_len: int, free: int
-) -> tuple[KVStorage, str]:
-    """The KV cache of all layers, as large as the configuration and `free` bytes say, and why it is so large."""
-    per_block = KVStorage.bytes_per_block(shapes, config.block_size, ops.kv_dtype)
+    config: EngineConfig, ops: Ops, shapes: list[KVShape], others: list[KVShape], max_len: int, free: int
+) -> tuple[KVStorage, int, str]:
+    """The KV cache of all layers, as large as the configuration and `free` bytes say, the bytes that it takes with that
+    of the model's other processes, whose layers are `others`, and why so many."""
+    per_block = KVStorage.bytes_per_block(shapes + others, config.block_size, ops.kv_dtype)
     limits = config.block_size, max_len, config.max_num_seqs, config.kv_cache_gib
     num_blocks, why = plan_blocks(free, per_block, *limits)
-    return KVStorage(shapes, num_blocks, config.block_size, ops.kv_dtype, ops.device, ops.copy_kv), why
+    storage = KVStorage(shapes, num_blocks, config.block_size, ops.kv_dtype, ops.device, ops.copy_kv)
+    return storage, num_blocks * per_block, why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from specserve.errors import ModelError
 from specserve.models.layers import LayerStack
-from specserve.models.product import LowRank, RowSlots
+from specserve.models.product import LowRank, Product, RowSlots
 from specserve.models.reader import WeightReader
+from specserve.models.sharding import Shard
 from specserve.models.spec import DecoderSpec
-from specserve.ops import Ops, Placed, RowAdapters
+from specserve.ops import Ops, Peers, Placed, RowAdapters
 from specserve.ops.packing import PackedCache, Weight, uncached
 
 _EMBEDDED = -1  # as `tap` counts layers: what enters the first
@@ -31,19 +33,27 @@ class PackedAdapter(NamedTuple):
 class Decoder:
     """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype, or to
     quantised matrices; they are copied, and only those read that `cached` does not have in their packed form. The
-    number of rows given to `forward` is a multiple of ops.row_multiple."""
+    number of rows given to `forward` is a multiple of ops.row_multiple.
+
+    With `peers` it is one process's part of a model: `spec` and `weights` are what sharding.py leaves it of the layers,
+    all run `forward` on the same rows, and get the same. Whatever else it is asked, it computes alone."""
 
     features_width = 0  # it reads tokens alone
     num_adapter_slots = 0
 
     def __init__(
-        self, spec: DecoderSpec, weights: Mapping[str, Weight], ops: Ops, cached: PackedCache = uncached
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, Weight],
+        ops: Ops,
+        cached: PackedCache = uncached,
+        peers: Peers | None = None,
     ) -> None:
         self.spec = spec
         self.ops = ops
         self.origin = ""  # how a checkpoint that is quantised has its weights, and what became of them, for people
         self.num_mapped_bytes = 0  # of the weights, where they are mapped from a file: the system counts them as free
-        read = WeightReader(spec.shapes(), weights, ops, cached)
+        read = WeightReader(spec.shapes(), weights, ops, cached, peers)
         self._embedding = ops.pack_table(*read.named("model.embed_tokens"))
         # Rounded as transformers rounds it: Gemma was trained with the scale in the compute dtype.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))
@@ -53,14 +63,21 @@ class Decoder:
         if (norm := spec.embedding_norm) is not None:
             self._embedding_norm = read.norm("model.embed_norm", norm)
         head = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
-        self._head = read.head(head, 1 / spec.logit_divisor, spec.normed_head)
+        make_head = partial(read.head, head, 1 / spec.logit_divisor, spec.normed_head)
+        self._peers, self._make_head = peers, make_head
+        if peers is None:
+            self._head = make_head()
+        else:
+            parts = [Shard(rank, peers.count).features(spec.vocab_size) for rank in range(peers.count)]
+            self._widths = [len(part) for part in parts]
+            self._head = make_head(rows=parts[peers.rank])
         norm = read.norm("model.norm", spec.final_norm)
         self._stack = LayerStack(read, spec, "model.")
         self._norm = self._stack.layers[-1].stream_norm if norm is None else norm
         self._project_in = self._project_out = None
         if spec.embedding_size is not None:
             self._project_in, self._project_out = (read.linear(f"model.project_{each}") for each in ("in", "out"))
-        self._products = read.products
+        self._products = list(read.products)  # and not the whole head, if it comes to be
         self._table_bank: Any = None
 
     def forward(
@@ -88,7 +105,7 @@ class Decoder:
         embedded = self._placed(token_ids, positions, own)
         residual, tapped = self._stack.run(ops, embedded, positions, rows, kv, plan, taps, slots=own)
         hidden = ops.norm(residual, self._norm, self.spec.final_norm.eps)
-        logits = self.lm_head(hidden, gathered)
+        logits = self._scores(self._head, hidden, gathered)
         return hidden, logits, ops.argmax(logits), tapped
 
     def _placed(self, token_ids: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
@@ -126,9 +143,19 @@ class Decoder:
 
     def lm_head(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         """The scores of hidden states behind the final norm, float32 [n, hidden] -> [n, vocab]."""
+        return self._scores(self._whole_head, hidden, slots)
+
+    @cached_property
+    def _whole_head(self) -> Product:
+        """That a draft head shares, packed when it first does where there are other processes."""
+        return self._head if self._peers is None else self._make_head()
+
+    def _scores(self, head: Product, hidden: Tensor, slots: Tensor | None) -> Tensor:
         if self._project_out is not None:
             hidden = self._project_out.linear(self.ops, self.ops.quantize_activation(hidden), slots).float()
-        logits = self._head.linear(self.ops, self.ops.quantize_activation(hidden), slots).float()
+        logits = head.linear(self.ops, self.ops.quantize_activation(hidden), slots).float()
+        if self._peers is not None and head is self._head:
+            logits = self.ops.gather_peers(logits, self._widths, self._peers)
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 

@@ -90,6 +90,7 @@ class Layer:
         self.post_mlp_norm = None if isinstance(spec.residual, PostNorm) else last
         self._eps = spec.norm.eps
         self._is_parallel = isinstance(spec.residual, Parallel)
+        self._peers = read.peers
 
     def run(
         self, ops: Ops, x: Any, residual: Tensor, rotation: Rotation, kv: Tensor, plan: Any, slots: Tensor | None
@@ -97,18 +98,21 @@ class Layer:
         """Attention over what `norm` made of the residual stream, x, and the MLP. Attention's output joins `residual`,
         in place. Returns the stream, which is another tensor in layers with a `stream_norm`, and the MLP's output, to
         be added by what reads it next, through `post_mlp_norm`."""
-        attended = self.attention.run(ops, x, rotation, kv, plan, slots)
+        attended = self._whole(ops, self.attention.run(ops, x, rotation, kv, plan, slots))
         normed = partial(ops.norm, residual, self.mlp_norm, self._eps)  # experts call it, which are never parallel
         if self.stream_norm is not None:
             residual, x = norm_stream(ops, residual, attended, self.mlp_norm, self._eps)
-            return residual, self.mlp.run(ops, x, normed, slots)
-        if not self._is_parallel:
+        elif not self._is_parallel:
             x = ops.fused_add_norm(residual, attended, self.post_norm, self.mlp_norm, self._eps)
-            return residual, self.mlp.run(ops, x, normed, slots)
-        if self.mlp_norm is not None:
-            x = ops.fused_add_norm(residual, None, None, self.mlp_norm, self._eps)
-        ops.add(residual, attended)
-        return residual, self.mlp.run(ops, x, normed, slots)
+        else:
+            if self.mlp_norm is not None:
+                x = ops.fused_add_norm(residual, None, None, self.mlp_norm, self._eps)
+            ops.add(residual, attended)
+        return residual, self._whole(ops, self.mlp.run(ops, x, normed, slots))
+
+    def _whole(self, ops: Ops, part: Tensor) -> Tensor:
+        """What all processes of the model have computed of it."""
+        return part if self._peers is None else ops.sum_peers(part, self._peers)
 
 
 def norm_stream(ops: Ops, residual: Tensor, delta: Tensor, norm: Any, eps: float) -> tuple[Tensor, Any]:
@@ -125,7 +129,7 @@ class LayerStack:
 
     def __init__(self, read: WeightReader, spec: DecoderSpec, prefix: str) -> None:
         self.layers = [Layer(read, f"{prefix}layers.{i}", layer) for i, layer in enumerate(spec.layers)]
-        self._eps = spec.final_norm.eps
+        self._eps, self._peers = spec.final_norm.eps, read.peers
         self._rotated = [(layer.position, layer.attention.head_dim) for layer in spec.layers]
         self.tables = {each: rotary_tables(*each, spec.max_len, read.ops.device) for each in set(self._rotated)}
         found = {layer.position for layer in spec.layers if isinstance(layer.position, Alibi)}
@@ -168,4 +172,6 @@ class LayerStack:
             if i in taps:
                 tapped[i] = ops.tap(i, residual, delta, post, eps)
         assert delta is not None, "there are layers"
+        if self._peers is not None:
+            ops.share_broken(len(residual), plan, self._peers)
         return ops.gather_rows(rows, residual, delta, post, eps), tuple(tapped[i] for i in taps)

@@ -14,9 +14,10 @@ from specserve.cache.sizing import free_memory
 from specserve.checkpoint.peft import PeftAdapter, PeftLayer, read_peft
 from specserve.errors import CapacityError, ModelError
 from specserve.files import reading
-from specserve.models.loader import CheckedTensors, check_tensors
+from specserve.models.loader import check_tensors
 from specserve.models.product import LowRank
 from specserve.models.spec import DecoderSpec
+from specserve.models.tensors import CheckedTensors
 
 _TABLE, _HEAD = "model.embed_tokens", "lm_head"
 _MIB = 2**20

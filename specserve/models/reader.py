@@ -10,13 +10,13 @@ from torch import Tensor
 
 from specserve.models.product import Product
 from specserve.models.spec import LayerNorm, Norm
-from specserve.ops import Ops
-from specserve.ops.packing import Lazy, PackedCache, Weight, below, reordered, scaled, stacked, uncached
+from specserve.ops import Ops, Peers
+from specserve.ops.packing import Lazy, PackedCache, Weight, below, cut, reordered, scaled, stacked, uncached
 
 
 class WeightReader:
     """Reads tensors that are named as in `shapes`, which has all that the model has. In the cache what is fused has the
-    names of all its parts."""
+    names of all its parts. With `peers` these are one process's parts of the tensors, and so is what layers compute."""
 
     def __init__(
         self,
@@ -24,8 +24,9 @@ class WeightReader:
         weights: Mapping[str, Weight],
         ops: Ops,
         cached: PackedCache = uncached,
+        peers: Peers | None = None,
     ) -> None:
-        self.ops = ops
+        self.ops, self.peers = ops, peers
         self._weights = weights
         self._shapes = shapes
         self._cached = cached
@@ -46,14 +47,16 @@ class WeightReader:
         values = Lazy(weight.shape, lambda: reordered(weight[:].float() + spec.offset, order))
         return self.ops.pack_vector(values, cached)
 
-    def head(self, name: str, times: float, is_normed: bool = False) -> Product:
+    def head(self, name: str, times: float, is_normed: bool = False, rows: range | None = None) -> Product:
         """The LM head, with the bias that lm_head has, multiplied; its rows are divided by their lengths first where it
-        is normed."""
+        is normed. Some of its `rows`, or all."""
         weight, cached = self.named(name, 1.0 if is_normed else times)
+        bias = self._bias("lm_head")
+        if rows is not None:
+            weight, bias = _cut(weight, rows), bias and _cut(bias, rows)
         if is_normed:
             stored = weight
             weight = Lazy(stored.shape, lambda: torch.nn.functional.normalize(stored[:].float()) * times)
-        bias = self._bias("lm_head")
         packed = self.ops.pack_head(weight, bias and Lazy(bias.shape, lambda: scaled(bias.read(), times)), cached)
         return self._kept(Product(packed, ("lm_head",), (weight.shape[0],), weight.shape[1], times))
 
@@ -105,3 +108,7 @@ class WeightReader:
         full = [f"{name}.{kind}" for name in names]
         shape = (sum(self._shapes[name][0] for name in full), *self._shapes[full[0]][1:])
         return Lazy(shape, lambda: stacked([self._weights[name] for name in full]))
+
+
+def _cut(source: Lazy, rows: range) -> Lazy:
+    return Lazy((len(rows), *source.shape[1:]), lambda: cut(source.read(), 0, rows))

@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specserve.errors import ModelError
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
@@ -123,44 +121,21 @@ def _alike(one: Quantized, other: Quantized) -> bool:
     return torch.equal(one.order, other.order)
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One of `count` equal parts of a weight: of its rows (axis 0), which are outputs, or of its columns (axis 1),
-    which are inputs. A bias has rows alone."""
-
-    axis: int
-    index: int
-    count: int
-
-    def __post_init__(self) -> None:
-        assert self.axis in (0, 1) and 0 <= self.index < self.count, "a part of rows or columns"
-
-    def cut(self, source: Source) -> Source:
-        """This part of it, which is read when it is needed. Raises ModelError where it has no equal parts."""
-        size, rest = divmod(source.shape[self.axis], self.count)
-        if rest:
-            names = ("rows", "columns")
-            raise ModelError(
-                f"A weight of {source.shape[self.axis]} {names[self.axis]} has no {self.count} equal parts of them."
-            )
-        if not isinstance(source, Lazy):
-            return self._part(source, size)
-        shape = tuple(size if axis == self.axis else each for axis, each in enumerate(source.shape))
-        return Lazy(shape, lambda: self._part(source.read(), size))
-
-    def _part(self, weight: Weight, size: int) -> Weight:
-        start = self.index * size
-        if isinstance(weight, Tensor):
-            return weight.narrow(self.axis, start, size)
-        if self.axis == 0:
-            return rows_of(weight, slice(start, start + size))
-        columns = slice(start, start + size)
-        ints = weight.ints[:, columns]
-        if weight.order is not None or start % weight.group or size % weight.group:  # a cut through groups
-            return replace(weight, ints=ints, order=weight.groups[columns])
-        own = slice(start // weight.group, (start + size) // weight.group)
-        zeros = None if weight.zeros is None else weight.zeros[:, own]
-        return replace(weight, ints=ints, scales=weight.scales[:, own], zeros=zeros)
+def cut(weight: Weight, axis: int, part: range) -> Weight:
+    """Some consecutive rows of it (axis 0), which are outputs, or columns (axis 1), which are inputs; a bias has rows
+    alone. A view, but for a cut through groups of inputs."""
+    start, size = part.start, len(part)
+    if isinstance(weight, Tensor):
+        return weight.narrow(axis, start, size)
+    own = slice(start, start + size)
+    if axis == 0:
+        return rows_of(weight, own)
+    ints = weight.ints[:, own]
+    if weight.order is not None or start % weight.group or size % weight.group:
+        return replace(weight, ints=ints, order=weight.groups[own])
+    groups = slice(start // weight.group, (start + size) // weight.group)
+    zeros = None if weight.zeros is None else weight.zeros[:, groups]
+    return replace(weight, ints=ints, scales=weight.scales[:, groups], zeros=zeros)
 
 
 class PackedCache(Protocol):

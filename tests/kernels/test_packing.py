@@ -15,11 +15,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from specserve.errors import ModelError
 from specserve.kernels.reference import Kernels
 from specserve.models.decoder import Decoder
 from specserve.ops import Ops
-from specserve.ops.packing import Lazy, Quantized, Shard, Source, Weight, reordered, scaled as multiplied, stacked
+from specserve.ops.packing import Lazy, Quantized, Source, Weight, cut, reordered, scaled as multiplied, stacked
 from specserve.testing import PagedDecoder, llama_spec
 from specserve.testing.heads import random_weights
 
@@ -101,49 +100,28 @@ def test_numbers_are_those_of_the_formula(rows: int, columns: int, group: int, *
 
 @pytest.mark.parametrize("zeros", ["none", "integers", "floats"])
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize(("axis", "count"), [(0, 2), (0, 3), (1, 2), (1, 3), (1, 8)])
-@pytest.mark.parametrize("lazy", [False, True])
-def test_a_part_has_the_numbers_of_the_whole(axis: int, count: int, act_order: bool, zeros: str, lazy: bool) -> None:
-    weight = quantized(6, 96, 16, act_order=act_order, zeros=zeros)
-    source: Source = Lazy(weight.shape, lambda: weight) if lazy else weight
-    parts = [Shard(axis, index, count).cut(source) for index in range(count)]
-    for part, numbers in zip(parts, weight[:].chunk(count, axis), strict=True):
+@pytest.mark.parametrize(("axis", "sizes"), [(0, (3, 3)), (0, (1, 5)), (1, (48, 48)), (1, (32, 64)), (1, (12, 20, 64))])
+def test_a_part_has_the_numbers_of_the_whole(axis: int, sizes: tuple[int, ...], act_order: bool, zeros: str) -> None:
+    weight, start = quantized(6, 96, 16, act_order=act_order, zeros=zeros), 0
+    for size, numbers in zip(sizes, weight[:].split(sizes, axis), strict=True):
+        part = cut(weight, axis, range(start, start + size))
         assert tuple(part.shape) == tuple(numbers.shape)
         assert torch.equal(part[:], numbers)
-        assert torch.equal(Shard(axis, 0, 1).cut(part)[:], numbers)
-    floats = [Shard(axis, index, count).cut(weight[:]) for index in range(count)]
-    assert all(torch.equal(part[:], one[:]) for part, one in zip(parts, floats, strict=True))
+        assert torch.equal(cut(weight[:], axis, range(start, start + size))[:], numbers)
+        assert torch.equal(cut(part, axis, range(size))[:], numbers)
+        start += size
 
 
 def test_a_part_along_groups_has_its_own_scales_alone() -> None:
     weight = quantized(4, 96, 16)
-    along, through = Shard(1, 1, 3).cut(weight), Shard(1, 1, 4).cut(weight)
+    along, through = cut(weight, 1, range(32, 64)), cut(weight, 1, range(24, 48))
     assert isinstance(along, Quantized) and isinstance(through, Quantized)
     assert along.order is None and along.scales.shape == (4, 2)
     assert through.order is not None and through.order.tolist() == [1] * 8 + [2] * 16
 
 
-def test_a_lazy_weight_is_cut_when_it_is_read() -> None:
-    reads: list[int] = []
-
-    def read() -> Weight:
-        reads.append(1)
-        return torch.arange(12.0).view(4, 3)
-
-    part = Shard(0, 1, 2).cut(Lazy((4, 3), read))
-    assert part.shape == (2, 3) and not reads
-    assert part[:].tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]] and reads == [1]
-
-
 def test_a_bias_is_cut_by_rows() -> None:
-    assert Shard(0, 2, 3).cut(torch.arange(6.0))[:].tolist() == [4.0, 5.0]
-
-
-@pytest.mark.parametrize(("axis", "words"), [(0, "7 rows has no 2"), (1, "9 columns has no 2")])
-def test_what_has_no_equal_parts_is_refused(axis: int, words: str) -> None:
-    for source in (torch.zeros(7, 9), quantized(7, 9, 3), Lazy((7, 9), lambda: pytest.fail("it was read"))):
-        with pytest.raises(ModelError, match=words):
-            Shard(axis, 0, 2).cut(source)
+    assert cut(torch.arange(6.0), 0, range(4, 6))[:].tolist() == [4.0, 5.0]
 
 
 # Rows of several

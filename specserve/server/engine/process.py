@@ -32,7 +32,6 @@ from specserve.errors import ConfigError, InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
 from specserve.ops.choice import choose_device
-from specserve.runtime.executor import local
 from specserve.server.engine.messages import (
     Abort,
     AdapterChanged,
@@ -286,13 +285,13 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
             "kv_cache_dtype": str(built.ops.kv_dtype).removeprefix("torch."),
             "threads": str(built.threads),
             "kernels": built.ops.name,
-            "runs": local(built.engine.executor).runner.model.spec.runs,
+            "runs": built.runs,
             "instruction_set": built.ops.instruction_set,
         },
         phases=phases,
         adapters=list(engine.adapters.listed.values()),
         max_loras=engine.adapters.num_slots,
-        kv_cache_gib=local(engine.executor).storage.num_bytes / GIB,
+        kv_cache_gib=built.num_kv_bytes / GIB,
         num_prefix_blocks=engine.cache.num_blocks if config.prefix_caching else 0,
     )
 

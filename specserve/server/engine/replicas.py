@@ -313,11 +313,12 @@ class Replica(Supervisor):
 def _threads_of(config: EngineConfig, num_replicas: int) -> dict[str, int]:
     """The threads of each engine: those that were asked for, else its share of the cores."""
     cores = usable_cores()
+    num_processes = num_replicas * config.tensor_parallel_size
     is_told = config.threads is not None or bool(os.environ.get(THREADS))
-    threads = (config.threads or default_threads()) if is_told else max(1, cores // num_replicas)
-    if threads * num_replicas > cores:
+    threads = (config.threads or default_threads()) if is_told else max(1, cores // num_processes)
+    if threads * num_processes > cores:
         _log.warning(
-            "%d replicas with %d threads each share %d cores and slow each other down.", num_replicas, threads, cores
+            "%d processes with %d threads each share %d cores and slow each other down.", num_processes, threads, cores
         )
     return {"threads": threads}
 

@@ -355,7 +355,7 @@ def test_more_threads_than_cores_are_warned_of(caplog: pytest.LogCaptureFixture,
         await Replicas(options, Metrics("none").of_replica, 2).close(hurried=True)
 
     asyncio.run(play())
-    assert f"2 replicas with {usable_cores()} threads each share {usable_cores()} cores" in caplog.text
+    assert f"2 processes with {usable_cores()} threads each share {usable_cores()} cores" in caplog.text
 
 
 def test_replicas_do_not_share_a_gpu() -> None:

@@ -1,0 +1,59 @@
+"""Steps that several processes compute together, on the native kernels: sums in memory that all have mapped."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import specserve.kernels._native as _native
+from specserve.kernels._cpu_base import Base
+from specserve.kernels._cpu_rows import at
+from specserve.ops.peers import Peers
+
+
+class CpuPeers:
+    """Peers over one piece of memory, which it keeps."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+        self._memory = memory
+        head = _native.Peers.size(count, 0)
+        place = (len(memory) - head) // (2 * count) // 64 * 64
+        self.native = _native.Peers(ctypes.addressof(ctypes.c_char.from_buffer(memory)), rank, count, place)
+
+    def leave(self) -> None:
+        self.native.leave()
+
+    @property
+    def has_left(self) -> bool:
+        return bool(self.native.has_left)
+
+
+class PeerKernels(Base):  # type: ignore[misc]  # the kernels' package is found at run time
+    """The ops of steps that several processes compute together."""
+
+    def peers(self, memory: mmap.mmap, rank: int, count: int) -> CpuPeers:
+        return CpuPeers(memory, rank, count)
+
+    def sum_peers(self, x: Tensor, peers: Peers) -> Tensor:
+        assert isinstance(peers, CpuPeers) and x.dtype == torch.float32, "made by these kernels"
+        with self._program(len(x), x, peers) as program:
+            program.sum_peers(peers.native, at(x), x.stride(0))
+        return x
+
+    def share_broken(self, rows: int, plan: _native.Plan, peers: Peers) -> None:
+        assert isinstance(peers, CpuPeers), "made by these kernels"
+        with self._program(rows, peers, plan=plan) as program:
+            program.share_broken(peers.native)
+
+    def gather_peers(self, x: Tensor, widths: Sequence[int], peers: Peers) -> Tensor:
+        assert isinstance(peers, CpuPeers) and x.shape[1] == widths[peers.rank], "made by these kernels"
+        out = self._floats("gather_peers", len(x), sum(widths))
+        with self._program(len(x), x, peers) as program:
+            program.gather_peers(peers.native, at(x), x.stride(0), list(widths), at(out), out.stride(0))
+        found: Tensor = out[:, : sum(widths)]
+        return found

@@ -1,0 +1,78 @@
+#include "peers.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "thread_pool.h"
+
+namespace specserve {
+
+Peers::Peers(void* memory, int rank, int count, int64_t bytes)
+    : memory_((uint8_t*)memory), rank_(rank), count_(count), bytes_((bytes + 63) / 64 * 64) {}
+
+int64_t Peers::size(int count, int64_t bytes) {
+  return sizeof(Header) + count * sizeof(Arrived) + 2 * count * ((bytes + 63) / 64 * 64);
+}
+
+float* Peers::place(int rank, uint64_t meeting) const {
+  uint8_t* first = memory_ + sizeof(Header) + count_ * sizeof(Arrived);
+  return (float*)(first + ((meeting & 1) * count_ + rank) * bytes_);
+}
+
+void Peers::meet() {
+  ++meetings_;
+  arrived(rank_).meetings.store(meetings_, std::memory_order_release);
+  for (int rank = 0; rank < count_; ++rank)
+    for (Wait wait; arrived(rank).meetings.load(std::memory_order_acquire) < meetings_ && !has_left();) wait.once();
+}
+
+void Peers::sum(float* x, int64_t count) {
+  const int64_t at_once = bytes_ / int64_t(sizeof(float));
+  for (int64_t first = 0; first < count; first += at_once) {
+    const int64_t n = std::min(at_once, count - first);
+    float* some = x + first;
+    std::memcpy(own(), some, n * sizeof(float));
+    meet();
+    std::memcpy(some, of(0), n * sizeof(float));
+    for (int rank = 1; rank < count_; ++rank) {
+      const float* part = of(rank);
+      for (int64_t i = 0; i < n; ++i) some[i] += part[i];
+    }
+  }
+}
+
+void Peers::gather(const float* x, int64_t rows, int64_t x_stride, const int64_t* widths, float* out, int64_t stride) {
+  const int64_t widest = *std::max_element(widths, widths + count_), room = bytes_ / int64_t(sizeof(float));
+  const int64_t columns = std::min(widest, room), at_once = std::max<int64_t>(1, room / columns);
+  for (int64_t first = 0; first < rows; first += at_once)
+    for (int64_t left = 0; left < widest; left += columns)
+      gather_piece(x + first * x_stride, std::min(at_once, rows - first), x_stride, left, columns, widths, out + first * stride, stride);
+}
+
+// Columns [left, left + columns) of each part, where it has them.
+void Peers::gather_piece(const float* x, int64_t rows, int64_t x_stride, int64_t left, int64_t columns, const int64_t* widths,
+                         float* out, int64_t stride) {
+  const auto width = [&](int rank) { return std::clamp<int64_t>(widths[rank] - left, 0, columns); };
+  for (int64_t row = 0; row < rows; ++row)
+    std::memcpy(own() + row * columns, x + row * x_stride + left, width(rank_) * sizeof(float));
+  meet();
+  for (int64_t row = 0; row < rows; ++row) {
+    float* to = out + row * stride + left;
+    for (int rank = 0; rank < count_; to += widths[rank++])
+      std::memcpy(to, of(rank) + row * columns, width(rank) * sizeof(float));
+  }
+}
+
+void Peers::any(std::atomic<bool>* flags, int64_t n) {
+  for (int64_t first = 0; first < n; first += bytes_) {
+    const int64_t count = std::min(bytes_, n - first);
+    uint8_t* mine = (uint8_t*)own();
+    for (int64_t i = 0; i < count; ++i) mine[i] = flags[first + i].load(std::memory_order_relaxed);
+    meet();
+    for (int rank = 0; rank < count_; ++rank)
+      for (int64_t i = 0; i < count; ++i)
+        if (((const uint8_t*)of(rank))[i]) flags[first + i].store(true, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace specserve

@@ -1,0 +1,59 @@
+// Processes that each compute a part of the same step, and the memory that all of them have mapped.
+//
+// They meet once for each sum. A part is written to this process's place, all wait for each other, and everybody adds the
+// parts up in the order of the ranks: the same numbers in every process, whoever came last. There are two places each, in
+// turns: who writes to one again has met all others once more, and they had read it before they came there.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace specserve {
+
+class Peers {
+ public:
+  // `memory` is zeros at first, `size(count, bytes)` of them, aligned to 64, and outlives this.
+  Peers(void* memory, int rank, int count, int64_t bytes);
+  Peers(const Peers&) = delete;
+  static int64_t size(int count, int64_t bytes);
+
+  int rank() const { return rank_; }
+  int count() const { return count_; }
+
+  // x [count] becomes the sum of what all ranks have there.
+  void sum(float* x, int64_t count);
+
+  // out [rows, stride] gets what all ranks have, side by side: x [rows, width] of this one, and `widths` of all. Columns
+  // behind them are not written.
+  void gather(const float* x, int64_t rows, int64_t x_stride, const int64_t* widths, float* out, int64_t stride);
+
+  // flags [n]: set where any rank's are.
+  void any(std::atomic<bool>* flags, int64_t n);
+
+  // Nobody waits here any more, now or ever: what is computed from then on is nothing.
+  void leave() { header().left.store(1, std::memory_order_release); }
+  bool has_left() const { return header().left.load(std::memory_order_acquire); }
+
+ private:
+  struct alignas(64) Arrived {
+    std::atomic<uint64_t> meetings;
+  };
+  struct alignas(64) Header {
+    std::atomic<uint32_t> left;
+  };
+  Header& header() const { return *(Header*)memory_; }
+  Arrived& arrived(int rank) const { return ((Arrived*)(memory_ + sizeof(Header)))[rank]; }
+  float* place(int rank, uint64_t meeting) const;
+  float* own() const { return place(rank_, meetings_ + 1); }      // for the next meeting
+  float* of(int rank) const { return place(rank, meetings_); }  // of the last one
+  void meet();
+  void gather_piece(const float* x, int64_t rows, int64_t x_stride, int64_t left, int64_t columns, const int64_t* widths,
+                    float* out, int64_t stride);
+
+  uint8_t* memory_;
+  int rank_, count_;
+  int64_t bytes_;  // of a place, at least 64
+  uint64_t meetings_ = 0;
+};
+
+}  // namespace specserve

@@ -1,0 +1,176 @@
+"""What the first process of a model tells the others, and what they say while they start. A connection is a socket pair
+that only they have."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.ops import AttentionRows
+from specserve.runtime.pack import StepInput
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Load(msgspec.Struct, tag="load", array_like=True):
+    """Load this part of the model in `folder`."""
+
+    rank: int
+    size: int
+    folder: str
+    max_len: int | None
+    dtype: str
+    quantization: str
+    threads: int
+    isa: str
+
+
+class Begin(msgspec.Struct, tag="begin", array_like=True):
+    """Make a KV cache of so many blocks; steps come from now on."""
+
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_logit_rows: int
+    num_adapters: int
+    max_lora_rank: int
+
+
+class Run(msgspec.Struct, tag="run", array_like=True):
+    """A step: StepInput without what is sampled."""
+
+    tokens: bytes
+    positions: bytes
+    logit_rows: bytes
+    num_rows: int
+    starts: bytes
+    cached: bytes
+    tables: bytes
+    parents: bytes
+    adapters: bytes | None
+
+    @classmethod
+    def of(cls, step: StepInput) -> Run:
+        rows = step.rows
+        return cls(
+            step.token_ids.tobytes(),
+            step.positions.tobytes(),
+            step.logit_rows.tobytes(),
+            rows.num_rows,
+            rows.query_starts.tobytes(),
+            rows.cached.tobytes(),
+            rows.block_tables.tobytes(),
+            rows.parents.tobytes(),
+            None if step.adapters is None else step.adapters.tobytes(),
+        )
+
+    def step(self) -> StepInput:
+        cached = _int32(self.cached)
+        return StepInput(
+            token_ids=_int64(self.tokens),
+            positions=_int64(self.positions),
+            logit_rows=_int64(self.logit_rows),
+            rows=AttentionRows(
+                self.num_rows,
+                _int32(self.starts),
+                cached,
+                _int32(self.tables).reshape(len(cached), -1),
+                _int32(self.parents),
+            ),
+            adapters=None if self.adapters is None else _int64(self.adapters),
+        )
+
+
+class CopySlots(msgspec.Struct, tag="copy", array_like=True):
+    sources: list[int]
+    targets: list[int]
+
+
+class Weights(msgspec.Struct, array_like=True):
+    """A LowRank, float32."""
+
+    shape_a: tuple[int, int]
+    a: bytes
+    shape_b: tuple[int, int]
+    b: bytes
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True):
+    digest: str
+    weights: Mapping[str, Weights]
+
+
+class DropAdapter(msgspec.Struct, tag="drop_adapter", array_like=True):
+    digest: str
+
+
+class PlaceAdapter(msgspec.Struct, tag="place_adapter", array_like=True):
+    slot: int
+    digest: str | None
+
+
+class Done(msgspec.Struct, tag="done"):
+    """It is loaded, or has begun."""
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """Why it ends; `kind` is the name of the error's class."""
+
+    kind: str
+    message: str
+
+
+Command = Load | Begin | Run | CopySlots | LoadAdapter | DropAdapter | PlaceAdapter
+Reply = Done | Failed
+
+
+class Connection:
+    """One end. Whoever reads, and whoever writes, is one thread at a time."""
+
+    def __init__(self, end: socket.socket, kind: Any) -> None:
+        self._end, self._stream = end, end.makefile("rb")
+        self._decode, self._encode = msgspec.msgpack.Decoder(kind).decode, msgspec.msgpack.Encoder().encode
+
+    def send(self, message: Command | Reply) -> None:
+        """Raises OSError where nobody reads."""
+        self.send_bytes(self.encoded(message))
+
+    def encoded(self, message: Command | Reply) -> bytes:
+        return self._encode(message)
+
+    def send_bytes(self, message: bytes) -> None:
+        self._end.sendall(_LENGTH.pack(len(message)) + message)
+
+    def receive(self) -> Any:
+        """Waits. Raises EOFError where nothing will come any more."""
+        return self._decode(self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0]))
+
+    def _read(self, count: int) -> bytes:
+        try:
+            found = self._stream.read(count)
+        except OSError:
+            found = b""
+        if len(found) < count:
+            raise EOFError("The other end is closed.")
+        return found
+
+    def close(self) -> None:
+        """Whoever reads finds the end."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
+
+def _int64(data: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(data, np.int64)
+
+
+def _int32(data: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(data, np.int32)
