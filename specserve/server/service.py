@@ -11,9 +11,10 @@ from specserve.errors import InputError, PromptTooLongError
 from specserve.prompts import bad_word_ids
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
+from specserve.server.engine.keeper import State
 from specserve.server.engine.messages import Ready
 from specserve.server.engine.replicas import Replicas
-from specserve.server.engine.supervisor import State, Supervisor
+from specserve.server.engine.supervisor import Supervisor
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
 from specserve.server.prompts import Prompts

@@ -16,7 +16,7 @@ from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError
 from specserve.server.answers import Prepared
 from specserve.server.chats import Chats
-from specserve.server.engine.supervisor import State
+from specserve.server.engine.keeper import State
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
 from specserve.server.prompts import num_characters

@@ -65,7 +65,7 @@ class Observer(Protocol):
 
 
 class EngineClient:
-    """One engine process, an EnginePort for requests whose ids no other has had.
+    """One engine, an EnginePort for requests whose ids no other has had. How messages get there is the subclass's.
 
     `gauges` is the engine after its last step. `last_progress` is time.monotonic() of the last sign that it moves while
     requests are open: a beat of its pulse inside a step, a step that ran rows or had events, or a new request to none;
@@ -74,7 +74,7 @@ class EngineClient:
     side, or one that is none.
     """
 
-    def __init__(self, end: socket.socket, observer: Observer) -> None:
+    def __init__(self, observer: Observer) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gauges: Gauges | None = None
         self.last_progress = self.last_advanced = time.monotonic()
@@ -83,12 +83,10 @@ class EngineClient:
         self._open = Listeners()
         self._changes: dict[int, AdapterDone] = {}  # of adapters, that the engine has yet to answer
         self._num_changes = 0
-        self._pipe = Pipe(end)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Report).decode
         self.is_broken = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._pipe, self._read)
 
     @property
     def num_open(self) -> int:
@@ -158,35 +156,15 @@ class EngineClient:
             self.ready.exception()  # looked at, so that a start that nobody waits for any more is no warning
 
     def close(self) -> None:
-        self._loop.remove_reader(self._pipe)
-        self._loop.remove_writer(self._pipe)
-        self._pipe.close()
+        """Let go of the connection."""
+        raise NotImplementedError
 
     def _send(self, command: Command) -> None:
         self._write(self._encode(command))
 
     def _write(self, message: bytes) -> None:
-        self._pipe.send(message)
-        if self._pipe.is_behind:
-            self._loop.add_writer(self._pipe, self._flush)
-
-    def _flush(self) -> None:
-        self._pipe.flush()
-        if not self._pipe.is_behind:
-            self._loop.remove_writer(self._pipe)
-
-    def _read(self) -> None:
-        """Read some of what has come: an engine that is quicker than this must not keep everybody else from the event
-        loop. That one has gone is for others to notice."""
-        try:
-            for message in self._pipe.receive():
-                self._take(self._decode(message))
-        except EOFError:
-            self._loop.remove_reader(self._pipe)
-        except Exception:
-            _log.exception("What the engine says cannot be read.")
-            self.is_broken = True
-            self._loop.remove_reader(self._pipe)
+        """Send it, without waiting."""
+        raise NotImplementedError
 
     def _take(self, report: Report) -> None:
         match report:
@@ -212,3 +190,40 @@ class EngineClient:
     def _count(self, events: list[Event]) -> None:
         for event in events:
             self._observer.notify(event)
+
+
+class LocalClient(EngineClient):
+    """An engine in a process of this machine, at the other end of a pair of sockets."""
+
+    def __init__(self, end: socket.socket, observer: Observer) -> None:
+        super().__init__(observer)
+        self._pipe = Pipe(end)
+        self._loop.add_reader(self._pipe, self._read)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._pipe)
+        self._loop.remove_writer(self._pipe)
+        self._pipe.close()
+
+    def _write(self, message: bytes) -> None:
+        self._pipe.send(message)
+        if self._pipe.is_behind:
+            self._loop.add_writer(self._pipe, self._flush)
+
+    def _flush(self) -> None:
+        self._pipe.flush()
+        if not self._pipe.is_behind:
+            self._loop.remove_writer(self._pipe)
+
+    def _read(self) -> None:
+        """Read some of what has come: an engine that is quicker than this must not keep everybody else from the event
+        loop. That one has gone is for others to notice."""
+        try:
+            for message in self._pipe.receive():
+                self._take(self._decode(message))
+        except EOFError:
+            self._loop.remove_reader(self._pipe)
+        except Exception:
+            _log.exception("What the engine says cannot be read.")
+            self.is_broken = True
+            self._loop.remove_reader(self._pipe)

@@ -13,8 +13,9 @@ from aiohttp import web
 from specserve.adapters import AdapterSource
 from specserve.errors import InputError
 from specserve.server.engine.client import UnknownAdapterError
+from specserve.server.engine.keeper import State
 from specserve.server.engine.replicas import Replicas
-from specserve.server.engine.supervisor import State, Supervisor
+from specserve.server.engine.supervisor import Supervisor
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context
 from specserve.server.http.origin import check_origin

@@ -19,9 +19,10 @@ from specserve.machine.memory import return_large_blocks
 from specserve.registry import DRAFTERS
 from specserve.server.admission import Admission
 from specserve.server.chats import Chats
+from specserve.server.engine.keeper import Timeouts
 from specserve.server.engine.replicas import Replicas
 from specserve.server.engine.spawn import EngineSpawner
-from specserve.server.engine.supervisor import Supervisor, Timeouts
+from specserve.server.engine.supervisor import Supervisor
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.http.app import check_root_path, make_app
 from specserve.server.http.context import Context

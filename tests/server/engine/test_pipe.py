@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 
 from specserve.engine.request import Request
 from specserve.errors import CapacityError, ConfigError, EngineError, ModelError, NotFetchedError, SpecserveError
-from specserve.server.engine.client import EngineClient
+from specserve.server.engine.client import LocalClient
 from specserve.server.engine.messages import Failed, Gauges, ResetPrefixCache, Stepped, Stop, Wake
 from specserve.server.engine.pipe import Pipe
 from specserve.server.engine.process import Wire
@@ -153,7 +153,7 @@ def test_commands_that_an_engine_does_not_read_yet() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client = EngineClient(ours, Silent())
+        client = LocalClient(ours, Silent())
         client.configure({"text": "x" * LARGE})
         for _ in range(100):
             client.reset_prefix_cache()
@@ -176,7 +176,7 @@ def test_an_engine_that_rests_is_told_of_what_is_about_to_come() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client, wire = EngineClient(ours, Silent()), Wire(theirs)
+        client, wire = LocalClient(ours, Silent()), Wire(theirs)
         client.wake_engine()
         assert wire.commands(0) == [Wake()]
         request = Request(id="7", prompt_ids=[1], params=SamplingParams())
@@ -197,7 +197,7 @@ def test_what_is_left_behind_by_an_engine_that_has_gone() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client, wire = EngineClient(ours, Silent()), Wire(theirs)
+        client, wire = LocalClient(ours, Silent()), Wire(theirs)
         request = Request(id="7", prompt_ids=[1], params=SamplingParams())
         client.submit(request, [].append)
         client.abort("7", 0)
@@ -216,7 +216,7 @@ def test_what_is_left_behind_by_an_engine_that_has_gone() -> None:
 def test_a_listener_that_raises_costs_nobody_an_event() -> None:
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client, wire = EngineClient(ours, Silent()), Wire(theirs)
+        client, wire = LocalClient(ours, Silent()), Wire(theirs)
         got: list[Any] = []
         for name, listener in (("0", lambda _: 1 // 0), ("1", got.append)):
             client.submit(Request(id=name, prompt_ids=[1], params=SamplingParams()), listener)
@@ -237,7 +237,7 @@ def test_a_request_that_cannot_be_sent_is_not_waited_for() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client, wire = EngineClient(ours, Silent()), Wire(theirs)
+        client, wire = LocalClient(ours, Silent()), Wire(theirs)
         with pytest.raises(OverflowError):
             client.submit(Request(id="7", prompt_ids=[2**64], params=SamplingParams()), [].append)
         assert client.num_open == 0
@@ -252,7 +252,7 @@ def test_bytes_that_are_no_report() -> None:
 
     async def play() -> None:
         ours, theirs = socket.socketpair()
-        client, other = EngineClient(ours, Silent()), Pipe(theirs)
+        client, other = LocalClient(ours, Silent()), Pipe(theirs)
         other.send(msgspec.msgpack.encode(Failed("first")))
         other.send(b"\xc1")
         other.send(msgspec.msgpack.encode(Failed("second")))

@@ -24,9 +24,9 @@ from specserve.machine.cores import usable_cores
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
 from specserve.server.engine.client import UnknownAdapterError
+from specserve.server.engine.keeper import State
 from specserve.server.engine.process import _check_device
 from specserve.server.engine.replicas import Replicas
-from specserve.server.engine.supervisor import State
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
 from specserve.server.service import Service

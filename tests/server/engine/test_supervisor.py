@@ -19,8 +19,9 @@ from specserve.errors import EngineError, ModelError
 from specserve.llm import LLM
 from specserve.server.answers import Answers, Prepared
 from specserve.server.chats import Chats
+from specserve.server.engine.keeper import State, Timeouts
 from specserve.server.engine.spawn import EngineSpawner
-from specserve.server.engine.supervisor import State, Supervisor, Timeouts
+from specserve.server.engine.supervisor import Supervisor
 from specserve.server.grammar_validator import GrammarValidator
 from specserve.server.metrics import Metrics
 from specserve.server.service import Service
