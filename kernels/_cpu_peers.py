@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,18 +13,22 @@ from torch import Tensor
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_base import Base
 from specserve.kernels._cpu_rows import at
-from specserve.ops.peers import Peers
+from specserve.ops.peers import Gather, Peers
+
+_log = logging.getLogger(__name__)
 
 
 class CpuPeers:
     """Peers over one piece of memory, which it keeps."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, count: int) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, count: int, gather: Gather | None) -> None:
         self.rank, self.count = rank, count
         self._memory = memory
         head = _native.Peers.size(count, 0)
-        place = (len(memory) - head) // (2 * count) // 64 * 64
-        self.native = _native.Peers(ctypes.addressof(ctypes.c_char.from_buffer(memory)), rank, count, place)
+        num_bytes = (len(memory) - head) // (2 * count) // 64 * 64
+        gather_places = None if gather is None else _gather(gather, memory, rank, count, num_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.native = _native.Peers(address, rank, count, num_bytes, gather_places)
 
     def leave(self) -> None:
         self.native.leave()
@@ -36,8 +41,8 @@ class CpuPeers:
 class PeerKernels(Base):  # type: ignore[misc]  # the kernels' package is found at run time
     """The ops of steps that several processes compute together."""
 
-    def peers(self, memory: mmap.mmap, rank: int, count: int) -> CpuPeers:
-        return CpuPeers(memory, rank, count)
+    def peers(self, memory: mmap.mmap, rank: int, count: int, gather: Gather | None = None) -> CpuPeers:
+        return CpuPeers(memory, rank, count, gather)
 
     def sum_peers(self, x: Tensor, peers: Peers) -> Tensor:
         assert isinstance(peers, CpuPeers) and x.dtype == torch.float32, "made by these kernels"
@@ -57,3 +62,21 @@ class PeerKernels(Base):  # type: ignore[misc]  # the kernels' package is found 
             program.gather_peers(peers.native, at(x), x.stride(0), list(widths), at(out), out.stride(0))
         found: Tensor = out[:, : sum(widths)]
         return found
+
+
+def _gather(gather: Gather, memory: mmap.mmap, rank: int, count: int, num_bytes: int) -> Callable[[int, int], bool]:
+    """As native code calls it: for one of the two places of all ranks in `memory`, filled as far as it says."""
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    places = [
+        [whole[_native.Peers.place_at(count, num_bytes, each, half) :] for each in range(count)] for half in (0, 1)
+    ]
+
+    def gather_places(half: int, filled: int) -> bool:
+        try:
+            gather([place[:filled] for place in places[half]], rank)
+        except Exception as error:  # native code is no place for it
+            _log.error("Another process of the model cannot be reached: %s", error)
+            return False
+        return True
+
+    return gather_places

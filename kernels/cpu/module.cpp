@@ -1,12 +1,15 @@
 // What Python sees: addresses and shapes in, nothing checked twice. kernels/cpu.py owns the memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -256,10 +259,13 @@ NB_MODULE(_native, m) {
       .def_prop_ro("threads", &ThreadPool::threads)
       .def("set_pulse", [](ThreadPool& pool, Address counter) { pool.set_pulse(at<uint64_t>(counter)); });
   nb::class_<Peers>(m, "Peers")
-      .def("__init__", [](Peers* self, Address memory, int rank, int count, int64_t bytes) {
-        new (self) Peers(at<void>(memory), rank, count, bytes);
-      })
+      .def("__init__",
+           [](Peers* self, Address memory, int rank, int count, int64_t bytes, std::optional<Peers::Gather> gather) {
+             new (self) Peers(at<void>(memory), rank, count, bytes, gather.value_or(nullptr));
+           },
+           "memory"_a, "rank"_a, "count"_a, "bytes"_a, "gather"_a = nb::none())
       .def_static("size", &Peers::size)
+      .def_static("place_at", &Peers::place_at)
       .def("leave", &Peers::leave)
       .def_prop_ro("has_left", &Peers::has_left);
   m.def("read_bandwidth",

@@ -2,25 +2,31 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "thread_pool.h"
 
 namespace specserve {
 
-Peers::Peers(void* memory, int rank, int count, int64_t bytes)
-    : memory_((uint8_t*)memory), rank_(rank), count_(count), bytes_((bytes + 63) / 64 * 64) {}
+Peers::Peers(void* memory, int rank, int count, int64_t bytes, Gather gather)
+    : memory_((uint8_t*)memory), rank_(rank), count_(count), bytes_((bytes + 63) / 64 * 64), gather_(std::move(gather)) {}
 
-int64_t Peers::size(int count, int64_t bytes) {
-  return sizeof(Header) + count * sizeof(Arrived) + 2 * count * ((bytes + 63) / 64 * 64);
+int64_t Peers::size(int count, int64_t bytes) { return place_at(count, bytes, 0, 2); }
+
+int64_t Peers::place_at(int count, int64_t bytes, int rank, int places) {
+  return sizeof(Header) + count * sizeof(Arrived) + (places * count + rank) * ((bytes + 63) / 64 * 64);
 }
 
 float* Peers::place(int rank, uint64_t meeting) const {
-  uint8_t* first = memory_ + sizeof(Header) + count_ * sizeof(Arrived);
-  return (float*)(first + ((meeting & 1) * count_ + rank) * bytes_);
+  return (float*)(memory_ + place_at(count_, bytes_, rank, meeting & 1));
 }
 
-void Peers::meet() {
+void Peers::meet(int64_t bytes) {
   ++meetings_;
+  if (gather_) {
+    if (!has_left() && !gather_(meetings_ & 1, bytes)) leave();
+    return;
+  }
   arrived(rank_).meetings.store(meetings_, std::memory_order_release);
   for (int rank = 0; rank < count_; ++rank)
     for (Wait wait; arrived(rank).meetings.load(std::memory_order_acquire) < meetings_ && !has_left();) wait.once();
@@ -32,7 +38,7 @@ void Peers::sum(float* x, int64_t count) {
     const int64_t n = std::min(at_once, count - first);
     float* some = x + first;
     std::memcpy(own(), some, n * sizeof(float));
-    meet();
+    meet(n * sizeof(float));
     std::memcpy(some, of(0), n * sizeof(float));
     for (int rank = 1; rank < count_; ++rank) {
       const float* part = of(rank);
@@ -55,7 +61,7 @@ void Peers::gather_piece(const float* x, int64_t rows, int64_t x_stride, int64_t
   const auto width = [&](int rank) { return std::clamp<int64_t>(widths[rank] - left, 0, columns); };
   for (int64_t row = 0; row < rows; ++row)
     std::memcpy(own() + row * columns, x + row * x_stride + left, width(rank_) * sizeof(float));
-  meet();
+  meet(rows * columns * sizeof(float));
   for (int64_t row = 0; row < rows; ++row) {
     float* to = out + row * stride + left;
     for (int rank = 0; rank < count_; to += widths[rank++])
@@ -68,7 +74,7 @@ void Peers::any(std::atomic<bool>* flags, int64_t n) {
     const int64_t count = std::min(bytes_, n - first);
     uint8_t* mine = (uint8_t*)own();
     for (int64_t i = 0; i < count; ++i) mine[i] = flags[first + i].load(std::memory_order_relaxed);
-    meet();
+    meet(count);
     for (int rank = 0; rank < count_; ++rank)
       for (int64_t i = 0; i < count; ++i)
         if (((const uint8_t*)of(rank))[i]) flags[first + i].store(true, std::memory_order_relaxed);

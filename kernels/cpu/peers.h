@@ -2,20 +2,27 @@
 //
 // They meet once for each sum. A part is written to this process's place, all wait for each other, and everybody adds the
 // parts up in the order of the ranks: the same numbers in every process, whoever came last. There are two places each, in
-// turns: who writes to one again has met all others once more, and they had read it before they came there.
+// turns: who writes to one again has met all others once more, and they had read it before they came there. Processes that
+// share no memory each have their own, and meet by a call that gathers the others' parts in it.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 namespace specserve {
 
 class Peers {
  public:
-  // `memory` is zeros at first, `size(count, bytes)` of them, aligned to 64, and outlives this.
-  Peers(void* memory, int rank, int count, int64_t bytes);
+  // Fills places 0 or 1 of all other ranks, so many bytes of each; false where that cannot be, now or ever.
+  using Gather = std::function<bool(int places, int64_t bytes)>;
+
+  // `memory` is zeros at first, `size(count, bytes)` of them, aligned to 64, and outlives this. Without `gather` all ranks
+  // have it mapped.
+  Peers(void* memory, int rank, int count, int64_t bytes, Gather gather = nullptr);
   Peers(const Peers&) = delete;
   static int64_t size(int count, int64_t bytes);
+  static int64_t place_at(int count, int64_t bytes, int rank, int places);  // from the beginning of `memory`
 
   int rank() const { return rank_; }
   int count() const { return count_; }
@@ -46,13 +53,14 @@ class Peers {
   float* place(int rank, uint64_t meeting) const;
   float* own() const { return place(rank_, meetings_ + 1); }      // for the next meeting
   float* of(int rank) const { return place(rank, meetings_); }  // of the last one
-  void meet();
+  void meet(int64_t bytes);  // that are in all places
   void gather_piece(const float* x, int64_t rows, int64_t x_stride, int64_t left, int64_t columns, const int64_t* widths,
                     float* out, int64_t stride);
 
   uint8_t* memory_;
   int rank_, count_;
   int64_t bytes_;  // of a place, at least 64
+  Gather gather_;
   uint64_t meetings_ = 0;
 };
 

@@ -1,5 +1,7 @@
 """Types of the compiled module: see kernels/cpu/module.cpp. Addresses are those of memory that the caller keeps."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,9 +36,13 @@ class ThreadPool:
     def set_pulse(self, counter: int) -> None: ...
 
 class Peers:
-    def __init__(self, memory: int, rank: int, count: int, bytes: int) -> None: ...
+    def __init__(
+        self, memory: int, rank: int, count: int, bytes: int, gather: Callable[[int, int], bool] | None = None
+    ) -> None: ...
     @staticmethod
     def size(count: int, bytes: int) -> int: ...
+    @staticmethod
+    def place_at(count: int, bytes: int, rank: int, places: int) -> int: ...
     def leave(self) -> None: ...
     has_left: bool
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from specserve.errors import ConfigError
+
+Gather: TypeAlias = Callable[[list[Tensor], int], None]
 
 
 class Peers(Protocol):
@@ -28,9 +30,11 @@ class Peers(Protocol):
 class PeerOps(Protocol):
     """The part of the op contract that is for them."""
 
-    def peers(self, memory: mmap.mmap, rank: int, count: int) -> Peers:
-        """Those that have mapped this memory, which was zeros at first. Raises ConfigError where there are no kernels
-        for them."""
+    def peers(self, memory: mmap.mmap, rank: int, count: int, gather: Gather | None = None) -> Peers:
+        """Those that have mapped this memory, which was zeros at first. Without memory that all can map, `gather` is
+        given the parts of all ranks, uint8 [bytes], and the own rank, fills the other parts with what those have in
+        theirs, and raises where it cannot; it may be called on any thread. Raises ConfigError where there are no
+        kernels for them."""
 
     def sum_peers(self, x: Tensor, peers: Peers) -> Tensor:
         """The sum of all ranks' x float32 [rows, any], rank after rank. `x` is overwritten."""
@@ -47,7 +51,7 @@ class NoPeers:
 
     name: str
 
-    def peers(self, memory: mmap.mmap, rank: int, count: int) -> Peers:
+    def peers(self, memory: mmap.mmap, rank: int, count: int, gather: Gather | None = None) -> Peers:
         raise ConfigError(
             f"--tensor-parallel-size: the {self.name} kernels compute no model in several processes; the native ones "
             "for CPUs do."

@@ -18,6 +18,7 @@ from specserve.models.loader import load_model, native_spec
 from specserve.models.sharding import Shard, sharded
 from specserve.models.spec import DecoderSpec
 from specserve.ops import Peers
+from specserve.ops.peers import Gather
 from specserve.testing import Feed, PagedDecoder, write_tiny_model
 from tests.models.test_architectures import ALL_WEIGHTS, CASES, PROMPT, make_ops, write
 from tests.models.test_remote_families import CASES as REMOTE, write as write_remote
@@ -29,13 +30,30 @@ PROMPTS = [PROMPT, PROMPT[3:20], PROMPT[::-1][:33]]
 JOINTLY_NORMED = ("olmo2", "olmo3", "olmoe")
 
 
-def in_ranks(size: int, run: Callable[[int, Peers, Any], Any], kernels: str = "native-float32") -> list[Any]:
-    """What `run` returns in each of so many threads, which share memory as processes would."""
+class Gathering:
+    """Parts that go from thread to thread, as they would over a network."""
+
+    def __init__(self, size: int) -> None:
+        self._parts: list[torch.Tensor] = [torch.empty(0)] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def __call__(self, parts: list[torch.Tensor], rank: int) -> None:
+        self._parts[rank] = parts[rank].clone()
+        self._barrier.wait()
+        for part, sent in zip(parts, self._parts, strict=True):
+            part.copy_(sent)
+        self._barrier.wait()
+
+
+def in_ranks(
+    size: int, run: Callable[[int, Peers, Any], Any], kernels: str = "native-float32", gather: Gather | None = None
+) -> list[Any]:
+    """What `run` returns in each of so many threads, which share memory as processes would, or else `gather`."""
     memory, found, errors = mmap.mmap(-1, 2**18), dict[int, Any](), list[BaseException]()
 
     def work(rank: int) -> None:
         ops = make_ops(kernels)
-        peers = ops.peers(memory, rank, size)
+        peers = ops.peers(memory if gather is None else mmap.mmap(-1, 2**14), rank, size, gather)
         try:
             found[rank] = run(rank, peers, ops)
         except BaseException as error:
@@ -52,7 +70,9 @@ def in_ranks(size: int, run: Callable[[int, Peers, Any], Any], kernels: str = "n
     return [found[rank] for rank in range(size)]
 
 
-def logits(folder: Path, size: int, kernels: str = "native-float32", alone: bool = False) -> list[torch.Tensor]:
+def logits(
+    folder: Path, size: int, kernels: str = "native-float32", alone: bool = False, gather: Gather | None = None
+) -> list[torch.Tensor]:
     """Of each rank, for PROMPTS in one step or, `alone`, in steps of their own and by chunks of 10."""
 
     def run(rank: int, peers: Peers | None, ops: Any) -> torch.Tensor:
@@ -63,7 +83,7 @@ def logits(folder: Path, size: int, kernels: str = "native-float32", alone: bool
 
     if size == 1:
         return [run(0, None, make_ops(kernels))]
-    return in_ranks(size, run, kernels)
+    return in_ranks(size, run, kernels, gather)
 
 
 def sizes(folder: Path) -> list[int]:
@@ -109,6 +129,27 @@ def test_a_row_has_the_same_bits_in_any_step(case: str, kernels: str, tmp_path: 
     (whole,) = logits(folder, 1, kernels)
     error = (together[0] - whole).abs().max() / whole.abs().max()
     assert error < {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1, "int4": 0.5}[kernels.partition("-")[2]]
+
+
+def test_sums_of_processes_without_common_memory_have_the_same_bits(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m", "llama", num_key_value_heads=4)
+    for size in (2, 3, 4):
+        shared, apart = logits(folder, size), logits(folder, size, gather=Gathering(size))
+        for one, other in zip(shared, apart, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_who_cannot_be_reached_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(parts: list[torch.Tensor], rank: int) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def run(rank: int, peers: Peers, ops: Any) -> bool:
+        for _ in range(2):
+            ops.sum_peers(torch.ones(2, 32), peers)
+        return peers.has_left
+
+    assert in_ranks(2, run, gather=broken) == [True, True]
+    assert caplog.text.count("Another process of the model cannot be reached: Connection closed by peer") == 2
 
 
 def test_parts_are_even_and_complete() -> None:
