@@ -92,6 +92,7 @@ def trained(tiny: Path, expected: Tokens, tmp_path_factory: pytest.TempPathFacto
     "options",
     [
         {"drafter": "recycle", "adaptive": False, "max_num_batched_tokens": 16},
+        {"drafter": "suffix", "adaptive": False},
         {"drafter": "eagle", "adaptive": False, "drafter_options": {"top_k": 2}},
         {"drafter": "eagle-1", "adaptive": False},
         {"drafter": "block", "adaptive": False},
@@ -112,6 +113,35 @@ def test_drafters_change_no_bit(
             outputs = llm.generate(PROMPTS, PARAMS)
             assert [each.outputs[0].token_ids for each in outputs] == expected
         assert sum(each.outputs[0].stats.num_accepted_tokens for each in outputs) > 0
+
+
+def test_a_prediction_changes_no_bit(tiny: Path, expected: Tokens) -> None:
+    with make(tiny, 2) as llm:
+        for prompt, params, tokens in zip(PROMPTS, PARAMS, expected, strict=True):
+            (answer,) = llm.generate(prompt, params, prediction=[*tokens[:9], 1, 2, *tokens[11:]])[0].outputs
+            assert answer.token_ids == tokens
+            assert answer.stats.accepted_prediction_tokens > 0
+
+
+def test_the_real_model_says_the_same_but_for_ties(smollm2: Path) -> None:
+    """In fp32 sums of two parts round otherwise than sums of one: where answers part, the two tokens are as likely."""
+    texts = ["The capital of France is", "def fibonacci(n):", "1, 2, 3, 4,", "Once upon a time, in a small village,"]
+    params = SamplingParams(temperature=0, max_tokens=48, logprobs=2, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        with make(smollm2, size, drafter="ngram", max_model_len=256, quantization="none") as llm:
+            found.append([each.outputs[0] for each in llm.generate(texts, params)])
+    for one, two in zip(*found, strict=True):
+        parted = next(
+            (i for i, pair in enumerate(zip(one.token_ids, two.token_ids, strict=True)) if len(set(pair)) > 1), None
+        )
+        same = len(one.token_ids) if parted is None else parted
+        assert same > 0
+        for i in range(same):
+            assert abs(one.logprobs[i].logprob - two.logprobs[i].logprob) < 1e-3
+        if parted is not None:
+            best, next_best = sorted(one.logprobs[parted].top.values(), reverse=True)[:2]
+            assert best - next_best < 1e-3, f"answers part at token {parted}"
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
