@@ -185,6 +185,7 @@ class SequenceStats:
     drafted_by_position: list[int] = field(default_factory=list)  # [i]: drafts that had a token at depth i
     num_preemptions: int = 0
     num_prefix_cached_tokens: int = 0
+    num_received_tokens: int = 0  # of the prompt, whose KV came from another engine
     by_source: dict[str, list[int]] = field(default_factory=dict)  # tokens drafted and accepted, of each that proposed
     drafter: str = "none"  # whose drafts it gets
     longest_draft: int = 0  # tokens that a draft of it may have, unless the request asks for fewer
@@ -207,8 +208,7 @@ class SequenceStats:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One completion being generated; identity is equality. `tokens` is prompt + output; `tokens[:cached]` have valid
-    KV, and 0 <= cached < len(tokens) while it runs."""
+    """One completion being generated; identity is equality. `tokens` is prompt + output, with KV of the first."""
 
     request_id: str
     index: int  # which of the request's n completions
@@ -231,8 +231,9 @@ class Sequence:
     parent: Sequence | None = None  # the completion whose prompt KV this one shares (n > 1)
     beams: Any = None  # the engine.beams.BeamGroup that it is one of, set by that
     blocks: BlockTable = field(default_factory=BlockTable)  # set by the cache
-    cached: int = 0  # set by the cache
+    cached: int = 0  # leading tokens with valid KV, fewer than there are while it runs; set by the cache
     draft_cached: int = 0  # leading tokens, then nodes of the draft, with KV of the drafter's model; set by its runner
+    num_elsewhere: int = 0  # leading tokens whose KV may be had from another engine
     furthest: int = 0  # the highest `cached` it has had, set by the engine
     digests: list[bytes] = field(default_factory=list)  # of its leading blocks, as far as the cache needed them
     embeds: bool = False  # its prompt's last state is asked for
@@ -275,7 +276,7 @@ class Draft:
     confidence: NDArray[np.float32] | None = None  # [n]
     sources: Many[Many[str]] = ()
     own: Container[int] = frozenset()
-    _chain: bool | None = field(default=None, init=False, repr=False)  # is_chain, once somebody has asked
+    _chain: bool | None = field(default=None, init=False, repr=False)  # is_chain, which every step asks several times
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -295,8 +296,7 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         if self._chain is None:
-            is_chain = bool((self.parents == np.arange(-1, len(self) - 1)).all())
-            object.__setattr__(self, "_chain", is_chain)  # every step asks several times
+            object.__setattr__(self, "_chain", bool((self.parents == np.arange(-1, len(self) - 1)).all()))
         return bool(self._chain)
 
     @property

@@ -58,7 +58,7 @@ class Engine:
     def use(self, drafter: DraftHost, num_speculative_tokens: int, adaptive: bool = False) -> None:
         """Draft with another drafter from now on, where a request names none; with `adaptive` what pays of its drafts,
         as DraftController says. Raises ConfigError while a request is running."""
-        if self.has_work:
+        if self.requests:
             raise ConfigError("The drafter can only be changed while no request is running.")
         self.cache.pool.forget_drafted()
         self.cache.reads_next = drafter.needs.reads_next
@@ -108,11 +108,17 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def receive(self) -> None:
+        """Between steps: let requests go on that awaited KV from another engine."""
+        self.scheduler.receive()
+
     def step(self) -> list[Event]:
         """Verify one draft, possibly empty, of every sequence whose prompt is computed; returns what each said."""
         timed, mask_s, begun = self.counters.timed, -self.counters.seconds["mask"], time.perf_counter()
         with timed("total"):
             step = self.scheduler.pick()
+            if not step.seqs:  # all that wait lack blocks, which others have that await KV
+                return []
             self.drafting.draft(step)
             level(step)
             inputs, scored = pack_step(step, self.executor.row_multiple)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specserve.engine.adapter_loader import AdapterLoader
     from specserve.engine.engine import Engine
 
-_COMPILING_S = 0.001  # between two looks at what is compiled, while nothing else is done
+_BESIDE_S = 0.001  # between two looks at what is compiled or on its way, while nothing else is done
 
 Listener: TypeAlias = Callable[[Event | SpecserveError], object]
 T = TypeVar("T")
@@ -127,13 +127,14 @@ class LocalPort:
         self.prepare = compiling.prepare
         self._compiling = compiling
         self._listeners = Listeners()
+        self._is_stuck = False  # what waits lacks blocks that others have, for KV that is on its way
 
     @property
     def wait_s(self) -> float | None:
         """How long there is nothing to do for `step`; None: until something else is called."""
-        if self.engine.has_work:
+        if self.engine.has_work and not self._is_stuck:
             return 0.0
-        return _COMPILING_S if self._compiling or self._loading else None
+        return _BESIDE_S if self._compiling or self._loading or self.engine.requests else None
 
     def submit(self, request: Request, listener: Listener) -> None:
         """One with a grammar joins in when that is compiled."""
@@ -184,10 +185,13 @@ class LocalPort:
         raises comes out once all of them have been told."""
         self._loading.finish()
         call_all(lambda compiled: self._let_in(*compiled), self._compiling.done())
+        self.engine.receive()
         if not self.engine.has_work:
             return False
+        num_steps = self.engine.counters.num_steps
         call_all(self._listeners.notify, self.engine.step())
-        return True
+        self._is_stuck = self.engine.counters.num_steps == num_steps
+        return not self._is_stuck
 
     def _let_in(self, request: Request, grammar: Grammar | InputError | None) -> None:
         """Of one that listens, or why it has no grammar. What the engine refuses is told, what it fails with raised."""

@@ -41,6 +41,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     `adapter` is the name of a LoRA adapter that is loaded; None: the model as it is. One that `embeds` is asked for the
     last state of its prompt, and for one token that nobody reads.
     `explain`: its events tell what steps did with drafts. `compiles_slowly`: params.structured is known to take long.
+    `arrived`: when, in seconds of time.perf_counter(), if not now. `num_elsewhere`: of so many leading tokens KV may be
+    had from another engine, which a connector asks.
     `beginning`: where the answer begins, of a model that reasons; params.structured rules what is after reasoning.
     """
 
@@ -58,6 +60,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     beginning: Beginning = "after"
     adapter: str | None = None
     embeds: bool = False
+    arrived: float | None = None
+    num_elsewhere: int = 0
 
 
 def sequences(
@@ -96,7 +100,8 @@ def sequences(
             embeds=request.embeds,
             grammar=_started(grammar),
             parent=first,
-            stats=SequenceStats(arrived=time.perf_counter()),
+            num_elsewhere=0 if index else request.num_elsewhere,
+            stats=SequenceStats(arrived=request.arrived or time.perf_counter()),
             explained=Explained() if request.explain else None,
         )
         first = first or seq

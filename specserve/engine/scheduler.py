@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from specserve.cache.cache import KVCache
 from specserve.engine.adapters import Adapters
+from specserve.parallel.awaiting import Awaiting
 from specserve.runtime.cost import StepCost
 from specserve.runtime.pack import Step, most_tokens, num_shared_rows
 from specserve.types import ScheduledSeq, Sequence
@@ -35,7 +36,8 @@ class Scheduler:
 
     Each step: every sequence that is decoding gets its one row, then come prefill chunks, then new sequences; drafts
     share what the budget leaves. When blocks run out, the sequence that ranks last is preempted: its KV is dropped and
-    computed again later. The one that ranks first therefore always progresses.
+    computed again later. The one that ranks first therefore always progresses. One whose KV comes from elsewhere has
+    blocks for it, and no seat before it came: see Awaiting.
 
     Chunks of prompts are as long as their time allows, which `cost` predicts: a step with them aims at `max_step_s`
     seconds, or without a number at 2.5 times what it takes without them for each token that a sequence gets, and no
@@ -68,6 +70,7 @@ class Scheduler:
         self.max_step_s = max_step_s
         self.waiting: list[Sequence] = []  # sorted by rank
         self.running: list[Sequence] = []  # sorted by rank
+        self.awaiting = Awaiting(cache, _rank)
         self.num_preemptions = 0
         self._refusal: _Refusal | None = None
         self._passed: Sequence | None = None  # the first that waited for its adapter's slot last, and
@@ -81,7 +84,7 @@ class Scheduler:
         if seq in self.running:
             self.running.remove(seq)
             self.adapters.release(seq)
-        elif seq in self.waiting:  # and not a beam that is not live
+        elif not self.awaiting.discard(seq) and seq in self.waiting:  # and not a beam that is not live
             self.waiting.remove(seq)
         self._refusal = None
         self._passed = None if self._passed is seq else self._passed
@@ -101,6 +104,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def receive(self) -> None:
+        """Let those go on whose KV has come from elsewhere, or will not come."""
+        for seq in self.awaiting.receive():
+            self._refusal = None
+            self.add(seq)
+
     def pick(self) -> Step:
         """The next step's sequences, with KV slots reserved for their tokens; what is left is for drafts."""
         plan = _Plan(self.max_num_batched_tokens, self._num_shared_rows)
@@ -111,7 +120,7 @@ class Scheduler:
         for seq in list(self.running):
             if seq in self.running and seq not in plan.counts and (count := self._chunk(plan, seq)):
                 self._reserve(plan, seq, count)
-        if not plan.preempted:
+        if not plan.lacks_blocks:
             self._admit(plan)
         return plan.step(self.running)
 
@@ -138,6 +147,10 @@ class Scheduler:
 
     def _reserve(self, plan: _Plan, seq: Sequence, count: int) -> None:
         while not self.cache.reserve(seq, count):
+            plan.lacks_blocks = True
+            if (late := self.awaiting.withdraw()) is not None:
+                self.add(late)
+                continue
             victims = self._preempt(self.running[-1])
             plan.left += sum(plan.counts.pop(victim, 0) for victim in victims)  # its logits, which are few, go unused
             plan.preempted += victims
@@ -203,6 +216,12 @@ class Scheduler:
         if self._refuses_still(seq, plan.left):
             return False
         is_matched = self._share_prefix(seq)
+        if is_matched and (begun := self.awaiting.reserve(seq)) is not None:
+            if begun:
+                del self.waiting[index]
+            else:
+                self.cache.free(seq)
+            return begun
         needed = min(len(seq.tokens) - seq.cached, plan.left)  # whatever the time: blocks for less would be a bad start
         count = self._chunk(plan, seq)
         if not count or not self.cache.reserve(seq, needed):
@@ -213,8 +232,9 @@ class Scheduler:
             return False
         self._refusal = None
         if is_matched:
-            self.cache.count_match(len(seq.tokens), seq.cached)
-            seq.stats.num_prefix_cached_tokens = max(seq.cached, seq.stats.num_prefix_cached_tokens)
+            own = max(0, seq.cached - seq.stats.num_received_tokens)
+            self.cache.count_match(len(seq.tokens), own)
+            seq.stats.num_prefix_cached_tokens = max(own, seq.stats.num_prefix_cached_tokens)
         seq.stats.first_scheduled = seq.stats.first_scheduled or time.perf_counter()
         del self.waiting[index]
         self.adapters.acquire(seq)
@@ -274,7 +294,7 @@ class _Plan:
         self.left = budget
         self.logit_rows = logit_rows
         self.seconds = 0.0  # for chunks of prompts
-        self.has_chunks = False
+        self.has_chunks = self.lacks_blocks = False
         self.counts: dict[Sequence, int] = {}
         self.preempted: list[Sequence] = []
 

@@ -3,7 +3,8 @@
     magic, versions of frame and block layout, two lengths | header, msgpack | blocks | BLAKE2b of all that is before
 
 A block holds what Executor.read_blocks says: its target layers and, within the first `num_drafted` tokens, the layers
-of the drafter's model as well.
+of the drafter's model as well. The blocks of the first `num_skipped` tokens are named, and left out: who asked has
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from specserve.errors import SpecserveError
 
-FRAME_VERSION, LAYOUT_VERSION = 1, 1
+FRAME_VERSION, LAYOUT_VERSION = 2, 1
 MOST_TOKENS = 2**22
 MOST_HEADER_BYTES = 2**26
 MOST_SALT_BYTES = 2**16
@@ -66,11 +67,17 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     draft: _Shapes
     head: _Name  # digest of what wrote the draft layers, hex; "": nothing did
     num_drafted: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]  # leading tokens with KV in the draft layers
+    num_skipped: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]  # leading tokens whose blocks are left out
 
     @property
     def num_tokens(self) -> int:
         """In its blocks."""
         return len(self.digests) * self.block_size
+
+    @property
+    def first_block(self) -> int:
+        """That is not left out."""
+        return self.num_skipped // self.block_size
 
     @property
     def token_ids(self) -> list[int]:
@@ -82,10 +89,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self._bytes_of(self.target)
 
     def block_sizes(self) -> list[int]:
-        """Bytes of each block."""
+        """Bytes of each block that is not left out."""
         drafted = self.num_drafted // self.block_size
-        more = self._bytes_of(self.draft)
-        return [self.target_bytes + (more if i < drafted else 0) for i in range(len(self.digests))]
+        target, more = self.target_bytes, self._bytes_of(self.draft)
+        return [target + (more if i < drafted else 0) for i in range(self.first_block, len(self.digests))]
 
     def _bytes_of(self, shapes: Iterable[tuple[int, int]]) -> int:
         return sum(2 * self.block_size * math.prod(shape) * _ITEM_BYTES[self.dtype] for shape in shapes)
@@ -105,16 +112,22 @@ def _swapped(ids: array[int]) -> array[int]:
 
 def encode(header: Header, blocks: Iterable[bytes]) -> bytes:
     """A frame. Raises TransferError for more than a frame may hold."""
+    return b"".join(parts(header, blocks))
+
+
+def parts(header: Header, blocks: Iterable[bytes]) -> list[bytes]:
+    """A frame in pieces, whose blocks are not copied. Raises as `encode`."""
     if len(header.salt) > MOST_SALT_BYTES:
         raise TransferError("too_long", f"The salt has {len(header.salt)} bytes; {MOST_SALT_BYTES} are allowed.")
-    named, payload = msgspec.msgpack.encode(header), b"".join(blocks)
-    assert len(payload) == sum(header.block_sizes()), "blocks are as large as the header says"
-    _check_lengths(len(named), len(payload))
-    whole = b"".join((_START.pack(_MAGIC, FRAME_VERSION, LAYOUT_VERSION, len(named), len(payload)), named, payload))
-    return whole + _checksum(whole)
+    named, payload = msgspec.msgpack.encode(header), [*blocks]
+    assert [*map(len, payload)] == header.block_sizes(), "blocks are as large as the header says"
+    size = sum(map(len, payload))
+    _check_lengths(len(named), size)
+    start = _START.pack(_MAGIC, FRAME_VERSION, LAYOUT_VERSION, len(named), size)
+    return [start, named, *payload, _checksum(start, named, *payload)]
 
 
-def decode(frame: bytes) -> tuple[Header, list[memoryview]]:
+def decode(frame: bytes | memoryview) -> tuple[Header, list[memoryview]]:
     """The header and the blocks of a frame, which is consistent in itself then. Raises TransferError: cut, too_long,
     version, layout or corrupt."""
     view = memoryview(frame)
@@ -163,6 +176,12 @@ def _header(encoded: memoryview) -> Header:
             f"The frame says that {header.num_drafted} of {header.num_tokens} tokens have KV in its draft layers; "
             f"that is no number of its blocks of {header.block_size}.",
         )
+    if header.num_skipped >= header.num_tokens or header.num_skipped % header.block_size:
+        raise TransferError(
+            "corrupt",
+            f"The frame leaves out {header.num_skipped} of {header.num_tokens} tokens; that is no smaller number of "
+            f"its blocks of {header.block_size}.",
+        )
     if not header.target or (header.num_drafted and not (header.draft and header.head)):
         raise TransferError("corrupt", "The frame has KV of layers that it does not describe.")
     return header
@@ -178,5 +197,8 @@ def _blocks(header: Header, payload: memoryview) -> list[memoryview]:
     return found
 
 
-def _checksum(content: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
+def _checksum(*content: bytes | memoryview) -> bytes:
+    running = hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
+    for piece in content:
+        running.update(piece)
+    return running.digest()

@@ -29,10 +29,11 @@ from specserve.parallel.frame import (
     TransferCode,
     TransferError,
     decode,
-    encode,
+    parts,
     token_bytes,
 )
 from specserve.runtime.executor import Executor
+from specserve.types import Sequence
 
 _WEIGHTS = ("config.json", "quant*_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 # By dtype: numbers as integers, and the bits of the exponent, which are all set in what is NaN or infinite.
@@ -122,6 +123,13 @@ class PrefixTransfer:
     def export_prefix(self, tokens: Many[int], salt: bytes = b"", adapter: str | None = None) -> bytes | None:
         """A frame of the full blocks that are cached of a prompt's first tokens, None where there are none. Raises
         UnknownAdapterError, and TransferError for more than a frame may hold."""
+        found = self.export_parts(tokens, salt, adapter)
+        return None if found is None else b"".join(found)
+
+    def export_parts(
+        self, tokens: Many[int], salt: bytes = b"", adapter: str | None = None, first_block: int = 0
+    ) -> list[bytes] | None:
+        """As `export_prefix`, in pieces and without the blocks before `first_block`."""
         digest = None if adapter is None else self._adapters.find(adapter).digest
         salted, size, pool = prefix.salted(salt, digest), self._cache.block_size, self._cache.pool
         blocks: list[int] = []
@@ -130,7 +138,7 @@ class PrefixTransfer:
             if block is None:
                 break
             blocks.append(block)
-        if not blocks:
+        if len(blocks) <= first_block:
             return None
         num_drafted = next((i for i, block in enumerate(blocks) if not pool.drafted[block]), len(blocks))
         num_drafted *= bool(self._head())
@@ -147,15 +155,24 @@ class PrefixTransfer:
             draft=self.format.draft,
             head=self._head(),
             num_drafted=num_drafted * size,
+            num_skipped=first_block * size,
         )
-        read = self._executor.read_blocks(blocks)
-        return encode(header, (block[:size] for block, size in zip(read, header.block_sizes(), strict=True)))
+        read = self._executor.read_blocks(blocks[first_block:])
+        return parts(header, (block[:size] for block, size in zip(read, header.block_sizes(), strict=True)))
 
     def import_prefix(self, frame: bytes) -> int:
         """Cache the prefix of a frame, as far as blocks are free; returns how many of its tokens are cached then. What
         is cached already is not written again. Raises TransferError, and nothing was written then."""
         header, data = decode(frame)
         self._check(header)
+        if header.adapter and header.adapter not in {info.digest for info in self._adapters.listed.values()}:
+            raise TransferError(
+                "adapter", f"The frame is of the adapter with the digest {header.adapter}, which is not loaded here."
+            )
+        if len(header.digests) > self._cache.num_blocks:
+            raise TransferError(
+                "too_long", f"The frame has {len(header.digests)} blocks; the cache has {self._cache.num_blocks}."
+            )
         adapter = bytes.fromhex(header.adapter) if header.adapter else None
         salted, tokens, size = prefix.salted(header.salt, adapter), header.token_ids, self._cache.block_size
         if list(prefix.chain(salted, tokens, size, len(header.digests))) != header.digests:
@@ -164,13 +181,43 @@ class PrefixTransfer:
             )
         for block in data:
             self._check_finite(block)
-        is_ours = header.head == self._head() != ""
-        num_drafted = header.num_drafted // size if is_ours else 0
-        return size * self._store(
-            list(self._names(salted, tokens, len(header.digests))),
-            [block if i < num_drafted else block[: header.target_bytes] for i, block in enumerate(data)],
-            num_drafted,
-        )
+        names = list(self._names(salted, tokens, len(header.digests)))
+        return size * self._store(names, self._readable(header, data), header.first_block)
+
+    def opened(self, frame: bytes | memoryview) -> tuple[Header, list[memoryview]]:
+        """A frame's content, found to be consistent and to hold numbers alone. On any thread, beside steps; it reads
+        the frame twice. Raises TransferError."""
+        header, data = decode(frame)
+        if header.dtype == self.format.dtype:  # else it is refused later, with the reason
+            for block in data:
+                self._check_finite(block)
+        return header, data
+
+    def fitting(self, header: Header, data: list[memoryview], seq: Sequence) -> list[tuple[memoryview, bool]]:
+        """What the blocks of a sequence are to hold from `header.first_block` on, each with whether KV of our draft
+        head is part of it. Raises TransferError where the frame is not of that sequence's first tokens, with its salt
+        and adapter, or not as this engine would have computed it."""
+        self._check(header)
+        size = self._cache.block_size
+        num_blocks = min(len(header.digests), (len(seq.tokens) - 1) // size)
+        if list(prefix.chain(seq.salt, seq.tokens, size, num_blocks)) != header.digests[:num_blocks]:
+            raise TransferError("corrupt", "The frame is of other tokens, of another salt or of another adapter.")
+        return self._readable(header, data)[: num_blocks - header.first_block]
+
+    def write(self, blocks: Many[int], data: Many[tuple[memoryview, bool]]) -> None:
+        """Let blocks that nobody else sees hold what is `fitting`."""
+        for is_drafted in (True, False):
+            some = [i for i, (_, drafted) in enumerate(data) if drafted is is_drafted]
+            if some:
+                self._executor.write_blocks([blocks[i] for i in some], [bytes(data[i][0]) for i in some])
+
+    def _readable(self, header: Header, data: list[memoryview]) -> list[tuple[memoryview, bool]]:
+        """Each block of a frame as far as it is for this engine, and whether that is KV of a draft head, too."""
+        num_drafted = header.num_drafted // header.block_size if header.head == self._head() != "" else 0
+        return [
+            (block, True) if i < num_drafted else (block[: header.target_bytes], False)
+            for i, block in enumerate(data, start=header.first_block)
+        ]
 
     def _head(self) -> str:
         return self.format.head if self._head_drafts() else ""
@@ -199,14 +246,6 @@ class PrefixTransfer:
                 raise TransferError(
                     code, f"The frame's {what}: {theirs}; this engine's: {ours}. Start both engines alike."
                 )
-        if header.adapter and header.adapter not in {info.digest for info in self._adapters.listed.values()}:
-            raise TransferError(
-                "adapter", f"The frame is of the adapter with the digest {header.adapter}, which is not loaded here."
-            )
-        if len(header.digests) > self._cache.num_blocks:
-            raise TransferError(
-                "too_long", f"The frame has {len(header.digests)} blocks; the cache has {self._cache.num_blocks}."
-            )
 
     def _check_finite(self, block: memoryview) -> None:
         """A cache holds finite numbers alone: what a row does not see is multiplied by 0."""
@@ -214,33 +253,31 @@ class PrefixTransfer:
         if ((np.frombuffer(block, kind) & exponent) == exponent).any():
             raise TransferError("corrupt", "The frame holds KV that is NaN or infinite.")
 
-    def _store(self, names: list[bytes], data: list[memoryview], num_drafted: int) -> int:
+    def _store(self, names: list[bytes], data: list[tuple[memoryview, bool]], first: int) -> int:
         """Publish blocks under these names, the first ones where not all find a place; returns how many there are.
-        Those that are here are held first, as what is written takes the place of what was used least recently."""
+        `data` is of those from the block `first` on. Those that are here are held first, as what is written takes the
+        place of what was used least recently."""
         pool = self._cache.pool
         found = [pool.find(name) for name in names]
         for known in found:
             if known is not None:
                 pool.take(known)
-        written: dict[int, int] = {}  # by block, which of the frame's
+        written: dict[int, int] = {}  # by block, which of `data`
         for i, known in enumerate(found):
             if known is None:
-                if not len(pool.free):
+                if i < first or not len(pool.free):
                     break
                 found[i] = new = pool.allocate()
-                written[new] = i
-            elif i < num_drafted and not pool.drafted[known] and pool.references[known] == 1:
-                written[known] = i  # with a head's KV, which it lacks; nobody reads it now
+                written[new] = i - first
+            elif i >= first and data[i - first][1] and not pool.drafted[known] and pool.references[known] == 1:
+                written[known] = i - first  # with a head's KV, which it lacks; nobody reads it now
         try:
-            for is_drafted in (True, False):
-                some = {block: i for block, i in written.items() if (i < num_drafted) is is_drafted}
-                if some:
-                    self._executor.write_blocks(list(some), [bytes(data[i]) for i in some.values()])
+            self.write([*written], [data[i] for i in written.values()])
             for block, i in written.items():
                 pool.fill(block, self._cache.block_size)
-                pool.drafted[block] = i < num_drafted
+                pool.drafted[block] = data[i][1]
                 if pool.digest(block) is None:
-                    pool.publish(block, names[i])
+                    pool.publish(block, names[first + i])
         finally:
             for each in reversed(found):  # the last block is evicted before the first
                 if each is not None:

@@ -11,15 +11,18 @@ from specserve.cache.pool import BlockPool
 from specserve.types import Sequence
 
 
-def check_integrity(cache: KVCache, seqs: Many[Sequence]) -> None:
-    """Raise AssertionError with a sentence for the first invariant that does not hold; `seqs` are all that hold blocks.
-    Blocks are named as `prefix.span` says."""
+def check_integrity(cache: KVCache, seqs: Many[Sequence], awaiting: Many[Sequence] = ()) -> None:
+    """Raise AssertionError with a sentence for the first invariant that does not hold; `seqs` and those that are
+    `awaiting` KV are all that hold blocks. Blocks are named as `prefix.span` says."""
+    everyone = [*seqs, *awaiting]
     _check_free_list(cache.pool)
-    _check_references(cache.pool, seqs)
+    _check_references(cache.pool, everyone)
     _check_published(cache.pool)
-    _check_filled(cache.pool, cache.block_size, seqs)
-    for seq in seqs:
+    _check_filled(cache.pool, cache.block_size, everyone)
+    for seq in everyone:
         _check_table(cache.pool, cache.block_size, seq, int(cache.reads_next))
+    for seq in awaiting:
+        _check_awaited(cache, seq, seqs)
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -41,6 +44,20 @@ def _check_references(pool: BlockPool, seqs: Many[Sequence]) -> None:
     _require(held[0] == 0 and pool.references[0] == 0, "The null block was handed out.")
     for block, count in enumerate(pool.references):
         _require(held[block] == count, f"Block {block} counts {count} references and {held[block]} tables hold it.")
+
+
+def _check_awaited(cache: KVCache, seq: Sequence, others: Many[Sequence]) -> None:
+    """It does nothing else, and has blocks for what is to come: its own alone, with nothing in them yet."""
+    name, first = f"{seq.request_id}/{seq.index}", seq.cached // cache.block_size
+    _require(seq not in others, f"{name} awaits KV and runs or waits, too.")
+    _require(not seq.finished, f"{name} has ended and awaits KV.")
+    _require(seq.num_elsewhere > seq.cached, f"{name} awaits KV of {seq.num_elsewhere} tokens and has {seq.cached}.")
+    awaited = seq.blocks.ids[first:]
+    _require(bool(awaited) and seq.cached % cache.block_size == 0, f"{name} awaits KV and has no whole block for it.")
+    for block in awaited:
+        _require(cache.pool.references[block] == 1, f"Block {block} is awaited by {name} and others hold it.")
+        _require(cache.pool.digest(block) is None, f"Block {block} is found before what {name} awaits is in it.")
+        _require(cache.pool.filled[block] == 0, f"Block {block} counts tokens before what {name} awaits is in it.")
 
 
 def _check_published(pool: BlockPool) -> None:

@@ -31,6 +31,7 @@ def header(num_blocks: int = 3, num_ahead: int = 1, **fields: Any) -> Header:
         "draft": [(2, 4)],
         "head": "cd" * 32,
         "num_drafted": 2 * BLOCK,
+        "num_skipped": 0,
     }
     return Header(**{**usual, **fields})
 
@@ -45,7 +46,7 @@ def sealed(frame: bytes) -> bytes:
 
 
 def with_header(named: bytes, blocks: bytes) -> bytes:
-    return sealed(struct.pack("<4sHHIQ", b"ssKV", 1, 1, len(named), len(blocks)) + named + blocks + bytes(16))
+    return sealed(struct.pack("<4sHHIQ", b"ssKV", 2, 1, len(named), len(blocks)) + named + blocks + bytes(16))
 
 
 def test_a_frame_is_decoded_as_it_was_encoded() -> None:
@@ -67,13 +68,16 @@ def test_a_frame_is_decoded_as_it_was_encoded() -> None:
     draft=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=2),
     salt=st.binary(max_size=40),
     drafted=st.integers(0, 5),
+    skipped=st.integers(0, 4),
 )
 def test_frames_of_any_shape_are_decoded(
-    num_blocks: int, num_ahead: int, dtype: str, drafted: int, draft: list[tuple[int, int]], **fields: Any
+    num_blocks: int, num_ahead: int, dtype: str, drafted: int, skipped: int, draft: list[tuple[int, int]], **fields: Any
 ) -> None:
-    num_drafted = min(drafted, num_blocks) * BLOCK if draft else 0
-    made = header(num_blocks, num_ahead, dtype=dtype, draft=draft, num_drafted=num_drafted, **fields)
+    num_drafted, num_skipped = min(drafted, num_blocks) * BLOCK if draft else 0, min(skipped, num_blocks - 1) * BLOCK
+    fields |= {"num_drafted": num_drafted, "num_skipped": num_skipped}
+    made = header(num_blocks, num_ahead, dtype=dtype, draft=draft, **fields)
     blocks = blocks_of(made)
+    assert len(blocks) == num_blocks - num_skipped // BLOCK
     found, data = decode(encode(made, blocks))
     assert found == made
     assert data == blocks
@@ -84,7 +88,7 @@ def test_bytes_that_are_no_frame_are_refused(content: bytes) -> None:
     with pytest.raises(TransferError):
         decode(content)
     with pytest.raises(TransferError):
-        decode(b"ssKV" + struct.pack("<HHIQ", 1, 1, 0, 0) + content)
+        decode(b"ssKV" + struct.pack("<HHIQ", 2, 1, 0, 0) + content)
 
 
 @given(seed=st.integers(0, 2**32))
@@ -123,7 +127,7 @@ def test_a_frame_that_is_cut_says_so(stop: int) -> None:
     ("place", "value", "code", "says"),
     [
         (0, b"PNG\0", "corrupt", "begins with b'PNG"),
-        (4, struct.pack("<H", 2), "version", "version 2; this engine reads 1"),
+        (4, struct.pack("<H", 1), "version", "version 1; this engine reads 2"),
         (6, struct.pack("<H", 7), "layout", "layout 7; this engine's have 1"),
         (8, struct.pack("<I", 2**32 - 1), "too_long", "header of the frame would take 4294967295 bytes"),
         (12, struct.pack("<Q", 2**63), "too_long", "blocks of the frame would take 9223372036854775808 bytes"),
@@ -147,6 +151,9 @@ def test_an_error_says_what_is_wrong(place: int, value: bytes, code: str, says: 
         ({"tokens": bytes(49)}, "49 bytes of token ids"),
         ({"num_drafted": 16}, "16 of 12 tokens"),
         ({"num_drafted": 3}, "no number of its blocks of 4"),
+        ({"num_skipped": 3}, "leaves out 3 of 12 tokens"),
+        ({"num_skipped": 12}, "leaves out 12 of 12 tokens"),
+        ({"num_skipped": 4}, "its blocks take"),
         ({"target": []}, "does not describe"),
         ({"head": ""}, "does not describe"),
         ({"target": [(2, 8)]}, "its blocks take"),
