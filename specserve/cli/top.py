@@ -142,7 +142,7 @@ def frame(address: str, stats: Stats) -> RenderableType:
         return Panel(
             Stack(
                 *(_requests(stats), _memory(stats), "", *_replicas(stats), _latencies(stats), ""),
-                *(*_drafts(stats), *_adapters(stats), _steps(stats)),
+                *(*_drafts(stats), *_adapters(stats), _steps(stats), *_processes(stats)),
             ),
             title=Text(f"{clip(stats['model'])} at {address}", "bold"),
             subtitle=_state(stats),
@@ -212,6 +212,16 @@ def _memory(stats: Stats) -> RenderableType:
         f"{cache['num_preemptions']} preemptions",
         f"prefix cache hits {hits}",
     )
+
+
+def _processes(stats: Stats) -> list[RenderableType]:
+    """Those that answer HTTP; nothing where the one does that has the engines."""
+    listed = stats.get("api_processes", ())
+    if not listed:
+        return []
+    restarts = sum(each["num_restarts"] for each in listed)
+    answering = ", ".join(f"{each['num_requests']} ({clip(each['state'])})" for each in listed)
+    return [Text(f"API processes: answering {answering}" + (f"   {restarts} restarts" if restarts else ""))]
 
 
 def _replicas(stats: Stats) -> list[RenderableType]:

@@ -15,7 +15,7 @@ from specserve.engine.port import EnginePort, QueueTimeoutError
 from specserve.engine.request import Request
 from specserve.errors import SpecserveError
 from specserve.server.engine.client import RefusedError
-from specserve.server.metrics import Metrics
+from specserve.server.metrics import RequestCounter
 from specserve.server.wire.errors import unavailable, wire_error
 from specserve.text.detokenizer import Split
 from specserve.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class _Answer:
         prepared: Prepared,
         port: EnginePort,
         tokenizer: Tokenizer,
-        metrics: Metrics,
+        metrics: RequestCounter,
         news: asyncio.Event,
         end_one: Callable[[], None],
     ) -> None:
@@ -91,8 +91,8 @@ class _Answer:
 
     def _stop(self, request_id: str, index: int) -> None:
         """A stop string, which the engine cannot see, has ended a completion."""
-        self._port.abort(request_id, index)
         self._metrics.stopped(request_id, index)
+        self._port.abort(request_id, index)
         self._ended(index)
 
     def _ended(self, *indexes: int) -> None:
@@ -111,7 +111,7 @@ class Answers:
         requests: Sequence[Prepared],
         place: Callable[[Request], EnginePort],
         tokenizer: Tokenizer,
-        metrics: Metrics,
+        metrics: RequestCounter,
         end_one: Callable[[], None],
     ) -> None:
         self._news = asyncio.Event()

@@ -33,6 +33,13 @@ _MAX_BYTES = 2**24  # of constraints whose outcome is kept
 _ENTRY_BYTES = 400  # that each of them takes beside its texts: objects and their places in tables
 
 
+class Validator(Protocol):
+    """A GrammarValidator, or what leads to that of another process."""
+
+    async def check(self, structured: Structured, vocab_size: int, tenant: bytes = b"") -> bool: ...
+    def close(self) -> None: ...
+
+
 class Worker(Protocol):
     """Tries one constraint at a time. `is_ready`: it could begin at once."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from specserve.server import metrics_report
 from specserve.server.engine.messages import Gauges
@@ -17,6 +17,7 @@ from specserve.server.metrics_totals import (
     REQUEST_BOUNDS,
     Acceptance,
     AdapterUse,
+    ApiProcessStatus,
     Engines,
     Histogram,
     ReplicaStatus,
@@ -84,6 +85,16 @@ class Times:
             self.windows["per_token"].add((finished - first_token) / (num_tokens - 1))
 
 
+class RequestCounter(Protocol):
+    """Is told what only the process knows that answers a request."""
+
+    def stopped(self, request_id: str, index: int) -> None:
+        """A stop string has ended this completion: the abort that the engine will report counts as "stop"."""
+
+    def refused(self, status: int) -> None:
+        """An error response was sent."""
+
+
 class Metrics:
     """Counts for one served model. `clock` gives seconds, on the scale of SequenceStats.
 
@@ -129,7 +140,7 @@ class Metrics:
             self._end(request, event)
 
     def stopped(self, request_id: str, index: int) -> None:
-        """A stop string has ended this completion: the abort that the engine will report counts as "stop"."""
+        """See RequestCounter."""
         if (request := self._open.get(request_id)) is not None:
             request.stopped.add(index)
 
@@ -153,14 +164,20 @@ class Metrics:
         return ReplicaMetrics(self, replica)
 
     def refused(self, status: int) -> None:
-        """An error response was sent."""
+        """See RequestCounter."""
         self.refusals[str(status) if status in REFUSALS else "other"] += 1
 
     def exposition(
-        self, gauges: Gauges | None, num_restarts: int, ready: bool, replicas: Sequence[ReplicaStatus] = ()
+        self,
+        gauges: Gauges | None,
+        num_restarts: int,
+        ready: bool,
+        replicas: Sequence[ReplicaStatus] = (),
+        processes: Sequence[ApiProcessStatus] = (),
     ) -> bytes:
         """The body of /metrics, in Prometheus' text format; its type is CONTENT_TYPE. Without an engine, or before its
-        first step, `gauges` is None. Of several engines they are the sum, and `replicas` tells of each."""
+        first step, `gauges` is None. Of several engines they are the sum, and `replicas` tells of each; `processes` of
+        those that answer HTTP, where that is not this one."""
         service = Service(
             model=self.model,
             engine=self.engines.look(gauges),
@@ -173,11 +190,17 @@ class Metrics:
             adapters=self.adapters,
             times=vars(self.times),
             replicas=replicas,
+            processes=processes,
         )
         return exposition(service)
 
     def stats(
-        self, gauges: Gauges | None, num_restarts: int, state: str, replicas: Sequence[ReplicaStatus] = ()
+        self,
+        gauges: Gauges | None,
+        num_restarts: int,
+        state: str,
+        replicas: Sequence[ReplicaStatus] = (),
+        processes: Sequence[ApiProcessStatus] = (),
     ) -> dict[str, Any]:
         """The JSON of GET /stats. Times are in ms; what there is no value of yet is None. Arguments as `exposition`."""
         now = self.clock()
@@ -196,6 +219,7 @@ class Metrics:
             "requests": dict(self.ended),
             "refused": {status: count for status, count in self.refusals.items() if count},
             **metrics_report.replicas(replicas),
+            **metrics_report.api_processes(processes),
         }
 
     def status_line(self, gauges: Gauges | None) -> str | None:

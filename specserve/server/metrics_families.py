@@ -26,6 +26,7 @@ from specserve.server.metrics_totals import (
     STEP_PHASES,
     Acceptance,
     AdapterUse,
+    ApiProcessStatus,
     Flow,
     Histogram,
     ReplicaStatus,
@@ -52,6 +53,7 @@ class Service:
     adapters: Mapping[str, AdapterUse]
     times: Mapping[str, Any]
     replicas: Sequence[ReplicaStatus] = ()
+    processes: Sequence[ApiProcessStatus] = ()
 
 
 def exposition(service: Service) -> bytes:
@@ -145,6 +147,8 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
     yield make.counters(OWN + "source_draft_seconds", text, "source", engine.draft_seconds)
     if service.replicas:
         yield from _by_replica(service.replicas, make)
+    if service.processes:
+        yield from _by_process(service.processes, make)
 
 
 def _by_replica(replicas: Sequence[ReplicaStatus], make: _Maker) -> Iterator[Metric]:
@@ -167,6 +171,18 @@ def _by_replica(replicas: Sequence[ReplicaStatus], make: _Maker) -> Iterator[Met
         ("prefix_cache_hits", "Prompt tokens found there.", lambda each: each.gauges.num_prefix_hit_tokens),
     ):
         yield make.counters(f"{OWN}replica_{name}", text, "replica", values(of))
+
+
+def _by_process(processes: Sequence[ApiProcessStatus], make: _Maker) -> Iterator[Metric]:
+    """Of each process that answers HTTP, by its number from 1; all other metrics are of the whole server."""
+    label, numbered = "api_process", {str(number): each for number, each in enumerate(processes, start=1)}
+    ready = {number: each.state == "ready" for number, each in numbered.items()}
+    yield make.gauges(OWN + "api_process_ready", "1 while the process takes connections.", label, ready)
+    requests = {number: each.num_requests for number, each in numbered.items()}
+    yield make.gauges(OWN + "api_process_requests", "Requests to engines that it is answering.", label, requests)
+    restarts = {number: each.num_restarts for number, each in numbered.items()}
+    text = "Processes started in its place after one had died."
+    yield make.counters(OWN + "api_process_restarts", text, label, restarts)
 
 
 _BY_DRAFTER = {

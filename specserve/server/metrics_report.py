@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from specserve.server.engine.messages import Gauges
 from specserve.server.metrics_families import usage
-from specserve.server.metrics_totals import STEP_PHASES, Acceptance, Flow, ReplicaStatus, Window, together
+from specserve.server.metrics_totals import (
+    STEP_PHASES,
+    Acceptance,
+    ApiProcessStatus,
+    Flow,
+    ReplicaStatus,
+    Window,
+    together,
+)
 
 
 def engine(gauges: Gauges) -> dict[str, Any]:
@@ -54,6 +63,11 @@ def replicas(all_: Sequence[ReplicaStatus]) -> dict[str, Any]:
         for each in all_
     ]
     return {"replicas": found} if found else {}
+
+
+def api_processes(all_: Sequence[ApiProcessStatus]) -> dict[str, Any]:
+    """Of each process that answers HTTP; nothing where the one does that has the engines."""
+    return {"api_processes": [asdict(each) for each in all_]} if all_ else {}
 
 
 def tokens(total: Flow, recent: Flow, seconds: float) -> dict[str, Any]:

@@ -199,6 +199,15 @@ class ReplicaStatus:
     gauges: Gauges
 
 
+@dataclass(frozen=True, slots=True)
+class ApiProcessStatus:
+    """One of several processes that answer HTTP. `state`: "starting", "ready" or "restarting"."""
+
+    state: str
+    num_restarts: int
+    num_requests: int  # to engines, that it is answering
+
+
 _NO_ENGINE = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys((*STEP_PHASES, "total"), 0.0), {})
 _SUMMED = (
     "num_steps", "num_rows", "num_preemptions", "num_prefix_query_tokens", "num_prefix_hit_tokens",

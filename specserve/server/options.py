@@ -16,6 +16,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_FORMATS = ("auto", "none")
 _MOST_KEY_BYTES = 2**20
 MOST_REPLICAS = 64
+MOST_API_PROCESSES = 32
 FCFS, PRIORITY = SCHEDULING_POLICIES = ("fcfs", "priority")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)*")
 _HOST = re.compile(r"\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -28,7 +29,8 @@ class ServeOptions:
 
     `uds` is listened on instead of host and port. `served_model_name`: names that requests may use, the first of them
     is the one in answers; without any it is the model's. `data_parallel_size`: engines, 1 to 64, that serve the model
-    side by side, each with `max_num_seqs` places. `max_queue`: completions that may wait for the engine beside
+    side by side, each with `max_num_seqs` places. `api_processes`: processes, 1 to 32, that answer HTTP; with one it is
+    the one that has the engines. `max_queue`: completions that may wait for the engine beside
     those that run. `max_tokenize_characters`: most of a text that /tokenize and count_tokens take, and of a prompt
     where nothing is known of the fewest tokens that it can have. `scheduling_policy`: requests run as they come
     ("fcfs"), and one that has a priority of its own is refused; or such as have one are taken ("priority"), and any
@@ -87,6 +89,9 @@ class ServeOptions:
     tls_key: Annotated[Path | None, Help("PEM file with the certificate's private key.", "Listening")] = None
     data_parallel_size: Annotated[
         int, Help("Engines that serve side by side, each with its share of cores and memory.", "Operation")
+    ] = 1
+    api_processes: Annotated[
+        int, Help("Processes that answer HTTP on this address; they share the engines.", "Operation")
     ] = 1
     max_queue: Annotated[int, Help("Completions that may wait; more are refused with 429.", "Limits")] = 512
     scheduling_policy: Annotated[
@@ -147,6 +152,9 @@ class ServeOptions:
         _between("data_parallel_size", self.data_parallel_size, 1, MOST_REPLICAS)
         if not isinstance(self.data_parallel_size, int):
             raise ConfigError(f"data_parallel_size is {self.data_parallel_size}; engines are whole.")
+        _between("api_processes", self.api_processes, 1, MOST_API_PROCESSES)
+        if not isinstance(self.api_processes, int):
+            raise ConfigError(f"api_processes is {self.api_processes}; processes are whole.")
         _between("max_queue", self.max_queue, 0, 2**20)
         for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "stall_timeout_s", "start_timeout_s"):
             _between(name, getattr(self, name), 0.05, 1e6)

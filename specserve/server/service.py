@@ -6,22 +6,23 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 from specserve.errors import InputError, PromptTooLongError
 from specserve.prompts import bad_word_ids
 from specserve.server.answers import Answers, Prepared
+from specserve.server.api_processes.engines import CoordinatedEngines
 from specserve.server.chats import Chats
-from specserve.server.engine.keeper import State
+from specserve.server.engine.group import ReplicaGroup
+from specserve.server.engine.keeper import EngineKeeper, State
 from specserve.server.engine.messages import Ready
-from specserve.server.engine.replicas import Replicas
-from specserve.server.engine.supervisor import Supervisor
-from specserve.server.grammar_validator import GrammarValidator
-from specserve.server.metrics import Metrics
+from specserve.server.grammar_validator import Validator
+from specserve.server.metrics import RequestCounter
 from specserve.server.prompts import Prompts
 from specserve.server.threads import Threads
 from specserve.server.tool_use import ToolUse, constraint, format_for, reader
 from specserve.server.wire.answer import AnswerParser
-from specserve.server.wire.errors import unavailable
+from specserve.server.wire.errors import WireError, unavailable
 from specserve.server.wire.tools.calls import keeping_delimiters
 from specserve.structured.base import RefusedError as StructureRefusedError
 from specserve.structured.spec import Structured
@@ -31,7 +32,18 @@ from specserve.text.tokenizer import Tokenizer
 from specserve.text.tools import CallFormat
 
 _FORMAT = re.compile(r'"format"\s*:\s*"')  # of a schema; a tag's own is an object
-_WORDS = {State.LOADING: "is loading", State.RESTARTING: "has failed and is being started again"}
+_WORDS = {
+    State.LOADING: "is loading",
+    State.RESTARTING: "has failed and is being started again",
+    State.STALLED: "cannot be reached",
+}
+Engines: TypeAlias = EngineKeeper | ReplicaGroup[Any] | CoordinatedEngines
+
+
+def no_engine(state: State) -> WireError:
+    """What a request is told in this state, which is not READY."""
+    what = _WORDS.get(state, "has ended")
+    return unavailable(f"The engine {what}. Send the request again in a moment.", code=state.value)
 
 
 class Service:
@@ -39,37 +51,38 @@ class Service:
 
     def __init__(
         self,
-        supervisor: Supervisor | Replicas,
+        supervisor: Engines,
         tokenizer: Tokenizer,
-        metrics: Metrics,
-        validator: GrammarValidator,
+        metrics: RequestCounter,
+        validator: Validator,
         chats: Chats,
         max_characters: int,
         reasoning_apart: bool = True,
+        ids: str = "",
     ) -> None:
         """`max_characters` are the most of a text that is tokenized though nothing bounds its tokens;
-        `reasoning_apart`: whether the reasoning in answers to conversations is told apart."""
+        `reasoning_apart`: whether the reasoning in answers to conversations is told apart. `ids` begins the ids of
+        requests: those of another process with the same engines begin otherwise."""
         self._reasoning_apart = reasoning_apart
         self._knows_reasoning = False  # of the model; to find it out takes a while
         self.validator, self.chats = validator, chats
         self.supervisor = supervisor
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self._ids = itertools.count()
+        self._ids, self._numbers = ids, itertools.count()
         self.threads = Threads()
         self.prompts = Prompts(tokenizer, chats, self.threads, max_characters, lambda: self.ready.max_model_len)
 
     def new_id(self) -> str:
         """Of a request to the engine."""
-        return str(next(self._ids))
+        return f"{self._ids}{next(self._numbers)}"
 
     @property
     def ready(self) -> Ready:
         """The engine that takes requests. Raises WireError while there is none."""
         supervisor = self.supervisor
         if supervisor.state is not State.READY or supervisor.ready is None:
-            what = _WORDS.get(supervisor.state, "has ended")
-            raise unavailable(f"The engine {what}. Send the request again in a moment.", code=supervisor.state.value)
+            raise no_engine(supervisor.state)
         return supervisor.ready
 
     async def warm(self) -> None:

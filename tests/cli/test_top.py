@@ -127,6 +127,18 @@ def test_replicas_have_a_table(top: Top) -> None:
     assert ["1", "restarting", "5", "6", "25%", "50%", "1,234", "3"] in rows(out)
 
 
+def test_processes_that_answer_have_a_line(top: Top) -> None:
+    stats = figures()
+    with serving(lambda request: web.json_response(stats)) as address:
+        assert "API processes" not in top(address, "--once")[1]
+    process = {"state": "ready", "num_restarts": 0, "num_requests": 7}
+    stats["api_processes"] = [process, {"state": "restarting", "num_restarts": 2, "num_requests": 0}]
+    with serving(lambda request: web.json_response(stats)) as address:
+        status, out, _ = top(address, "--once")
+    assert status == 0
+    assert ["API", "processes:", "answering", "7", "(ready),", "0", "(restarting)", "2", "restarts"] in rows(out)
+
+
 def test_one_frame(top: Top) -> None:
     with serving(lambda request: web.json_response(figures())) as address:
         status, out, err = top(address, "--once")

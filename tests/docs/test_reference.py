@@ -15,7 +15,7 @@ from specserve import EngineConfig, SamplingParams, errors
 from specserve.cli.main import build_app
 from specserve.server.http.routes import ROUTES
 from specserve.server.metrics import Metrics
-from specserve.server.metrics_totals import ReplicaStatus
+from specserve.server.metrics_totals import ApiProcessStatus, ReplicaStatus
 from specserve.server.wire.openai.requests import ChatCompletionRequest, CompletionRequest
 from specserve.server.wire.openai.unsupported import REFUSED
 from specserve.speculation.base import Drafter
@@ -188,7 +188,7 @@ def test_every_metric_is_documented() -> None:
     stats.drafted_by_position, stats.accepted_by_position = [1], [1]
     metrics.notify(Event(request_id="1", index=0, tokens=[5, 6], finish_reason="stop", stats=stats))
     replica = ReplicaStatus("ready", 0, 1, metrics.engines.look(None))
-    text = metrics.exposition(None, 0, True, [replica]).decode()
+    text = metrics.exposition(None, 0, True, [replica], [ApiProcessStatus("ready", 0, 0)]).decode()
     exposed = {
         family.name.removeprefix("specserve:").removeprefix("vllm:") for family in text_string_to_metric_families(text)
     }

@@ -19,6 +19,7 @@ from specserve.server.metrics_totals import (
     GAP_BOUNDS,
     MOST_ADAPTERS,
     REQUEST_BOUNDS,
+    ApiProcessStatus,
     Engines,
     Flow,
     Histogram,
@@ -414,6 +415,21 @@ def test_replicas_have_metrics_of_their_own(metrics: Metrics) -> None:
         ("ready", 2, 0.25),
         ("restarting", 0, None),
     ]
+
+
+def test_processes_that_answer_have_metrics_of_their_own(metrics: Metrics) -> None:
+    alone = families(metrics, gauges())
+    processes = [ApiProcessStatus("ready", 0, 3), ApiProcessStatus("restarting", 2, 0)]
+    text = metrics.exposition(gauges(), 0, True, (), processes).decode()
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    own = {name.removeprefix("specserve:api_process_") for name in found.keys() - alone.keys()}
+    assert own == {"ready", "requests", "restarts"}
+    assert {sample.labels["api_process"] for sample in found["specserve:api_process_ready"].samples} == {"1", "2"}
+    values = {name: [sample.value for sample in found[f"specserve:api_process_{name}"].samples] for name in own}
+    assert values == {"ready": [1, 0], "requests": [3, 0], "restarts": [0, 2]}
+    stats = metrics.stats(gauges(), 0, "ready", (), processes)
+    assert stats["api_processes"][1] == {"state": "restarting", "num_restarts": 2, "num_requests": 0}
+    assert "api_processes" not in metrics.stats(gauges(), 0, "ready")
 
 
 def test_totals_of_engines_add_up(metrics: Metrics) -> None:

@@ -22,6 +22,7 @@ NUMBERS = {
     **dict.fromkeys(LIMITS, (0, 1e6)),
     "port": (0, 65535),
     "data_parallel_size": (1, 64),
+    "api_processes": (1, 32),
     "max_queue": (0, 2**20),
     "max_body_mib": (0.001, 1024),
     "max_tokenize_characters": (1, 2**30),
@@ -50,8 +51,9 @@ def test_numbers_have_limits(name: str) -> None:
         assert f"{low:g} to {high:g}" in said
 
 
-def test_engines_are_whole() -> None:
+def test_engines_and_processes_are_whole() -> None:
     assert "data_parallel_size is 1.5" in refusal(data_parallel_size=1.5)
+    assert "api_processes is 1.5" in refusal(api_processes=1.5)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import time
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from specserve.adapters import AdapterDone, AdapterSource
 from specserve.engine.port import Listener, Listeners, call_all
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError
+from specserve.server.engine.channel import Channel
 from specserve.server.engine.messages import (
     Abort,
     AdapterChanged,
@@ -32,10 +32,7 @@ from specserve.server.engine.messages import (
     UnloadAdapter,
     Wake,
 )  # fmt: skip
-from specserve.server.engine.pipe import Pipe
 from specserve.types import Event
-
-_log = logging.getLogger(__name__)
 
 
 class RefusedError(InputError):
@@ -197,33 +194,17 @@ class LocalClient(EngineClient):
 
     def __init__(self, end: socket.socket, observer: Observer) -> None:
         super().__init__(observer)
-        self._pipe = Pipe(end)
-        self._loop.add_reader(self._pipe, self._read)
+        self._pipe = Channel(end, self._read, self._lost)
 
     def close(self) -> None:
-        self._loop.remove_reader(self._pipe)
-        self._loop.remove_writer(self._pipe)
         self._pipe.close()
 
     def _write(self, message: bytes) -> None:
         self._pipe.send(message)
-        if self._pipe.is_behind:
-            self._loop.add_writer(self._pipe, self._flush)
 
-    def _flush(self) -> None:
-        self._pipe.flush()
-        if not self._pipe.is_behind:
-            self._loop.remove_writer(self._pipe)
+    def _read(self, message: bytes) -> None:
+        self._take(self._decode(message))
 
-    def _read(self) -> None:
-        """Read some of what has come: an engine that is quicker than this must not keep everybody else from the event
-        loop. That one has gone is for others to notice."""
-        try:
-            for message in self._pipe.receive():
-                self._take(self._decode(message))
-        except EOFError:
-            self._loop.remove_reader(self._pipe)
-        except Exception:
-            _log.exception("What the engine says cannot be read.")
-            self.is_broken = True
-            self._loop.remove_reader(self._pipe)
+    def _lost(self) -> None:
+        """That the engine has gone is for others to notice."""
+        self.is_broken = self._pipe.is_broken

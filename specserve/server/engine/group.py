@@ -119,8 +119,8 @@ class ReplicaGroup(Generic[M]):
         """Have the one that has least to do ready for a request. Raises EngineError when there is none."""
         min(self._some_taking(), key=lambda each: each.client.num_open).client.wake_engine()
 
-    def reset_prefix_cache(self) -> None:
-        """Of all. Raises EngineError where there is no engine."""
+    async def reset_prefix_cache(self) -> None:
+        """Of all, before any request that comes later. Raises EngineError where there is no engine."""
         for each in self._some_taking():
             each.client.reset_prefix_cache()
             self._router.forget(each.number)

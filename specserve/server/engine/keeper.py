@@ -26,6 +26,7 @@ class State(Enum):
     RESTARTING = "restarting"
     FAILED = "failed"  # for good
     STOPPED = "stopped"
+    STALLED = "stalled"  # as another process sees it: the one that has the engines stands still
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ class EngineKeeper:
         """Have an engine that rests ready for a request. Raises EngineError when there is none."""
         self.client.wake_engine()
 
-    def reset_prefix_cache(self) -> None:
-        """Raises EngineError where there is no engine."""
+    async def reset_prefix_cache(self) -> None:
+        """Before any request that comes later. Raises EngineError where there is no engine."""
         self.client.reset_prefix_cache()
 
     async def wait_until_ready(self) -> Ready:

@@ -15,6 +15,7 @@ from specserve.checkpoint.pooling import Pooling, read_pooling
 from specserve.errors import ModelError
 from specserve.server.admission import Admission, BodyBudget
 from specserve.server.options import PRIORITY, ServeOptions
+from specserve.server.reports import Reports
 from specserve.server.service import Service
 from specserve.server.wire.errors import model_not_found
 from specserve.server.wire.fields import MAX_COUNT, Limits
@@ -33,6 +34,7 @@ class Context:
     options: ServeOptions
     names: Sequence[str]
     service: Service
+    reports: Reports
     admission: Admission
     folder: Path
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class Context:
     )  # how embeddings are made, or why not; None: not made for it
 
     def __post_init__(self) -> None:
-        self.body_budget = BodyBudget(_MOST_BODIES * self.options.max_body_bytes)
+        self.body_budget = BodyBudget(_MOST_BODIES * self.options.max_body_bytes, self.admission.counts)
         try:
             self.pooling = read_pooling(self.folder)
         except ModelError as error:

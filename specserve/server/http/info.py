@@ -14,13 +14,12 @@ from specserve.adapters import AdapterSource
 from specserve.errors import InputError
 from specserve.server.engine.client import UnknownAdapterError
 from specserve.server.engine.keeper import State
-from specserve.server.engine.replicas import Replicas
-from specserve.server.engine.supervisor import Supervisor
 from specserve.server.http.bodies import parsed
 from specserve.server.http.context import Context, context
 from specserve.server.http.origin import check_origin
 from specserve.server.http.respond import json_response
 from specserve.server.metrics import CONTENT_TYPE
+from specserve.server.service import Engines
 from specserve.server.wire.anthropic_api.models import VERSION_HEADER, model_info, model_page
 from specserve.server.wire.errors import model_not_found, route_not_found, unavailable
 from specserve.server.wire.openai.bodies import ModelCard
@@ -40,8 +39,10 @@ _read_unload = functools.partial(read, UnloadAdapterRequest)
 
 
 async def live(request: web.Request) -> web.Response:
-    """GET /live: 200 as long as this process answers; it starts the engine again by itself."""
-    return json_response({"status": _state(context(request))})
+    """GET /live: 200 as long as this server works; it starts the engine again by itself. 503 where the process that has
+    the engines stands still."""
+    state = _state(context(request))
+    return json_response({"status": state}, 503 if state == State.STALLED.value else 200)
 
 
 async def health(request: web.Request) -> web.Response:
@@ -103,19 +104,13 @@ async def server_info(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
-    server = context(request)
-    supervisor = server.service.supervisor
-    now = supervisor.gauges, supervisor.num_restarts, supervisor.state is State.READY, supervisor.replicas
-    body = server.service.metrics.exposition(*now)
+    body = await context(request).reports.exposition()
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def stats(request: web.Request) -> web.Response:
     """GET /stats, for the live view."""
-    server = context(request)
-    supervisor = server.service.supervisor
-    now = supervisor.gauges, supervisor.num_restarts, _state(server), supervisor.replicas
-    return json_response(server.service.metrics.stats(*now))
+    return json_response(await context(request).reports.stats())
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
@@ -123,7 +118,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     server = _operated(request)
     body: ResetPrefixCacheRequest = await parsed(request, _read_reset, says_json=True)
     server.check_model(body.model)
-    _ready_supervisor(server).reset_prefix_cache()
+    await _ready_supervisor(server).reset_prefix_cache()
     return json_response({"status": "ok"})
 
 
@@ -159,7 +154,7 @@ def _operated(request: web.Request) -> Context:
     return server
 
 
-def _ready_supervisor(server: Context) -> Supervisor | Replicas:
+def _ready_supervisor(server: Context) -> Engines:
     if server.service.supervisor.state is not State.READY:
         raise unavailable("There is no engine now. Try again in a moment.")
     return server.service.supervisor

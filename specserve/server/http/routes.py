@@ -203,7 +203,7 @@ ROUTES = (
         name="getLive",
         summary="Whether the server runs, also while its engine loads, restarts or drains: for a liveness check.",
         group="Server",
-        replies={200: bodies.HealthReply},
+        replies={200: bodies.HealthReply, 503: bodies.HealthReply},
         needs_key=False,
     ),
     Route(

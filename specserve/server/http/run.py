@@ -9,35 +9,33 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specserve.checkpoint import catalog
 from specserve.checkpoint.generation_config import stated_by
-from specserve.errors import SpecserveError
 from specserve.machine.memory import return_large_blocks
 from specserve.registry import DRAFTERS
-from specserve.server.admission import Admission
-from specserve.server.chats import Chats
+from specserve.server.admission import Counts, OwnCounts
+from specserve.server.api_processes.coordinator import ApiProcesses
 from specserve.server.engine.keeper import Timeouts
 from specserve.server.engine.replicas import Replicas
 from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.engine.supervisor import Supervisor
 from specserve.server.grammar_validator import GrammarValidator
-from specserve.server.http.app import check_root_path, make_app
-from specserve.server.http.context import Context
-from specserve.server.http.listen import Listener
+from specserve.server.http.app import check_root_path
+from specserve.server.http.front import SWITCH_S, Front
 from specserve.server.metrics import Metrics
 from specserve.server.options import ServeOptions
+from specserve.server.reports import OwnReports
 from specserve.server.running import registered
-from specserve.server.service import Service
+from specserve.server.settings import Settings
 from specserve.server.template_options import template_options
 from specserve.structured.compiler import AUTO
 from specserve.text.encoding import use_own_threads_only
-from specserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("specserve")
-_SWITCH_S = 0.0005  # for Python's 0.005, so long would every stream wait each time that a thread reads a long prompt
 _LOOK_S = 0.05  # between two looks at whether all requests have ended, while draining
 
 
@@ -47,10 +45,10 @@ def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, spawne
     engine cannot be kept running, ConfigError, ModelError or CapacityError for what the engine cannot start with, as
     far as that is known before anything listens; KeyboardInterrupt where a second SIGINT cut the drain short."""
     imported = time.perf_counter()
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     use_own_threads_only()
     return_large_blocks()
-    options.keys()
+    options = replace(options, api_key=tuple(options.keys()), api_key_file=None)  # a pipe can be read once
     check_root_path(options.root_path)
     DRAFTERS.check(engine["drafter"])
     folder = catalog.resolve(engine["model"], progress=sys.stderr.isatty())
@@ -75,70 +73,69 @@ class _Life:
         begun: float,
         spawner: EngineSpawner,
     ) -> None:
-        sampling = stated_by(options.generation_config, folder)
-        template = template_options(options)
         names = options.served_model_name or (str(engine["model"]),)
+        num_replicas = options.data_parallel_size
+        settings = Settings(
+            options=options,
+            names=names,
+            folder=str(folder),
+            sampling=stated_by(options.generation_config, folder),
+            template=template_options(options),
+            capacity=num_replicas * engine["max_num_seqs"] + options.max_queue,
+            created=int(time.time()),
+        )
         metrics = Metrics(names[0])
         timeouts = Timeouts(options.start_timeout_s, options.stall_timeout_s)
-        self._options, self._folder = options, folder
-        self._begun = begun
+        self._options, self._folder, self._names = options, folder, names
+        self._begun, self._timeline = begun, timeline
         started = {**engine, "model": str(folder)}
-        num_replicas = options.data_parallel_size
         self._supervisor = (
             Supervisor(started, metrics, timeouts, spawner)
             if num_replicas == 1
             else Replicas(started, metrics.of_replica, num_replicas, timeouts, spawner)
         )
         self._spawned = time.perf_counter()
-        validator = GrammarValidator(folder, engine.get("grammar_backend", AUTO))
-        most = options.max_tokenize_characters
-        apart = options.reasoning_format == "auto"
-        chats, tokenizer = Chats(folder, template=template), Tokenizer(folder, template)
-        self._service = Service(self._supervisor, tokenizer, metrics, validator, chats, most, apart)
-        admission = Admission(num_replicas * engine["max_num_seqs"] + options.max_queue)
-        self._context = Context(
-            options=options,
-            names=names,
-            service=self._service,
-            admission=admission,
-            folder=folder,
-            sampling=sampling,
-            timeline=timeline,
-        )
-        self._listener = Listener(make_app(self._context), options)
+        self._metrics = metrics
+        self._validator = GrammarValidator(folder, engine.get("grammar_backend", AUTO))
+        self._front, self._counts = self._made(settings)
         self._signal: int | None = None
         self._asked_to_end = asyncio.Event()
         self._asked_again = asyncio.Event()
 
-    async def _prepare(self) -> None:
-        try:
-            await self._service.warm()
-        except SpecserveError as error:  # requests that need it will say so too
-            _log.warning("What conversations need could not be made ready: %s", error)
+    def _made(self, settings: Settings) -> tuple[Front | ApiProcesses, Counts]:
+        """What answers HTTP, here or in other processes, and what is counted there."""
+        supervisor, metrics, validator = self._supervisor, self._metrics, self._validator
+        if settings.options.api_processes > 1:
+            processes = ApiProcesses(settings, supervisor, metrics, validator, self._timeline)
+            return processes, processes.counts
+        counts = OwnCounts()
+        reports = OwnReports(metrics, supervisor, lambda: counts.draining)
+        front = Front(settings, supervisor, metrics, validator, reports, timeline=self._timeline, counts=counts)
+        return front, counts
 
     async def run(self) -> bool:
         """Whether Ctrl-C, pressed again, cut its drain short."""
         self._catch_signals()
-        reporter, preparing = asyncio.create_task(self._report()), list[asyncio.Task[None]]()
+        reporter, starting = asyncio.create_task(self._report()), asyncio.create_task(self._front.start())
+        ended = asyncio.create_task(self._asked_to_end.wait())
+        ends: list[asyncio.Future[Any]] = [ended, self._supervisor.finished, self._front.finished]
         try:
-            await self._listener.start()
-            preparing.append(asyncio.create_task(self._prepare()))
-            _log.info("Listening on %s; the engine is loading.", self._listener.address)
-            ended = asyncio.create_task(self._asked_to_end.wait())
-            ends: list[asyncio.Future[Any]] = [ended, self._supervisor.finished]
-            with registered(self._listener.address, self._context.names, self._folder):
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if not self._supervisor.finished.done():
-                    await self._drain()
+            await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                await starting
+                _log.info("Listening on %s; the engine is loading.", self._front.address)
+                with registered(self._front.address, self._names, self._folder):
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    if not any(each.done() for each in ends[1:]):
+                        await self._drain()
         finally:
-            for task in (reporter, *preparing):
+            for task in (reporter, starting):
                 task.cancel()
             await self._supervisor.close(hurried=self._asked_again.is_set())
-            await self._listener.close()
-            self._service.close()
-        error = self._supervisor.finished.exception()
-        if error is not None:
-            raise error
+            await self._front.close()
+        for each in (self._supervisor.finished, self._front.finished):
+            if each.done() and (error := each.exception()) is not None:
+                raise error
         return self._signal == signal.SIGINT and self._asked_again.is_set()
 
     def _catch_signals(self) -> None:
@@ -158,27 +155,27 @@ class _Life:
         gc.freeze()  # what was imported stays; to look at all of it takes 0.05 s, in which nobody is sent a token
         now = time.perf_counter()
         waited = now - self._spawned - sum(ready.phases.values())
-        self._context.timeline.update({"engine process and imports": waited, **ready.phases})
-        self._context.timeline["total"] = now - self._begun
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._context.timeline.items())
+        self._timeline.update({"engine process and imports": waited, **ready.phases})
+        self._timeline["total"] = now - self._begun
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._timeline.items())
         _log.info("%s", ready.summary)
-        _log.info("Ready on %s (seconds: %s).", self._listener.address, phases)
-        self._service.validator.prepare(ready.vocab_size)
+        _log.info("Ready on %s (seconds: %s).", self._front.address, phases)
+        self._validator.prepare(ready.vocab_size)
         while self._options.status_interval_s:
             await asyncio.sleep(self._options.status_interval_s)
-            line = self._service.metrics.status_line(self._supervisor.gauges)
+            line = self._metrics.status_line(self._supervisor.gauges)
             if line is not None:
                 _log.info("%s", line)
 
     async def _drain(self) -> None:
         """Take nothing new and let finish what runs, for as long as the options say or until a second signal."""
-        admission = self._context.admission
-        admission.draining = True
-        _log.info("Draining %d requests; a second signal ends them at once.", admission.num_requests)
+        counts = self._counts
+        counts.draining = True
+        _log.info("Draining %d requests; a second signal ends them at once.", counts.num_requests)
         limit_s = self._options.drain_timeout_s
         deadline = time.monotonic() + limit_s
-        while admission.num_requests and time.monotonic() < deadline and not self._asked_again.is_set():
+        while counts.num_requests and time.monotonic() < deadline and not self._asked_again.is_set():
             await asyncio.sleep(_LOOK_S)
-        if admission.num_requests:
+        if counts.num_requests:
             cause = "a second signal" if self._asked_again.is_set() else f"--drain-timeout-s {limit_s:g} is over"
-            _log.warning("%d requests are cut off and told so: %s.", admission.num_requests, cause)
+            _log.warning("%d requests are cut off and told so: %s.", counts.num_requests, cause)
