@@ -11,6 +11,9 @@ from itertools import takewhile
 from statistics import fmean
 
 _STEPS_OF_WAITING = 4  # that a request in the queue counts as; one that runs counts as one
+# benchmarks/cluster_sim.py (LOG, 2026-11-27): with 0 a prefix is computed everywhere once all are busy, with 1 requests
+# queue where it is.
+_DELAYED = 0.3  # of the completions of an engine wait as long as a prompt is computed there
 _MOST_BLOCKS = 512  # leading blocks of a prompt that are looked at: about 0.4 ms of work
 _MOST_KNOWN = 2**14  # blocks that are remembered of an engine, however many its cache has: about 2 MB
 _MOST_TENANTS = 4096
@@ -20,29 +23,46 @@ _DIGEST_BYTES = 8  # two prompts that have the same cost a prefill, and no more
 @dataclass(frozen=True, slots=True)
 class Load:
     """An engine that takes requests. Of `num_open` completions that were sent there and have not ended `num_waiting`
-    have no place among the `num_places` that run at once. `step_ms` is a step at this load and `prompt_token_ms` what a
-    token of a prompt adds, both as the engine measured them; 0: not yet. `num_blocks`: of its prefix cache."""
+    do not run yet. `step_ms` is a step at this load, `prompt_token_ms` what a token of a prompt adds to it and
+    `context_token_ms` what it adds for each token that it reads, all as the engine measured them; 0: not yet. After its
+    last step, the `num_steps`-th, `backlog_ms` of prompts were not computed. `num_blocks`: of its prefix cache."""
 
     num_open: int
-    num_waiting: int
-    num_places: int
+    num_waiting: int = 0
     step_ms: float = 0.0
     prompt_token_ms: float = 0.0
+    context_token_ms: float = 0.0
+    backlog_ms: float = 0.0
+    num_steps: int = 0
     num_blocks: int = 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether another completion would wait."""
-        return self.num_waiting > 0 or self.num_open >= self.num_places
+    @classmethod
+    def after(
+        cls,
+        num_steps: int,
+        num_waiting: int,
+        seconds: Sequence[float],
+        *,
+        num_open: int,
+        num_places: int,
+        num_blocks: int,
+    ) -> Load:
+        """Of an engine as it was after a step, to which more may have been sent since: `num_places` run at once.
+        `seconds` are of a step, of a token of a prompt, of what that reads, and of the backlog."""
+        num_waiting = min(num_open, max(num_open - num_places, num_waiting))
+        step_ms, token_ms, context_ms, backlog_ms = (1e3 * each for each in seconds)
+        return cls(num_open, num_waiting, step_ms, token_ms, context_ms, backlog_ms, num_steps, num_blocks)
 
 
 class Router:
     """Remembers which engine got which prompts; what the engines do at the moment it is told with each request.
 
-    A request waits only where all would let it wait. Among the others it goes where the steps that it shares with other
-    completions and the tokens of its prompt that are not cached there cost least. So a prefix draws requests as long as
-    it saves more than the load costs, and no longer. Where several cost the same, an engine comes that the tenant's
-    last request went to (its drafters have learned from that), else the next in turn.
+    A request goes where it is expected to cost the fewest milliseconds: the steps that it shares with other
+    completions, four for each that waits there; the prompts that are computed before its own; and the tokens of its own
+    that are not cached there. The latter count the more the more completions an engine has on average, as each waits
+    while they are computed: so a prefix draws requests as long as it saves more than the load costs, and no longer.
+    Where several cost the same, an engine comes that the tenant's last request went to (its drafters have learned from
+    that), else the next in turn.
 
     A prefix is a number of whole blocks of `block_size` tokens. What is remembered is bounded, and forgotten from the
     end of the least recently used prompt on, as a prefix cache does.
@@ -51,6 +71,7 @@ class Router:
     def __init__(self, num_engines: int, block_size: int) -> None:
         self._block_size = block_size
         self._known: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]
+        self._sent: list[list[tuple[int, float]]] = [[] for _ in range(num_engines)]  # step that tells of it, prompt_ms
         self._homes: OrderedDict[bytes, int] = OrderedDict()  # the engine of a tenant's last request
         self._last = num_engines - 1
 
@@ -58,30 +79,37 @@ class Router:
         """The number of an engine, which is taken to get the request. `loads` has None for those that take none; there
         must be another. Prompts of another `salt` or `adapter` share no prefix. `salt` is the tenant's name, too; b"":
         nobody's."""
-        taking = [i for i, load in enumerate(loads) if load is not None]
-        free = [i for i in taking if not _of(loads, i).is_full] or taking
+        taking = {engine: load for engine, load in enumerate(loads) if load is not None}
         digests = self._digests(prompt_ids, salt, adapter)
-        known = [_of(loads, i) for i in taking]
+        known = taking.values()  # of equal engines: the noise of what each measured decides nothing
         step_ms = _mean((load.step_ms for load in known), 1.0)
-        prompt_token_ms = _mean(
-            (load.prompt_token_ms for load in known), 0.0
-        )  # of equal engines: noise decides nothing
-
-        def cost(engine: int) -> float:
-            load = _of(loads, engine)
-            num_steps = _STEPS_OF_WAITING * load.num_waiting + load.num_open - load.num_waiting
+        token_ms = _mean((load.prompt_token_ms for load in known), 0.0)
+        context_ms = _mean((load.context_token_ms for load in known), 0.0)
+        weight = 1.0 + _DELAYED * fmean(load.num_open for load in known)
+        prompt_ms, costs = {}, {}
+        for engine, load in taking.items():
             cached = self._block_size * sum(1 for _ in takewhile(self._known[engine].__contains__, digests))
-            return num_steps * (load.step_ms or step_ms) + (len(prompt_ids) - cached) * prompt_token_ms
-
-        costs = {engine: cost(engine) for engine in free}
+            num_new = len(prompt_ids) - cached
+            prompt_ms[engine] = num_new * (token_ms + context_ms * (cached + num_new / 2))
+            num_steps = _STEPS_OF_WAITING * load.num_waiting + load.num_open - load.num_waiting
+            before = num_steps * (load.step_ms or step_ms) + load.backlog_ms + self._unseen_ms(engine, load)
+            costs[engine] = before + weight * prompt_ms[engine]
         least = min(costs.values())
-        chosen = self._of_equals([engine for engine in free if costs[engine] == least], salt)
-        self._remember(chosen, digests, _of(loads, chosen).num_blocks)
+        chosen = self._of_equals([engine for engine, cost in costs.items() if cost == least], salt)
+        self._remember(chosen, digests, taking[chosen].num_blocks)
+        seen = taking[chosen].num_steps + (2 if taking[chosen].num_open else 1)  # not by a step that runs already
+        self._sent[chosen].append((seen, prompt_ms[chosen]))
         return chosen
+
+    def _unseen_ms(self, engine: int, load: Load) -> float:
+        """Of prompts that were sent there and that its backlog has not."""
+        sent = self._sent[engine] = [each for each in self._sent[engine] if each[0] > load.num_steps]
+        return sum(prompt_ms for _, prompt_ms in sent)
 
     def forget(self, engine: int) -> None:
         """Its caches are empty: another process has taken its place, or it was told to."""
         self._known[engine].clear()
+        self._sent[engine].clear()
 
     def _of_equals(self, engines: Sequence[int], tenant: bytes) -> int:
         if not tenant:
@@ -114,12 +142,6 @@ class Router:
             known.move_to_end(digest)
         while len(known) > min(num_blocks, _MOST_KNOWN):
             known.popitem(last=False)
-
-
-def _of(loads: Sequence[Load | None], engine: int) -> Load:
-    load = loads[engine]
-    assert load is not None, "it takes requests"
-    return load
 
 
 def _mean(values: Iterable[float], otherwise: float) -> float:

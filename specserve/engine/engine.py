@@ -146,7 +146,7 @@ class Engine:
         without_asking = self.drafting.end_step(sum(len(each.draft) for each in step.seqs), seconds)
         decoding = [verdicts[each.seq] for each in step.decoding if each.seq in verdicts]
         self.scheduler.observe(len(decoding), sum(len(verdict.tokens) for verdict in decoding))
-        self.scheduler.cost.observe(*_load(step), without_asking)
+        self.scheduler.cost.observe(*step_load(step), without_asking)
         constrained = [each for each in step.sampled if each.seq.grammar is not None]
         self.counters.end_step(mask_s + self.counters.seconds["mask"], num_logit_rows(constrained))
         return events
@@ -215,7 +215,7 @@ class Engine:
             del self.requests[seq.request_id]
 
 
-def _load(step: Step) -> tuple[int, int, int, float]:
+def step_load(step: Step) -> tuple[int, int, int, float]:
     """Rows of decoding, drafts included, and the tokens of their sequences; tokens of chunks, and how many tokens those
     read on average."""
     rows, context, tokens, read = 0, 0, 0, 0.0

@@ -110,6 +110,24 @@ class Scheduler:
             self._refusal = None
             self.add(seq)
 
+    @property
+    def speeds(self) -> tuple[float, float, float]:
+        """Seconds, as measured, 0: not yet: of a step for those that run now, without drafts; that a token of a prompt
+        adds; and that it adds for each token that it reads."""
+        return self.cost.decoding.seconds(max(1, len(self.running))), *self.cost.prompt_line
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds that the prompts take which are not computed yet. Of those that wait as much is expected to be found
+        in the prefix cache as was of others, and that those further back are as long as the first ones."""
+        cost, stats, first = self.cost, self.cache.stats, self.waiting[: self.max_num_seqs]
+        begun = sum(cost.added(left, seq.cached) for seq in self.running if (left := len(seq.tokens) - seq.cached) > 1)
+        if not first:
+            return begun
+        missed = 1.0 - stats.num_prefix_hit_tokens / max(1, stats.num_prefix_query_tokens)
+        mean = sum(len(seq.tokens) - seq.cached for seq in first) / len(first)
+        return begun + missed * len(self.waiting) * cost.added(round(mean), 0)
+
     def pick(self) -> Step:
         """The next step's sequences, with KV slots reserved for their tokens; what is left is for drafts."""
         plan = _Plan(self.max_num_batched_tokens, self._num_shared_rows)

@@ -158,6 +158,11 @@ class StepCost:
         a, b = self._line()
         return tokens * (a + b * (context + tokens / 2))
 
+    @property
+    def prompt_line(self) -> tuple[float, float]:
+        """Seconds that a token of a prompt adds: a, and b for each token that it reads; 0: nothing is known."""
+        return self._line() if self._sums[0] else (0.0, 0.0)
+
     def _observe_chunks(self, seconds: float, context: float) -> None:
         if self._sums[0]:
             a, b = self._line()

@@ -109,3 +109,25 @@ def test_a_look_up_counts_once_for_each_admission() -> None:
     stats = scheduler.cache.stats
     assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (3, 2049 + 320 + 2548)
     assert stats.num_prefix_hit_tokens == 2048
+
+
+def test_prompts_that_are_not_computed_are_told_in_seconds() -> None:
+    """A millisecond a token: of a prompt that runs what is left, of those that wait as much as was not found of others,
+    where only the first max_num_seqs are looked at."""
+    scheduler = make(num_blocks=64, budget=32, max_num_seqs=2)
+    assert scheduler.backlog_s == 0.0
+    for _ in range(300):  # from the nanosecond that `make` says
+        scheduler.cost.observe(0, 0, 10, 0.0, 0.010)
+    assert scheduler.speeds == pytest.approx((1.0, 0.001, 0.0))
+    scheduler.add(make_seq(0, [1] * 100))
+    assert scheduler.backlog_s == pytest.approx(0.100)
+    step(scheduler)
+    assert scheduler.backlog_s == pytest.approx(0.100 - 0.032)
+    for _ in range(3):
+        step(scheduler)
+    assert scheduler.backlog_s == 0.0, "it decodes"
+    for number, length in enumerate((40, 60, 999, 999)):
+        scheduler.add(make_seq(1 + number, [2 + number] * length))
+    assert scheduler.backlog_s == pytest.approx(4 * 0.050)
+    scheduler.cache.stats.num_prefix_query_tokens, scheduler.cache.stats.num_prefix_hit_tokens = 200, 150
+    assert scheduler.backlog_s == pytest.approx(0.25 * 4 * 0.050)

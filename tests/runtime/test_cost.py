@@ -28,6 +28,8 @@ def taught(num_decoding: int = 1, decode_s: float = 0.004) -> StepCost:
 def test_the_line_through_measurements_is_found() -> None:
     cost = taught()
     assert cost.decoding.seconds(1) == pytest.approx(0.004)
+    assert cost.prompt_line == pytest.approx((A, B), rel=0.01)
+    assert StepCost().prompt_line == (0.0, 0.0)
     for context in (0, 1000, 8000):
         assert cost.added(100, context) == pytest.approx(100 * (A + B * (context + 50)), rel=0.01)
 

@@ -44,12 +44,18 @@ class Member(EngineKeeper):
         """What it has to do; None where it takes no request with that adapter."""
         if self.state is not State.READY or self.ready is None or (adapter is not None and not self.has(adapter)):
             return None
-        num_open, gauges, places = self.client.num_completions, self.gauges, self.ready.max_num_seqs
-        if gauges is None:
-            return Load(num_open, max(0, num_open - places), places, num_blocks=self.ready.num_prefix_blocks)
-        num_waiting = min(num_open, max(num_open - places, gauges.num_waiting))
-        speeds = 1e3 * gauges.step_s, 1e3 * gauges.prompt_token_s
-        return Load(num_open, num_waiting, places, *speeds, self.ready.num_prefix_blocks)
+        at, num_waiting, seconds = 0, 0, (0.0,) * 4
+        if (said := self.gauges) is not None:
+            at, num_waiting = said.num_steps, said.num_waiting
+            seconds = said.step_s, said.prompt_token_s, said.context_token_s, said.backlog_s
+        return Load.after(
+            at,
+            num_waiting,
+            seconds,
+            num_open=self.client.num_completions,
+            num_places=self.ready.max_num_seqs,
+            num_blocks=self.ready.num_prefix_blocks,
+        )
 
     def _notice_ready(self) -> None:
         was_ready = self.state is State.READY

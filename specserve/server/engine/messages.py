@@ -87,6 +87,8 @@ class Gauges:
     num_adapter_evictions: int = 0  # from slots that other adapters needed
     step_s: float = 0.0  # of a step for those that run now, without drafts, as measured; 0: not yet
     prompt_token_s: float = 0.0  # that a token of a prompt adds to a step; 0: not yet
+    context_token_s: float = 0.0  # that it adds for each token that it reads
+    backlog_s: float = 0.0  # that the prompts take which are not computed yet
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):

@@ -184,7 +184,8 @@ class EngineProcess:
 
     def _gauges(self) -> Gauges:
         engine = self._port.engine
-        counters, stats, cost = engine.counters, engine.cache.stats, engine.scheduler.cost
+        counters, stats = engine.counters, engine.cache.stats
+        step_s, prompt_token_s, context_token_s = engine.scheduler.speeds
         return Gauges(
             num_running=len(engine.scheduler.running),
             num_waiting=len(engine.scheduler.waiting),
@@ -201,8 +202,10 @@ class EngineProcess:
             draft_seconds=counters.draft_seconds,
             num_adapter_loads=engine.adapters.num_loads,
             num_adapter_evictions=engine.adapters.num_evictions,
-            step_s=cost.decoding.seconds(max(1, len(engine.scheduler.running))),
-            prompt_token_s=cost.added(1, 0),
+            step_s=step_s,
+            prompt_token_s=prompt_token_s,
+            context_token_s=context_token_s,
+            backlog_s=engine.scheduler.backlog_s,
         )
 
 
