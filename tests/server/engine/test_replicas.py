@@ -143,11 +143,11 @@ def test_the_same_bits_whichever_replica_answers(
 
 
 def test_requests_are_spread_by_what_runs(shared: Shared) -> None:
-    """Eight that do not end, of which four run at once in each: none waits."""
+    """Eight that do not end: each has some, more or fewer as their steps were measured."""
 
     async def play(service: Service) -> None:
         running = [start(service, prompt, ENDLESS) for prompt in PROMPTS]
-        assert [each.client.num_open for each in of(service)._replicas] == [4, 4]
+        assert min(each.client.num_open for each in of(service)._replicas) >= 1
         for answers in running:
             with answers:
                 await anext(aiter(answers))
@@ -271,9 +271,9 @@ def test_all_replicas_have_an_adapter_or_none(shared: Shared, folder: Path, tmp_
     prompt, params = PROMPTS[0], PARAMS[0]
 
     async def both(service: Service, name: str | None) -> Texts:
-        """What both replicas say, which is the same."""
-        running = [start(service, prompt, params, adapter=name) for _ in range(8)]
-        assert [each.client.num_open for each in of(service)._replicas] == [4, 4]
+        """What both replicas say, which is the same. With salts of their own no prefix is cached for any."""
+        running = [start(service, prompt, params, adapter=name, salt=b"%d" % number) for number in range(8)]
+        assert min(each.client.num_open for each in of(service)._replicas) >= 1
         texts = [(await each.whole())[0].outputs[0].token_ids for each in running]
         assert texts == [texts[0]] * 8
         return texts[0]
