@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 import specserve.kernels._native as _native
 from specserve.kernels._cpu_base import Base
 from specserve.kernels._cpu_rows import at
-from specserve.ops.peers import Gather, Peers
+from specserve.ops.peers import Gather, Peers, Shared
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ _log = logging.getLogger(__name__)
 class CpuPeers:
     """Peers over one piece of memory, which it keeps."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, count: int, gather: Gather | None) -> None:
+    def __init__(self, memory: Shared, rank: int, count: int, gather: Gather | None) -> None:
         self.rank, self.count = rank, count
         self._memory = memory
         head = _native.Peers.size(count, 0)
@@ -41,7 +40,7 @@ class CpuPeers:
 class PeerKernels(Base):  # type: ignore[misc]  # the kernels' package is found at run time
     """The ops of steps that several processes compute together."""
 
-    def peers(self, memory: mmap.mmap, rank: int, count: int, gather: Gather | None = None) -> CpuPeers:
+    def peers(self, memory: Shared, rank: int, count: int, gather: Gather | None = None) -> CpuPeers:
         return CpuPeers(memory, rank, count, gather)
 
     def sum_peers(self, x: Tensor, peers: Peers) -> Tensor:
@@ -64,7 +63,7 @@ class PeerKernels(Base):  # type: ignore[misc]  # the kernels' package is found 
         return found
 
 
-def _gather(gather: Gather, memory: mmap.mmap, rank: int, count: int, num_bytes: int) -> Callable[[int, int], bool]:
+def _gather(gather: Gather, memory: Shared, rank: int, count: int, num_bytes: int) -> Callable[[int, int], bool]:
     """As native code calls it: for one of the two places of all ranks in `memory`, filled as far as it says."""
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     places = [

@@ -38,8 +38,8 @@ class EngineConfig:
     - `quantization`: "auto" is int8 where native kernels serve the CPU and no dtype is asked for, int4 there for a
       checkpoint whose own integers int4 keeps (GPTQ and AWQ of 4 bits), else none.
     - `isa`: instruction set of the CPU kernels; "auto" is the environment variable SPECSERVE_ISA, else the fastest.
-    - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use, divided among the
-      processes of the model: `tensor_parallel_size`.
+    - `threads`: None is SPECSERVE_THREADS, else the number of cores that this process may use, divided among those that
+      compute at the same time: `tensor_parallel_size`. Stages, `pipeline_parallel_size` of them, take turns.
     - `kv_cache_gib`: None sizes the cache from free memory.
     - `max_number_digits`: most digits of a number in JSON, where its schema asks for no more.
     - `lora`: LoRA adapters that requests may name, each "name=path" of a PEFT folder, behind which may stand ",pinned"
@@ -100,6 +100,9 @@ class EngineConfig:
     tensor_parallel_size: Annotated[
         int, Help("Processes that compute the model together, each its part of every layer.")
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Help("Stages that the model's layers are divided into, each in processes of its own.")
+    ] = 1
     max_model_len: Annotated[int | None, Help("Longest prompt + output in tokens [default: the model's].")] = None
     max_num_seqs: Annotated[int, Help("Most sequences that run at once.")] = 16
     max_num_batched_tokens: Annotated[int, Help("Most tokens of one step; longer prompts run in chunks.")] = 512
@@ -138,9 +141,13 @@ class EngineConfig:
         for name, allowed in named.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"--{name}: " + unknown("value", str(getattr(self, name)), allowed))
-        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        if self.tensor_parallel_size > MOST_RANKS:
-            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; it must be at most {MOST_RANKS}.")
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+        for name in sizes:
+            _at_least(name, getattr(self, name), 1)
+            if getattr(self, name) > MOST_RANKS:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at most {MOST_RANKS}.")
+        if (product := self.tensor_parallel_size * self.pipeline_parallel_size) > MOST_RANKS:
+            raise ConfigError(f"{' times '.join(sizes)} is {product}; it must be at most {MOST_RANKS}.")
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         _at_least("max_number_digits", self.max_number_digits, DEFAULT_MAX_NUMBER_DIGITS)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):

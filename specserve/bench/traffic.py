@@ -234,6 +234,7 @@ class WatchedRunner(Runner):
 def watched(engine: Engine, max_rows: int) -> Iterator[WatchedRunner]:
     """Within it every step of the engine is taken apart; `max_rows` as for the runner that it replaces."""
     plain = local(engine.executor).runner
+    assert isinstance(plain, Runner), "the whole model is in this process"
     model: Any = plain.model
     model.ops = WatchedOps(plain.ops)
     try:

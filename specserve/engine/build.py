@@ -92,19 +92,23 @@ class Built:
 
 
 def build(
-    config: EngineConfig, *, progress: bool = False, connect: Connect = lambda local: local, num_engines: int = 1
+    config: EngineConfig,
+    *,
+    progress: bool = False,
+    connect: Connect = lambda local: local,
+    num_engines: int = 1,
+    pulse: int = -1,
 ) -> Built:
     """Load everything a configuration names. `connect` says what executes steps, given what would in this process;
-    `num_engines` are to share the memory. Raises ConfigError, ModelError or CapacityError before any request."""
+    `num_engines` are to share the memory; `pulse` is a Pulse's descriptor, for what other processes of the model do
+    while this one waits. Raises ConfigError, ModelError or CapacityError before any request."""
     drafters = makers(config.drafter, config.drafter_options)  # a wrong name must not cost a model load
     check_backend(config.grammar_backend)
     check_folders(map(AdapterSource.parse, config.lora))
     threads = config.threads or max(1, default_threads() // config.tensor_parallel_size)
     folder, ops = _find(config, threads, progress)
     tokenizer = Tokenizer(folder)
-    ranks = Ranks.started(config.tensor_parallel_size, folder, ops, config.max_model_len, threads)
-    peers = None if ranks is None else ranks.peers
-    model = load_model(folder, ops, config.max_model_len, progress=progress, peers=peers)
+    model, own, ranks = _load(config, folder, ops, threads, progress, pulse)
     spec, ops, max_rows = model.spec, model.ops, config.max_num_batched_tokens
     num_adapters = _hold_adapters(model, config)
     max_logit_rows = logit_rows(spec.vocab_size, config.max_num_seqs, max_rows)
@@ -114,16 +118,16 @@ def build(
     host = DraftHost.of(config.drafter, drafters, context, spec.vocab_size, config.drafter_timeout_s)
     _check_needs(config.drafter, host.needs, spec)
     taps, top_k = host.needs.hidden_layers, host.needs.top_k
-    shapes = spec.kv_shapes + context.kv_shapes
+    shapes = spec.kv_shapes[: len(own)] + context.kv_shapes
     width = spec.step_width + len(taps) * spec.hidden_size
     taken = step_bytes(max_rows, width, max_logit_rows, spec.vocab_size) + host.needs.memory_bytes
     others = [] if ranks is None else ranks.kv_shapes()  # they are loaded
-    mapped = model.num_mapped_bytes * config.tensor_parallel_size  # counted as free
+    mapped = model.num_mapped_bytes + (0 if ranks is None else ranks.num_mapped_bytes)  # counted as free
     free = share_of(free_memory(ops.device) - mapped, taken, num_engines)
     storage, num_kv_bytes, sizing = _make_storage(config, ops, shapes, others, spec.max_len, free)
-    context.bind(storage.layers[spec.num_layers :], storage.block_size)
-    kv = storage.layers[: spec.num_layers]
-    runner, counters = Runner(model, ops, kv, storage.block_size, max_rows, max_logit_rows, taps, top_k), Counters()
+    context.bind(storage.layers[len(own) :], storage.block_size)
+    kv, make, counters = storage.layers[: len(own)], Runner if ranks is None else ranks.runner, Counters()
+    runner = make(model, ops, kv, storage.block_size, max_rows, max_logit_rows, taps, top_k)
     sampler = Sampler(spec.vocab_size, config.verification, ops)
     executor: Executor = connect(local := LocalExecutor(runner, sampler, storage, counters.timed))
     if ranks is not None:
@@ -164,13 +168,27 @@ def _find(config: EngineConfig, threads: int, progress: bool) -> tuple[Path, Ops
     return folder, ops
 
 
+def _load(
+    config: EngineConfig, folder: Path, ops: Ops, threads: int, progress: bool, pulse: int
+) -> tuple[AnyModel, range, Ranks | None]:
+    """The model, or this process's part of it, the layers that it has, and the processes of all others."""
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    max_len, max_rows = config.max_model_len, config.max_num_batched_tokens
+    ranks = Ranks.started(*sizes, folder, ops, max_len, threads, max_rows, pulse)
+    if ranks is None:
+        model = load_model(folder, ops, max_len, progress=progress)
+        return model, range(model.spec.num_layers), None
+    layers = ranks.layout.layers(0)
+    return load_model(folder, ops, max_len, progress=progress, peers=ranks.peers, layers=layers), layers, ranks
+
+
 def _described(built: Built, model: AnyModel, ranks: Ranks | None) -> str:
     """What computes the model, for people."""
     ops = built.ops
     weights = built.dtype if ops.quantization == "none" else ops.quantization
     weights += f" (checkpoint: {model.origin})" if model.origin else ""
     kernels = ", ".join([f"{ops.name} kernels", *filter(None, [ops.instruction_set])])
-    processes = "" if ranks is None else f", {ranks.size} processes"
+    processes = "" if ranks is None else f", {ranks.layout.size} processes"
     return f"in {weights} on {ops.device} ({kernels}{processes})"
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specserve.errors import ModelError
+from specserve.models.adapted import TABLE, AdaptedModel
 from specserve.models.layers import LayerStack
-from specserve.models.product import LowRank, Product, RowSlots
+from specserve.models.product import Product, RowSlots
 from specserve.models.reader import WeightReader
 from specserve.models.sharding import Shard
 from specserve.models.spec import DecoderSpec
@@ -19,27 +19,19 @@ from specserve.ops import Ops, Peers, Placed, RowAdapters
 from specserve.ops.packing import PackedCache, Weight, uncached
 
 _EMBEDDED = -1  # as `tap` counts layers: what enters the first
-_TABLE = "model.embed_tokens"
 
 
-class PackedAdapter(NamedTuple):
-    """An adapter as a Decoder keeps it."""
-
-    products: list[Any]  # in their order; None: it leaves this one alone
-    table: Any  # or None
-    num_bytes: int
-
-
-class Decoder:
+class Decoder(AdaptedModel):
     """A native model. `weights` maps the names of spec.shapes() to tensors of those shapes, any float dtype, or to
     quantised matrices; they are copied, and only those read that `cached` does not have in their packed form. The
     number of rows given to `forward` is a multiple of ops.row_multiple.
 
     With `peers` it is one process's part of a model: `spec` and `weights` are what sharding.py leaves it of the layers,
-    all run `forward` on the same rows, and get the same. Whatever else it is asked, it computes alone."""
+    all run `forward` on the same rows, and get the same. Whatever else it is asked, it computes alone. With `layers` it
+    has no others than these first ones: `run_first` and `scores` are what comes before and after those of other
+    processes."""
 
     features_width = 0  # it reads tokens alone
-    num_adapter_slots = 0
 
     def __init__(
         self,
@@ -48,13 +40,10 @@ class Decoder:
         ops: Ops,
         cached: PackedCache = uncached,
         peers: Peers | None = None,
+        layers: range | None = None,
     ) -> None:
-        self.spec = spec
-        self.ops = ops
-        self.origin = ""  # how a checkpoint that is quantised has its weights, and what became of them, for people
-        self.num_mapped_bytes = 0  # of the weights, where they are mapped from a file: the system counts them as free
         read = WeightReader(spec.shapes(), weights, ops, cached, peers)
-        self._embedding = ops.pack_table(*read.named("model.embed_tokens"))
+        self._embedding = ops.pack_table(*read.named(TABLE))
         # Rounded as transformers rounds it: Gemma was trained with the scale in the compute dtype.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=ops.dtype))
         self._positions = None if spec.positions is None else ops.pack_table(*read.named("model.embed_positions"))
@@ -62,7 +51,7 @@ class Decoder:
         self._embedding_norm = None
         if (norm := spec.embedding_norm) is not None:
             self._embedding_norm = read.norm("model.embed_norm", norm)
-        head = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
+        head = TABLE if spec.tied_embeddings else "lm_head"
         make_head = partial(read.head, head, 1 / spec.logit_divisor, spec.normed_head)
         self._peers, self._make_head = peers, make_head
         if peers is None:
@@ -71,14 +60,15 @@ class Decoder:
             parts = [Shard(rank, peers.count).features(spec.vocab_size) for rank in range(peers.count)]
             self._widths = [len(part) for part in parts]
             self._head = make_head(rows=parts[peers.rank])
-        norm = read.norm("model.norm", spec.final_norm)
-        self._stack = LayerStack(read, spec, "model.")
-        self._norm = self._stack.layers[-1].stream_norm if norm is None else norm
+        self._stack = LayerStack(read, spec, "model.", layers)
+        self.layers = self._stack.numbers
+        self._norm = read.norm(spec.final_norm_name, spec.final_norm)
         self._project_in = self._project_out = None
         if spec.embedding_size is not None:
             self._project_in, self._project_out = (read.linear(f"model.project_{each}") for each in ("in", "out"))
-        self._products = list(read.products)  # and not the whole head, if it comes to be
-        self._table_bank: Any = None
+        is_adapted = spec.embedding_norm is None and spec.embedding_size is None
+        # Products of now, and not the whole head, if it comes to be.
+        super().__init__(spec, ops, read.products, self._embedding if is_adapted else None)
 
     def forward(
         self,
@@ -104,9 +94,27 @@ class Decoder:
         own, gathered = (None, None) if slots is None else slots
         embedded = self._placed(token_ids, positions, own)
         residual, tapped = self._stack.run(ops, embedded, positions, rows, kv, plan, taps, slots=own)
-        hidden = ops.norm(residual, self._norm, self.spec.final_norm.eps)
-        logits = self._scores(self._head, hidden, gathered)
-        return hidden, logits, ops.argmax(logits), tapped
+        return *self.scores(residual, gathered), tapped
+
+    def run_first(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...],
+        slots: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """The layers that it has: what `forward` returns of `taps`."""
+        embedded = self._placed(token_ids, positions, slots)
+        return self._stack.run_through(self.ops, embedded, positions, kv, plan, taps, slots=slots)[1]
+
+    def scores(self, residual: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows of the residual stream after the last layer, float32 [n, hidden], what `forward` returns of rows that
+        are asked for."""
+        hidden = self.final_norm(residual)
+        logits = self._scores(self._head, hidden, slots)
+        return hidden, logits, self.ops.argmax(logits)
 
     def _placed(self, token_ids: Tensor, positions: Tensor, slots: Tensor | None) -> Tensor:
         """What enters the first layer, float32 [rows, hidden]."""
@@ -158,40 +166,3 @@ class Decoder:
             logits = self.ops.gather_peers(logits, self._widths, self._peers)
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
-
-    def hold_adapters(self, num_slots: int, max_rank: int) -> None:
-        """Room for so many adapters of at most that rank; once, before the first step."""
-        self.num_adapter_slots = num_slots
-        for product in self._products:
-            product.hold_adapters(self.ops, num_slots, max_rank)
-        if self.spec.embedding_norm is None and self.spec.embedding_size is None:
-            sizes = self.spec.vocab_size, self.spec.hidden_size
-            self._table_bank = self.ops.adapter_bank(num_slots, *sizes, max_rank)
-
-    @torch.inference_mode()
-    def pack_adapter(self, weights: Mapping[str, LowRank]) -> PackedAdapter:
-        """What an adapter adds to layers, by their names in spec.shapes() without ".weight", or "lm_head", for
-        `place_adapter`. Beside steps, on whatever thread. Raises ModelError for a layer that takes no adapters."""
-        served = {name for product in self._products for name in product.names}
-        served -= {"lm_head"} if self.spec.normed_head else set()
-        served |= {_TABLE} if self._table_bank is not None else set()
-        if refused := [name for name in weights if name not in served]:
-            raise ModelError(
-                f"The adapter changes {refused[0]}, which takes no adapters in this model: experts, their routers and "
-                "gates, norms, embeddings that are normed or projected, and heads that are normed take none."
-            )
-        table, packed = weights.get(_TABLE), None
-        if table is not None:
-            packed = self.ops.pack_table_adapter(self._embedding, *table)
-        products = [product.pack_adapter(self.ops, weights) for product in self._products]
-        size = torch.float32.itemsize if self.ops.dtype == torch.float32 else torch.bfloat16.itemsize
-        return PackedAdapter(products, packed, sum(each.a.numel() + each.b.numel() for each in weights.values()) * size)
-
-    def place_adapter(self, slot: int, packed: PackedAdapter | None) -> None:
-        """Let rows of that slot have this adapter from the next step on, or none. Between steps."""
-        if packed is None:
-            packed = PackedAdapter([None] * len(self._products), None, 0)
-        for product, own in zip(self._products, packed.products, strict=True):
-            product.place_adapter(self.ops, slot, own)
-        if self._table_bank is not None:
-            self.ops.place_adapter(self._table_bank, slot, packed.table)

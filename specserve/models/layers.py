@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,16 +123,26 @@ def norm_stream(ops: Ops, residual: Tensor, delta: Tensor, norm: Any, eps: float
     return stream, ops.quantize_activation(stream)
 
 
-class LayerStack:
-    """The layers of `spec` one after the other, whose tensors are named `prefix`layers.N.*, with the tables of their
-    rotations."""
+class Stream(NamedTuple):
+    """The residual stream after some layers, as ops.gather_rows and ops.tap take it."""
 
-    def __init__(self, read: WeightReader, spec: DecoderSpec, prefix: str) -> None:
-        self.layers = [Layer(read, f"{prefix}layers.{i}", layer) for i, layer in enumerate(spec.layers)]
-        self._eps, self._peers = spec.final_norm.eps, read.peers
-        self._rotated = [(layer.position, layer.attention.head_dim) for layer in spec.layers]
+    residual: Tensor  # float32 [rows, hidden]
+    delta: Tensor | None  # of the last layer, yet to be added through its norm `post`
+    post: Any
+
+
+class LayerStack:
+    """Layers of `spec` one after the other, all or those of some consecutive `numbers`, whose tensors are named
+    `prefix`layers.N.*, with the tables of their rotations."""
+
+    def __init__(self, read: WeightReader, spec: DecoderSpec, prefix: str, numbers: range | None = None) -> None:
+        self.numbers = range(spec.num_layers) if numbers is None else numbers
+        own = [spec.layers[i] for i in self.numbers]
+        self.layers = [Layer(read, f"{prefix}layers.{i}", spec.layers[i]) for i in self.numbers]
+        self._eps, self._peers, self._last = spec.final_norm.eps, read.peers, spec.num_layers - 1
+        self._rotated = [(layer.position, layer.attention.head_dim) for layer in own]
         self.tables = {each: rotary_tables(*each, spec.max_len, read.ops.device) for each in set(self._rotated)}
-        found = {layer.position for layer in spec.layers if isinstance(layer.position, Alibi)}
+        found = {layer.position for layer in own if isinstance(layer.position, Alibi)}
         self._slopes: dict[Position, Any] = {each: read.ops.pack_vector(torch.tensor(each.slopes)) for each in found}
 
     def rotations(self, positions: Tensor) -> Sequence[Rotation]:
@@ -156,22 +166,38 @@ class LayerStack:
         what stands after them in the `rows` asked for, float32 [n, hidden], and after each of `taps` in all rows. `x`
         is what the first layer's attention reads where that is not the layer's norm of the stream, and `slots` those of
         the rows' adapters, int64 [rows of the step], negative where they have none."""
+        stream, tapped = self.run_through(ops, residual, positions, kv, plan, taps, x, slots)
+        residual, delta, post = stream
+        assert delta is not None, "only layers before the last norm the stream itself"
+        return ops.gather_rows(rows, residual, delta, post, self._eps), tapped
+
+    def run_through(
+        self,
+        ops: Ops,
+        residual: Tensor,
+        positions: Tensor,
+        kv: list[Tensor],
+        plan: Any,
+        taps: tuple[int, ...] = (),
+        x: Any = None,
+        slots: Tensor | None = None,
+    ) -> tuple[Stream, tuple[Tensor, ...]]:
+        """As `run`, to where all rows are."""
         eps = self._eps
-        delta: Tensor | None = None  # of the layer before, yet to be added through its norm `post`
+        delta: Tensor | None = None
         post: Any = None
         tapped: dict[int, Tensor] = {}
-        each = zip(self.layers, self.rotations(positions), kv, strict=True)
-        for i, (layer, rotation, layer_kv) in enumerate(each):
+        each = zip(self.numbers, self.layers, self.rotations(positions), kv, strict=True)
+        for i, layer, rotation, layer_kv in each:
             if x is None:
                 x = ops.fused_add_norm(residual, delta, post, layer.norm, eps)
             residual, delta = layer.run(ops, x, residual, rotation, layer_kv, plan, slots)
             x, post = None, layer.post_mlp_norm
-            if layer.stream_norm is not None and layer is not self.layers[-1]:  # whose is the final norm
+            if layer.stream_norm is not None and i != self._last:  # whose is the final norm
                 residual, x = norm_stream(ops, residual, delta, layer.stream_norm, eps)
                 delta = None
             if i in taps:
                 tapped[i] = ops.tap(i, residual, delta, post, eps)
-        assert delta is not None, "there are layers"
         if self._peers is not None:
             ops.share_broken(len(residual), plan, self._peers)
-        return ops.gather_rows(rows, residual, delta, post, eps), tuple(tapped[i] for i in taps)
+        return Stream(residual, delta, post), tuple(tapped[i] for i in taps)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rich.progress
 import torch
@@ -28,6 +28,7 @@ from specserve.models.generic.skeleton import causal_model_types
 from specserve.models.rounding import how_kept
 from specserve.models.sharding import Shard, ShardedWeights, sharded
 from specserve.models.spec import DecoderSpec, ExpertsMlp, shorten
+from specserve.models.stages import LaterStage, number_of
 from specserve.models.tensors import AnySpec, CheckedTensors
 from specserve.models.transformers import GenericSpec, TransformersModel
 from specserve.ops import Ops, Peers
@@ -43,30 +44,57 @@ _WORTH_BYTES = 2**24  # packing less is as fast as looking for a file
 AnyModel = Decoder | TransformersModel
 
 
+class Outline(NamedTuple):
+    """What is known of a native model before a weight is read."""
+
+    layer_bytes: list[int]  # of each layer, packed
+    other_bytes: int  # of all the rest
+    adapted: frozenset[str]  # as AdaptedModel has them
+
+
 def load_model(
-    folder: Path, ops: Ops, max_len: int | None = None, *, progress: bool = False, peers: Peers | None = None
+    folder: Path,
+    ops: Ops,
+    max_len: int | None = None,
+    *,
+    progress: bool = False,
+    peers: Peers | None = None,
+    layers: range | None = None,
 ) -> AnyModel:
     """The model in `folder` on the device and in the dtype of `ops`, for sequences of up to `max_len` tokens (None: as
     many as the model was made for). Weights that `ops` packs are kept in the cache and, but for the first time, mapped
-    from there; `progress` draws a bar on stderr while they are packed. With `peers` it is the part of this process.
+    from there; `progress` draws a bar on stderr while they are packed. With `peers` it is the part of this process, and
+    with `layers` it has these, the first ones, alone.
 
     Raises ModelError (unknown architecture, unsupported setting; missing, misshapen or unknown tensor; whatever else is
     wrong with the files) and CapacityError.
     """
     with reading(folder):
-        return _load(folder, ops, max_len, progress, peers)
+        model = _load(folder, ops, max_len, progress, peers, layers)
+    assert not isinstance(model, LaterStage), "layers begin with the first"
+    return model
 
 
-def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool, peers: Peers | None) -> AnyModel:
+def load_stage(folder: Path, ops: Ops, max_len: int | None, peers: Peers | None, layers: range) -> LaterStage:
+    """Layers of the model in `folder` but for the first, as load_model loads them."""
+    with reading(folder):
+        stage = _load(folder, ops, max_len, False, peers, layers)
+    assert isinstance(stage, LaterStage), "layers do not begin with the first"
+    return stage
+
+
+def _load(
+    folder: Path, ops: Ops, max_len: int | None, progress: bool, peers: Peers | None, layers: range | None
+) -> AnyModel | LaterStage:
     tensors = check_tensors(folder)
     spec = tensors.spec if max_len is None else shorten(tensors.spec, max_len)
     weights: Mapping[str, Weight] = tensors
     shard = None if peers is None else Shard(peers.rank, peers.count)
     if shard is not None:
         weights, spec = ShardedWeights(_native(spec), tensors, shard), sharded(_native(spec), shard)
-    check_memory(spec, ops, free_memory(ops.device))
+    check_memory(spec, ops, free_memory(ops.device), layers)
     if ops.layout is None or tensors.num_bytes < _WORTH_BYTES:
-        return _checked(_built(spec, weights, ops, uncached, peers), tensors)
+        return _checked(_built(spec, weights, ops, uncached, peers, layers), tensors)
     layout, any_length = ops.layout, repr(dataclasses.replace(spec, max_len=1))
 
     def key() -> Any:
@@ -78,9 +106,9 @@ def _load(folder: Path, ops: Ops, max_len: int | None, progress: bool, peers: Pe
 
     path = packed_path(folder.resolve(), ops, "" if shard is None else f"-{shard.rank + 1}-of-{shard.size}")
     unpacked = frozenset(name.removesuffix("weight") + "table" for name in tensors.blocks)
-    size = _num_packed_bytes(spec, ops, unpacked)
+    size = sum(size for name, size in _unread(spec, ops, layers)[1].items() if name not in unpacked)
     with PackedWeights(path, folder.resolve(), key, lambda: _bar(progress, size)) as packed:
-        model = _built(spec, weights, ops, _without(unpacked, packed.get), peers)
+        model = _built(spec, weights, ops, _without(unpacked, packed.get), peers, layers)
     model.num_mapped_bytes = packed.num_mapped_bytes
     return _checked(model, tensors)
 
@@ -94,7 +122,7 @@ def _without(unpacked: frozenset[str], cached: PackedCache) -> PackedCache:
     return get
 
 
-def _checked(model: AnyModel, tensors: CheckedTensors) -> AnyModel:
+def _checked(model: AnyModel | LaterStage, tensors: CheckedTensors) -> AnyModel | LaterStage:
     model.origin = how_kept(tensors.quantized, model.ops)
     if isinstance(model, TransformersModel):
         model.check_rows()
@@ -107,10 +135,13 @@ def _built(
     ops: Ops,
     cached: PackedCache = uncached,
     peers: Peers | None = None,
-) -> AnyModel:
+    layers: range | None = None,
+) -> AnyModel | LaterStage:
     if isinstance(spec, GenericSpec):
         return TransformersModel(spec, weights, ops, cached)
-    return Decoder(spec, weights, ops, cached, peers)
+    if layers is not None and layers.start:
+        return LaterStage(spec, weights, ops, cached, peers, layers=layers)
+    return Decoder(spec, weights, ops, cached, peers, layers)
 
 
 def check_tensors(folder: Path) -> CheckedTensors:
@@ -189,20 +220,32 @@ def num_weight_bytes(spec: AnySpec, dtype: torch.dtype) -> int:
 
 def num_packed_bytes(spec: AnySpec, ops: Ops) -> int:
     """Bytes the model takes in memory, exactly: what `ops`, which have a layout, pack, and float32 rotary tables."""
-    return _num_packed_bytes(spec, ops) + _num_table_bytes(spec)
+    return sum(_unread(spec, ops)[1].values()) + _num_table_bytes(spec)
 
 
-def _num_packed_bytes(spec: AnySpec, ops: Ops, unpacked: frozenset[str] = frozenset()) -> int:
-    """Of a decoder that is built without reading a weight: a cache is told the size of each first."""
-    sizes: list[int] = []
+def outline(spec: DecoderSpec, ops: Ops) -> Outline:
+    """Of a model as `ops`, which have a layout, would pack it."""
+    layers, others = [0] * spec.num_layers, 0
+    model, sizes = _unread(spec, ops)
+    assert isinstance(model, Decoder), "it is native"
+    for name, size in sizes.items():
+        if (number := number_of(name)) is None:
+            others += size
+        else:
+            layers[number] += size
+    return Outline(layers, others, model.adapted)
+
+
+def _unread(spec: AnySpec, ops: Ops, layers: range | None = None) -> tuple[AnyModel | LaterStage, dict[str, int]]:
+    """A model that is built without reading a weight, and the bytes of what it packs by name: a cache is told the size
+    of each first."""
+    sizes: dict[str, int] = {}
 
     def count(name: str, shape: tuple[int, ...], dtype: torch.dtype, pack: Callable[[], Tensor]) -> Tensor:
-        if name not in unpacked:
-            sizes.append(math.prod(shape) * dtype.itemsize)
+        sizes[name] = math.prod(shape) * dtype.itemsize
         return torch.empty(1, dtype=dtype).expand(shape)
 
-    _built(shorten(spec, 1), {}, ops, count)
-    return sum(sizes)
+    return _built(shorten(spec, 1), {}, ops, count, layers=layers), sizes
 
 
 def _num_table_bytes(spec: AnySpec) -> int:
@@ -212,9 +255,12 @@ def _num_table_bytes(spec: AnySpec) -> int:
     return sum(head_dim for _, head_dim in rotations) * spec.max_len * 8
 
 
-def check_memory(spec: AnySpec, ops: Ops, free: int) -> None:
-    """Raise CapacityError if the model does not fit `free` bytes of the device's memory."""
-    needed = num_weight_bytes(spec, ops.weight_dtype) if ops.layout is None else num_packed_bytes(spec, ops)
+def check_memory(spec: AnySpec, ops: Ops, free: int, layers: range | None = None) -> None:
+    """Raise CapacityError if the model, or these `layers` of it, do not fit `free` bytes of the device's memory."""
+    if ops.layout is None:
+        needed = num_weight_bytes(spec, ops.weight_dtype)
+    else:
+        needed = sum(_unread(spec, ops, layers)[1].values()) + _num_table_bytes(spec)
     if needed > free:
         stored = str(ops.dtype).removeprefix("torch.") if ops.quantization == "none" else ops.quantization
         hints = {"float32": "dtype bfloat16, which halves it", "int8": "quantization int4, which takes less"}

@@ -68,6 +68,8 @@ def _divides(size: int, spec: AttentionSpec) -> bool:
 def sharded(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     """What a process computes of a model: its layers with fewer heads and features. Raises ConfigError for what cannot
     be divided."""
+    if shard.size == 1:
+        return spec
     return dataclasses.replace(spec, layers=tuple(_layer(layer, shard) for layer in spec.layers))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from specserve.errors import ConfigError
 
 Gather: TypeAlias = Callable[[list[Tensor], int], None]
+Shared: TypeAlias = mmap.mmap | memoryview
 
 
 class Peers(Protocol):
@@ -30,7 +31,7 @@ class Peers(Protocol):
 class PeerOps(Protocol):
     """The part of the op contract that is for them."""
 
-    def peers(self, memory: mmap.mmap, rank: int, count: int, gather: Gather | None = None) -> Peers:
+    def peers(self, memory: Shared, rank: int, count: int, gather: Gather | None = None) -> Peers:
         """Those that have mapped this memory, which was zeros at first. Without memory that all can map, `gather` is
         given the parts of all ranks, uint8 [bytes], and the own rank, fills the other parts with what those have in
         theirs, and raises where it cannot; it may be called on any thread. Raises ConfigError where there are no
@@ -51,10 +52,10 @@ class NoPeers:
 
     name: str
 
-    def peers(self, memory: mmap.mmap, rank: int, count: int, gather: Gather | None = None) -> Peers:
+    def peers(self, memory: Shared, rank: int, count: int, gather: Gather | None = None) -> Peers:
         raise ConfigError(
-            f"--tensor-parallel-size: the {self.name} kernels compute no model in several processes; the native ones "
-            "for CPUs do."
+            f"--tensor-parallel-size, --pipeline-parallel-size: the {self.name} kernels compute no model in several "
+            "processes; the native ones for CPUs do."
         )
 
     def sum_peers(self, x: Tensor, peers: Peers) -> Tensor:

@@ -20,10 +20,11 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Load(msgspec.Struct, tag="load", array_like=True):
-    """Load this part of the model in `folder`."""
+    """Load this part of the model in `folder`; width and stages are those of a Layout."""
 
     rank: int
-    size: int
+    width: int
+    stages: list[tuple[int, int]]  # the first layer of each, and the first after it
     folder: str
     max_len: int | None
     dtype: str
@@ -41,6 +42,13 @@ class Begin(msgspec.Struct, tag="begin", array_like=True):
     max_logit_rows: int
     num_adapters: int
     max_lora_rank: int
+    shown: list[int]  # layers, as in Show
+
+
+class Show(msgspec.Struct, tag="show", array_like=True):
+    """Hand on the residual stream after these layers with every step from now on."""
+
+    layers: list[int]
 
 
 class Run(msgspec.Struct, tag="run", array_like=True):
@@ -117,7 +125,16 @@ class PlaceAdapter(msgspec.Struct, tag="place_adapter", array_like=True):
 
 
 class Done(msgspec.Struct, tag="done"):
-    """It is loaded, or has begun."""
+    """It is loaded, or has begun. The bytes are those of weights that are mapped from a file."""
+
+    num_mapped_bytes: int = 0
+
+
+class HandOn(msgspec.Struct, tag="hand_on"):
+    """From one stage to the next: a step's states are there. `broken` are rows whose KV is not what the model
+    computed, in any stage so far."""
+
+    broken: list[int]
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -127,7 +144,7 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-Command = Load | Begin | Run | CopySlots | LoadAdapter | DropAdapter | PlaceAdapter
+Command = Load | Begin | Show | Run | CopySlots | LoadAdapter | DropAdapter | PlaceAdapter
 Reply = Done | Failed
 
 
@@ -138,11 +155,11 @@ class Connection:
         self._end, self._stream = end, end.makefile("rb")
         self._decode, self._encode = msgspec.msgpack.Decoder(kind).decode, msgspec.msgpack.Encoder().encode
 
-    def send(self, message: Command | Reply) -> None:
+    def send(self, message: Command | Reply | HandOn) -> None:
         """Raises OSError where nobody reads."""
         self.send_bytes(self.encoded(message))
 
-    def encoded(self, message: Command | Reply) -> bytes:
+    def encoded(self, message: Command | Reply | HandOn) -> bytes:
         return self._encode(message)
 
     def send_bytes(self, message: bytes) -> None:

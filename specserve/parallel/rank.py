@@ -1,15 +1,15 @@
 """One of the processes of a model, but the first: it computes its part of each step, as it is told.
 
-    python -m specserve.parallel.rank SOCKET MEMORY LIFELINE PARENT
+    python -m specserve.parallel.rank SOCKET MEMORY LIFELINE PARENT PULSE BEFORE [AFTER ...]
 
 SOCKET is where commands come from, MEMORY what all processes of the model share, and LIFELINE a pipe that nobody writes
 to: when its other end is closed the first process has ended, and this one does. PARENT is its id where its main thread
-has started this one, and 0 else: then it ends with that even while it is stopped.
+has started this one, and 0 else: then it ends with that even while it is stopped. PULSE is what a Pulse counts in for
+whoever watches the first process, or -1; BEFORE and AFTER are the sockets of a Link, or -1 where there is one stage.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import socket
@@ -17,17 +17,22 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specserve.cache.storage import KVStorage
 from specserve.errors import SpecserveError
 from specserve.machine.lifeline import end_with
-from specserve.models.decoder import Decoder, PackedAdapter
-from specserve.models.loader import load_model
+from specserve.machine.pulse import Pulse
+from specserve.models.adapted import PackedAdapter
+from specserve.models.decoder import Decoder
+from specserve.models.loader import load_model, load_stage
 from specserve.models.product import LowRank
+from specserve.models.stages import LaterStage
 from specserve.ops import Ops, Peers
 from specserve.ops.choice import choose_ops
+from specserve.parallel.layout import Layout, ModelMemory
 from specserve.parallel.messages import (
     Begin,
     Command,
@@ -36,41 +41,69 @@ from specserve.parallel.messages import (
     Done,
     DropAdapter,
     Failed,
+    HandOn,
     Load,
     LoadAdapter,
     PlaceAdapter,
     Run,
+    Show,
     Weights,
 )
+from specserve.parallel.stages import FirstRunner, LaterRunner, Link, Pipeline, StageRunner
 from specserve.runtime.runner import Runner
 
 
 class Rank:
-    """A process's part of a model: `ops`, `model` and what they share with `peers`."""
+    """A process's part of a model: some of its layers, or some of what each of these is, which it computes with
+    `peers`."""
 
-    def __init__(self, load: Load, memory: mmap.mmap) -> None:
+    def __init__(self, load: Load, memory: int, pulse: Pulse, link: Link | None) -> None:
+        self._layout = Layout(load.width, tuple(range(*each) for each in load.stages))
+        self._rank, self._memory, self._link = load.rank, ModelMemory(memory, self._layout), link
         device = torch.device("cpu")
         self._ops: Ops = choose_ops(device, load.dtype, load.quantization, load.threads, load.isa)
-        self.peers: Peers = self._ops.peers(memory, load.rank, load.size)
-        model = load_model(Path(load.folder), self._ops, load.max_len, peers=self.peers)
-        assert isinstance(model, Decoder), "the first process looked"
-        self._model = model
+        self._ops.watch(pulse)
+        self.peers: Peers | None = None
+        if load.width > 1:
+            group = self._memory.group(self._layout.stage(load.rank))
+            self.peers = self._ops.peers(group, self._layout.shard(load.rank).rank, load.width)
+        self._layers = layers = self._layout.layers(load.rank)
+        folder = Path(load.folder)
+        if layers.start:
+            self._model: Decoder | LaterStage = load_stage(folder, self._ops, load.max_len, self.peers, layers)
+        else:
+            model = load_model(folder, self._ops, load.max_len, peers=self.peers, layers=layers)
+            assert isinstance(model, Decoder), "the first process looked"
+            self._model = model
         self._adapters: dict[str, Future[PackedAdapter]] = {}
         self._packing = ThreadPoolExecutor(1, "specserve-adapters")
 
     def begin(self, begin: Begin) -> None:
         if begin.num_adapters:
             self._model.hold_adapters(begin.num_adapters, begin.max_lora_rank)
-        ops, shapes = self._ops, self._model.spec.kv_shapes
+        ops, shapes = self._ops, self._model.spec.kv_shapes[self._layers.start : self._layers.stop]
         self._storage = KVStorage(shapes, begin.num_blocks, begin.block_size, ops.kv_dtype, ops.device, ops.copy_kv)
-        layers = self._storage.layers
-        self._runner = Runner(self._model, ops, layers, begin.block_size, begin.max_rows, begin.max_logit_rows)
+        self._runner = self._made_runner(begin)
+
+    def _made_runner(self, begin: Begin) -> Runner | FirstRunner | LaterRunner:
+        model, ops, kv, rows = self._model, self._ops, self._storage.layers, begin.max_rows
+        if self._link is None:
+            assert isinstance(model, Decoder), "one stage has all layers"
+            return Runner(model, ops, kv, begin.block_size, rows, begin.max_logit_rows)
+        states = self._memory.states(rows, model.spec.hidden_size)
+        pipeline = Pipeline(self._layout, self._rank, states, self._link)
+        if isinstance(model, Decoder):
+            return FirstRunner(model, ops, kv, begin.block_size, rows, begin.max_logit_rows, (), 0, pipeline)
+        return LaterRunner(StageRunner(model, ops, kv, begin.block_size, rows, tuple(begin.shown), states), pipeline)
 
     def obey(self, command: Command) -> None:
         match command:
             case Run():
                 self._runner.start(command.step())
                 self._runner.finish()
+            case Show():
+                assert not isinstance(self._runner, Runner), "one stage has nothing to hand on"
+                self._runner.show(tuple(command.layers))
             case CopySlots():
                 self._storage.copy_slots(command.sources, command.targets)
             case LoadAdapter():
@@ -81,6 +114,10 @@ class Rank:
                 packed = None if command.digest is None else self._adapters[command.digest].result()
                 self._model.place_adapter(command.slot, packed)
 
+    @property
+    def num_mapped_bytes(self) -> int:
+        return self._model.num_mapped_bytes
+
     def _packed(self, command: LoadAdapter) -> PackedAdapter:
         return self._model.pack_adapter({name: _low_rank(each) for name, each in command.weights.items()})
 
@@ -90,21 +127,25 @@ def _low_rank(weights: Weights) -> LowRank:
     return LowRank(*(torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape) for data, shape in (a, b)))
 
 
-def serve(connection: Connection, memory: mmap.mmap) -> None:
+def serve(connection: Connection, memory: int, pulse: Pulse, link: Link | None) -> None:
     """Until the first process has ended, or something went wrong, which it is told and then ends with."""
     rank: Rank | None = None
     try:
         load = connection.receive()
-        rank = Rank(load, memory)
-        connection.send(Done())
+        rank = Rank(load, memory, pulse, link)
+        connection.send(Done(rank.num_mapped_bytes))
         rank.begin(connection.receive())
         connection.send(Done())
         while True:
-            rank.obey(connection.receive())
+            command = connection.receive()
+            try:
+                rank.obey(command)
+            except EOFError:  # the process before it has ended, which the first one hears, and ends this one
+                threading.Event().wait()
     except EOFError:
         return
     except Exception as error:
-        if rank is not None:
+        if rank is not None and rank.peers is not None:
             rank.peers.leave()
         name = type(error).__name__
         is_ours = isinstance(error, SpecserveError)
@@ -113,15 +154,19 @@ def serve(connection: Connection, memory: mmap.mmap) -> None:
 
 
 def main() -> None:
-    end, shared, lifeline, parent = map(int, sys.argv[1:])
+    end, memory, lifeline, parent, pulse, before, *after = map(int, sys.argv[1:])
     if parent:
         end_with(parent)  # which is its thread, for Linux
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the first process
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    memory = mmap.mmap(shared, 0)
     torch.set_num_threads(1)
+    link = None if before < 0 else Link(_connected(before, HandOn), [_connected(each, HandOn) for each in after])
     with torch.inference_mode():
-        serve(Connection(socket.socket(fileno=end), Command), memory)
+        serve(_connected(end, Command), memory, Pulse(pulse), link)
+
+
+def _connected(end: int, kind: Any) -> Connection:
+    return Connection(socket.socket(fileno=end), kind)
 
 
 def _end_with(lifeline: int) -> None:

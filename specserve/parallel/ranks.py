@@ -10,116 +10,183 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from specserve import errors
+from specserve.cache.sizing import free_memory
 from specserve.cache.storage import KVShape
 from specserve.errors import ConfigError, EngineError, SpecserveError
 from specserve.machine.lifeline import without_interrupts
-from specserve.models.loader import native_spec
+from specserve.models.adapted import adapter_bytes, check_adapted
+from specserve.models.decoder import Decoder
+from specserve.models.loader import AnyModel, check_memory, native_spec, outline
 from specserve.models.product import LowRank
-from specserve.models.sharding import Shard, sharded, sharded_part
-from specserve.models.spec import DecoderSpec
+from specserve.models.sharding import sharded, sharded_part
+from specserve.models.spec import DecoderSpec, shorten
+from specserve.models.stages import divided, number_of
 from specserve.ops import Ops, Peers
+from specserve.parallel.layout import Layout, ModelMemory
 from specserve.parallel.messages import (
     Begin,
     Command,
     Connection,
     CopySlots,
+    Done,
     DropAdapter,
     Failed,
+    HandOn,
     Load,
     LoadAdapter,
     PlaceAdapter,
     Reply,
     Run,
+    Show,
     Weights,
 )
+from specserve.parallel.stages import FirstRunner, Link, Pipeline
 from specserve.runtime.executor import LocalExecutor, MakeMasks, StepOutput
 from specserve.runtime.pack import StepInput
+from specserve.runtime.runner import Runner
 
 _log = logging.getLogger(__name__)
-_PLACE_BYTES = 2**22  # of what a process gives to a sum at once
-_HEADER_BYTES = 2**16
 _END_S = 2.0
-_NO_BLOCKS = "KV is read from, and written to, models in one process alone: leave out --tensor-parallel-size."
+_NO_BLOCKS = (
+    "KV is read from, and written to, models in one process alone: leave out --tensor-parallel-size and "
+    "--pipeline-parallel-size."
+)
 
 
 class Ranks:
-    """Processes 1 to `size` - 1 of a model, of which this one is process 0. They end with this object, and with this
-    process, however it ends."""
+    """The other processes of a model, of which this one is process 0. They end with this object, and with this process,
+    however it ends."""
 
     @classmethod
-    def started(cls, size: int, folder: Path, ops: Ops, max_len: int | None, threads: int) -> Ranks | None:
-        """Of a model in so many processes, which load their parts while this one loads its own; None: it has no others.
-        Raises ConfigError for a model, or for kernels, that cannot be divided so."""
-        if size == 1:
+    def started(
+        cls,
+        size: int,
+        num_stages: int,
+        folder: Path,
+        ops: Ops,
+        max_len: int | None,
+        threads: int,
+        max_rows: int,
+        pulse: int,
+    ) -> Ranks | None:
+        """Of a model in so many stages of so many processes each, which load their parts while this one loads its own;
+        None: it has no others. No step has more than `max_rows` rows, and `pulse` is as EngineSpawner has it, or -1.
+        Raises ConfigError for a model, or for kernels, that cannot be divided so, and CapacityError."""
+        if size * num_stages == 1:
             return None
+        ops.peers(mmap.mmap(-1, mmap.PAGESIZE), 0, 1)  # kernels that have none say so before anything is begun
         spec = native_spec(folder)
+        spec = spec if max_len is None else shorten(spec, max_len)
+        layout = Layout(size, _stages(spec, size, num_stages, ops))
         for rank in range(size):
-            sharded(spec, Shard(rank, size))
-        ranks = cls(size, spec)
+            sharded(spec, layout.shard(rank))
+        check_memory(spec, ops, free_memory(ops.device))
+        ranks = cls(layout, spec, ops, max_rows, pulse)
         try:
-            ranks.load(folder, ops, max_len, threads)
+            ranks.load(folder, max_len, threads)
         except BaseException:
             ranks.close()
             raise
         return ranks
 
-    def __init__(self, size: int, spec: DecoderSpec) -> None:
-        self.size, self._spec = size, spec
-        self.peers: Peers | None = None
-        self._failure = ""
+    def __init__(self, layout: Layout, spec: DecoderSpec, ops: Ops, max_rows: int, pulse: int) -> None:
+        self.layout, self._spec, self._ops = layout, spec, ops
+        self.num_mapped_bytes = 0  # of the others' weights, once they are loaded
+        self._failure, self._has_lost = "", threading.Event()
         descriptor = os.memfd_create("specserve-ranks")
-        os.ftruncate(descriptor, _HEADER_BYTES + 2 * size * _PLACE_BYTES)
-        self.memory = mmap.mmap(descriptor, 0)
+        os.ftruncate(descriptor, ModelMemory.num_bytes(layout, max_rows, spec.hidden_size))
+        self._memory = ModelMemory(descriptor, layout)
         lifeline, ours = os.pipe()
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        links = _links(layout)
+        self._link = _link(links[0])
         try:
-            for _ in range(1, size):
-                self._start(descriptor, lifeline)
+            for rank in range(1, layout.size):
+                watched = pulse if layout.stage(rank) and layout.leads(rank) else -1  # where the first one waits
+                self._start(descriptor, lifeline, watched, links[rank])
         finally:
             os.close(descriptor)
             os.close(lifeline)
-            self._finalizer = weakref.finalize(self, _end, self._processes, self._connections, ours)
+            for end in (end for ends in links[1:] for end in ends):
+                end.close()
+            self._finalizer = weakref.finalize(self, _end, self._processes, self._connections, self._link, ours)
+        # All, so that nobody waits in any when one has ended.
+        self._groups = [ops.peers(self._memory.group(stage), 0, layout.width) for stage in range(len(layout.stages))]
 
-    def _start(self, descriptor: int, lifeline: int) -> None:
+    @property
+    def peers(self) -> Peers | None:
+        """Those that compute each layer with this process, if there are any."""
+        return self._groups[0] if self.layout.width > 1 else None
+
+    def _start(self, descriptor: int, lifeline: int, pulse: int, link: list[socket.socket]) -> None:
         own, other = socket.socketpair()
         with other:
-            inherited = other.fileno(), descriptor, lifeline
+            ends = [end.fileno() for end in link] or [-1]
             parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-            command = [sys.executable, "-m", "specserve.parallel.rank", *map(str, [*inherited, parent])]
+            given = [other.fileno(), descriptor, lifeline, parent, pulse, *ends]
+            inherited = [each for each in (*given[:3], pulse, *ends) if each >= 0]
+            command = [sys.executable, "-m", "specserve.parallel.rank", *map(str, given)]
             with without_interrupts():
                 self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited))
         self._connections.append(Connection(own, Reply))
 
-    def load(self, folder: Path, ops: Ops, max_len: int | None, threads: int) -> None:
-        self.peers = ops.peers(self.memory, 0, self.size)
+    def load(self, folder: Path, max_len: int | None, threads: int) -> None:
+        ops, layout = self._ops, self.layout
+        stages = [(each.start, each.stop) for each in layout.stages]
+        dtype, isa = str(ops.dtype).removeprefix("torch."), ops.instruction_set or "auto"
+        where = str(folder.resolve())
         for rank, connection in enumerate(self._connections, 1):
-            dtype = str(ops.dtype).removeprefix("torch.")
-            isa = ops.instruction_set or "auto"
-            where = str(folder.resolve())
-            connection.send(Load(rank, self.size, where, max_len, dtype, ops.quantization, threads, isa))
+            connection.send(Load(rank, layout.width, stages, where, max_len, dtype, ops.quantization, threads, isa))
 
     def kv_shapes(self) -> list[KVShape]:
         """Of all their layers, once they are loaded. Raises what loading raised there."""
-        self._wait()
-        specs = [sharded(self._spec, Shard(rank, self.size)) for rank in range(1, self.size)]
-        return [shape for spec in specs for shape in spec.kv_shapes]
+        self.num_mapped_bytes = sum(reply.num_mapped_bytes for reply in self._replies())
+        layout, shapes = self.layout, list[KVShape]()
+        for rank in range(1, layout.size):
+            layers = layout.layers(rank)
+            shapes += sharded(self._spec, layout.shard(rank)).kv_shapes[layers.start : layers.stop]
+        return shapes
+
+    def runner(
+        self,
+        model: AnyModel,
+        ops: Ops,
+        kv: list[Tensor],
+        block_size: int,
+        max_rows: int,
+        max_logit_rows: int,
+        taps: tuple[int, ...],
+        top_k: int,
+    ) -> Runner | FirstRunner:
+        """What runs the model from this process on, made as a Runner of the layers that this process has."""
+        if self._link is None:
+            return Runner(model, ops, kv, block_size, max_rows, max_logit_rows, taps, top_k)
+        assert isinstance(model, Decoder), "no other is divided"
+        states = self._memory.states(max_rows, self._spec.hidden_size)
+        pipeline = Pipeline(self.layout, 0, states, self._link)
+        return FirstRunner(model, ops, kv, block_size, max_rows, max_logit_rows, taps, top_k, pipeline)
 
     def executor(self, local: LocalExecutor, num_adapters: int, max_lora_rank: int) -> ParallelExecutor:
         """For steps of all of them, of what computes this process's part."""
-        rows = local.max_rows, local.max_logit_rows
-        self.send(Begin(local.num_blocks, local.block_size, *rows, num_adapters, max_lora_rank))
-        self._wait()
+        sizes = local.num_blocks, local.block_size, local.max_rows, local.max_logit_rows, num_adapters, max_lora_rank
+        taps = local.runner.taps
+        self.send_each([Begin(*sizes, [*self.layout.shown(rank, taps)]) for rank in range(1, self.layout.size)])
+        self._replies()
         _watch(weakref.ref(self), self._connections)
-        return ParallelExecutor(local, self, self._spec)
+        return ParallelExecutor(local, self, self._spec, outline(self._spec, self._ops).adapted)
 
-    def _wait(self) -> None:
+    def _replies(self) -> list[Done]:
+        """One of each."""
+        replies: list[Done] = []
         for rank, connection in enumerate(self._connections, 1):
             try:
                 reply = connection.receive()
@@ -127,6 +194,8 @@ class Ranks:
                 raise EngineError(f"Process {rank} of the model ended while it started.") from None
             if isinstance(reply, Failed):
                 raise _error(reply, rank)
+            replies.append(reply)
+        return replies
 
     def send(self, command: Command) -> None:
         """To all of them; to those that have ended it is nothing, which `check` tells."""
@@ -143,20 +212,58 @@ class Ranks:
     def lost(self, why: str) -> None:
         """One has ended: nobody waits for it."""
         self._failure = self._failure or why
-        if self.peers is not None:
-            self.peers.leave()
+        self._has_lost.set()
+        for group in self._groups:
+            group.leave()
+        if self._link is not None:
+            self._link.close()
 
-    def check(self) -> None:
-        """Raises EngineError where one has ended."""
-        if self.peers is not None and self.peers.has_left:
+    def check(self, is_lost: bool = False) -> None:
+        """Raises EngineError where one has ended; `is_lost`: one has, whether it has been noticed or not."""
+        if is_lost:
+            self._has_lost.wait(_END_S)
+        if is_lost or self._has_lost.is_set() or any(group.has_left for group in self._groups):
             raise EngineError(self._failure or "A process of the model has ended.")
 
     def close(self) -> None:
         self._finalizer()
 
 
-def _end(processes: list[subprocess.Popen[bytes]], connections: list[Connection], lifeline: int) -> None:
+def _stages(spec: DecoderSpec, size: int, num_stages: int, ops: Ops) -> tuple[range, ...]:
+    """Which layers each stage has, so that the process with the most weights has few."""
+    if num_stages == 1:
+        return (range(spec.num_layers),)
+    found = outline(spec, ops)
+    return tuple(divided([each // size for each in found.layer_bytes], found.other_bytes, num_stages))
+
+
+def _links(layout: Layout) -> list[list[socket.socket]]:
+    """Of each process the socket of the stage before, and those of the processes after it that it hands on to."""
+    ends = [list[socket.socket]() for _ in range(layout.size)]
+    if len(layout.stages) == 1:
+        return ends
+    after: list[tuple[int, socket.socket]] = []
+    for stage in range(len(layout.stages)):
+        for reader in layout.readers(stage):
+            own, other = socket.socketpair()
+            ends[reader].append(own)
+            after.append((stage * layout.width, other))
+    for rank, other in after:
+        ends[rank].append(other)
+    return ends
+
+
+def _link(ends: list[socket.socket]) -> Link | None:
+    connections = [Connection(end, HandOn) for end in ends]
+    return Link(connections[0], connections[1:]) if connections else None
+
+
+def _end(
+    processes: list[subprocess.Popen[bytes]], connections: list[Connection], link: Link | None, lifeline: int
+) -> None:
     os.close(lifeline)
+    if link is not None:
+        link.close()
     for connection in connections:
         connection.close()
     for process in processes:
@@ -189,21 +296,36 @@ def _error(failed: Failed, rank: int) -> SpecserveError:
 
 
 class ParallelExecutor:
-    """An executor whose model runs in this process and in others, each its part of every layer."""
+    """An executor whose model runs in this process and in others, each its part; `adapted` are the layers of all that
+    take adapters."""
 
-    def __init__(self, local: LocalExecutor, ranks: Ranks, spec: DecoderSpec) -> None:
-        self._local, self._ranks, self._spec = local, ranks, spec
+    def __init__(self, local: LocalExecutor, ranks: Ranks, spec: DecoderSpec, adapted: frozenset[str]) -> None:
+        self._local, self._ranks, self._spec, self._adapted = local, ranks, spec, adapted
         self.block_size, self.num_blocks, self.row_multiple = local.block_size, local.num_blocks, local.row_multiple
         self.max_rows, self.max_logit_rows = local.max_rows, local.max_logit_rows
 
     def start(self, step: StepInput) -> None:
-        self._ranks.send(Run.of(step))
-        self._local.start(step)
+        with self._whole():
+            self._ranks.send(Run.of(step))
+            self._local.start(step)
 
     def finish(self, masks: MakeMasks) -> StepOutput:
-        output = self._local.finish(masks)
+        with self._whole():
+            output = self._local.finish(masks)
         self._ranks.check()
         return output
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is cut off in it leaves processes in different steps: none of them computes another."""
+        try:
+            yield
+        except EOFError:
+            self._ranks.check(is_lost=True)
+            raise
+        except KeyboardInterrupt:
+            self._ranks.lost("A step was interrupted halfway, and the processes of the model have parted.")
+            raise
 
     def copy_slots(self, sources: list[int], targets: list[int]) -> None:
         self._ranks.send(CopySlots(sources, targets))
@@ -216,13 +338,17 @@ class ParallelExecutor:
         raise ConfigError(_NO_BLOCKS)
 
     def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None:
-        self._local.set_outputs(taps, top_k)  # of what all processes have alike
+        layout = self._ranks.layout
+        if len(layout.stages) > 1:  # all processes of a stage have alike what is shown of it
+            self._ranks.send_each([Show([*layout.shown(rank, taps)]) for rank in range(1, layout.size)])
+        self._local.set_outputs(taps, top_k)
 
     def load_adapter(self, digest: str, weights: Mapping[str, LowRank]) -> int:
-        parts = [self._part(weights, Shard(rank, self._ranks.size)) for rank in range(self._ranks.size)]
-        num_bytes = self._local.load_adapter(digest, parts[0])  # and refuses what all would
+        check_adapted(weights, self._adapted)
+        parts = [self._part(weights, rank) for rank in range(self._ranks.layout.size)]
+        self._local.load_adapter(digest, parts[0])  # and refuses what all would
         self._ranks.send_each([LoadAdapter(digest, _packed(part)) for part in parts[1:]])
-        return num_bytes * sum(map(_size, parts)) // max(_size(parts[0]), 1)
+        return sum(adapter_bytes(part, self._local.runner.ops.dtype) for part in parts)
 
     def drop_adapter(self, digest: str) -> None:
         self._local.drop_adapter(digest)
@@ -232,10 +358,14 @@ class ParallelExecutor:
         self._ranks.send(PlaceAdapter(slot, digest))
         self._local.place_adapter(slot, digest)
 
-    def _part(self, weights: Mapping[str, LowRank], shard: Shard) -> dict[str, LowRank]:
-        """What a process needs of an adapter: b's rows where the layer's are divided, a's columns where those are."""
-        found = {}
+    def _part(self, weights: Mapping[str, LowRank], rank: int) -> dict[str, LowRank]:
+        """What a process needs of an adapter: its layers, and what belongs to none in the first stage; of these b's
+        rows where the layer's are divided, a's columns where those are."""
+        layout, found = self._ranks.layout, dict[str, LowRank]()
+        shard, layers = layout.shard(rank), layout.layers(rank)
         for name, (a, b) in weights.items():
+            if (number_of(name) or 0) not in layers:
+                continue
             part = sharded_part(self._spec, f"{name}.weight", shard)
             if part is None:
                 found[name] = LowRank(a, b)
@@ -244,10 +374,6 @@ class ParallelExecutor:
                 rows = slice(own.start, own.stop)
                 found[name] = LowRank(a, b[rows]) if axis == 0 else LowRank(a[:, rows], b)
         return found
-
-
-def _size(weights: Mapping[str, LowRank]) -> int:
-    return sum(each.a.numel() + each.b.numel() for each in weights.values())
 
 
 def _packed(weights: Mapping[str, LowRank]) -> dict[str, Weights]:

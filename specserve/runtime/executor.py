@@ -13,11 +13,13 @@ from torch import Tensor
 
 from specserve.cache.storage import KVStorage
 from specserve.errors import ConfigError
-from specserve.models.decoder import Decoder, PackedAdapter
+from specserve.models.adapted import PackedAdapter
+from specserve.models.decoder import Decoder
 from specserve.models.product import LowRank
+from specserve.ops import Ops
 from specserve.ops.blocks import read_blocks, write_blocks
 from specserve.runtime.pack import StepInput
-from specserve.runtime.runner import Runner
+from specserve.runtime.runner import Model, Output
 from specserve.sampling.inputs import SamplingOutput
 from specserve.sampling.sampler import Sampler
 from specserve.types import Ids
@@ -85,12 +87,30 @@ class Executor(Protocol):
         """Let rows with that slot have this adapter from the next step on, or none."""
 
 
+class StepRunner(Protocol):
+    """What runs a target's steps, as a Runner does."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def ops(self) -> Ops: ...
+
+    max_rows: int
+    max_logit_rows: int
+    taps: tuple[int, ...]
+
+    def start(self, step: StepInput, /) -> None: ...
+    def finish(self) -> Output: ...
+    def set_outputs(self, taps: tuple[int, ...], top_k: int) -> None: ...
+
+
 class LocalExecutor:
-    """An executor whose model runs in this process. `timed` takes the time of a phase, as engine.counters has them."""
+    """An executor whose model runs in this process, or from this process on. `timed` takes the time of a phase, as
+    engine.counters has them."""
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         sampler: Sampler,
         storage: KVStorage,
         timed: Callable[[str], AbstractContextManager[None]],

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.models.product import RowSlots
@@ -136,12 +137,7 @@ class Runner:
                 self._views[key] = found
         hidden, logits, best, taps, top = found
         broken = self.ops.broken_rows(self._plan)
-        if broken:
-            at = np.flatnonzero(np.isin(self._logit_rows, broken)).tolist()
-            with torch.inference_mode():
-                logits[at], best[at] = torch.nan, -1
-                if top is not None:
-                    top[at] = -1
+        mark_broken(broken, self._logit_rows, logits, best, top)
         shown = dict(zip(self.taps, taps, strict=True))
         shown_top = None if top is None else top.cpu().numpy()
         return Output(logits, hidden, best, broken, shown, shown_top, self._captured.is_replayed)
@@ -159,6 +155,19 @@ class Runner:
         plan = self.ops.plan(AttentionRows.pack([0, 1], [0], [[0]], [-1], self.ops.row_multiple), self.block_size)
         self._captured = Captured(self.ops, compute, inputs, self.max_rows, self.max_logit_rows, plan)
         self._views: dict[tuple[int, int, int], _Computed] = {}
+
+
+def mark_broken(
+    broken: list[int], logit_rows: NDArray[np.int64], logits: Tensor, best: Tensor, top: Tensor | None
+) -> None:
+    """Let the logits of `logit_rows` that are among the `broken` rows of a step be broken, too, and what was found in
+    them."""
+    if broken:
+        at = np.flatnonzero(np.isin(logit_rows, broken)).tolist()
+        with torch.inference_mode():
+            logits[at], best[at] = torch.nan, -1
+            if top is not None:
+                top[at] = -1
 
 
 def _compute(

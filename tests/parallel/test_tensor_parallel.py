@@ -104,11 +104,18 @@ def trained(tiny: Path, expected: Tokens, tmp_path_factory: pytest.TempPathFacto
 def test_drafters_change_no_bit(
     tiny: Path, expected: Tokens, trained: dict[str, Path], options: dict[str, Any]
 ) -> None:
+    check_drafter(tiny, expected, trained, options, 2)
+
+
+def check_drafter(
+    tiny: Path, expected: Tokens, trained: dict[str, Path], options: dict[str, Any], size: int, **others: Any
+) -> None:
+    """The engine of these options says what is expected, and some of its drafts are accepted."""
     name = options["drafter"]
     given = {"model": str(tiny)} if name == "draft_model" else {}
     given |= {"head": str(trained[name])} if name in trained else {}
     own = {**options, "drafter": name.rstrip("-1"), "drafter_options": {**options.get("drafter_options", {}), **given}}
-    with make(tiny, 2, **own) as llm:
+    with make(tiny, size, **own, **others) as llm:
         for _ in range(2):  # the second time from the prefix cache
             outputs = llm.generate(PROMPTS, PARAMS)
             assert [each.outputs[0].token_ids for each in outputs] == expected
@@ -174,20 +181,24 @@ def test_adapters(tiny: Path, tmp_path: Path) -> None:
     shapes = {name: info.shape for name, info in Weights(tiny).infos.items()}
     every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
     paths = {name: write_adapter(tmp_path / name, shapes, 3 + i, every, seed=i) for i, name in enumerate("ab")}
-    found = []
-    for size in (1, 2):
-        with make(tiny, size, max_loras=2, drafter="ngram") as llm:
-            infos = [llm.load_adapter(name, path) for name, path in paths.items()]
-            mixed = llm.generate(PROMPTS, PARAMS, adapter=["a", None, "b", "a", "b", None])
-            found.append([each.outputs[0].token_ids for each in mixed])
-            llm.unload_adapter("a")
-            infos.append(llm.load_adapter("a", paths["b"]))
-            replaced = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS, adapter="a")]
-            found[-1] += replaced
-            with pytest.raises(ModelError, match="rank 80"):
-                llm.load_adapter("c", write_adapter(tmp_path / "c", shapes, 80, every))
-    assert found[0] == found[1]
-    assert all(info.num_bytes > 0 for info in infos)
+    too_high = write_adapter(tmp_path / "c", shapes, 80, every)
+    found = [answers_with_adapters(make(tiny, size, max_loras=2, drafter="ngram"), paths, too_high) for size in (1, 2)]
+    assert found[0][0] == found[1][0]
+    assert found[0][1] <= found[1][1] < 2 * found[0][1], "each process has a part of it"
+
+
+def answers_with_adapters(llm: LLM, paths: dict[str, Path], too_high: Path) -> tuple[Tokens, int]:
+    """With adapters a and b beside each other, and with b in the place of a; how many bytes both take. Then the engine
+    ends."""
+    with llm:
+        infos = [llm.load_adapter(name, path) for name, path in paths.items()]
+        found = answers(llm, adapter=["a", None, "b", "a", "b", None])
+        llm.unload_adapter("a")
+        llm.load_adapter("a", paths["b"])
+        found += answers(llm, adapter="a")
+        with pytest.raises(ModelError, match="rank 80"):
+            llm.load_adapter("c", too_high)
+    return found, sum(info.num_bytes for info in infos)
 
 
 @pytest.fixture
@@ -209,29 +220,37 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_process_that_ends_is_told(divided: LLM) -> None:
-    (pid,) = processes(divided)
-    stream = divided.stream(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=100))
+    check_end(divided, 1)
+
+
+def check_end(llm: LLM, rank: int) -> None:
+    """That process is killed within a step, and every call says so, soon."""
+    stream = llm.stream(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=100))
     next(stream)
     begun = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match="Process 1 of the model has ended: it was killed, or crashed"):
+    os.kill(processes(llm)[rank - 1], signal.SIGKILL)
+    with pytest.raises(EngineError, match=f"Process {rank} of the model has ended: it was killed, or crashed"):
         for _ in stream:
             pass
     assert time.monotonic() - begun < 5
     with pytest.raises(EngineError):
-        divided.generate(PROMPTS[0], GREEDY)
+        llm.generate(PROMPTS[0], GREEDY)
 
 
 def test_nothing_is_left(tiny: Path) -> None:
+    check_nothing_is_left(tiny, 2)
+
+
+def check_nothing_is_left(model: Path, size: int, **options: Any) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for round_ in range(3):
-        with make(tiny, 2) as llm:
-            (pid,) = processes(llm)
+        with make(model, size, **options) as llm:
+            pids = processes(llm)
             llm.generate(PROMPTS[0], GREEDY)
             if round_ == 1:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pids[-1], signal.SIGKILL)
         del llm
-        assert is_gone(pid)
+        assert all(map(is_gone, pids))
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
@@ -264,23 +283,32 @@ def test_what_goes_wrong_in_another_process_is_its_own_error(tiny: Path, monkeyp
 def test_the_other_processes_decide_nothing() -> None:
     """They know models and steps, and nothing that plans, drafts, samples or schedules: what they compute follows from
     what they are sent alone."""
-    source = (ROOT / "specserve/parallel/rank.py").read_text("utf-8")
+    sources = [(ROOT / f"specserve/parallel/{name}.py").read_text("utf-8") for name in ("rank", "stages", "layout")]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
     known = {
         node.module
-        for node in ast.walk(ast.parse(source))
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("specserve.")
     }
     assert known == {
         "specserve.cache.storage",
         "specserve.errors",
         "specserve.machine.lifeline",
+        "specserve.machine.pulse",
+        "specserve.models.adapted",
         "specserve.models.decoder",
         "specserve.models.loader",
         "specserve.models.product",
+        "specserve.models.sharding",
+        "specserve.models.stages",
         "specserve.ops",
+        "specserve.ops.capture",
         "specserve.ops.choice",
+        "specserve.parallel.layout",
         "specserve.parallel.messages",
+        "specserve.parallel.stages",
+        "specserve.runtime.pack",
         "specserve.runtime.runner",
     }
-    names = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert not names & {"environ", "time", "perf_counter", "random", "monotonic", "cpu_count"}

@@ -220,7 +220,7 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         config = EngineConfig(**configure.options)
         begun = time.perf_counter()
         _check_device(config, configure.num_engines)
-        built = build(config, num_engines=configure.num_engines)
+        built = build(config, num_engines=configure.num_engines, pulse=memory)
         built.ops.watch(Pulse(memory))
         loaded = time.perf_counter()
         port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers), built.loader)

@@ -21,9 +21,11 @@ pytestmark = pytest.mark.skipif(
 SHORT = {**LONG, "max_tokens": 12}
 
 
-@pytest.fixture(scope="module")
-def divided(tiny: Path, tmp_path_factory: pytest.TempPathFactory, serving_process: Any) -> Iterator[Any]:
-    options = {"tensor-parallel-size": 2, "stall-timeout-s": 1.5, "threads": 1, "served-model-name": "tiny"}
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def divided(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, serving_process: Any, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    options = {f"{request.param}-parallel-size": 2, "stall-timeout-s": 1.5, "threads": 1, "served-model-name": "tiny"}
     with serving_process(tiny, tmp_path_factory.mktemp("divided"), **options) as served:
         yield served
 
@@ -77,7 +79,13 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_size_that_does_not_fit_ends_the_start(tiny: Path, tmp_path: Path, serving_process: Any) -> None:
-    with serving_process(tiny, tmp_path, ready=False, **{"tensor-parallel-size": 3}) as served:
+@pytest.mark.parametrize(
+    ("option", "size", "says"),
+    [("tensor-parallel-size", 3, "it may be 1, 2, 4"), ("pipeline-parallel-size", 9, "it may be at most ")],
+)
+def test_a_size_that_does_not_fit_ends_the_start(
+    tiny: Path, tmp_path: Path, serving_process: Any, option: str, size: int, says: str
+) -> None:
+    with serving_process(tiny, tmp_path, ready=False, **{option: size}) as served:
         assert served.process.wait(60) == 2
-        assert "it may be 1, 2, 4" in served.said
+        assert says in served.said
