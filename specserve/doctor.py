@@ -25,6 +25,7 @@ from specserve.checkpoint.quantized import QuantizedWeights
 from specserve.config import EngineConfig
 from specserve.errors import ConfigError, NotFetchedError, SpecserveError
 from specserve.files import reading
+from specserve.layout import Layout, check
 from specserve.machine.cores import THREADS, default_threads, processor, usable_cores
 from specserve.models.lora import read_adapter
 from specserve.models.rounding import as_stored, how_kept
@@ -64,9 +65,10 @@ class Section:
     fault: SpecserveError | None = None
 
 
-def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Section]:
-    """All findings, for the model (or LoRA adapter) whose folder is to be looked up and an engine with this `isa`.
-    `root` is the root of the file system. Raises ConfigError for an instruction set that the kernels do not have."""
+def examine(model: str, isa: str = "auto", root: Path = Path("/"), layout: Layout | None = None) -> list[Section]:
+    """All findings, for the model (or LoRA adapter) whose folder is to be looked up and an engine with this `isa`, or
+    engines in this layout. `root` is the root of the file system. Raises ConfigError for an instruction set that the
+    kernels do not have."""
     device = choice.choose_device("auto")
     return [
         Section("Versions", _versions()),
@@ -77,6 +79,7 @@ def examine(model: str, isa: str = "auto", root: Path = Path("/")) -> list[Secti
         Section("Structured output", _grammars()),
         _catalog(device, isa),
         _adapter(folder) if is_adapter(folder := Path(model).expanduser()) else _models(model, isa),
+        *([] if layout is None else [_layout(layout, model, device, isa)]),
     ]
 
 
@@ -215,6 +218,16 @@ def _models(model: str, isa: str) -> Section:
         *here,
     ]
     return Section("Models", rows, fault)
+
+
+def _layout(layout: Layout, model: str, device: torch.device, isa: str) -> Section:
+    try:
+        folder = catalog.resolve(model, offline=True, progress=False, convert=False)
+    except SpecserveError:  # what _models has said
+        folder = None
+    ops = choice.choose_ops(device, "auto", "auto", 1, isa)
+    rows, faults = check(layout, folder, ops, str(device), free_memory(device))
+    return Section("Layout", rows, faults[0] if faults else None)
 
 
 def _adapter(folder: Path) -> Section:

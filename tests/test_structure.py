@@ -27,7 +27,7 @@ LAYERS = (
     ("cli",),
     ("client", "train"),
     ("server", "bench", "doctor"),
-    ("llm", "async_llm", "testing"),  # testing: the public doubles, made of models and contracts
+    ("llm", "async_llm", "testing", "layout"),  # testing: the public doubles, made of models and contracts
     ("prompts",),
     ("cluster",),
     ("engine",),

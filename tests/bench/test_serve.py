@@ -96,6 +96,7 @@ class Server:
     """Answers request i with `script(i)`; keeps bodies, and how many requests there were at a time."""
 
     script: Callable[[int], Script] = lambda number: Script()
+    replicas: Any = None  # what /stats says of engines, or what gives it
     models: Any = field(default_factory=lambda: {"data": [{"id": "tiny"}, {"id": "other"}]})
     bodies: list[Any] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -107,6 +108,8 @@ class Server:
     url: str = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/stats":
+            return web.json_response({"replicas": self.replicas() if callable(self.replicas) else self.replicas})
         self.keys.append(request.headers.get("Authorization"))
         if request.method == "GET":
             return web.json_response(self.models)
@@ -174,6 +177,25 @@ Points = Callable[..., list[Point]]
 
 def figures(point: Point, *goodput: str) -> dict[str, Any]:
     return summary(point, Goodput.parse(goodput))
+
+
+def test_requests_of_each_replica_are_told(points: Points) -> None:
+    """Of those that the load sent: a third went to the first, which had one before. The warm-up is none of them."""
+    server = Server()
+    server.replicas = lambda: [{"num_requests": 1 + len(server.bodies) // 3}, {"num_requests": len(server.bodies)}]
+    (point,) = points(server, plan(ClosedLoop(1), num=6, warmup=3))
+    assert point.by_replica == [2, 6]
+    found = figures(point)
+    assert found["replicas"] == [{"requests": 2}, {"requests": 6}]
+    assert "1 at once: requests by replica 0: 2 (25%), 1: 6 (75%)." in remarks(found)
+
+
+@pytest.mark.parametrize("replicas", [None, [], "many", [{"requests": 3}], [1, 2]])
+def test_a_server_that_tells_of_no_replicas_has_none(points: Points, replicas: Any) -> None:
+    (point,) = points(Server(replicas=replicas), plan(ClosedLoop(1), num=1))
+    assert point.by_replica is None
+    assert figures(point)["replicas"] is None
+    assert not any("replica" in line for line in remarks(figures(point)))
 
 
 # --- loads ------------------------------------------------------------------------------------------------------------

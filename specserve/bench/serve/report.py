@@ -83,6 +83,7 @@ def summary(point: Point, goodput: Goodput) -> dict[str, Any]:
         "goodput": _goodput(point.records, goodput, seconds),
         "speculation": _speculation(done),
         "adapters": _adapters(point.records),
+        "replicas": None if point.by_replica is None else [{"requests": count} for count in point.by_replica],
         "records": [_raw(record, point.began) for record in point.records],
     }
 
@@ -273,6 +274,10 @@ def remarks(point: Mapping[str, Any]) -> list[str]:
         said.append(f"{name}: the server states no usage, so there is nothing per token.")
     if (cached := point["cached_prompt_tokens"]) and point["prompt_tokens"]:
         said.append(f"{name}: {cached / point['prompt_tokens']:.0%} of the prompt tokens were in the prefix cache.")
+    if replicas := point["replicas"]:
+        counts, total = [each["requests"] for each in replicas], sum(each["requests"] for each in replicas)
+        shares = ", ".join(f"{number}: {count} ({count / max(1, total):.0%})" for number, count in enumerate(counts))
+        said.append(f"{name}: requests by replica {shares}.")
     if good := point["goodput"]:
         limits = ", ".join(f"{limit} {most:g} ms" for limit, most in good["limits_ms"].items())
         said.append(f"{name}: {good['share']:.1%} of the requests keep {limits}: {good['per_second']:.2f} a second.")

@@ -16,6 +16,7 @@ from specserve.bench.serve.load import ClosedLoop, Extent, Load, OpenLoop
 from specserve.bench.serve.measure import Record, measure
 from specserve.errors import ConfigError, ServerError, unknown
 
+_STATS_S = 5.0  # at most, for what a server says of its engines
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 
@@ -77,13 +78,15 @@ class Asks:
 @dataclass(frozen=True, slots=True)
 class Point:
     """One load and what became of its requests, from `began` to `ended` on the event loop's clock. Of one that was
-    `interrupted` there are the requests that had ended."""
+    `interrupted` there are the requests that had ended. `by_replica`: how many the server sent to each of its engines;
+    None where it has one, or does not tell."""
 
     load: Load
     began: float
     ended: float
     records: list[Record]
     interrupted: bool = False
+    by_replica: Sequence[int] | None = None
 
 
 @dataclass(slots=True)
@@ -209,6 +212,7 @@ def _check_warm(record: Record) -> None:
 
 async def _measure_load(asking: _Asking, load: Load, plan: Plan, points: list[Point]) -> None:
     loop = asyncio.get_running_loop()
+    before = await _requests_by_replica(asking)
     began, ended = loop.time(), list[Record]()
     try:
         records = await load.run(asking.sender(load.describe()["name"], ended), plan.extent, plan.asks.seed)
@@ -216,4 +220,20 @@ async def _measure_load(asking: _Asking, load: Load, plan: Plan, points: list[Po
         ended.sort(key=lambda record: record.number)
         points.append(Point(load, began, loop.time(), ended, interrupted=True))
         raise
-    points.append(Point(load, began, max((record.ended for record in records), default=began), records))
+    until = max((record.ended for record in records), default=began)
+    after = None if before is None else await _requests_by_replica(asking)
+    shares = None
+    if before is not None and after is not None and len(before) == len(after):
+        shares = [late - early for early, late in zip(before, after, strict=True)]
+    points.append(Point(load, began, until, records, by_replica=shares))
+
+
+async def _requests_by_replica(asking: _Asking) -> list[int] | None:
+    """How many requests each engine of a specserve has had, by its /stats; None for a server that does not say."""
+    url, timeout = f"{asking.target.base}/stats", aiohttp.ClientTimeout(total=_STATS_S)
+    try:
+        async with asking.session.get(url, timeout=timeout) as response:
+            told = await response.json(content_type=None) if response.status == 200 else None
+        return [int(each["num_requests"]) for each in told["replicas"]] if told and told.get("replicas") else None
+    except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -43,6 +43,8 @@ export class Live {
       ["tokens a step", number(speculation.recent_tokens_per_step, 2)],
       ["drafts accepted", percent(guesses(speculation.num_draft_tokens, speculation.num_accepted_tokens, speculation.sources).rate)],
       ["KV cache in use", percent(stats.kv_cache.usage)],
+      ...(stats.replicas ?? []).map((each, index) => ["replica " + index,
+        each.state === "ready" ? `${each.num_running} running, ${each.num_waiting} waiting` : each.state]),
     ]);
     this.readings.push(speculation.sources);
     if (this.readings.length > READINGS) this.readings.shift();
