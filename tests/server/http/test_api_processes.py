@@ -251,6 +251,21 @@ def test_one_that_stands_still_is_replaced(server: Any) -> None:
     assert "stood still for 8 s. Starting another" in server.said
 
 
+def test_a_coordinator_that_stands_still_is_told_of(server: Any) -> None:
+    """By those who answer, whatever they are asked; once it goes on, all do."""
+    pids = processes(server)
+    with stopped(server.process.pid):
+        server.until(lambda: server.get("/live").status == 503, 30)
+        for path in ("/live", "/health", "/ready"):
+            reply = server.get(path)
+            assert (reply.status, reply.json) == (503, {"status": "stalled"})
+        reply = server.post("/v1/completions", COMPLETION)
+        assert (reply.status, reply.error["code"]) == (503, "stalled")
+    server.until(lambda: server.get("/health").status == 200, 10)
+    assert server.post("/v1/completions", COMPLETION).status == 200
+    assert processes(server) == pids
+
+
 def test_sigterm_drains_all(tiny: Path, tmp_path: Path, serving_process: Any) -> None:
     """Those of all processes finish, others are told, and no process is left."""
     with serving_process(tiny, tmp_path, "--api-processes=2", **{"drain-timeout-s": 60}) as served:
