@@ -16,6 +16,7 @@ from specserve.machine.cores import THREADS, default_threads, usable_cores
 from specserve.models.loader import native_spec
 from specserve.models.sharding import Shard, sharded
 from specserve.models.spec import DecoderSpec
+from specserve.models.stages import divided
 from specserve.ops import Ops
 
 Row = tuple[str, str]
@@ -23,19 +24,22 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`num_replicas` engines, each of `num_ranks` processes with `threads` threads; None: a share of the cores."""
+    """`num_replicas` engines, each of `num_ranks` processes that compute at the same time with `threads` threads; None:
+    a share of the cores. A model's layers are in `num_stages`, each of so many processes, which take turns."""
 
     num_replicas: int = 1
     num_ranks: int = 1
     threads: int | None = None
+    num_stages: int = 1
 
     @property
     def num_processes(self) -> int:
+        """That compute at the same time."""
         return self.num_replicas * self.num_ranks
 
     @property
     def is_divided(self) -> bool:
-        return self.num_processes > 1
+        return self.num_processes * self.num_stages > 1
 
 
 def check(
@@ -56,7 +60,7 @@ def check(
     try:
         spec = native_spec(folder)
     except SpecserveError as error:
-        if layout.num_ranks > 1:
+        if layout.num_ranks * layout.num_stages > 1:
             faults.append(error)
         return [*rows, ("model", f"not looked at: {error}")], faults
     if layout.num_ranks > 1:
@@ -64,6 +68,13 @@ def check(
             rows.append(("KV heads", _heads(spec, layout.num_ranks)))
         except SpecserveError as error:
             rows.append(("KV heads", str(error)))
+            faults.append(error)
+    if layout.num_stages > 1:
+        try:
+            stages = divided([1] * spec.num_layers, 0, layout.num_stages)
+            rows.append(("layers", f"{spec.num_layers} in {len(stages)} stages"))
+        except SpecserveError as error:
+            rows.append(("layers", str(error)))
             faults.append(error)
     line, too_large = _memory(layout, spec, ops, free)
     return [*rows, ("memory", line)], [*faults, *([] if too_large is None else [too_large])]
@@ -74,7 +85,10 @@ def _processes(layout: Layout) -> str:
     share = max(1, cores // number)
     threads = layout.threads or (default_threads() if os.environ.get(THREADS) else share)
     each = f"{layout.num_ranks} of each model" if layout.num_ranks > 1 else "one of each model"
-    what = f"{number} ({layout.num_replicas} replicas, {each}) with {threads} threads each, on {cores} usable cores"
+    plural = "s" if threads > 1 else ""
+    what = (
+        f"{number} ({layout.num_replicas} replicas, {each}) with {threads} thread{plural} each, on {cores} usable cores"
+    )
     if threads * number <= cores:
         return what
     if number > cores:

@@ -62,6 +62,14 @@ def test_heads_are_divided_or_the_numbers_that_divide_are_named(folder: Path, op
     assert "it may be 1, 2, 4" in fault
 
 
+def test_layers_are_divided_into_no_more_stages_than_there_are(folder: Path, ops: Any) -> None:
+    rows, faults = rows_of(Layout(num_stages=2), folder, ops)
+    assert rows["layers"].endswith(" in 2 stages")
+    assert not faults
+    (fault,) = rows_of(Layout(num_stages=9), folder, ops)[1]
+    assert "--pipeline-parallel-size is 9" in fault
+
+
 def test_a_model_that_cannot_be_divided_is_a_fault_only_where_it_is_to_be(tmp_path: Path, ops: Any) -> None:
     other = write_tiny_model(tmp_path / "olmo2", "olmo2")
     assert rows_of(Layout(2, 1), other, ops)[1] == []

@@ -23,6 +23,7 @@ def doctor(
     *,
     isa: Annotated[str, Parameter(group=MODEL, help=ENGINE_HELP["isa"].text)] = "auto",
     tensor_parallel_size: Annotated[int, _option(ENGINE_HELP["tensor_parallel_size"].text)] = 1,
+    pipeline_parallel_size: Annotated[int, _option(ENGINE_HELP["pipeline_parallel_size"].text)] = 1,
     data_parallel_size: Annotated[int, _option(help_of(ServeOptions)["data_parallel_size"].text)] = 1,
     threads: Annotated[int | None, _option(ENGINE_HELP["threads"].text)] = None,
     port: Annotated[int | None, _option("Say whether a server could listen on this port.")] = None,
@@ -33,9 +34,11 @@ def doctor(
     from specserve.doctor import Section, as_dict, examine, show
     from specserve.layout import Layout
 
-    EngineConfig(tensor_parallel_size=tensor_parallel_size, threads=threads)
+    EngineConfig(
+        tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size, threads=threads
+    )
     ServeOptions(data_parallel_size=data_parallel_size)
-    layout = Layout(data_parallel_size, tensor_parallel_size, threads)
+    layout = Layout(data_parallel_size, tensor_parallel_size, threads, pipeline_parallel_size)
     sections = examine(model, isa, layout=layout if layout.is_divided else None)
     if port is not None:
         options = ServeOptions(port=port)

@@ -176,6 +176,14 @@ def test_the_live_view(open_page: Any) -> None:
     assert rows == [["ngram", "14", "9", "64 %", "8 of 10"], ["jump_forward", "9", "9", "100 %", "0 of 0"]]
 
 
+def test_the_live_view_of_replicas(open_page: Any) -> None:
+    each = {"state": "ready", "num_running": 3, "num_waiting": 1}
+    replicas = [each, {**each, "state": "restarting"}]
+    page = open_page(script(stats=[as_json({**STATS, "replicas": replicas})])).page
+    shown = dict(zip(*(page.locator(f"#live {tag}").all_text_contents() for tag in ("dt", "dd")), strict=True))
+    assert (shown["replica 0"], shown["replica 1"]) == ("3 running, 1 waiting", "restarting")
+
+
 def test_it_waits_for_the_engine(open_page: Any) -> None:
     loading = as_json({**STATS, "state": "loading"})
     page = open_page(script(stats=[loading, as_json(STATS)]), wait=False).page
