@@ -224,12 +224,16 @@ def _processes(stats: Stats) -> list[RenderableType]:
     return [Text(f"API processes: answering {answering}" + (f"   {restarts} restarts" if restarts else ""))]
 
 
+_ROLES = {"both": "", "prefill": " (prefill)", "decode": " (decode)"}  # of a replica
+
+
 def _replicas(stats: Stats) -> list[RenderableType]:
-    """Each of several engines; nothing where one serves alone."""
+    """Each of several engines, and what they compute for each other; nothing where one serves alone."""
+    prompts, failures = stats["prefill"]["num_prompts"], stats["prefill"]["num_transfer_failures"]
     table = _table("replica", "running", "waiting", "KV", "prefix hits", "requests", "restarts")
     for number, each in enumerate(stats.get("replicas", ())):
         table.add_row(
-            Text(f"{number} {clip(each['state'])}"),
+            Text(f"{number} {clip(each['state'])}{_ROLES[each['role']]}"),
             f"{each['num_running']}",
             f"{each['num_waiting']}",
             f"{each['kv_cache_usage']:.0%}",
@@ -237,7 +241,11 @@ def _replicas(stats: Stats) -> list[RenderableType]:
             f"{each['num_requests']:,}",
             f"{each['num_restarts']}",
         )
-    return [table, ""] if table.row_count else []
+    if not table.row_count:
+        return []
+    total = prompts["here"] + prompts["elsewhere"]
+    told = f"Computed elsewhere: {prompts['elsewhere']:,} of {total:,} prompts, {failures:,} failures."
+    return [table, *([told] if prompts["elsewhere"] or failures else []), ""]
 
 
 def _flowing(*parts: RenderableType) -> Columns:

@@ -65,7 +65,8 @@ class Router:
     that), else the next in turn.
 
     A prefix is a number of whole blocks of `block_size` tokens. What is remembered is bounded, and forgotten from the
-    end of the least recently used prompt on, as a prefix cache does.
+    end of the least recently used prompt on, as a prefix cache does. `num_uncached` are the tokens of the last prompt
+    that are thought to be cached nowhere on the engine that was chosen.
     """
 
     def __init__(self, num_engines: int, block_size: int) -> None:
@@ -74,6 +75,7 @@ class Router:
         self._sent: list[list[tuple[int, float]]] = [[] for _ in range(num_engines)]  # step that tells of it, prompt_ms
         self._homes: OrderedDict[bytes, int] = OrderedDict()  # the engine of a tenant's last request
         self._last = num_engines - 1
+        self.num_uncached = 0
 
     def choose(self, prompt_ids: Sequence[int], salt: bytes, loads: Sequence[Load | None], adapter: str = "") -> int:
         """The number of an engine, which is taken to get the request. `loads` has None for those that take none; there
@@ -88,7 +90,7 @@ class Router:
         weight = 1.0 + _DELAYED * fmean(load.num_open for load in known)
         prompt_ms, costs = {}, {}
         for engine, load in taking.items():
-            cached = self._block_size * sum(1 for _ in takewhile(self._known[engine].__contains__, digests))
+            cached = self._num_cached(engine, digests)
             num_new = len(prompt_ids) - cached
             prompt_ms[engine] = num_new * (token_ms + context_ms * (cached + num_new / 2))
             num_steps = _STEPS_OF_WAITING * load.num_waiting + load.num_open - load.num_waiting
@@ -96,6 +98,7 @@ class Router:
             costs[engine] = before + weight * prompt_ms[engine]
         least = min(costs.values())
         chosen = self._of_equals([engine for engine, cost in costs.items() if cost == least], salt)
+        self.num_uncached = len(prompt_ids) - self._num_cached(chosen, digests)
         self._remember(chosen, digests, taking[chosen].num_blocks)
         seen = taking[chosen].num_steps + (2 if taking[chosen].num_open else 1)  # not by a step that runs already
         self._sent[chosen].append((seen, prompt_ms[chosen]))
@@ -110,6 +113,10 @@ class Router:
         """Its caches are empty: another process has taken its place, or it was told to."""
         self._known[engine].clear()
         self._sent[engine].clear()
+
+    def _num_cached(self, engine: int, digests: Sequence[bytes]) -> int:
+        """Leading tokens of a prompt that its engine got before."""
+        return self._block_size * sum(1 for _ in takewhile(self._known[engine].__contains__, digests))
 
     def _of_equals(self, engines: Sequence[int], tenant: bytes) -> int:
         if not tenant:

@@ -39,7 +39,7 @@ def call_all(function: Callable[[T], object], values: Iterable[T]) -> None:
         raise errors[0]
 
 
-class EnginePort(Protocol):
+class RequestPort(Protocol):
     """Takes requests, each with a listener: that gets the events of all its completions in order, or after any of them
     the error that ends it, an InputError where the engine refuses it and an EngineError where the engine is gone. A
     listener must return soon; it may call the port."""
@@ -50,6 +50,10 @@ class EnginePort(Protocol):
 
     def expire(self, request_id: str) -> None:
         """Refuse a request of which no completion has begun to run: QueueTimeoutError."""
+
+
+class EnginePort(RequestPort, Protocol):
+    """One for all requests to an engine, and for what else is asked of it."""
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
@@ -135,6 +139,11 @@ class LocalPort:
         if self.engine.has_work and not self._is_stuck:
             return 0.0
         return _BESIDE_S if self._compiling or self._loading or self.engine.requests else None
+
+    @property
+    def num_awaiting(self) -> int:
+        """Sequences whose KV is on its way from another engine."""
+        return len(self.engine.scheduler.awaiting.seqs)
 
     def submit(self, request: Request, listener: Listener) -> None:
         """One with a grammar joins in when that is compiled."""

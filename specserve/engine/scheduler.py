@@ -253,6 +253,7 @@ class Scheduler:
             own = max(0, seq.cached - seq.stats.num_received_tokens)
             self.cache.count_match(len(seq.tokens), own)
             seq.stats.num_prefix_cached_tokens = max(own, seq.stats.num_prefix_cached_tokens)
+        seq.num_elsewhere = 0  # what was not had until now is not asked for later
         seq.stats.first_scheduled = seq.stats.first_scheduled or time.perf_counter()
         del self.waiting[index]
         self.adapters.acquire(seq)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from specserve.engine.outputs import Chunk, Collector, RequestOutput
-from specserve.engine.port import EnginePort, QueueTimeoutError
+from specserve.engine.port import QueueTimeoutError, RequestPort
 from specserve.engine.request import Request
 from specserve.errors import SpecserveError
 from specserve.server.engine.client import RefusedError
@@ -45,7 +45,7 @@ class _Answer:
     def __init__(
         self,
         prepared: Prepared,
-        port: EnginePort,
+        port: RequestPort,
         tokenizer: Tokenizer,
         metrics: RequestCounter,
         news: asyncio.Event,
@@ -109,7 +109,7 @@ class Answers:
     def __init__(
         self,
         requests: Sequence[Prepared],
-        place: Callable[[Request], EnginePort],
+        place: Callable[[Request], RequestPort],
         tokenizer: Tokenizer,
         metrics: RequestCounter,
         end_one: Callable[[], None],

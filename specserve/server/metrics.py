@@ -20,6 +20,7 @@ from specserve.server.metrics_totals import (
     ApiProcessStatus,
     Engines,
     Histogram,
+    Prefill,
     ReplicaStatus,
     Traffic,
     Window,
@@ -37,12 +38,22 @@ _MOST_OPEN = 65_536  # far above any queue; who forgets to end requests here can
 class _Open:
     """A request whose completions have not all ended."""
 
-    __slots__ = ("last_event", "num_left", "num_prompt_tokens", "num_tokens", "replica", "stopped", "use")
+    __slots__ = (
+        "last_event",
+        "num_left",
+        "num_prompt_tokens",
+        "num_tokens",
+        "prompt_size",
+        "replica",
+        "stopped",
+        "use",
+    )
 
     def __init__(self, num_completions: int, num_prompt_tokens: int, use: AdapterUse | None, replica: int) -> None:
         self.use = use  # of its adapter
         self.replica = replica
         self.num_left = num_completions
+        self.prompt_size = num_prompt_tokens
         self.num_prompt_tokens = num_prompt_tokens  # 0 once they are counted
         self.last_event: list[float | None] = [None] * num_completions
         self.num_tokens = [0] * num_completions
@@ -108,6 +119,7 @@ class Metrics:
         self.traffic = Traffic(self.started)
         self.times = Times()
         self.acceptance: dict[str, Acceptance] = {}  # by drafter
+        self.prefill = Prefill()
         self.adapters: dict[str, AdapterUse] = {}  # by name, as far as they have labels
         self.ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.refusals: dict[str, int] = dict.fromkeys([*map(str, REFUSALS), "other"], 0)
@@ -186,6 +198,7 @@ class Metrics:
             flow=self.traffic.total,
             ended=self.ended,
             refusals=self.refusals,
+            prefill=self.prefill,
             acceptance=self.acceptance,
             adapters=self.adapters,
             times=vars(self.times),
@@ -215,6 +228,7 @@ class Metrics:
             "tokens": metrics_report.tokens(self.traffic.total, flow, seconds),
             "latency_ms": metrics_report.latency(self.times.windows),
             "speculation": metrics_report.speculation(self.acceptance, flow, totals),
+            "prefill": metrics_report.prefill(self.prefill, totals),
             "adapters": {name: asdict(use) for name, use in self.adapters.items()},
             "requests": dict(self.ended),
             "refused": {status: count for status, count in self.refusals.items() if count},
@@ -253,6 +267,8 @@ class Metrics:
         if request.use is not None:
             request.use.end(event.stats)
         if event.stats is not None:
+            if event.index == 0 and event.stats.first_token is not None:
+                self.prefill.add(event.stats, request.prompt_size)
             self.acceptance.setdefault(event.stats.drafter, Acceptance()).add(event.stats)
             self.times.add(event.stats, request.num_tokens[event.index], reason in _ENDED_WELL)
         request.num_left -= 1

@@ -29,6 +29,7 @@ from specserve.server.metrics_totals import (
     ApiProcessStatus,
     Flow,
     Histogram,
+    Prefill,
     ReplicaStatus,
     together,
 )
@@ -49,6 +50,7 @@ class Service:
     flow: Flow
     ended: Mapping[str, int]
     refusals: Mapping[str, int]
+    prefill: Prefill
     acceptance: Mapping[str, Acceptance]
     adapters: Mapping[str, AdapterUse]
     times: Mapping[str, Any]
@@ -129,8 +131,12 @@ def _own(service: Service, make: _Maker) -> Iterator[Metric]:
         ("accepted_jump_forward_tokens", "Those of them that were accepted.", whole.num_accepted_jump_forward_tokens),
         ("adapter_slot_loads", "LoRA adapters that got a slot.", engine.num_adapter_loads),
         ("adapter_slot_evictions", "LoRA adapters that lost theirs to another.", engine.num_adapter_evictions),
+        ("kv_transfer_failures", "Prompts computed here after all: KV did not come.", engine.num_transfer_failures),
     ):
         yield make.counter(OWN + name, text, value)
+    prompts, tokens = service.prefill.num_prompts, service.prefill.num_tokens
+    yield make.counters(OWN + "prompts", "Prompts of ended requests by where they were computed.", "place", prompts)
+    yield make.counters(OWN + "prompt_tokens_by_place", "Their tokens; cached: for an earlier one.", "place", tokens)
     seconds = {phase: engine.seconds[phase] for phase in STEP_PHASES}
     yield make.counters(OWN + "step_time_seconds", "Time of the engine's steps by phase.", "phase", seconds)
     yield make.counters(OWN + "refused", "Error responses by HTTP status.", "status", service.refusals)
@@ -166,6 +172,7 @@ def _by_replica(replicas: Sequence[ReplicaStatus], make: _Maker) -> Iterator[Met
         yield make.gauges(f"{OWN}replica_{name}", text, "replica", values(of))
     for name, text, of in (
         ("requests", "Requests that were sent to it.", lambda each: each.num_requests),
+        ("prompts_received", "Prompts that others computed for it.", lambda each: each.gauges.num_prompts_received),
         ("restarts", "Engines started in its place after one had died.", lambda each: each.num_restarts),
         ("prefix_cache_queries", "Prompt tokens looked up there.", lambda each: each.gauges.num_prefix_query_tokens),
         ("prefix_cache_hits", "Prompt tokens found there.", lambda each: each.gauges.num_prefix_hit_tokens),

@@ -13,6 +13,7 @@ from specserve.server.metrics_totals import (
     Acceptance,
     ApiProcessStatus,
     Flow,
+    Prefill,
     ReplicaStatus,
     Window,
     together,
@@ -50,12 +51,14 @@ def replicas(all_: Sequence[ReplicaStatus]) -> dict[str, Any]:
     found = [
         {
             "state": each.state,
+            "role": each.role,
             "num_restarts": each.num_restarts,
             "num_requests": each.num_requests,
             "num_running": each.gauges.num_running,
             "num_waiting": each.gauges.num_waiting,
             "kv_cache_usage": usage(each.gauges),
             "num_steps": each.gauges.num_steps,
+            "num_prompts_received": each.gauges.num_prompts_received,
             "prefix_hit_rate": each.gauges.num_prefix_hit_tokens / each.gauges.num_prefix_query_tokens
             if each.gauges.num_prefix_query_tokens
             else None,
@@ -68,6 +71,15 @@ def replicas(all_: Sequence[ReplicaStatus]) -> dict[str, Any]:
 def api_processes(all_: Sequence[ApiProcessStatus]) -> dict[str, Any]:
     """Of each process that answers HTTP; nothing where the one does that has the engines."""
     return {"api_processes": [asdict(each) for each in all_]} if all_ else {}
+
+
+def prefill(found: Prefill, gauges: Gauges) -> dict[str, Any]:
+    """Where prompts were computed, and how often KV that was to come from elsewhere did not."""
+    return {
+        "num_prompts": dict(found.num_prompts),
+        "num_prompt_tokens": dict(found.num_tokens),
+        "num_transfer_failures": gauges.num_transfer_failures,
+    }
 
 
 def tokens(total: Flow, recent: Flow, seconds: float) -> dict[str, Any]:

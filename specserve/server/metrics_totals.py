@@ -119,6 +119,23 @@ class Traffic:
 
 
 @dataclass(slots=True)
+class Prefill:
+    """Where the prompts of completions that ended were computed, each request's once, and their tokens. `cached` ones
+    were computed for an earlier request; what a preemption made the engine compute again is not counted."""
+
+    num_prompts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("here", "elsewhere"), 0))
+    num_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("here", "elsewhere", "cached"), 0))
+
+    def add(self, stats: SequenceStats, num_tokens: int) -> None:
+        elsewhere, cached = stats.num_received_tokens, stats.num_prefix_cached_tokens
+        self.num_prompts["elsewhere" if elsewhere else "here"] += 1
+        for place, count in (("elsewhere", elsewhere), ("cached", min(cached, num_tokens - elsewhere))):
+            self.num_tokens[place] += count
+            num_tokens -= count
+        self.num_tokens["here"] += num_tokens
+
+
+@dataclass(slots=True)
 class Acceptance:
     """How the drafts of ended sequences fared. Words and counts are those of SequenceStats."""
 
@@ -197,6 +214,7 @@ class ReplicaStatus:
     num_restarts: int
     num_requests: int  # that were sent to it
     gauges: Gauges
+    role: str = "both"  # "prefill": computes prompts for others; "decode": answers; "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +229,8 @@ class ApiProcessStatus:
 _NO_ENGINE = Gauges(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys((*STEP_PHASES, "total"), 0.0), {})
 _SUMMED = (
     "num_steps", "num_rows", "num_preemptions", "num_prefix_query_tokens", "num_prefix_hit_tokens",
-    "num_drafts_dropped", "num_adapter_loads", "num_adapter_evictions",
+    "num_drafts_dropped", "num_adapter_loads", "num_adapter_evictions", "num_prompts_received",
+    "num_prompt_tokens_received", "num_transfer_failures",
 )  # fmt: skip
 
 

@@ -29,7 +29,9 @@ class ServeOptions:
 
     `uds` is listened on instead of host and port. `served_model_name`: names that requests may use, the first of them
     is the one in answers; without any it is the model's. `data_parallel_size`: engines, 1 to 64, that serve the model
-    side by side, each with `max_num_seqs` places. `api_processes`: processes, 1 to 32, that answer HTTP; with one it is
+    side by side, each with `max_num_seqs` places; the last `prefill_replicas` of them only compute prompts
+    for the others, those with at least `prefill_min_tokens` tokens that are not cached, or None where it costs more to
+    compute them than to send their KV. `api_processes`: processes, 1 to 32, that answer HTTP; with one it is
     the one that has the engines. `max_queue`: completions that may wait for the engine beside
     those that run. `max_tokenize_characters`: most of a text that /tokenize and count_tokens take, and of a prompt
     where nothing is known of the fewest tokens that it can have. `scheduling_policy`: requests run as they come
@@ -93,6 +95,16 @@ class ServeOptions:
     api_processes: Annotated[
         int, Help("Processes that answer HTTP on this address; they share the engines.", "Operation")
     ] = 1
+    prefill_replicas: Annotated[
+        int, Help("How many of these engines only compute prompts for the others.", "Operation")
+    ] = 0
+    prefill_min_tokens: Annotated[
+        int | None,
+        Help(
+            "Least tokens of a prompt, but those that are cached, that go to such an engine [default: as measured].",
+            "Operation",
+        ),
+    ] = None
     max_queue: Annotated[int, Help("Completions that may wait; more are refused with 429.", "Limits")] = 512
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
@@ -155,6 +167,18 @@ class ServeOptions:
         _between("api_processes", self.api_processes, 1, MOST_API_PROCESSES)
         if not isinstance(self.api_processes, int):
             raise ConfigError(f"api_processes is {self.api_processes}; processes are whole.")
+        _between("prefill_replicas", self.prefill_replicas, 0, MOST_REPLICAS - 1)
+        if not isinstance(self.prefill_replicas, int):
+            raise ConfigError(f"prefill_replicas is {self.prefill_replicas}; engines are whole.")
+        if self.prefill_replicas and self.prefill_replicas >= self.data_parallel_size:
+            raise ConfigError(
+                f"--prefill-replicas is {self.prefill_replicas} of {self.data_parallel_size} engines, and one at least "
+                "must answer. Give a larger --data-parallel-size."
+            )
+        if self.prefill_min_tokens is not None:
+            if not self.prefill_replicas:
+                raise ConfigError("--prefill-min-tokens says what goes to --prefill-replicas, and there are none.")
+            _between("prefill_min_tokens", self.prefill_min_tokens, 1, 2**31)
         _between("max_queue", self.max_queue, 0, 2**20)
         for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "stall_timeout_s", "start_timeout_s"):
             _between(name, getattr(self, name), 0.05, 1e6)

@@ -114,7 +114,7 @@ def rows(out: str) -> list[list[str]]:
 def test_replicas_have_a_table(top: Top) -> None:
     replica = {
         "state": "ready", "num_restarts": 3, "num_requests": 1234, "num_running": 5, "num_waiting": 6,
-        "kv_cache_usage": 0.25, "num_steps": 9, "prefix_hit_rate": None,
+        "kv_cache_usage": 0.25, "num_steps": 9, "prefix_hit_rate": None, "role": "both",
     }  # fmt: skip
     stats = figures()
     with serving(lambda request: web.json_response(stats)) as address:
@@ -125,6 +125,13 @@ def test_replicas_have_a_table(top: Top) -> None:
     assert status == 0
     assert ["0", "ready", "5", "6", "25%", "-", "1,234", "3"] in rows(out)
     assert ["1", "restarting", "5", "6", "25%", "50%", "1,234", "3"] in rows(out)
+    assert "elsewhere" not in out
+    stats["replicas"][1]["role"] = "prefill"
+    stats["prefill"]["num_prompts"] = {"here": 30, "elsewhere": 10}
+    with serving(lambda request: web.json_response(stats)) as address:
+        status, out, _ = top(address, "--once")
+    assert ["1", "restarting", "(prefill)", "5", "6", "25%", "50%", "1,234", "3"] in rows(out)
+    assert "Computed elsewhere: 10 of 40 prompts, 0 failures." in out
 
 
 def test_processes_that_answer_have_a_line(top: Top) -> None:

@@ -66,6 +66,9 @@ OWN = {
     "accepted_jump_forward_tokens": "counter",
     "adapter_slot_loads": "counter",
     "adapter_slot_evictions": "counter",
+    "kv_transfer_failures": "counter",
+    "prompts": "counter",
+    "prompt_tokens_by_place": "counter",
     "adapter_num_completions": "counter",
     "adapter_num_prompt_tokens": "counter",
     "adapter_num_generated_tokens": "counter",
@@ -227,6 +230,7 @@ def test_counters_after_a_script(metrics: Metrics, clock: Clock) -> None:
         "accepted_jump_forward_tokens_total": 3,
         "adapter_slot_loads_total": 4,
         "adapter_slot_evictions_total": 1,
+        "kv_transfer_failures_total": 0,
     }
 
 
@@ -404,7 +408,7 @@ def test_replicas_have_metrics_of_their_own(metrics: Metrics) -> None:
     own = {name.removeprefix("specserve:replica_") for name in found.keys() - alone.keys()}
     assert own == {
         *("ready", "requests", "requests_running", "requests_waiting", "kv_cache_usage_perc"),
-        *("restarts", "prefix_cache_queries", "prefix_cache_hits"),
+        *("restarts", "prefix_cache_queries", "prefix_cache_hits", "prompts_received"),
     }
     values = {name: [sample.value for sample in found[f"specserve:replica_{name}"].samples] for name in own}
     assert (values["ready"], values["restarts"], values["requests"]) == ([1, 0], [1, 2], [6, 5])
@@ -591,6 +595,11 @@ def test_stats_after_a_script(metrics: Metrics, clock: Clock) -> None:
                 "jump_forward": {"num_draft_tokens": 5, "num_accepted_tokens": 3, "draft_seconds": 0.0},
                 "suffix": {"num_draft_tokens": 0, "num_accepted_tokens": 0, "draft_seconds": 0.125},
             },
+        },
+        "prefill": {
+            "num_prompts": {"here": 2, "elsewhere": 0},
+            "num_prompt_tokens": {"here": 16, "elsewhere": 0, "cached": 0},
+            "num_transfer_failures": 0,
         },
         "adapters": {"fr": FRENCH},
         "requests": {"stop": 1, "length": 1, "abort": 1, "error": 0},

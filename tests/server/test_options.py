@@ -23,10 +23,14 @@ NUMBERS = {
     "port": (0, 65535),
     "data_parallel_size": (1, 64),
     "api_processes": (1, 32),
+    "prefill_replicas": (0, 63),
     "max_queue": (0, 2**20),
     "max_body_mib": (0.001, 1024),
     "max_tokenize_characters": (1, 2**30),
 }
+
+
+BESIDE: dict[str, Any] = {"prefill_replicas": {"data_parallel_size": 64}}  # without which a number is refused
 
 
 def refusal(**fields: Any) -> str:
@@ -43,7 +47,7 @@ def test_every_number_is_tested_here() -> None:
 def test_numbers_have_limits(name: str) -> None:
     low, high = NUMBERS[name]
     for value in (low, high):
-        assert getattr(ServeOptions(**{name: value}), name) == value
+        assert getattr(ServeOptions(**{name: value} | BESIDE.get(name, {})), name) == value
     for value in (low - 1, high * 1.01 + 1, math.nan, math.inf, -math.inf, "5", True, None, [5]):
         said = refusal(**{name: value})
         assert name in said
@@ -54,6 +58,16 @@ def test_numbers_have_limits(name: str) -> None:
 def test_engines_and_processes_are_whole() -> None:
     assert "data_parallel_size is 1.5" in refusal(data_parallel_size=1.5)
     assert "api_processes is 1.5" in refusal(api_processes=1.5)
+    assert "prefill_replicas is 1.5" in refusal(data_parallel_size=3, prefill_replicas=1.5)
+
+
+def test_an_engine_is_left_that_answers() -> None:
+    for size, prefill in ((1, 1), (2, 2), (2, 3)):
+        said = refusal(data_parallel_size=size, prefill_replicas=prefill)
+        assert f"--prefill-replicas is {prefill} of {size} engines" in said
+    assert "there are none" in refusal(data_parallel_size=2, prefill_min_tokens=5)
+    assert "prefill_min_tokens is 0" in refusal(data_parallel_size=2, prefill_replicas=1, prefill_min_tokens=0)
+    assert ServeOptions(data_parallel_size=2, prefill_replicas=1, prefill_min_tokens=5).prefill_min_tokens == 5
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from specserve.adapters import AdapterInfo
+from specserve.engine.port import RequestPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, SpecserveError
 from specserve.server.api_processes.messages import (
@@ -37,7 +38,7 @@ from specserve.server.api_processes.messages import (
     encode,
 )  # fmt: skip
 from specserve.server.engine.channel import Channel
-from specserve.server.engine.client import EngineClient, RefusedError
+from specserve.server.engine.client import RefusedError
 from specserve.server.engine.group import ReplicaGroup
 from specserve.server.engine.keeper import EngineKeeper, State
 from specserve.server.engine.messages import Abort, Expire, Failed, LoadAdapter, Refused, UnloadAdapter, Wake
@@ -68,7 +69,7 @@ class _Running:
 
     __slots__ = ("engine", "num_left")
 
-    def __init__(self, engine: EngineClient, num_completions: int) -> None:
+    def __init__(self, engine: RequestPort, num_completions: int) -> None:
         self.engine, self.num_left = engine, num_completions
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -20,11 +21,18 @@ from specserve.server.engine.messages import (
     Command,
     Configure,
     Expire,
+    ExportKV,
     Failed,
     Gauges,
+    ImportKV,
+    KVExported,
+    KVImported,
+    KVReport,
+    KVWanted,
     LoadAdapter,
     Ready,
     Refused,
+    ReleaseKV,
     Report,
     ResetPrefixCache,
     Stepped,
@@ -33,6 +41,8 @@ from specserve.server.engine.messages import (
     Wake,
 )  # fmt: skip
 from specserve.types import Event
+
+KVListener: TypeAlias = Callable[[KVReport | EngineError], object]
 
 
 class RefusedError(InputError):
@@ -78,6 +88,7 @@ class EngineClient:
         self.failure: Failed | None = None
         self._observer = observer
         self._open = Listeners()
+        self._hearing: dict[str, KVListener] = {}  # of KV, by request
         self._changes: dict[int, AdapterDone] = {}  # of adapters, that the engine has yet to answer
         self._num_changes = 0
         self._encode = msgspec.msgpack.Encoder().encode
@@ -95,17 +106,19 @@ class EngineClient:
         """Those of these requests that have not ended."""
         return self._open.num_completions
 
-    def configure(self, options: dict[str, Any], num_engines: int = 1) -> None:
-        """Tell the engine what to load, and how many are to share its machine's memory; the first thing that it is
-        told."""
-        self._send(Configure(options, num_engines))
+    def configure(self, options: dict[str, Any], num_engines: int = 1, exchanges_kv: bool = False) -> None:
+        """Tell the engine what to load, how many are to share its machine's memory, and whether cached prefixes go
+        between them; the first thing that it is told."""
+        self._send(Configure(options, num_engines, exchanges_kv))
 
-    def submit(self, request: Request, listener: Listener) -> None:
+    def submit(self, request: Request, listener: Listener, counted: bool = True) -> None:
+        """One that is not `counted` is no client's: observers learn nothing of it."""
         if not self._open:
             self.last_progress = self.last_advanced = time.monotonic()
         message = self._encode(request)  # one that cannot be sent has not begun
         self._open.add(request, listener)
-        self._observer.begin(request.id, request.params.n, len(request.prompt_ids), request.adapter)
+        if counted:
+            self._observer.begin(request.id, request.params.n, len(request.prompt_ids), request.adapter)
         self._write(message)
 
     def wake_engine(self) -> None:
@@ -134,6 +147,23 @@ class EngineClient:
     def unload_adapter(self, name: str, done: AdapterDone) -> None:
         self._send(UnloadAdapter(self._numbered(done), name))
 
+    def hear_kv(self, request_id: str, listener: KVListener | None) -> None:
+        """Let a listener have what the engine reports of that request's KV, and the error when the engine is gone;
+        None: nobody any more."""
+        if listener is not None:
+            self._hearing[request_id] = listener
+        else:
+            self._hearing.pop(request_id, None)
+
+    def export_kv(self, request_id: str, tokens: list[int], salt: bytes, adapter: str | None, first: int) -> None:
+        self._send(ExportKV(request_id, tokens, salt, adapter, first))
+
+    def release_kv(self, request_id: str) -> None:
+        self._send(ReleaseKV(request_id))
+
+    def import_kv(self, request_id: str, path: str, num_bytes: int, reason: str) -> None:
+        self._send(ImportKV(request_id, path, num_bytes, reason))
+
     def _numbered(self, done: AdapterDone) -> int:
         self._num_changes += 1
         self._changes[self._num_changes] = done
@@ -145,6 +175,8 @@ class EngineClient:
 
     def fail(self, error: EngineError) -> None:
         """Tell everybody who waits that the engine is gone."""
+        hearing, self._hearing = self._hearing, {}
+        call_all(lambda listener: listener(error), hearing.values())
         self._open.end_all(error)
         changes, self._changes = self._changes, {}
         call_all(lambda done: done(error), changes.values())
@@ -179,6 +211,9 @@ class EngineClient:
             case AdapterChanged():
                 kind = UnknownAdapterError if report.is_missing else InputError
                 self._changes.pop(report.number)(report.info or kind(report.message))
+            case KVWanted() | KVExported() | KVImported():
+                if (listener := self._hearing.get(report.id)) is not None:
+                    listener(report)
             case Ready():
                 self.ready.set_result(report)
             case Failed():

@@ -9,9 +9,10 @@ from typing import Any, Generic, TypeVar
 
 from specserve.adapters import AdapterInfo, AdapterSource
 from specserve.cluster.router import Load, Router
+from specserve.engine.port import RequestPort
 from specserve.engine.request import Request
 from specserve.errors import EngineError, InputError, SpecserveError
-from specserve.server.engine.client import EngineClient, UnknownAdapterError
+from specserve.server.engine.client import UnknownAdapterError
 from specserve.server.engine.keeper import EngineKeeper, State
 from specserve.server.engine.messages import Gauges, Ready
 from specserve.server.metrics_totals import Engines, ReplicaStatus, summed
@@ -108,18 +109,29 @@ class ReplicaGroup(Generic[M]):
     def replicas(self) -> Sequence[ReplicaStatus]:
         return [each.status for each in self._replicas]
 
-    def place(self, request: Request) -> EngineClient:
+    def place(self, request: Request) -> RequestPort:
         """The engine that a request goes to. Raises EngineError when there is none, WireError when none has the
         adapter."""
-        adapter = None if request.adapter is None else self.adapters.get(request.adapter)
-        loads = [each.load(adapter) for each in self._replicas]
+        return self._choose(request).client
+
+    def _adapter_of(self, request: Request) -> AdapterInfo | None:
+        return None if request.adapter is None else self.adapters.get(request.adapter)
+
+    def _loads(self, adapter: AdapterInfo | None) -> list[Load | None]:
+        """Of those that answer requests with that adapter."""
+        return [each.load(adapter) for each in self._replicas]
+
+    def _choose(self, request: Request) -> M:
+        """Raises as `place`."""
+        adapter = self._adapter_of(request)
+        loads = self._loads(adapter)
         if not any(loads):
             if any(self._taking()):
                 raise unavailable("The adapter is being loaded again. Send the request again in a moment.")
             raise EngineError(f"The engine is {self.state.value}; try again in a moment.")
         chosen = self._router.choose(request.prompt_ids, request.salt, loads, adapter.digest if adapter else "")
         self._replicas[chosen].num_requests += 1
-        return self._replicas[chosen].client
+        return self._replicas[chosen]
 
     def wake_engine(self) -> None:
         """Have the one that has least to do ready for a request. Raises EngineError when there is none."""

@@ -19,10 +19,11 @@ from specserve.types import Event
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
     """Load, the first of all commands. `options` are EngineConfig's fields; `num_engines`, this one included, are to
-    share the memory that is free now."""
+    share the memory that is free now. `exchanges_kv`: cached prefixes go to and come from other engines."""
 
     options: dict[str, Any]
     num_engines: int = 1
+    exchanges_kv: bool = False
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
@@ -59,11 +60,40 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload"):
     name: str
 
 
+class ExportKV(msgspec.Struct, frozen=True, tag="export_kv"):
+    """Hold a frame of what is cached of a prompt, from that block on, until it is released. `id` is the request's in
+    the engine that wants it."""
+
+    id: str
+    tokens: list[int]
+    salt: bytes
+    adapter: str | None
+    first_block: int
+
+
+class ReleaseKV(msgspec.Struct, frozen=True, tag="release_kv"):
+    """Let go of the frame that is held for that request, if there is one."""
+
+    id: str
+
+
+class ImportKV(msgspec.Struct, frozen=True, tag="import_kv"):
+    """The frame that this request awaits lies at that path; or, with a `reason`, there will be none."""
+
+    id: str
+    path: str
+    num_bytes: int
+    reason: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-Command: TypeAlias = Configure | Request | Wake | Abort | Expire | ResetPrefixCache | LoadAdapter | UnloadAdapter | Stop
+Command: TypeAlias = (
+    Configure | Request | Wake | Abort | Expire | ResetPrefixCache | LoadAdapter | UnloadAdapter
+    | ExportKV | ReleaseKV | ImportKV | Stop
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +115,9 @@ class Gauges:
     draft_seconds: dict[str, float]
     num_adapter_loads: int = 0  # into slots
     num_adapter_evictions: int = 0  # from slots that other adapters needed
+    num_prompts_received: int = 0  # of which KV came from another engine
+    num_prompt_tokens_received: int = 0
+    num_transfer_failures: int = 0  # of KV that was to come, and was computed
     step_s: float = 0.0  # of a step for those that run now, without drafts, as measured; 0: not yet
     prompt_token_s: float = 0.0  # that a token of a prompt adds to a step; 0: not yet
     context_token_s: float = 0.0  # that it adds for each token that it reads
@@ -114,6 +147,33 @@ class AdapterChanged(msgspec.Struct, frozen=True, tag="adapter"):
     info: AdapterInfo | None
     message: str = ""
     is_missing: bool = False  # there is none of that name
+
+
+class KVWanted(msgspec.Struct, frozen=True, tag="kv_wanted"):
+    """A request awaits KV of its prompt from that block on."""
+
+    id: str
+    first_block: int
+
+
+class KVExported(msgspec.Struct, frozen=True, tag="kv_exported"):
+    """What ExportKV asked for, as ImportKV has it."""
+
+    id: str
+    path: str
+    num_bytes: int
+    reason: str
+
+
+class KVImported(msgspec.Struct, frozen=True, tag="kv_imported"):
+    """A request awaits KV no more: of so many tokens it came, or none, and why."""
+
+    id: str
+    num_tokens: int
+    reason: str
+
+
+KVReport: TypeAlias = KVWanted | KVExported | KVImported
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -154,4 +214,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         return next((kind(self.message) for kind in FINAL if kind.__name__ == self.final), None)
 
 
-Report: TypeAlias = Stepped | Refused | AdapterChanged | Ready | Failed
+Report: TypeAlias = Stepped | Refused | AdapterChanged | KVReport | Ready | Failed

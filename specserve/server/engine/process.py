@@ -32,17 +32,24 @@ from specserve.errors import ConfigError, InputError, ModelError, SpecserveError
 from specserve.machine.lifeline import end_with
 from specserve.machine.pulse import Pulse
 from specserve.ops.choice import choose_device
+from specserve.parallel.exchange import KVExchange
 from specserve.server.engine.messages import (
     Abort,
     AdapterChanged,
     Command,
     Configure,
     Expire,
+    ExportKV,
     Failed,
     Gauges,
+    ImportKV,
+    KVExported,
+    KVImported,
+    KVWanted,
     LoadAdapter,
     Ready,
     Refused,
+    ReleaseKV,
     Report,
     ResetPrefixCache,
     Stepped,
@@ -117,11 +124,15 @@ class Wire:
 class EngineProcess:
     """Carries commands from the wire to the engine, and its events back after each step."""
 
-    def __init__(self, wire: Wire, port: LocalPort) -> None:
+    def __init__(
+        self, wire: Wire, port: LocalPort, pulse: Pulse | None = None, exchange: KVExchange | None = None
+    ) -> None:
         self._wire = wire
         self._port = port
+        self._pulse, self._exchange = pulse, exchange
         self._events: list[Event] = []  # not sent yet
         self._stopping = False
+        self._num_awaiting = 0  # as reported
         self._awake_until = 0.0  # time.monotonic()
 
     def run(self) -> None:
@@ -129,8 +140,12 @@ class EngineProcess:
         while not self._stopping:
             for command in self._wire.commands(self._wait_ms()):
                 self._obey(command)
-            if self._port.step() or self._events:
+            stepped, num_awaiting = self._port.step(), self._port.num_awaiting
+            if stepped or self._events or num_awaiting != self._num_awaiting:
+                self._num_awaiting = num_awaiting
                 self._report()
+            if self._pulse is not None and num_awaiting:
+                self._pulse.beat()  # it lives, and waits for another engine
 
     def _wait_ms(self) -> int:
         if time.monotonic() < self._awake_until:
@@ -154,8 +169,20 @@ class EngineProcess:
                 self._port.load_adapter(command.source, command.replaces, partial(self._tell, command.number))
             case UnloadAdapter():
                 self._port.unload_adapter(command.name, partial(self._tell, command.number))
+            case ExportKV() | ReleaseKV() | ImportKV():
+                self._exchange_kv(command)
             case Stop():
                 self._stopping = True
+
+    def _exchange_kv(self, command: ExportKV | ReleaseKV | ImportKV) -> None:
+        assert self._exchange is not None, "an engine is told so that may be asked for KV"
+        match command:
+            case ExportKV(id, tokens, salt, adapter, first_block):
+                self._exchange.export(id, tokens, salt, adapter, first_block)
+            case ReleaseKV(id):
+                self._exchange.release(id)
+            case ImportKV(id, path, num_bytes, reason):
+                self._exchange.take(id, path, num_bytes, reason)
 
     def _tell(self, number: int, found: AdapterInfo | SpecserveError) -> None:
         if isinstance(found, SpecserveError):
@@ -188,7 +215,7 @@ class EngineProcess:
         step_s, prompt_token_s, context_token_s = engine.scheduler.speeds
         return Gauges(
             num_running=len(engine.scheduler.running),
-            num_waiting=len(engine.scheduler.waiting),
+            num_waiting=len(engine.scheduler.waiting) + len(engine.scheduler.awaiting.seqs),
             num_free_blocks=engine.cache.num_free,
             num_blocks=engine.cache.num_blocks,
             num_steps=counters.num_steps,
@@ -202,11 +229,37 @@ class EngineProcess:
             draft_seconds=counters.draft_seconds,
             num_adapter_loads=engine.adapters.num_loads,
             num_adapter_evictions=engine.adapters.num_evictions,
+            num_prompts_received=engine.scheduler.awaiting.num_prompts,
+            num_prompt_tokens_received=engine.scheduler.awaiting.num_tokens,
+            num_transfer_failures=engine.scheduler.awaiting.num_failures,
             step_s=step_s,
             prompt_token_s=prompt_token_s,
             context_token_s=context_token_s,
             backlog_s=engine.scheduler.backlog_s,
         )
+
+
+class _KVReplies:
+    """Tells the other side of the wire what becomes of KV."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._send = wire.send
+
+    def wanted(self, request_id: str, first_block: int) -> None:
+        self._send(KVWanted(request_id, first_block))
+
+    def exported(self, request_id: str, path: str, num_bytes: int, reason: str) -> None:
+        self._send(KVExported(request_id, path, num_bytes, reason))
+
+    def imported(self, request_id: str, num_tokens: int, reason: str) -> None:
+        self._send(KVImported(request_id, num_tokens, reason))
+
+
+def _exchange(built: Built, wire: Wire) -> KVExchange:
+    """Lets the engine take KV from others, and give them its own."""
+    exchange = KVExchange(built.prefix_transfer(), built.engine.cache.block_size, _KVReplies(wire))
+    built.engine.scheduler.awaiting.connector = exchange.connector
+    return exchange
 
 
 def main(descriptor: int, memory: int, parent: int) -> int:
@@ -221,15 +274,18 @@ def main(descriptor: int, memory: int, parent: int) -> int:
         begun = time.perf_counter()
         _check_device(config, configure.num_engines)
         built = build(config, num_engines=configure.num_engines, pulse=memory)
-        built.ops.watch(Pulse(memory))
+        built.ops.watch(pulse := Pulse(memory))
+        exchange = _exchange(built, wire) if configure.exchanges_kv else None
         loaded = time.perf_counter()
         port = LocalPort(built.engine, Compiling(built.compiler, built.tokenizer.markers), built.loader)
         _warm_up(port)
         phases = {"load": loaded - begun, "warm-up": time.perf_counter() - loaded}
         gc.freeze()  # what was loaded stays; to look at all of it takes 0.1 s, in which nobody gets a token
         wire.send(_ready(built, config, phases))
-        EngineProcess(wire, port).run()
+        EngineProcess(wire, port, pulse, exchange).run()
         port.close()
+        if exchange is not None:
+            exchange.close()
         return 0
     except SpecserveError as error:
         wire.send(Failed.of(error))

@@ -6,16 +6,22 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from specserve.cluster.router import Router
+from specserve.adapters import AdapterInfo
+from specserve.cluster.prefill import TransferCost
+from specserve.cluster.router import Load, Router
 from specserve.config import EngineConfig
-from specserve.errors import CapacityError, SpecserveError
+from specserve.engine.port import RequestPort
+from specserve.engine.request import Request
+from specserve.errors import CapacityError, ConfigError, SpecserveError
 from specserve.machine.cores import THREADS, default_threads, usable_cores
-from specserve.server.engine.client import Observer
+from specserve.server.engine.client import EngineClient, Observer
 from specserve.server.engine.group import Member, ReplicaGroup
+from specserve.server.engine.handoff import Handoff
 from specserve.server.engine.keeper import State, Timeouts
-from specserve.server.engine.messages import Ready
+from specserve.server.engine.messages import Gauges, Ready
 from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.engine.supervisor import Supervisor
 from specserve.server.metrics_totals import Engines, ReplicaStatus
@@ -30,6 +36,10 @@ class Replicas(ReplicaGroup["Replica"]):
     The others are started once the first is ready: it has packed the weights, which they map, and measured how large
     each cache may be. A replica whose engine is gone loses its own requests only and is started again. Starts that fail
     end all only of a replica that was never ready, or where no other takes requests.
+
+    The last `num_prefill` of them compute prompts for the others, which answer: of at least `least_tokens` tokens that
+    the engine that answers has not cached, or None, where to compute these costs more than to send their KV. They
+    answer requests, too, while no other engine takes any.
     """
 
     def __init__(
@@ -39,12 +49,18 @@ class Replicas(ReplicaGroup["Replica"]):
         num_replicas: int,
         timeouts: Timeouts | None = None,
         spawner: EngineSpawner | None = None,
+        num_prefill: int = 0,
+        least_tokens: int | None = None,
     ) -> None:
-        self.size = num_replicas
+        self.size, self.num_prefill, self._least_tokens = num_replicas, num_prefill, least_tokens
         self._config = EngineConfig(**options)
+        _check_prefill(self._config, num_prefill)
         super().__init__(Router(num_replicas, self._config.block_size))
         self._options = {**options, **_threads_of(self._config, num_replicas)}
         self._observers, self._timeouts = observers, timeouts
+        self._prefill_router = Router(num_replicas, self._config.block_size)
+        self._transfer_cost = TransferCost()
+        self._num_not_computed = 0  # prompts that were sent elsewhere for nothing
         self._replicas.append(self._replica(0, num_replicas, spawner))
         self._begin(self._start_others())
 
@@ -57,7 +73,67 @@ class Replicas(ReplicaGroup["Replica"]):
     def replicas(self) -> Sequence[ReplicaStatus]:
         started = super().replicas
         waiting = ReplicaStatus(State.LOADING.value, 0, 0, Engines().look(None))
-        return [*started] + [waiting] * (self.size - len(started))
+        found = [*started] + [waiting] * (self.size - len(started))
+        return [replace(each, role=self.role(number)) for number, each in enumerate(found)]
+
+    @property
+    def gauges(self) -> Gauges:
+        gauges = super().gauges
+        return replace(gauges, num_transfer_failures=gauges.num_transfer_failures + self._num_not_computed)
+
+    def role(self, number: int) -> str:
+        """Of a replica: "both" where none has one of its own."""
+        if not self.num_prefill:
+            return "both"
+        return "prefill" if number >= self.size - self.num_prefill else "decode"
+
+    def place(self, request: Request) -> RequestPort:
+        member = self._choose(request)
+        source = self._source(request, member) if self.num_prefill else None
+        if source is None:
+            return member.client
+        source.num_requests += 1
+        return Handoff(source.client, lambda: self._again(member, request), self)
+
+    async def reset_prefix_cache(self) -> None:
+        await super().reset_prefix_cache()
+        for each in self._replicas:
+            self._prefill_router.forget(each.number)
+
+    def transferred(self, num_tokens: int, milliseconds: float) -> None:
+        self._transfer_cost.observe(num_tokens, milliseconds)
+
+    def not_computed(self) -> None:
+        self._num_not_computed += 1
+
+    def _loads(self, adapter: AdapterInfo | None) -> list[Load | None]:
+        """Those that compute prompts for others answer where no other can."""
+        loads = super()._loads(adapter)
+        answering = [None if self.role(i) == "prefill" else load for i, load in enumerate(loads)]
+        return answering if any(answering) else loads
+
+    def _source(self, request: Request, member: Replica) -> Replica | None:
+        """Who computes the prompt of a request that this member answers; None: that does itself."""
+        if self.role(member.number) == "prefill" or request.params.prompt_logprobs is not None or request.embeds:
+            return None
+        adapter, num_tokens = self._adapter_of(request), self._router.num_uncached
+        load, loads = member.load(adapter), super()._loads(adapter)
+        free = [None if each is None or each.num_waiting else each for each in loads]
+        free = [each if self.role(i) == "prefill" else None for i, each in enumerate(free)]
+        if not any(free) or load is None or num_tokens <= self._config.block_size:
+            return None
+        if self._least_tokens is None:
+            pays = self._transfer_cost.pays(num_tokens, load.prompt_token_ms)
+        else:
+            pays = num_tokens >= self._least_tokens
+        if not pays:
+            return None
+        digest = adapter.digest if adapter else ""
+        return self._replicas[self._prefill_router.choose(request.prompt_ids, request.salt, free, digest)]
+
+    def _again(self, member: Replica, request: Request) -> EngineClient:
+        """The engine that answers, once the prompt is computed: the one that was chosen, if that is still there."""
+        return (member if member.state is State.READY else self._choose(request)).client
 
     async def wait_until_ready(self) -> Ready:
         """What the first said when it was ready. Raises EngineError with the cause when it could not start."""
@@ -67,6 +143,7 @@ class Replicas(ReplicaGroup["Replica"]):
         if len(self._replicas) == 1 and not self.adapters:
             self.adapters = dict(member.adapters)
         _log.info("Replica %d of %d is ready.", member.number, self.size)
+        self._prefill_router.forget(member.number)
         super().became_ready(member)
 
     async def _start_others(self) -> None:
@@ -98,6 +175,7 @@ class Replica(Member, Supervisor):
         self.join(group, number)
         self._siblings = group
         Supervisor.__init__(self, options, observer, timeouts, spawner, f"Replica {number}: ", num_engines)
+        self._exchanges_kv = bool(group.num_prefill)
 
     def _engine_options(self) -> dict[str, Any]:
         """The next engine's cache is as large as the last one's, without regard to what others took since."""
@@ -113,6 +191,19 @@ class Replica(Member, Supervisor):
     def _give_up(self, error: SpecserveError) -> None:
         shared = ", which share the memory" if isinstance(error, CapacityError) else ""
         super()._give_up(type(error)(f"Replica {self.number} of {self._siblings.size}{shared}: {error}"))
+
+
+def _check_prefill(config: EngineConfig, num_prefill: int) -> None:
+    """Raises ConfigError where some engines cannot compute prompts for the others."""
+    if not num_prefill:
+        return
+    if not config.prefix_caching:
+        raise ConfigError("--prefill-replicas: what they compute is handed on by the prefix cache. Switch it on.")
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "--prefill-replicas: their models must be in one process each; leave out --tensor-parallel-size and "
+            "--pipeline-parallel-size."
+        )
 
 
 def _threads_of(config: EngineConfig, num_replicas: int) -> dict[str, int]:

@@ -49,6 +49,7 @@ class Supervisor(EngineKeeper):
         self._options = dict(options)
         self._spawner = spawner or EngineSpawner()
         self._name, self._num_engines = name, num_engines
+        self._exchanges_kv = False  # with engines beside it
         self._waiters = ThreadPoolExecutor(2, "specserve-wait")  # its own: those of the event loop are few
         self._process: subprocess.Popen[bytes] | None = None
         self._num_beats = 0  # of the running engine's pulse, at the last look
@@ -108,7 +109,7 @@ class Supervisor(EngineKeeper):
         except OSError as error:  # no descriptors, no memory
             return f"The engine's process cannot be started: {error}."
         self._process = child.process
-        self._client.configure(self._engine_options(), self._num_engines)
+        self._client.configure(self._engine_options(), self._num_engines, self._exchanges_kv)
         begun = looked = time.monotonic()
         ended = asyncio.get_running_loop().run_in_executor(self._waiters, self._process.wait)
         while not ended.done():

@@ -74,14 +74,14 @@ class _Life:
         spawner: EngineSpawner,
     ) -> None:
         names = options.served_model_name or (str(engine["model"]),)
-        num_replicas = options.data_parallel_size
+        num_replicas, num_prefill = options.data_parallel_size, options.prefill_replicas
         settings = Settings(
             options=options,
             names=names,
             folder=str(folder),
             sampling=stated_by(options.generation_config, folder),
             template=template_options(options),
-            capacity=num_replicas * engine["max_num_seqs"] + options.max_queue,
+            capacity=(num_replicas - num_prefill) * engine["max_num_seqs"] + options.max_queue,
             created=int(time.time()),
         )
         metrics = Metrics(names[0])
@@ -92,7 +92,9 @@ class _Life:
         self._supervisor = (
             Supervisor(started, metrics, timeouts, spawner)
             if num_replicas == 1
-            else Replicas(started, metrics.of_replica, num_replicas, timeouts, spawner)
+            else Replicas(
+                started, metrics.of_replica, num_replicas, timeouts, spawner, num_prefill, options.prefill_min_tokens
+            )
         )
         self._spawned = time.perf_counter()
         self._metrics = metrics

@@ -58,7 +58,9 @@ def test_it_stays_awake_for_a_request_that_is_about_to_come(monkeypatch: pytest.
     wire = Script(Wake())
     prepared: list[float] = []
     monkeypatch.setattr(process.time, "monotonic", lambda: wire.now)
-    port: Any = SimpleNamespace(wait_s=None, step=lambda: False, prepare=lambda: prepared.append(wire.now))
+    port: Any = SimpleNamespace(
+        num_awaiting=0, wait_s=None, step=lambda: False, prepare=lambda: prepared.append(wire.now)
+    )
     engine = EngineProcess(wire, port)  # type: ignore[arg-type]
     engine.run()
     awake = wire.waits.count(0)
