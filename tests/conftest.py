@@ -135,3 +135,56 @@ def in_virtual_time() -> Callable[[Coroutine[Any, Any, Any]], Any]:
             return runner.run(main)
 
     return run
+
+
+class Proxy:
+    """A way to a port that can be stopped up, and changes bytes on the way where it is told to."""
+
+    def __init__(self, target: int, change: Callable[[bytes], bytes] = lambda piece: piece) -> None:
+        self._target, self._change = target, change
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self.port = 0
+
+    def freeze(self) -> None:
+        self._thawed.clear()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def __aenter__(self) -> Proxy:
+        self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        self.cut()
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers += [writer, back]
+        for pair in ((reader, back), (there, writer)):
+            task = asyncio.create_task(self._carry(*pair))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while piece := await reader.read(2**16):
+                await self._thawed.wait()
+                writer.write(self._change(piece))
+            writer.close()
+        except ConnectionError:
+            writer.transport.abort()
+
+
+@pytest.fixture
+def proxy() -> type[Proxy]:
+    """The class; an async context manager."""
+    return Proxy

@@ -25,6 +25,11 @@ def _option(key: str) -> str:
 
 # Options of engines here; a server is told the model, too.
 _LOCAL = {_option(entry.name) for entry in fields(EngineConfig) if entry.name != "model"} | {"--generation-config"}
+# By command: what names engines elsewhere, and which of these options hold even then.
+_OTHERS: dict[tuple[str, ...], tuple[str, frozenset[str]]] = {
+    ("chat",): ("--url", frozenset[str]()),
+    ("serve",): ("--engine", frozenset({"--generation-config", "--grammar-backend"})),
+}
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,14 @@ class TomlFile:
                 raise ConfigError(f"{self.path}: {key!r} of [{'.'.join(commands)}] is called {now[2:]!r} now.")
 
 
-def only_stated_with_url(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """A cyclopts config provider after all others: for a conversation with a server, options of an engine come from the
-    command line alone, where chat says that they do not hold. Those of the environment and of a file are for engines
-    here."""
-    url = arguments.get("--url", None)
-    if commands != ("chat",) or url is None or not url.tokens:
+def only_stated_with_others(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """A cyclopts config provider after all others: for a conversation with a server, and for a server of engines
+    elsewhere, options of an engine come from the command line alone, where the command says that they do not hold.
+    Those of the environment and of a file are for engines here."""
+    others, kept = _OTHERS.get(commands, ("", frozenset[str]()))
+    stated = arguments.get(others, None) if others else None
+    if stated is None or not stated.tokens:
         return
     for argument in arguments:
-        if _LOCAL.intersection(argument.names):
+        if (_LOCAL - kept).intersection(argument.names):
             argument.tokens = [token for token in argument.tokens if token.source == "cli"]

@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env
 
 from specserve.cli.arguments import current
-from specserve.cli.config import TomlFile, only_stated_with_url
+from specserve.cli.config import TomlFile, only_stated_with_others
 from specserve.cli.failures import FAILED, INTERRUPTED, describe, status_of
 from specserve.cli.help_layout import HelpFormatter
 from specserve.errors import SpecserveError
@@ -30,6 +30,7 @@ COMMANDS = {
     "generate": ("specserve.cli.generate:generate", "Complete prompts."),
     "chat": ("specserve.cli.chat:chat", "Talk to a model; tokens per second and acceptance after each answer."),
     "serve": ("specserve.cli.serve:serve", "Serve a model over HTTP with OpenAI's API."),
+    "engine": ("specserve.cli.engine:engine", "Run a headless engine, for a server elsewhere."),
     "run": ("specserve.cli.run:run", "Talk to a model by name, which is fetched if it is not here."),
     "train": ("specserve.cli.train:train", "Train a draft head on what the target writes itself."),
     "bench": ("specserve.cli.bench:bench", "Measure drafters against plain decoding."),
@@ -140,5 +141,5 @@ def _sources(config: Path | None) -> tuple[Callable[..., None], ...]:
     """Where options come from besides flags, strongest first."""
     environment = Env(PREFIX, command=False, show=False)
     if config is None and not Path(CONFIG_FILE).is_file():
-        return (environment, only_stated_with_url)
-    return (environment, TomlFile(config or Path(CONFIG_FILE), tuple(COMMANDS)), only_stated_with_url)
+        return (environment, only_stated_with_others)
+    return (environment, TomlFile(config or Path(CONFIG_FILE), tuple(COMMANDS)), only_stated_with_others)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The sections of a command's help, in their order.
 SECTIONS = (
     *("Measurement", "Model", "Text", "Head", "Training", "Generation", "Structured output"),
-    *("Speculation", "Engine", "Listening", "Access", "Limits", "Operation", "Output"),
+    *("Speculation", "Engine", "Listening", "Access", "Engines elsewhere", "Limits", "Operation", "Output"),
 )
 GROUPS = {name: Group(name, sort_key=number) for number, name in enumerate(SECTIONS)}
 MEASUREMENT, MODEL, OUTPUT = GROUPS["Measurement"], GROUPS["Model"], GROUPS["Output"]

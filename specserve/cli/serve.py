@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from specserve.cli.options import Model, NamedEngineOptions, engine_options, help_of, options_type
 from specserve.config import DEFAULT_MODEL
+from specserve.errors import ConfigError
 from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.options import ServeOptions
 
@@ -22,6 +23,7 @@ else:
 
 _ENGINE = NamedEngineOptions()
 _LISTEN = ListenOptions()
+_OF_BOTH = ("model", "grammar_backend")  # options of an engine that its server uses, too
 
 
 def serve(
@@ -33,13 +35,31 @@ def serve(
     """Serve a model over HTTP with OpenAI's API, until SIGINT or SIGTERM."""
     begun = _process_start()
     with EngineSpawner() as spawner:
-        spawner.prepare()  # before the imports below, which take as long as its own
+        if listen.engine:
+            _check_engine_options(engine)
+        else:
+            spawner.prepare()  # before the imports below, which take as long as its own
         from specserve.server.http.run import serve as run
         from specserve.server.logs import configure
 
         options = ServeOptions(**{entry.name: getattr(listen, entry.name) for entry in fields(ServeOptions)})
         configure(options.log_format, options.log_level)
         run(engine_options(engine, model=model), options, begun, spawner)
+
+
+def _check_engine_options(engine: NamedEngineOptions) -> None:
+    """Raises ConfigError for options of engines where these are elsewhere: nothing here would obey them. Those of the
+    environment and of a file have been left out."""
+    given = [
+        f"--{entry.name.replace('_', '-')}"
+        for entry in fields(engine)
+        if entry.name not in _OF_BOTH and getattr(engine, entry.name) != getattr(_ENGINE, entry.name)
+    ]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: with --engine engines are elsewhere and have their own options. Give these to "
+            "`specserve engine` there."
+        )
 
 
 def _process_start() -> float:

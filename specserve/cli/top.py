@@ -233,7 +233,7 @@ def _replicas(stats: Stats) -> list[RenderableType]:
     table = _table("replica", "running", "waiting", "KV", "prefix hits", "requests", "restarts")
     for number, each in enumerate(stats.get("replicas", ())):
         table.add_row(
-            Text(f"{number} {clip(each['state'])}{_ROLES[each['role']]}"),
+            Text(f"{number} {clip(each['state'])}{_ROLES[each['role']]} {clip(each.get('address', ''))}".rstrip()),
             f"{each['num_running']}",
             f"{each['num_waiting']}",
             f"{each['kv_cache_usage']:.0%}",

@@ -109,6 +109,11 @@ class Router:
         sent = self._sent[engine] = [each for each in self._sent[engine] if each[0] > load.num_steps]
         return sum(prompt_ms for _, prompt_ms in sent)
 
+    def add_engine(self) -> None:
+        """One more, which has the next number."""
+        self._known.append(OrderedDict())
+        self._sent.append([])
+
     def forget(self, engine: int) -> None:
         """Its caches are empty: another process has taken its place, or it was told to."""
         self._known[engine].clear()

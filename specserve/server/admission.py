@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -51,9 +51,14 @@ class Admission:
     take the answer: as many as `capacity` take no room from others.
     """
 
-    def __init__(self, capacity: int, counts: Counts | None = None) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, counts: Counts | None = None, num_more: Callable[[], int] = lambda: 0) -> None:
+        """`num_more` says by how much the capacity is above that now."""
+        self._capacity, self._num_more = capacity, num_more
         self.counts = counts or OwnCounts()
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity + self._num_more()
 
     @property
     def num_inside(self) -> int:

@@ -52,6 +52,7 @@ def replicas(all_: Sequence[ReplicaStatus]) -> dict[str, Any]:
         {
             "state": each.state,
             "role": each.role,
+            **({"address": each.address} if each.address else {}),
             "num_restarts": each.num_restarts,
             "num_requests": each.num_requests,
             "num_running": each.gauges.num_running,

@@ -215,6 +215,7 @@ class ReplicaStatus:
     num_requests: int  # that were sent to it
     gauges: Gauges
     role: str = "both"  # "prefill": computes prompts for others; "decode": answers; "both"
+    address: str = ""  # of an engine elsewhere
 
 
 @dataclass(frozen=True, slots=True)

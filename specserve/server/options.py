@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from specserve.cluster.address import Address
+from specserve.cluster.handshake import LONGEST_HEARTBEAT_S, SHORTEST_HEARTBEAT_S
+from specserve.cluster.security import check_plaintext
 from specserve.errors import ConfigError, strict_fields, unknown
 from specserve.files import read_text
 from specserve.help import Help
@@ -27,6 +30,9 @@ _HOST = re.compile(r"\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 class ServeOptions:
     """Where to listen, whom to let in, how long to be patient. Times are in seconds, 0 is no limit where it says so.
 
+    `engine`: headless engines, "host:port", that serve instead of engines of this machine; both sides prove that they
+    know the secret of `engine_secret_file`. Without `engine_ca` only loopback addresses, unless
+    `engine_insecure_no_tls`.
     `uds` is listened on instead of host and port. `served_model_name`: names that requests may use, the first of them
     is the one in answers; without any it is the model's. `data_parallel_size`: engines, 1 to 64, that serve the model
     side by side, each with `max_num_seqs` places; the last `prefill_replicas` of them only compute prompts
@@ -89,6 +95,32 @@ class ServeOptions:
     ] = False
     tls_cert: Annotated[Path | None, Help("PEM file with the certificate chain; makes it HTTPS.", "Listening")] = None
     tls_key: Annotated[Path | None, Help("PEM file with the certificate's private key.", "Listening")] = None
+    engine: Annotated[
+        tuple[str, ...],
+        Help(
+            "HOST:PORT of a headless engine (specserve engine) that serves, in place of engines here; may be repeated.",
+            "Engines elsewhere",
+        ),
+    ] = ()
+    engine_secret_file: Annotated[
+        Path | None, Help("File with the secret that these engines know.", "Engines elsewhere")
+    ] = None
+    engine_ca: Annotated[
+        Path | None,
+        Help("PEM file of the authorities that signed these engines' certificates; makes it TLS.", "Engines elsewhere"),
+    ] = None
+    engine_cert: Annotated[
+        Path | None, Help("PEM file with this server's certificate, for engines that ask for one.", "Engines elsewhere")
+    ] = None
+    engine_key: Annotated[Path | None, Help("PEM file with that certificate's private key.", "Engines elsewhere")] = (
+        None
+    )
+    engine_insecure_no_tls: Annotated[
+        bool, Help("Connect to other machines without TLS; all between can read it.", "Engines elsewhere")
+    ] = False
+    engine_heartbeat_s: Annotated[
+        float, Help("Seconds of silence after which an engine, or the server, counts as gone.", "Engines elsewhere")
+    ] = 3.0
     data_parallel_size: Annotated[
         int, Help("Engines that serve side by side, each with its share of cores and memory.", "Operation")
     ] = 1
@@ -160,32 +192,22 @@ class ServeOptions:
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"--{name.replace('_', '-')}: " + unknown("value", str(getattr(self, name)), allowed))
-        _between("port", self.port, 0, 65535)
-        _between("data_parallel_size", self.data_parallel_size, 1, MOST_REPLICAS)
+        between("port", self.port, 0, 65535)
+        between("data_parallel_size", self.data_parallel_size, 1, MOST_REPLICAS)
         if not isinstance(self.data_parallel_size, int):
             raise ConfigError(f"data_parallel_size is {self.data_parallel_size}; engines are whole.")
-        _between("api_processes", self.api_processes, 1, MOST_API_PROCESSES)
+        between("api_processes", self.api_processes, 1, MOST_API_PROCESSES)
         if not isinstance(self.api_processes, int):
             raise ConfigError(f"api_processes is {self.api_processes}; processes are whole.")
-        _between("prefill_replicas", self.prefill_replicas, 0, MOST_REPLICAS - 1)
-        if not isinstance(self.prefill_replicas, int):
-            raise ConfigError(f"prefill_replicas is {self.prefill_replicas}; engines are whole.")
-        if self.prefill_replicas and self.prefill_replicas >= self.data_parallel_size:
-            raise ConfigError(
-                f"--prefill-replicas is {self.prefill_replicas} of {self.data_parallel_size} engines, and one at least "
-                "must answer. Give a larger --data-parallel-size."
-            )
-        if self.prefill_min_tokens is not None:
-            if not self.prefill_replicas:
-                raise ConfigError("--prefill-min-tokens says what goes to --prefill-replicas, and there are none.")
-            _between("prefill_min_tokens", self.prefill_min_tokens, 1, 2**31)
-        _between("max_queue", self.max_queue, 0, 2**20)
+        self._check_prefill()
+        self._check_engines()
+        between("max_queue", self.max_queue, 0, 2**20)
         for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "stall_timeout_s", "start_timeout_s"):
-            _between(name, getattr(self, name), 0.05, 1e6)
+            between(name, getattr(self, name), 0.05, 1e6)
         for name in ("queue_timeout_s", "request_timeout_s", "drain_timeout_s", "status_interval_s"):
-            _between(name, getattr(self, name), 0, 1e6)
-        _between("max_tokenize_characters", self.max_tokenize_characters, 1, 2**30)
-        _between("max_body_mib", self.max_body_mib, 0.001, 1024)
+            between(name, getattr(self, name), 0, 1e6)
+        between("max_tokenize_characters", self.max_tokenize_characters, 1, 2**30)
+        between("max_body_mib", self.max_body_mib, 0.001, 1024)
         if not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(
                 f"--root-path is {self.root_path!r}; it must be a path such as /llm, with a slash before it and none "
@@ -200,6 +222,41 @@ class ServeOptions:
             raise ConfigError("--api-key is empty. Give a key, or leave the option out.")
         for key in self.api_key:
             _check_key(key, "--api-key")
+
+    def _check_prefill(self) -> None:
+        between("prefill_replicas", self.prefill_replicas, 0, MOST_REPLICAS - 1)
+        if not isinstance(self.prefill_replicas, int):
+            raise ConfigError(f"prefill_replicas is {self.prefill_replicas}; engines are whole.")
+        if self.prefill_replicas and self.prefill_replicas >= self.data_parallel_size:
+            raise ConfigError(
+                f"--prefill-replicas is {self.prefill_replicas} of {self.data_parallel_size} engines, and one at least "
+                "must answer. Give a larger --data-parallel-size."
+            )
+        if self.prefill_min_tokens is not None:
+            if not self.prefill_replicas:
+                raise ConfigError("--prefill-min-tokens says what goes to --prefill-replicas, and there are none.")
+            between("prefill_min_tokens", self.prefill_min_tokens, 1, 2**31)
+
+    def _check_engines(self) -> None:
+        addresses = [str(Address.parse(each, "--engine")) for each in self.engine]
+        between("engine_heartbeat_s", self.engine_heartbeat_s, SHORTEST_HEARTBEAT_S, LONGEST_HEARTBEAT_S)
+        if len(set(addresses)) < len(addresses):
+            raise ConfigError(f"--engine: an engine serves once, and these are {', '.join(addresses)}.")
+        if not self.engine:
+            return
+        if len(self.engine) > MOST_REPLICAS:
+            raise ConfigError(f"--engine names {len(self.engine)} engines; {MOST_REPLICAS} are allowed.")
+        if self.data_parallel_size != 1:
+            raise ConfigError(
+                "--engine names engines elsewhere and --data-parallel-size starts some here; a server has the ones or "
+                "the others. For more engines here start each with `specserve engine` and name it with --engine."
+            )
+        if self.engine_ca is not None and self.engine_insecure_no_tls:
+            raise ConfigError("--engine-ca and --engine-insecure-no-tls contradict each other. Leave one of them out.")
+        if self.engine_ca is None:
+            for each in self.engine:
+                address = Address.parse(each, "--engine")
+                check_plaintext(address, self.engine_insecure_no_tls, "--engine-ca", "--engine-insecure-no-tls")
 
     @property
     def max_body_bytes(self) -> int:
@@ -230,6 +287,6 @@ def _check_key(key: str, what: str) -> None:
         raise ConfigError(f"{what} cannot be sent in a header. Keys are printable ASCII without spaces around them.")
 
 
-def _between(name: str, value: Any, low: float, high: float) -> None:
+def between(name: str, value: Any, low: float, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}.")

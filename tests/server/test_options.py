@@ -27,6 +27,7 @@ NUMBERS = {
     "max_queue": (0, 2**20),
     "max_body_mib": (0.001, 1024),
     "max_tokenize_characters": (1, 2**30),
+    "engine_heartbeat_s": (0.2, 60),
 }
 
 

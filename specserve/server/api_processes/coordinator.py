@@ -146,7 +146,7 @@ class ApiProcesses:
         """Whether something of the engines has changed."""
         engines, before = self._engines, self._now
         adapters, timeline = list(engines.adapters.values()), dict(self._timeline)
-        now = Now(before.version, engines.state.value, engines.ready, adapters, timeline)
+        now = Now(before.version, engines.state.value, engines.ready, adapters, timeline, engines.num_places)
         if now == before:
             return False
         self._now = msgspec.structs.replace(now, version=before.version + 1)

@@ -137,6 +137,10 @@ class CoordinatedEngines:
     def ready(self) -> Ready | None:
         return self._coordinator.now.ready
 
+    @property
+    def num_places(self) -> int:
+        return self._coordinator.now.num_places
+
     def place(self, request: Request) -> EngineClient:
         """Where the request is placed. Raises EngineError where there is no engine."""
         return self._reached()

@@ -121,13 +121,15 @@ class Given(msgspec.Struct, frozen=True, tag="given"):
 
 
 class Now(msgspec.Struct, frozen=True, tag="now"):
-    """What is so of the engines, told whenever it changes. `timeline` are the seconds of the server's start."""
+    """What is so of the engines, told whenever it changes. `timeline` are the seconds of the server's start,
+    `num_places` the places of engines that the start did not count."""
 
     version: int
     state: str
     ready: Ready | None
     adapters: list[AdapterInfo]
     timeline: dict[str, float]
+    num_places: int = 0
 
 
 class Happened(msgspec.Struct, frozen=True, tag="happened"):

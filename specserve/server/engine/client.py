@@ -81,6 +81,8 @@ class EngineClient:
     side, or one that is none.
     """
 
+    most_message_bytes = 2**32 - 1
+
     def __init__(self, observer: Observer) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gauges: Gauges | None = None
@@ -116,6 +118,11 @@ class EngineClient:
         if not self._open:
             self.last_progress = self.last_advanced = time.monotonic()
         message = self._encode(request)  # one that cannot be sent has not begun
+        if len(message) > self.most_message_bytes:
+            raise InputError(
+                f"The request takes {len(message)} bytes on its way to the engine; {self.most_message_bytes} are "
+                "allowed."
+            )
         self._open.add(request, listener)
         if counted:
             self._observer.begin(request.id, request.params.n, len(request.prompt_ids), request.adapter)

@@ -101,6 +101,11 @@ class ReplicaGroup(Generic[M]):
         return sum(each.num_restarts for each in self._replicas)
 
     @property
+    def num_places(self) -> int:
+        """Places beyond those that the server's own start counted."""
+        return 0
+
+    @property
     def gauges(self) -> Gauges:
         """The sums over all engines that have run."""
         return summed([each.totals.look(each.gauges) for each in self._replicas])
@@ -142,6 +147,10 @@ class ReplicaGroup(Generic[M]):
         for each in self._some_taking():
             each.client.reset_prefix_cache()
             self._router.forget(each.number)
+
+    async def wait_until_ready(self) -> Ready:
+        """What the first said when it was ready. Raises EngineError with the cause when it could not start."""
+        raise NotImplementedError
 
     async def load_adapter(self, source: AdapterSource, replaces: bool) -> AdapterInfo:
         """Load an adapter in all replicas, or where one refuses it in none. Raises InputError for one that is refused,

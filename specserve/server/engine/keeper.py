@@ -69,6 +69,11 @@ class EngineKeeper:
         return self._client
 
     @property
+    def num_places(self) -> int:
+        """Places beyond those that the server's own start counted."""
+        return 0
+
+    @property
     def gauges(self) -> Gauges | None:
         """Those of the engine that takes requests now; None where there is none, or it has not stepped."""
         return self._client.gauges if self.state is State.READY and self._client is not None else None

@@ -90,10 +90,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End after the step that is running."""
 
 
-Command: TypeAlias = (
-    Configure | Request | Wake | Abort | Expire | ResetPrefixCache | LoadAdapter | UnloadAdapter
-    | ExportKV | ReleaseKV | ImportKV | Stop
-)  # fmt: skip
+RemoteCommand: TypeAlias = Request | Wake | Abort | Expire | ResetPrefixCache | LoadAdapter | UnloadAdapter
+Command: TypeAlias = Configure | RemoteCommand | ExportKV | ReleaseKV | ImportKV | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +191,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     max_loras: int = 0
     kv_cache_gib: float = 0.0
     num_prefix_blocks: int = 0  # that its prefix cache can have; 0 without one
+    block_size: int = 16
 
 
 FINAL: tuple[type[SpecserveError], ...] = (ConfigError, ModelError, CapacityError)
@@ -214,4 +213,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         return next((kind(self.message) for kind in FINAL if kind.__name__ == self.final), None)
 
 
-Report: TypeAlias = Stepped | Refused | AdapterChanged | KVReport | Ready | Failed
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """An engine elsewhere is about to end: it is to get no new requests."""
+
+
+Report: TypeAlias = Stepped | Refused | AdapterChanged | KVReport | Ready | Failed | Leaving

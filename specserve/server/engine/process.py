@@ -352,6 +352,7 @@ def _ready(built: Built, config: EngineConfig, phases: dict[str, float]) -> Read
         max_loras=engine.adapters.num_slots,
         kv_cache_gib=built.num_kv_bytes / GIB,
         num_prefix_blocks=engine.cache.num_blocks if config.prefix_caching else 0,
+        block_size=config.block_size,
     )
 
 

@@ -53,7 +53,7 @@ class Front:
             names=settings.names,
             service=self._service,
             reports=reports,
-            admission=Admission(settings.capacity, counts),
+            admission=Admission(settings.capacity, counts, lambda: engines.num_places),
             folder=folder,
             sampling=settings.sampling,
             timeline=timeline,

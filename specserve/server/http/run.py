@@ -19,7 +19,10 @@ from specserve.machine.memory import return_large_blocks
 from specserve.registry import DRAFTERS
 from specserve.server.admission import Counts, OwnCounts
 from specserve.server.api_processes.coordinator import ApiProcesses
-from specserve.server.engine.keeper import Timeouts
+from specserve.server.engine.group import ReplicaGroup
+from specserve.server.engine.keeper import EngineKeeper, Timeouts
+from specserve.server.engine.remote import Dialer
+from specserve.server.engine.remote_engines import Membership, RemoteEngines
 from specserve.server.engine.replicas import Replicas
 from specserve.server.engine.spawn import EngineSpawner
 from specserve.server.engine.supervisor import Supervisor
@@ -39,11 +42,19 @@ _log = logging.getLogger("specserve")
 _LOOK_S = 0.05  # between two looks at whether all requests have ended, while draining
 
 
-def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, spawner: EngineSpawner) -> None:
+def serve(
+    engine: Mapping[str, Any],
+    options: ServeOptions,
+    begun: float,
+    spawner: EngineSpawner,
+    membership: Membership | None = None,
+) -> None:
     """Serve until a signal ends it. `engine` are EngineConfig's fields; `begun` is when the process started, in seconds
-    of time.perf_counter(); the engine's processes come from `spawner`. Raises EngineError with the cause when the
-    engine cannot be kept running, ConfigError, ModelError or CapacityError for what the engine cannot start with, as
-    far as that is known before anything listens; KeyboardInterrupt where a second SIGINT cut the drain short."""
+    of time.perf_counter(); the engine's processes come from `spawner`. With `membership` all engines are elsewhere, and
+    it adds and removes them while the server runs; what it raises ends the server. Raises EngineError with the cause
+    when the engine cannot be kept running, ConfigError, ModelError or CapacityError for what the engine cannot start
+    with, as far as that is known before anything listens; KeyboardInterrupt where a second SIGINT cut the drain
+    short."""
     imported = time.perf_counter()
     sys.setswitchinterval(SWITCH_S)
     use_own_threads_only()
@@ -55,7 +66,7 @@ def serve(engine: Mapping[str, Any], options: ServeOptions, begun: float, spawne
     timeline = {"process and imports": imported - begun, "model folder": time.perf_counter() - imported}
 
     async def live() -> bool:
-        return await _Life(engine, options, folder, timeline, begun, spawner).run()
+        return await _Life(engine, options, folder, timeline, begun, spawner, membership).run()
 
     if asyncio.run(live()):
         raise KeyboardInterrupt
@@ -72,16 +83,19 @@ class _Life:
         timeline: dict[str, float],
         begun: float,
         spawner: EngineSpawner,
+        membership: Membership | None,
     ) -> None:
         names = options.served_model_name or (str(engine["model"]),)
         num_replicas, num_prefill = options.data_parallel_size, options.prefill_replicas
+        self._are_elsewhere = bool(options.engine) or membership is not None
+        num_places = 0 if self._are_elsewhere else (num_replicas - num_prefill) * engine["max_num_seqs"]
         settings = Settings(
             options=options,
             names=names,
             folder=str(folder),
             sampling=stated_by(options.generation_config, folder),
             template=template_options(options),
-            capacity=(num_replicas - num_prefill) * engine["max_num_seqs"] + options.max_queue,
+            capacity=num_places + options.max_queue,
             created=int(time.time()),
         )
         metrics = Metrics(names[0])
@@ -89,13 +103,15 @@ class _Life:
         self._options, self._folder, self._names = options, folder, names
         self._begun, self._timeline = begun, timeline
         started = {**engine, "model": str(folder)}
-        self._supervisor = (
-            Supervisor(started, metrics, timeouts, spawner)
-            if num_replicas == 1
-            else Replicas(
-                started, metrics.of_replica, num_replicas, timeouts, spawner, num_prefill, options.prefill_min_tokens
-            )
-        )
+        self._supervisor: EngineKeeper | ReplicaGroup[Any]
+        if self._are_elsewhere:
+            dialer = Dialer.of(options, names[0], folder)
+            self._supervisor = RemoteEngines(options.engine, dialer, metrics.of_replica, timeouts, membership)
+        elif num_replicas > 1:
+            parts = num_replicas, timeouts, spawner, num_prefill, options.prefill_min_tokens
+            self._supervisor = Replicas(started, metrics.of_replica, *parts)
+        else:
+            self._supervisor = Supervisor(started, metrics, timeouts, spawner)
         self._spawned = time.perf_counter()
         self._metrics = metrics
         self._validator = GrammarValidator(folder, engine.get("grammar_backend", AUTO))
@@ -156,8 +172,12 @@ class _Life:
         ready = await self._supervisor.wait_until_ready()
         gc.freeze()  # what was imported stays; to look at all of it takes 0.05 s, in which nobody is sent a token
         now = time.perf_counter()
-        waited = now - self._spawned - sum(ready.phases.values())
-        self._timeline.update({"engine process and imports": waited, **ready.phases})
+        waited = now - self._spawned
+        if self._are_elsewhere:
+            loaded = {"engines elsewhere": waited}
+        else:
+            loaded = {"engine process and imports": waited - sum(ready.phases.values()), **ready.phases}
+        self._timeline.update(loaded)
         self._timeline["total"] = now - self._begun
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._timeline.items())
         _log.info("%s", ready.summary)
